@@ -80,6 +80,7 @@ bench: $(STAMP)
 	$(PY) -m bench.engine
 	$(PY) -m bench.learner
 	$(PY) -m bench.server --model demo --device cpu --peer none --parts rollout update
+	$(PY) -m bench.codec
 	$(PY) docs/tables.py
 
 # A command ends with 1 when a row misses what it must reach; the others run all the same.

@@ -24,7 +24,7 @@ from bench.roofline import synchronize
 from lowroll import Engine, Request
 from lowroll.engine.runner import First
 from lowroll.engine.sampler import Ranks
-from lowroll.engine.sequence import Compaction, PrefillChunk
+from lowroll.engine.sequence import Check, Compaction, PrefillChunk
 from lowroll.engine.sequence import Sequence as Sample
 from lowroll.kv.cache import Chunk
 
@@ -140,7 +140,9 @@ class Placed:
 
     # -- in the place of the runner's prefill ------------------------------------------------------
 
-    def _prefill(self, prefills: list[PrefillChunk], beside: list[Sample]) -> First:
+    def _prefill(
+        self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sample]
+    ) -> tuple[First, None]:
         runner = self.engine.runner
         page_size, spec = runner.cache.page_size, self.engine.spec
         slots_T = torch.cat([_slots(chunk, page_size) for chunk in prefills]).to(self.device)
@@ -154,7 +156,8 @@ class Placed:
         samples = [len(chunk.samples) for chunk in prefills]
         tokens_B = tokens_P.repeat_interleave(torch.tensor(samples))
         sequences = [sequence for chunk in prefills for sequence in chunk.samples]
-        return First(sequences, tokens_B, torch.full((len(sequences),), -1.0), Ranks(sequences))
+        logprobs_B = torch.full((len(sequences),), -1.0)
+        return First(sequences, tokens_B, logprobs_B, Ranks(sequences)), None
 
     def _show_queries(self, prefills: list[PrefillChunk]) -> None:
         """As if the prefix cache had served all but the last tokens, which a policy must see."""

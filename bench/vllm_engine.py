@@ -49,11 +49,12 @@ def main() -> None:
     parser.add_argument("--vllm-python")
     parser.add_argument("--vllm-path")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=SHM) as work, timed("in all"):
+    with timed("in all"):
         model = random_model(SHAPES[args.model], "cuda:0")
         torch.cuda.synchronize()
         for part in args.parts:
-            {"full": full, "adapter": adapter}[part](args, model, Path(work))
+            with tempfile.TemporaryDirectory(dir=SHM) as work:
+                {"full": full, "adapter": adapter}[part](args, model, Path(work))
 
 
 def full(args: argparse.Namespace, model: Transformer, work: Path) -> None:
@@ -85,10 +86,9 @@ def adapter(args: argparse.Namespace, model: Transformer, work: Path) -> None:
 def base(model: Transformer, work: Path) -> Path:
     """The model as it is now, as a folder: vLLM does not reload what began as dummy weights."""
     folder = work / "base"
-    if not folder.exists():
-        with timed("base folder"):
-            folder.mkdir()
-            hf.write(hf.contents(model), folder, None)
+    with timed("base folder"):
+        folder.mkdir()
+        hf.write(hf.contents(model), folder, None)
     return folder
 
 

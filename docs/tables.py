@@ -63,6 +63,31 @@ def metrics() -> str:
     return names.table()
 
 
+def own_keys() -> str:
+    from docs import keys
+
+    return table(("key", "type", "default", "meaning"), keys.own())
+
+
+def train_keys() -> str:
+    return _document_keys("train")
+
+
+def infer_keys() -> str:
+    return _document_keys("infer")
+
+
+def orch_keys() -> str:
+    return _document_keys("orch")
+
+
+def _document_keys(file: str) -> str:
+    from docs import keys
+
+    head = ("key", "type", "default", "meaning", "acts on", "what differs from the document")
+    return table(head, keys.of_file(file))
+
+
 def objectives() -> str:
     from lowroll.objectives.objective import named
     from lowroll.objectives.table import ALGORITHMS, CORRECTIONS
@@ -460,6 +485,10 @@ PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         metrics,
+        own_keys,
+        train_keys,
+        infer_keys,
+        orch_keys,
         objectives,
         algorithms,
         auto,

@@ -177,16 +177,21 @@ class Sample:
     group: int = 0  # index of the group within the batch
     # shaped reward that entered the group's statistics; None after a ScoreError
     reward: float | None = None
+    # where it was drawn at another temperature than the batch's
+    temperature: float | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass
 class Batch:
-    """What one training step learns from: whole groups, in planned order."""
+    """What one training step learns from: whole groups, in planned order. `orchestrator` is the
+    orchestrator's state after this batch, JSON data, where it travels with it: a checkpoint of the
+    learner then holds both halves of a run."""
 
     step: int
     samples: list[Sample]
     temperature: float  # sampling temperature: the learner divides its logits by it
     stats: dict[str, float] = field(default_factory=dict)  # the orchestrator's numbers of this step
+    orchestrator: dict[str, Any] | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

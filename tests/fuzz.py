@@ -8,7 +8,8 @@ A block is one engine with random settings (format, LoRA, pages, batch and prefi
 steps between two looks, and for half of them a cache policy that drops keys) and MIXES mixes after
 one another, so that its prefix cache, slots and graphs are never fresh. A mix is a few requests (n,
 shared stems, stops, samplers, likeliest tokens) with steps, looks at what has been drawn so far,
-aborts, updates of the weights and scoring in between.
+aborts, updates of the weights, under which what is in flight goes on or is replayed, and scoring in
+between.
 
 The oracle takes each sample alone and knows no batch, no page and no cache of ours. It is told
 which weights computed each position, runs the sequence piece by piece under those weights
@@ -509,6 +510,10 @@ class Block:
         for row, limit in zip(plan.decodes, plan.limits, strict=True):
             drawn = self.drawn.setdefault((row.group.handle, row.sample), {})
             drawn |= {t: (self.version, many) for t in range(row.position, row.position + limit)}
+        for check in plan.checks:
+            row, limit = check.sequence, len(check.ids)
+            drawn = self.drawn.setdefault((row.group.handle, row.sample), {})
+            drawn |= {t: now for t in range(row.position, row.position + limit)}
 
     def request(self) -> Request:
         rng = self.rng
@@ -592,12 +597,21 @@ class Block:
             self.engine.abort(self.rng.choice(list(self.asked)))
 
     def update_weights(self) -> None:
+        """What is in flight goes on, or is replayed; then everything of it was made by the new
+        weights, and what was seen of it may be taken back."""
         self.version = self.rng.choice(VERSIONS)
-        self.engine.update_weights(
-            WeightUpdate.local(
-                master(self.family, self.version), self.version, NOISES.get(self.version)
-            )
-        )
+        learner = master(self.family, self.version)
+        update = WeightUpdate.local(learner, self.version, NOISES.get(self.version))
+        if self.kv is not None or self.side.random() < 0.4:
+            self.engine.update_weights(update)
+            return
+        if self.side.random() < 0.3:
+            self.engine.release(in_flight="replay")
+        self.engine.update_weights(update, in_flight="replay")
+        in_flight = self.engine.scheduler._groups.keys()
+        self.made = {h: made for h, made in self.made.items() if h not in in_flight}
+        self.drawn = {k: drawn for k, drawn in self.drawn.items() if k[0] not in in_flight}
+        self.looks = [look for look in self.looks if look[0] not in in_flight]
 
     def generate(self) -> None:
         """Requests that are waited for, while those in flight go on and one of them may be aborted

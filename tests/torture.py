@@ -16,6 +16,11 @@ on tiny models.
     pieces     every tensor and every piece of state of a checkpoint left out (tests/fixtures/pieces.py)
     server     good and bad requests, aborts, slow connections, control routes and strangers: good answers are
                the engine's bit for bit, the others documented, nothing is left (tests/fixtures/storm.py)
+    transport  both ends of a rollout channel killed at named points and at random, on each transport, and
+               damaged frames, words and files: nothing lost, nothing twice, no garbage accepted
+               (tests/fixtures/ends.py, frames.py)
+    roles      engine, orchestrator and trainer of one launcher are killed and stopped, each in turn, at random moments:
+               the run goes on by itself, its ledger is clean, and it is bit for bit one process
     programs   requests, aborts, pauses, updates, failures and ends in any order over the engine's loop
                (tests/fixtures/programs.py)
 
@@ -44,10 +49,16 @@ from typing import Any
 
 from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
+from lowroll.orchestrator import audit
 from lowroll.runs import demo
 from lowroll.transport import read_rollouts
 from tests.fixtures import hostile, pieces, stormed, strike
+from tests.fixtures.ends import Pair
+from tests.fixtures.ends import strike as strike_pair
+from tests.fixtures.frames import Fuzz
 from tests.fixtures.programs import Trial
+from tests.fixtures.roles import heart, outcome, reached, started
+from tests.fixtures.roles import strike as strike_role
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings
 from tests.fixtures.storm import GUST, Storm
 from tests.fixtures.stormed import Stormed
@@ -56,6 +67,7 @@ from tests.fixtures.tiny import hf_folder
 
 STEPS = 4
 SHARES = {
+    "roles": 3,
     "kills": 6,
     "errors": 5,
     "damage": 6,
@@ -63,8 +75,10 @@ SHARES = {
     "folders": 4,
     "pieces": 3,
     "server": 10,
+    "transport": 6,
     "programs": 3,
 }
+ROLES = ("trainer", "orchestrator", "engine-0")
 
 
 @dataclass
@@ -490,7 +504,66 @@ def programs(bench: Bench, rng: random.Random) -> Iterator[str]:
         yield trial.run(rng.randrange(1 << 30))
 
 
+# -- the transport ---------------------------------------------------------------------------------
+
+
+def transport(bench: Bench, rng: random.Random) -> Iterator[str]:
+    """Sixty pieces of garbage for each death of a process: a death costs as much as they do."""
+    logging.getLogger("lowroll.transport").setLevel(logging.CRITICAL)  # damage is on purpose
+    with ExitStack() as stack:
+        fuzz = Fuzz(_fresh(bench.root / "garbage"), rng, stack).trials()
+        for number in count():
+            pair = Pair(_fresh(bench.root / "pair"), ("filesystem", "zmq")[number % 2])
+            pair.folder.mkdir()
+            try:
+                pair.start("orchestrator")
+                pair.start("trainer")
+                for _ in range(50):
+                    how = strike_pair(pair, rng)
+                    yield ""
+                    for _ in range(60):
+                        yield next(fuzz)
+                problems = pair.finish()
+                yield f"{pair.transport}, {how}: {problems}" if problems else ""
+            except AssertionError as error:
+                yield f"{pair.transport}: {error}"
+            finally:
+                pair.stop()
+
+
+# -- roles -----------------------------------------------------------------------------------------
+
+
+def roles(bench: Bench, rng: random.Random) -> Iterator[str]:
+    """A trial is one loss of a role; each role is killed and stopped in turn, three losses a run,
+    each at a random moment of a step, and so in every phase."""
+    longer = {"train": {"max_steps": 8}, "eval": {"interval": None}}
+    attempt(bench.words(bench.root / "one", **longer))
+    wanted = outcome(bench.root / "one")
+    losses = [(role, how) for how in ("kill", "stop") for role in ROLES]
+    for number in count():
+        run, log = _fresh(bench.root / "roles"), bench.root / "launcher.log"
+        way = ("filesystem", "zmq")[number % 2]
+        words = bench.words(run, **longer, rollout_transport={"type": way, "port": 0})
+        told = []
+        with started(log, *words, "launcher=local", LOWROLL_SILENT_S="5") as launcher:
+            for step, (role, how) in zip((2, 4, 6), losses[:3], strict=True):
+                pid = reached(run, role, step, launcher)
+                time.sleep(rng.random() * 0.5)
+                told.append(f"{how} {role} in {heart(run, role).get('phase')}")
+                strike_role(pid, how)
+                yield ""
+            losses = losses[3:] + losses[:3]
+            code = launcher.wait(timeout=600)
+        found = outcome(run) if code == 0 else {}
+        other = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
+        problems = audit.check(run / "orchestrator" / "ledger.jsonl", None)
+        good = code == 0 and not other and not problems
+        yield "" if good else f"{way}, {told}: exit code {code}; {other[:5]}; {problems[:5]}"
+
+
 SUITES = {
+    "roles": roles,
     "kills": kills,
     "errors": errors,
     "damage": damage,
@@ -498,6 +571,7 @@ SUITES = {
     "folders": folders,
     "pieces": every_piece,
     "server": server,
+    "transport": transport,
     "programs": programs,
 }
 

@@ -116,9 +116,7 @@ def title(cfg: RunConfig, server: str | None = None) -> str:
     drawn, each = cfg.eval, cfg.eval.rollouts_per_example
     how = "greedy" if drawn.temperature == 0 else f"sampled at T = {drawn.temperature:g}"
     responses = f"{each} response{'s' * (each > 1)} each"
-    return (
-        f"{server or cfg.model}: {how}, at most {drawn.num_examples} held-out prompts, {responses}"
-    )
+    return f"{server or cfg.model}: {how}, {drawn.most} held-out prompts, {responses}"
 
 
 def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:

@@ -37,9 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
         from lowroll.runs.preflight import look_at_run
 
         return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume, arguments.overwrite))
-    from lowroll.runs.grpo import run as train
+    if cfg.launcher == "local":
+        from lowroll.runs.launch.local import launch
 
-    result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
+        result = launch(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
+    else:
+        from lowroll.runs.grpo import run as train
+
+        result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     if result.signal:
         return 128 + result.signal
     if result.ended:
@@ -87,8 +92,8 @@ def _evaluations(cfg: RunConfig) -> list[str]:
     if not drawn.interval:
         return []
     return [
-        f"evaluation before step 1, every {drawn.interval} steps and after the last: up to "
-        f"{drawn.num_examples:,} held-out prompts x {drawn.rollouts_per_example} responses an "
+        f"evaluation before step 1, every {drawn.interval} steps and after the last: "
+        f"{drawn.most} held-out prompts x {drawn.rollouts_per_example} responses an "
         "environment each time, twice before step 1 and after the last (eval.num_examples; "
         "eval.interval: null has none)"
     ]

@@ -24,7 +24,9 @@ COMMANDS = {
     "sft": "warm-start a model on demonstrations",
     "eval": "measure pass@1 and avg@k, dense and low-precision side by side",
     "generate": "try a model at the terminal",
-    "serve": "serve a low-bit model to OpenAI clients",
+    "serve": "serve a low-bit model to OpenAI clients, or a run's engine",
+    "orchestrate": "make the batches of a run whose engine and trainer are processes of their own",
+    "train": "learn from the batches of lowroll orchestrate",
     "quantize": "write a dense model as a low-bit folder",
     "export": "write a run's checkpoint as a model folder: merged, adapter or the rollouts' exact "
     "policy",
@@ -35,9 +37,10 @@ COMMANDS = {
     "completion": "print a script that completes commands, options and settings in bash, zsh or "
     "fish",
 }
+# the same commands, by the Surogate document's names
+ALIASES = {"grpo-infer": "serve", "grpo-orch": "orchestrate", "grpo-train": "train"}
 # what people type for them
 MEANT = {
-    "train": "grpo",
     "rl": "grpo",
     "run": "grpo",
     "ppo": "grpo run.yaml algorithm=ppo",
@@ -73,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"lowroll {__version__}")
         return 0
-    name = words[0]
+    name = ALIASES.get(words[0], words[0])
     if name not in COMMANDS:
         print(
             f"error: unknown command {name!r}{_meant(name, words[1:])}; commands: "

@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lowroll.model.transformer import Transformer
     from lowroll.server.guard import Tokens
     from lowroll.server.serving import Limits, Serving
+    from lowroll.weights.collector import Collector
 
 GRACE_S = 20.0  # batch systems kill 30 s or more after they ask
 LOOKAHEAD = 8  # decode steps on a GPU between two looks at new requests and streams
@@ -42,7 +44,15 @@ def parser() -> argparse.ArgumentParser:
             "token."
         ),
     )
-    p.add_argument("model", metavar="MODEL", help="a model or adapter folder, or a hub id")
+    p.add_argument(
+        "model",
+        metavar="MODEL | FILE",
+        help="a model or adapter folder, a hub id; or the YAML file of a run, or infer.yaml of the "
+        "three-file form, for that run's engine",
+    )
+    p.add_argument(
+        "settings", nargs="*", metavar="key=value", help="with FILE: dotted overrides of it"
+    )
     p.add_argument(
         "--weights",
         help=f"format of the linear weights: {', '.join(FORMATS)} (default: what the folder holds "
@@ -91,9 +101,27 @@ def _add_engine(p: argparse._ArgumentGroup) -> None:
         help=f"of that adapter (default: {LORA_ALPHA:g}, as a run's)",
     )
     p.add_argument(
+        "--uaq-scale",
+        type=float,
+        metavar="S",
+        help="scale the model as a run with train.uaq_scale does, for the weights of such a run",
+    )
+    p.add_argument(
+        "--noisy",
+        action="store_true",
+        help="norms that take the noise of a run with a noise section, with its weights",
+    )
+    p.add_argument(
         "--weights-dir",
         metavar="DIR",
         help="a folder of published weights, a folder a version, for POST /weights",
+    )
+
+    p.add_argument(
+        "--weights-from",
+        metavar="HOST:PORT",
+        help="a trainer that sends whole models from device to device "
+        "(weight_broadcast.type: nccl or cuda_ipc); their versions are still those of --weights-dir",
     )
 
 
@@ -117,19 +145,66 @@ def _add_access(p: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from lowroll.server.run import bind, run
 
-    _check(arguments)
-    tokens = credentials(arguments)
-    listening = bind(arguments.host, arguments.port)
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    sys.setswitchinterval(SWITCH_S)
-    host, port = listening.getsockname()[:2]
-    with listening:
-        app = application(arguments, tokens)
+    role = None
+    with ExitStack() as stack:
+        if arguments.model.endswith((".yaml", ".yml")):
+            role = Role(arguments, stack)
+            arguments = role.arguments
+        elif arguments.settings:
+            raise ValueError(f"{arguments.settings[0]}: a setting is of a run's YAML file")
+        _check(arguments)
+        tokens = credentials(arguments) if role is None else role.tokens
+        listening = stack.enter_context(bind(arguments.host, arguments.port))
+        logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+        sys.setswitchinterval(SWITCH_S)
+        host, port = listening.getsockname()[:2]
+        app = application(arguments, tokens, role)
         gc.collect()
         gc.freeze()  # else all that was loaded is looked at in the midst of requests, for 0.2 s
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        number = asyncio.run(run(app, listening, lambda: tell(app, address), GRACE_S))
+
+        def ready() -> None:
+            tell(app, address)
+            if role is not None:
+                role.show(address)
+
+        number = asyncio.run(run(app, listening, ready, GRACE_S))
     return 128 + number
+
+
+class Role:
+    """The engine of a run, where a run's file is named in the place of a model."""
+
+    def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
+        from lowroll.cli.settings import read_role
+        from lowroll.runs.roles import serve
+        from lowroll.runs.roles.parent import die_with_parent
+        from lowroll.runs.roles.place import Place
+        from lowroll.server.guard import Tokens
+
+        die_with_parent()
+        arguments.settings = [arguments.model, *arguments.settings]
+        self.stack = stack
+        self.cfg = read_role("serve", arguments).resolved()
+        if self.cfg.rollout.engine != "native":
+            raise ValueError(
+                "rollout.engine: lowroll serve has lowroll's own engine; start vLLM by itself and "
+                "name its address in client.base_url"
+            )
+        self.place = Place(self.cfg.output_dir)
+        self.name, self.attempt = serve.take_role(self.place, stack, os.environ.get(serve.ROLE))
+        self.arguments = serve.arguments_of(self.cfg, arguments)
+        self.tokens = Tokens(*self.place.tokens())
+        self.heart = stack.enter_context(serve.heart(self.place, self.name, self.attempt))
+
+    def engine(self) -> NativeEngine:
+        from lowroll.runs.roles import serve
+
+        return serve.engine(self.cfg)
+
+    def show(self, address: str) -> None:
+        """Have the orchestrator find it."""
+        self.heart.say(url=address, phase="serving")
 
 
 def credentials(arguments: argparse.Namespace) -> Tokens:
@@ -158,7 +233,9 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def application(arguments: argparse.Namespace, tokens: Tokens) -> web.Application:
+def application(
+    arguments: argparse.Namespace, tokens: Tokens, role: Role | None = None
+) -> web.Application:
     """The engine behind its routes."""
     from lowroll.model import hf
     from lowroll.server.app import make_app
@@ -169,11 +246,27 @@ def application(arguments: argparse.Namespace, tokens: Tokens) -> web.Applicatio
     if arguments.weights_dir is not None:
         if tokens.admin is None:
             raise ValueError("--weights-dir: POST /weights is a control route: --admin-token-env")
-        shelf = WeightShelf(arguments.weights_dir, folder)
-    return make_app(serving(arguments, folder), tokens, shelf, loopback=is_loopback(arguments.host))
+        shelf = WeightShelf(arguments.weights_dir, folder, collector(arguments))
+    elif arguments.weights_from is not None:
+        raise ValueError("--weights-from: the versions are those of --weights-dir")
+    made = serving(arguments, folder, role)
+    return make_app(made, tokens, shelf, loopback=is_loopback(arguments.host))
 
 
-def serving(arguments: argparse.Namespace, folder: Path) -> Serving:
+def collector(arguments: argparse.Namespace) -> Collector | None:
+    """This engine's end of the trainer's direct way, if it has one."""
+    from lowroll.engine.native import pick_device
+    from lowroll.weights.collector import Collector
+
+    if arguments.weights_from is None:
+        return None
+    host, _, port = arguments.weights_from.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"--weights-from: expected HOST:PORT, got {arguments.weights_from}")
+    return Collector(host, int(port), pick_device(arguments.device))
+
+
+def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = None) -> Serving:
     """The engine's loop, not started yet, and what the routes know of the model."""
     from lowroll import __version__
     from lowroll.engine.native import pick_device
@@ -185,7 +278,7 @@ def serving(arguments: argparse.Namespace, folder: Path) -> Serving:
     name = arguments.name or folder.resolve().name
     print(f"loading {name} from {folder}", file=sys.stderr, flush=True)
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-    engine = make_engine(arguments, folder, tokenizer)
+    engine = role.engine() if role else make_engine(arguments, folder, tokenizer)
     engine.warm_up()
     print(words(engine, pick_device(arguments.device)), file=sys.stderr, flush=True)
     return Serving(
@@ -211,6 +304,8 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
     model: Path | Transformer = folder
     if arguments.lora_rank is not None:
         model = adapted(folder, device, arguments)
+    elif arguments.uaq_scale is not None:
+        model = scaled(folder, device, arguments)
     return NativeEngine(
         model,
         arguments.weights,
@@ -220,6 +315,7 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
         cache_tokens=arguments.cache_tokens,
         max_batch=arguments.max_batch,
         kv_dtype=kv.kv_dtype,
+        noisy=arguments.noisy,
         lookahead=arguments.lookahead or (LOOKAHEAD if device.type == "cuda" else None),
         **(PROMPTS if device.type == "cuda" else {}),
     )
@@ -239,15 +335,28 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
     """The model in its format, with an adapter that changes nothing yet."""
     from lowroll.model import hf, lora
     from lowroll.quant.formats import get_format
+    from lowroll.weights.publish import quantize_base
 
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"--lora-rank: {folder} is an adapter folder, and brings its own")
     rank = arguments.lora_rank
     alpha = LORA_ALPHA if arguments.lora_alpha is None else arguments.lora_alpha
     format = arguments.weights or hf.low_bit_format(folder) or DEFAULT
-    model = hf.load(folder, device, get_format(format).dtype, format)
+    if arguments.uaq_scale is not None:  # before it is quantized
+        model = quantize_base(scaled(folder, device, arguments), format)
+    else:
+        model = hf.load(folder, device, get_format(format).dtype, format)
     targets = lora.TARGETS[:4] if model.spec.num_experts else lora.TARGETS  # experts take none
     return lora.attach(model, rank, alpha, targets)
+
+
+def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
+    """The dense model, scaled as a learner's is before anything is made of it."""
+    from lowroll.model import hf, scaling
+    from lowroll.quant.formats import get_format
+
+    dtype = get_format(arguments.weights or DEFAULT).dtype
+    return scaling.scale(hf.load(folder, device, dtype), arguments.uaq_scale)
 
 
 def limits(arguments: argparse.Namespace) -> Limits:

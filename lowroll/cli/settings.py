@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
@@ -28,6 +29,42 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", metavar="FILE", help=f"the {name} file of the three-file form"
         )
+
+
+def add_role_settings(parser: argparse.ArgumentParser, theirs: str) -> None:
+    """Add `FILE [a.b=c ...]` of a role of a run."""
+    parser.add_argument(
+        "settings",
+        nargs="+",
+        metavar="FILE | key=value",
+        help=f"run.yaml, or {theirs} of the three-file form, then dotted overrides",
+    )
+
+
+WAIT_S = 3600.0  # for what an orchestrator leaves to a trainer with a file of its own
+_LOOK_S = 0.5
+
+
+def read_role(
+    role: Literal["serve", "orchestrate", "train"], arguments: argparse.Namespace
+) -> RunConfig:
+    """The settings of a role. ConfigError; a trainer waits for the orchestrator's part of them."""
+    from lowroll.config import ConfigError, NotThereYet, load_role
+
+    files, overrides = split(arguments.settings)
+    if len(files) != 1:
+        raise ConfigError(f"give one YAML file, got {', '.join(files) if files else 'none'}")
+    until, told = time.monotonic() + WAIT_S, False
+    while True:
+        try:
+            return load_role(role, files[0], overrides)
+        except NotThereYet as error:
+            if time.monotonic() > until:
+                raise
+            if not told:
+                print(f"waiting for lowroll orchestrate: {error}", file=sys.stderr, flush=True)
+                told = True
+            time.sleep(_LOOK_S)
 
 
 def add_folder_options(parser: argparse.ArgumentParser) -> None:

@@ -19,9 +19,9 @@ class CriticConfig(Section):
     checkpoints."""
 
     model: Text | None = None  # a folder or a hub id of the same tokenizer; null: the run's
-    learning_rate: Rate = 1e-5
-    weight_decay: NotNegative = 0.01
-    max_grad_norm: Positive = 1.0
+    learning_rate: Rate = 1e-5  # of its optimiser
+    weight_decay: NotNegative = 0.01  # of its optimiser
+    max_grad_norm: Positive = 1.0  # longer gradients are cut to this length
     value_clip: Positive | None = 0.5  # how far a value may move in a step; null: no clip
     warmup_steps: Annotated[int, Field(ge=0)] = 0  # first steps, in which only the critic learns
     gamma: Share = 1.0  # discount a token

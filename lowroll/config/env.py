@@ -34,6 +34,7 @@ def _is_variable(name: str) -> str:
     return name
 
 
+ENDLESS = 64  # examples of a split without an end, where all are asked for
 Variable = Annotated[str, AfterValidator(_is_variable)]
 
 
@@ -42,10 +43,11 @@ class EnvConfig(Section):
     absolute path); `weight` is its share of the prompts. `pass_env` names environment variables
     that the scoring workers see."""
 
-    id: Text
-    name: Text | None = None
-    args: dict[str, JsonValue] = {}
-    weight: Positive = 1.0
+    id: Text  # one that comes along, path/to/file.py, or reasoning-gym/<generator>
+    name: Text | None = None  # what its metrics are called; null: its id
+    args: dict[str, JsonValue] = {}  # its own arguments
+    weight: Positive = 1.0  # its share of the prompts
+    # environment variables that its scorer sees
     pass_env: Annotated[tuple[Variable, ...], Strict(False)] = ()
 
 
@@ -91,15 +93,30 @@ class EvalConfig(Section):
     rollouts are.
     """
 
-    interval: Count | None = None
-    num_examples: Count = 64
-    rollouts_per_example: GroupSize = 1
+    interval: Count | None = None  # steps between two; null: only when asked
+    num_examples: Count | None = 64  # null: all of a split that ends, and 64 of one that does not
+    rollouts_per_example: GroupSize = 1  # responses to each
     temperature: Annotated[float, AfterValidator(_greedy_or_drawn)] = 0.0  # 0 is greedy
-    top_p: Probability = 1.0
+    top_p: Probability = 1.0  # as rollout.top_p
     top_k: Annotated[int, Field(ge=0)] = 0  # 0 is off
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Penalty = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # as rollout.min_p
+    repetition_penalty: Penalty = 1.0  # as rollout.repetition_penalty
     env: Environments | None = None
+    eval_base_model: bool = True  # evaluate before the first step, too
+    skip_eval_on_resume: bool = True  # a resumed run evaluates when it is due, and not at once
+    # requests in flight are aborted for an evaluation, and made again after it
+    cancel_inflight_rollouts_on_eval: bool = False
+
+    @property
+    def most(self) -> str:
+        """ "at most 1,024", "all"."""
+        return "all" if self.num_examples is None else f"at most {self.num_examples:,}"
+
+    def count(self, size: int | None) -> int:
+        """Examples of a split of `size` tasks; None: one without an end."""
+        if self.num_examples is None:
+            return ENDLESS if size is None else size
+        return self.num_examples if size is None else min(self.num_examples, size)
 
 
 def named(env: EnvConfig) -> EnvConfig:

@@ -76,7 +76,14 @@ RENAMED: dict[str, str] = {
         ("rollout.name", "backend", "inference_engine"), "rollout.engine (native, vllm)"
     ),
     **dict.fromkeys(
-        ("vllm_server_host", "vllm_server_base_url", "server", "base_url", "host", "port"),
+        (
+            "vllm_server_host",
+            "vllm_server_base_url",
+            "server",
+            "vllm.host",
+            "vllm.port",
+            "vllm.base_url",
+        ),
         "rollout.vllm.url (of rollout.engine: vllm)",
     ),
     "vllm_gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization (of rollout.engine: vllm)",
@@ -84,8 +91,16 @@ RENAMED: dict[str, str] = {
         ("tensor_model_parallel_size", "vllm_tensor_parallel_size"),
         "rollout.vllm.tensor_parallel_size (of rollout.engine: vllm)",
     ),
-    "enforce_eager": "rollout.vllm.serve_args: [--enforce-eager] (of rollout.engine: vllm)",
+    "enforce_eager": "rollout.cuda_graphs: false",
+    "enable_prefix_caching": "rollout.prefix_caching",
     "engine_kwargs": "rollout.vllm.serve_args (of rollout.engine: vllm)",
+    # asynchrony
+    **dict.fromkeys(
+        ("async_level", "async_training", "fully_async", "staleness_threshold"),
+        "asynchrony.max_async_level",
+    ),
+    "max_staleness": "asynchrony.max_off_policy_steps",
+    "partial_rollout": "asynchrony.partial",
     # batches and lengths
     "train_batch_size": BATCH,
     "global_batch_size": BATCH,
@@ -106,7 +121,6 @@ RENAMED: dict[str, str] = {
     "max_seq_length": ROW,
     "sequence_len": ROW,
     "max_length": ROW,
-    "max_model_len": ROW,
     "max_prompt_length": f"{ROW}; longer prompts are passed over",
     # the learner
     "lr": "train.learning_rate",
@@ -165,6 +179,7 @@ RENAMED: dict[str, str] = {
     "mask_truncated_completions": "dapo.overlong_max, dapo.overlong_cache",
     "overlong_buffer": "dapo.overlong_max, dapo.overlong_cache",
     # what is kept and said
+    "log_interval": "logging_steps",
     "save_steps": "ckpt.interval",
     "save_freq": "ckpt.interval",
     "save_interval": "ckpt.interval",
@@ -183,7 +198,6 @@ ONE_DEVICE = (
     "several GPUs or processes; a run has one device (`device`), and train.lora, rollout.weights: nvfp4 and "
     "train.optimizer: adamw8bit make it hold larger models"
 )
-SYNCHRONOUS = "asynchronous rollouts; every batch is drawn from the weights that learn from it"
 ENGINES = "another engine; rollouts come from lowroll's own or from vLLM (rollout.engine)"
 TRACKER = "trackers; metrics.jsonl has every number, and `lowroll report` draws them"
 ABSENT: dict[str, str] = {
@@ -232,19 +246,6 @@ ABSENT: dict[str, str] = {
         ),
         ONE_DEVICE,
     ),
-    **dict.fromkeys(
-        (
-            "max_async_level",
-            "async_level",
-            "max_off_policy_steps",
-            "max_staleness",
-            "staleness_threshold",
-            "async_training",
-            "fully_async",
-            "update_weights_interval",
-        ),
-        SYNCHRONOUS,
-    ),
     **dict.fromkeys(("sglang", "sglang_server"), ENGINES),
     **dict.fromkeys(
         (
@@ -277,7 +278,7 @@ ABSENT: dict[str, str] = {
 NEEDLESS: dict[str, str] = {
     "trust_remote_code": "lowroll runs no code of a model's repository",
     **dict.fromkeys(
-        ("logging_steps", "log_interval", "log_completions", "disable_tqdm"),
+        ("log_completions", "disable_tqdm"),
         "every step is recorded, with every rollout",
     ),
     "attn_implementation": "lowroll has its own attention",

@@ -18,6 +18,7 @@ from lowroll.config.section import Count, Positive, Probability, Section
 class GuardConfig(Section):
     """Alarms on the mismatch (null: off), and what they do after `patience` steps in a row."""
 
+    # what happens then: a warning, tighter bounds, or wider rollouts
     action: Literal["warn", "tighten", "fallback"] = "warn"
     patience: Count = 3  # steps in a row with an alarm before the action
     ess_below: Probability | None = 0.3  # mismatch/ess

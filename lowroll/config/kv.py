@@ -27,7 +27,7 @@ class KvConfig(Section):
 
     model_config = ConfigDict(extra="allow")  # the policy's options
 
-    policy: Policy = "dense"
+    policy: Policy = "dense"  # which keys stay; its options are keys beside it: docs/usage.md
     # auto: the engine's own dtype; fp8: keys and values in 8 bits
     dtype: Dtype = "auto"
 

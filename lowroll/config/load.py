@@ -116,6 +116,11 @@ def validate(model: type[M], document: Document) -> M:
         raise ConfigError("\n".join(sorted(problems, key=_order))) from None
 
 
+def override_pairs(overrides: Overrides) -> list[tuple[str, Any]]:
+    """Overrides as they were written: (key, value)."""
+    return list(_pairs(overrides))
+
+
 def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
     if isinstance(overrides, Mapping):
         yield from ((key, plain(value, f"override {key}")) for key, value in overrides.items())

@@ -32,7 +32,7 @@ class TbpoConfig(Section):
 class SparseConfig(Section):
     """Sparse-RL's weights xi and its rejection."""
 
-    xi_cap: Positive | None = None
+    xi_cap: Positive | None = None  # cap of the weights
     token_rs: Bounds | None = None  # (low, high): tokens with xi outside are masked
     normalize_xi: bool = False  # divide by the batch's mean of xi (one more forward pass)
     veto: Positive | None = 1e-4  # a sequence with any xi below is rejected
@@ -43,23 +43,24 @@ class SparseConfig(Section):
 class SurogateLoss(Section):
     """AIPO as Surogate's files spell it."""
 
+    # of the coefficient: of a token, or of the whole response
     ratio_type: Literal["token", "sequence"] = "token"
-    kl_tau: NotNegative = 0.0
-    adv_tau: NotNegative = 1.0
+    kl_tau: NotNegative = 0.0  # weight of the log-ratio to the sampler
+    adv_tau: NotNegative = 1.0  # weight of the advantage
     teacher_tau: NotNegative = 0.0  # pull to the log-probs of train.teacher
-    token_mask_low: NotNegative = 0.125
-    token_mask_high: Positive = 8.0
-    geo_mask_low: NotNegative = 0.1
-    geo_mask_high: Positive = 10.0
-    sequence_mask_low: NotNegative = 0.0
-    sequence_mask_high: Positive = 100.0
-    sequence_clip_high: Positive = 10.0
+    token_mask_low: NotNegative = 0.125  # tokens with a lower ratio are masked
+    token_mask_high: Positive = 8.0  # tokens with a higher ratio are masked
+    geo_mask_low: NotNegative = 0.1  # responses with a lower geometric mean are masked
+    geo_mask_high: Positive = 10.0  # responses with a higher one are masked
+    sequence_mask_low: NotNegative = 0.0  # responses with any lower ratio are masked
+    sequence_mask_high: Positive = 100.0  # responses with any higher ratio are masked
+    sequence_clip_high: Positive = 10.0  # ratio_type sequence: the cap of its ratio
 
 
 class AipoConfig(SurogateLoss):
     """AIPO. `mode` is what becomes of a token above token_mask_high."""
 
-    mode: Literal["mask", "truncate"] = "mask"
+    mode: Literal["mask", "truncate"] = "mask"  # what becomes of a token above token_mask_high
 
 
 class IpoConfig(Section):
@@ -68,13 +69,14 @@ class IpoConfig(Section):
     signed: bool = False  # test the side that the advantage pushes to, alone
     width: NotNegative = 0.2  # tokens whose probability moved further are masked
     ratio_cap: Positive = 7.38905609893065  # e^2
-    kl_tau: NotNegative = 1e-3
+    kl_tau: NotNegative = 1e-3  # weight of the squared log-ratio to the sampler
 
 
 class ReweightConfig(Section):
     """The generic correction: a weight for each token, capped at loss.cap, and rules that
     reject."""
 
+    # of a token, of the whole response, or none
     weight: Literal["token", "sequence", "none"] = "token"
     icepop: Bounds | None = None  # (low, high): weights outside become 0; replaces the cap
     normalize: bool = False  # divide by the batch's mean weight (one more forward pass)
@@ -88,14 +90,15 @@ class LossConfig(Section):
     """The policy objective. null: the algorithm's default, or that of a correction with bounds of
     its own."""
 
-    eps_low: NotNegative | None = None
-    eps_high: NotNegative | None = None
+    eps_low: NotNegative | None = None  # the ratio is clipped below 1 - this
+    eps_high: NotNegative | None = None  # and above 1 + this
     # C of tis, acr, tbpo, reweight: the largest mismatch weight
     cap: Annotated[float, Field(ge=1)] | None = None
+    # bound of the loss where A < 0, as a ratio
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    reduce: Reduce | None = None
+    reduce: Reduce | None = None  # how tokens and responses are averaged
     kl_coef: NotNegative = 0.0  # weight of the KL to the frozen reference model
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"  # of that KL, from one sample
     tbpo: TbpoConfig = TbpoConfig()
     sparse: SparseConfig = SparseConfig()
     aipo: AipoConfig = AipoConfig()

@@ -22,6 +22,7 @@ READ: tuple[Path, ...] = (
     ("sft", "data"),
     ("rollout", "vllm", "python"),
 )
+KWARGS: Path = ("advantage_function", "kwargs")
 ENVIRONMENTS = (("env",), ("eval", "env"))
 
 
@@ -29,6 +30,9 @@ def anchor(document: Document) -> None:
     """Make the paths of what the document reads absolute, where there is such a file or folder."""
     for path in READ:
         _replace(document, path, _beside)
+    _replace(document, ("advantage_function", "import_path"), _code)
+    for inside in _texts(_get(document.value, KWARGS), KWARGS):
+        _replace(document, inside, _argument)
     for path in ENVIRONMENTS:
         for place in _sections(document, path):
             _replace(document, (*place, "id"), _code)

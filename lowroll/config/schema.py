@@ -17,12 +17,29 @@ from pydantic import AfterValidator, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
+from lowroll.config.buffer import (
+    AdvantageFunction,
+    BufferConfig,
+    buffer_notes,
+    buffer_problems,
+    resolved_advantage,
+)
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
+from lowroll.config.roles import (
+    AsynchronyConfig,
+    ClientConfig,
+    Launcher,
+    RolloutTransportConfig,
+    ServeConfig,
+    WeightBroadcastConfig,
+    role_notes,
+    role_problems,
+)
 from lowroll.config.section import (
     Advantage,
     Algorithm,
@@ -45,7 +62,7 @@ from lowroll.config.section import (
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
-from lowroll.quant.table import DEFAULT, is_dense
+from lowroll.quant.table import DEFAULT, FORMATS, is_dense
 
 
 def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
@@ -57,9 +74,9 @@ def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
 class TemperatureConfig(Section):
     """A sampling temperature that moves from start to end over the run."""
 
-    type: Literal["linear", "cosine"]
-    start_temperature: Temperature
-    end_temperature: Temperature
+    type: Literal["linear", "cosine"]  # its course
+    start_temperature: Temperature  # of the first step
+    end_temperature: Temperature  # of the last step
 
 
 class RolloutConfig(Section):
@@ -68,16 +85,17 @@ class RolloutConfig(Section):
 
     engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
     vllm: VllmConfig = VllmConfig()  # read by engine: vllm alone
-    weights: Weights = DEFAULT
+    weights: Weights = DEFAULT  # format of the linear weights; dense: the run's dtype
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    temperature: Temperature = 1.0
+    min_tokens: Annotated[int, Field(ge=0)] = 0  # a response's shortest length, in tokens
+    temperature: Temperature = 1.0  # of the sampler
     temp_scheduler: TemperatureConfig | None = None  # takes the place of `temperature`
-    top_p: Probability = 1.0
+    top_p: Probability = 1.0  # the likeliest tokens that together have this probability
     top_k: Annotated[int, Field(ge=0)] = 0  # 0 is off
+    # tokens with this share of the likeliest one's probability
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Penalty = 1.0
+    repetition_penalty: Penalty = 1.0  # on tokens that stand in the text already; 1 is off
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
     page_size: Count = 16  # tokens in a page of the KV cache
     max_batch: Count = 256  # sequences decoded together
@@ -87,6 +105,15 @@ class RolloutConfig(Section):
     release_cache: bool = False  # give the cache's memory to the learner between rollouts
     cache_tokens: Count | None = None  # tokens that the KV cache holds; null: what the run uses
     prefill_chunk: Count | None = None  # prompt tokens a sequence prefills in one step; null: all
+    # tokens of a prompt and its response; longer prompts are passed over. null: what a micro-batch
+    # and the model's context hold
+    max_model_len: Count | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # of what is drawn; null: the run's
+    cuda_graphs: bool = True  # false: kernels are started one by one, to look for a fault
+    prefix_caching: bool = True  # pages of a prompt serve a later one with the same beginning
+    # share of the GPU's memory that the engine may fill with weights and cache; null: what the run
+    # can use
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property
     def cache(self) -> KvConfig:
@@ -103,7 +130,7 @@ class DapoConfig(Section):
     tokens."""
 
     dynamic_sampling: bool | None = None  # draw again for groups whose rewards are all equal
-    max_rounds: Count = 8
+    max_rounds: Count = 8  # rounds of generation that a step may spend on it
     # no group differs in all rounds: the run ends, or goes on
     no_signal: Literal["end", "go_on"] = "end"
     overlong_max: Count | None = None  # Lmax: at this length the penalty is -1
@@ -113,24 +140,28 @@ class DapoConfig(Section):
 class TrainConfig(Section):
     """The learner. One batch gives `minibatches` optimiser updates."""
 
-    max_steps: Count = 100
-    minibatches: Count = 1
+    max_steps: Count = 100  # steps of the run
+    minibatches: Count = 1  # optimiser updates a batch
+    # packed tokens of a forward pass; a prompt and its response must fit in
     tokens_per_microbatch: Count = 8192
-    learning_rate: Rate = 1e-5
-    lr_scheduler_type: Schedule = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    learning_rate: Rate = 1e-5  # after the warm-up
+    lr_scheduler_type: Schedule = "constant"  # its course from then on
+    warmup_steps: Annotated[int, Field(ge=0)] = 0  # steps in which it rises
+    # where linear and cosine end, over learning_rate
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    weight_decay: NotNegative = 0.01
+    weight_decay: NotNegative = 0.01  # decoupled
+    # of the moments
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
         Strict(False),
     ] = (0.9, 0.999)
-    eps: Positive = 1e-8
-    max_grad_norm: Positive = 1.0
+    eps: Positive = 1e-8  # added to the root of the second moment
+    max_grad_norm: Positive = 1.0  # longer gradients are cut to this length
     # 8bit: moments in 8 bits; muon: for hidden matrices
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    # aligned: in the rollout's low-bit arithmetic (QaRL)
-    forward: Literal["dense", "aligned"] = "dense"
+    # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic, whatever the
+    # rollouts are in
+    forward: Literal["dense", "aligned", "fp8", "nvfp4"] = "dense"
     teacher: Text | None = None  # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
     weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
@@ -140,9 +171,10 @@ class TrainConfig(Section):
     logprob_chunk: Count = 1024  # tokens whose logits exist at a time
     # the learner attends to what a bounded cache held, and so scores the sparse policy itself
     replay_kv: bool = False
-    lora: bool = False
-    lora_rank: Count = 16
-    lora_alpha: Positive = 32.0
+    lora: bool = False  # learn adapters on a frozen base
+    lora_rank: Count = 16  # rank of the adapters
+    lora_alpha: Positive = 32.0  # their scale, times the rank
+    # the matrices that have one
     lora_target_modules: Annotated[
         tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(_unique)
     ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -152,9 +184,10 @@ class NoiseConfig(Section):
     """QeRL's noise on the norms of the rollout engine: sigma falls from start to end over the run,
     in stages."""
 
-    sigma_start: NotNegative = 1e-2
-    sigma_end: NotNegative = 1e-4
-    num_stages: Count = 10
+    sigma_start: NotNegative = 1e-2  # standard deviation of the first stage with noise
+    sigma_end: NotNegative = 1e-4  # and of the last
+    num_stages: Count = 10  # stages of the run
+    # its course between them
     schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
     # num_stages counts the silent first stage, or does not
     variant: Literal["code", "paper"] = "code"
@@ -166,9 +199,10 @@ class ScoreConfig(Section):
     """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures
     stop the run."""
 
-    workers: Count = 2
-    time_limit: Positive = 10.0
-    memory_limit_mb: Count = 2048
+    workers: Count = 2  # processes that score
+    time_limit: Positive = 10.0  # seconds a response
+    memory_limit_mb: Count = 2048  # of a worker
+    # share of failed scores that stops the run
     max_error_rate: Annotated[float, Field(ge=0, lt=1)] = 0.05
 
 
@@ -176,8 +210,8 @@ class FilterConfig(Section):
     """Flags odd rollouts in the metrics; `enforce` also takes them out of the loss (their reward
     stays)."""
 
-    type: Literal["gibberish", "repetition"]
-    enforce: bool = False
+    type: Literal["gibberish", "repetition"]  # what is odd: rare tokens, or a loop
+    enforce: bool = False  # take what is flagged out of the loss
     # gibberish: ids above it are rare tokens
     token_id_threshold: Annotated[int, Field(ge=0)] = 100_000
     logprob_offset: NotNegative = 2.0  # gibberish: nats below the uniform log-prob
@@ -189,11 +223,17 @@ class CkptConfig(Section):
     """A checkpoint every `interval` steps; the newest `keep_last` stay (null: all), as does every
     `keep_interval`th."""
 
-    interval: Count = 50
-    keep_last: Count | None = 3
-    keep_interval: Count | None = None
+    interval: Count = 50  # steps between two
+    keep_last: Count | None = 3  # the newest that stay; null: all
+    keep_interval: Count | None = None  # every so many steps one stays for good
     # seconds that a full disk may last
     wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
+    # go on from this step's checkpoint (-1: the newest); null: as --resume says
+    resume_step: Annotated[int, Field(ge=-1)] | None = None
+    # seconds that a resumed role waits for weights to draw from; null: as weight_broadcast.timeout
+    wait_for_weights_timeout: Positive | None = None
+    skip_progress: bool = False  # begin at step 1 with the weights of the checkpoint
+    skip_buffer: bool = False  # leave the pools by difficulty of the checkpoint
 
 
 class SftConfig(Section):
@@ -202,11 +242,12 @@ class SftConfig(Section):
 
     data: Text | None = None  # a JSONL of {"messages": [...]}; null: env demonstrations
     num_examples: Count = 4096  # demonstrations drawn from the environments
-    steps: Count = 200
+    steps: Count = 200  # optimiser updates
     batch_size: Count = 32  # examples a step
-    learning_rate: Rate = 1e-4
-    lr_scheduler_type: Schedule = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    learning_rate: Rate = 1e-4  # after the warm-up
+    lr_scheduler_type: Schedule = "cosine"  # its course from then on
+    warmup_steps: Annotated[int, Field(ge=0)] = 0  # steps in which it rises
+    # where linear and cosine end, over learning_rate
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
@@ -214,18 +255,20 @@ class RunConfig(Section):
     """One run. Load it with `lowroll.config.load`; every field but `model` has a default."""
 
     model: Text  # a folder or a hub id
-    output_dir: Text = "outputs/run"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    output_dir: Text = "outputs/run"  # the run's folder, from the working directory
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of everything that is drawn
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
     # auto: float32 on the CPU, bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
+    logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
     batch_size: Count = 64  # rollouts a step
     rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: Algorithm = "grpo"
-    advantage: Advantage | None = None  # null: the algorithm's
-    correction: Correction = "auto"
+    algorithm: Algorithm = "grpo"  # how rewards become a loss: docs/algorithms.md
+    advantage: Advantage | None = None  # null: the algorithm's; custom: advantage_function's
+    advantage_function: AdvantageFunction | None = None
+    correction: Correction = "auto"  # what pays for the gap between rollouts and learner
     force: bool = False  # run what is known to collapse, to compare with
     loss: LossConfig = LossConfig()
     critic: CriticConfig = CriticConfig()  # read by ppo alone
@@ -237,11 +280,19 @@ class RunConfig(Section):
     ] = ()  # what changes in the course of the run
     noise: NoiseConfig | None = None
     score: ScoreConfig = ScoreConfig()
+    buffer: BufferConfig = BufferConfig()  # which prompts are learnt from
     guard: GuardConfig | None = GuardConfig()  # watches the mismatch; null: nothing does
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
+    launcher: Launcher = "none"  # local: engine, orchestrator and trainer as processes
+    asynchrony: AsynchronyConfig = AsynchronyConfig()
+    client: ClientConfig = ClientConfig()
+    serve: ServeConfig = ServeConfig()
+    rollout_transport: RolloutTransportConfig = RolloutTransportConfig()
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     _notes: tuple[str, ...] = ()
+    _given: str | None = None
     _chosen: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -262,6 +313,12 @@ class RunConfig(Section):
         """Options of the objective that `correction: auto` chose; the measured mismatch may widen
         them."""
         return self._chosen
+
+    @property
+    def given(self) -> str | None:
+        """What an orchestrator that was started with orch.yaml alone leaves in the run's folder for
+        a trainer that has train.yaml alone (YAML text, for `surogate.roles.GIVEN`); else None."""
+        return self._given
 
     @property
     def num_groups(self) -> int:
@@ -286,6 +343,14 @@ class RunConfig(Section):
         return [self, *(self.at(stage.step) for stage in self.stages)]
 
     @property
+    def forward_weights(self) -> str | None:
+        """The format of the learner's forward; None: the learner multiplies with its own weights."""
+        forward = self.train.forward
+        if forward == "dense":
+            return None
+        return self.rollout.weights if forward == "aligned" else forward
+
+    @property
     def objective_options(self) -> dict[str, Any]:
         """The options of `objectives.objective.select(cfg.algorithm, cfg.correction)`, with the
         defaults filled in."""
@@ -296,6 +361,12 @@ class RunConfig(Section):
         """A copy that carries these notes too."""
         copy = self.model_copy()
         copy._notes = self._notes + tuple(line for line in lines if line not in self._notes)
+        return copy
+
+    def with_given(self, text: str) -> RunConfig:
+        """A copy that leaves this for a trainer."""
+        copy = self.model_copy()
+        copy._given = text
         return copy
 
     def resolved(self) -> RunConfig:
@@ -320,7 +391,7 @@ class RunConfig(Section):
             sampling = self.dapo.dynamic_sampling
         copy = self.model_copy(
             update={
-                "advantage": self.advantage or default.advantage,
+                **resolved_advantage(self, default.advantage),
                 "correction": correction,
                 "loss": self.loss.model_copy(update=loss),
                 "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
@@ -355,7 +426,7 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
         f"{rollout.weights}+{second}" if low_bit else rollout.weights,
         truncated=tuple(f"{name} {value}" for name, value in cut.items()),
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
-        aligned=cfg.train.forward == "aligned" and second is None,
+        aligned=cfg.train.forward in ("aligned", rollout.weights) and second is None,
         lora=cfg.train.lora and not low_bit,
         kv_policy=rollout.cache.policy,
         kv_dtype=rollout.cache.kv_dtype,
@@ -393,6 +464,15 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from _stage_problems(cfg)
     yield from kv_problems(cfg.rollout.kv)
     yield from vllm_problems(cfg)
+    yield from buffer_problems(cfg)
+    yield from role_problems(cfg)
+    rounds, base = cfg.forward_weights, cfg.rollout.weights
+    if cfg.train.lora and rounds not in (None, base) and not is_dense(base):
+        yield (
+            (("train", "forward"), ("rollout", "weights")),
+            f"the adapter's base is {base}, and the learner multiplies with what it holds; write "
+            "aligned or dense",
+        )
     if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
         yield (
             (("rollout", "temp_scheduler"), ("rollout", "temperature")),
@@ -476,6 +556,12 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
             (("rollout", "min_tokens"), ("rollout", "max_tokens")),
             f"rollout.min_tokens ({rollout.min_tokens}) is more than rollout.max_tokens ({rollout.max_tokens})",
         )
+    if rollout.max_model_len is not None and rollout.max_model_len <= rollout.max_tokens:
+        yield (
+            (("rollout", "max_model_len"), ("rollout", "max_tokens")),
+            f"rollout.max_model_len ({rollout.max_model_len}) cannot hold a prompt and its response "
+            f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
+        )
     held = rollout.cache_tokens
     # what a bounded cache needs is its policy's arithmetic (`runs.build.prompts`)
     if held is not None and held <= rollout.max_tokens and not rollout.cache.evicts:
@@ -506,6 +592,7 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
 def _warnings(cfg: RunConfig) -> Iterator[str]:
     """Settings that work, but rarely as meant. `cfg` is resolved."""
     rollout, price = cfg.rollout, _rollouts(cfg)
+    rounds = cfg.train.forward in FORMATS
     if price.truncated and cfg.correction == "none":
         yield (
             f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
@@ -548,12 +635,17 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         )
     if cfg.train.forward == "aligned" and is_dense(rollout.weights):
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
+    if rounds and not price.low_bit and cfg.correction in ("none", "is"):
+        yield (
+            f"warning: train.forward {cfg.train.forward} with correction {cfg.correction}: the "
+            "learner rounds and the rollouts do not, and that is not corrected"
+        )
     if price.foreign and not price.low_bit and cfg.correction in ("none", "is"):
         yield (
             f"warning: rollouts of {price.engine} with correction {cfg.correction}: it rounds otherwise than the "
             "learner, and that is not corrected; good for comparison only"
         )
-    other = price.forgets or price.low_bit_cache or price.foreign
+    other = price.forgets or price.low_bit_cache or price.foreign or rounds
     faithful = not (price.low_bit or price.truncated or price.noisy or other)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
@@ -570,6 +662,8 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"
     yield from vllm_notes(rollout.engine, rollout.vllm)
     yield from eval_notes(cfg.eval)
+    yield from buffer_notes(cfg)
+    yield from role_notes(cfg)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)
     yield from critic_notes(cfg.algorithm, cfg.critic)

@@ -4,11 +4,12 @@ that refuse by name."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainValidator
+from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 from lowroll.advantages import TABLE as ESTIMATORS
 from lowroll.config.document import Path
@@ -48,27 +49,42 @@ def one_of(names: Callable[[], Iterable[str]]) -> PlainValidator:
 
 Algorithm = Annotated[str, one_of(lambda: ALGORITHMS)]
 Correction = Annotated[str, one_of(lambda: ("auto", *CORRECTIONS))]
-Advantage = Annotated[str, one_of(lambda: ESTIMATORS)]
+CUSTOM = "custom"  # the advantage of a run with an advantage_function
+Advantage = Annotated[str, one_of(lambda: (*ESTIMATORS, CUSTOM))]
 Weights = Annotated[str, one_of(lambda: sorted((OWN, *FORMATS), key=is_dense))]
 LargeBatchWeights = Annotated[str, one_of(lambda: sorted(large_batch(), key=is_dense))]
 
 
-def only(*neutral: Any, why: str = "not available yet") -> AfterValidator:
-    """A validator that accepts the neutral values alone."""
+@dataclass(frozen=True)
+class Only:
+    """A validator that accepts the neutral values alone, and says why."""
 
-    def check(value: Any) -> Any:
-        if not any(value == choice and type(value) is type(choice) for choice in neutral):
-            shown = yaml.safe_dump(_plain(neutral[0]), default_flow_style=True).split("\n")[0]
+    neutral: tuple[Any, ...]
+    why: str
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    @property
+    def words(self) -> str:
+        """ "true", "[]": the value that works."""
+        value = self.neutral[0]
+        plain = list(value) if isinstance(value, tuple) else value
+        return str(yaml.safe_dump(plain, default_flow_style=True)).split("\n")[0]
+
+    def _check(self, value: Any) -> Any:
+        if not any(value == choice and type(value) is type(choice) for choice in self.neutral):
             raise PydanticCustomError(
-                "not_available", "{text}", {"text": f"{why}; only {shown} works"}
+                "not_available", "{text}", {"text": f"{self.why}; only {self.words} works"}
             )
         return value
 
-    return AfterValidator(check)
 
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def only(*neutral: Any, why: str) -> Only:
+    """Accept the neutral values alone."""
+    return Only(neutral, why)
 
 
 def as_list(value: Any) -> Any:

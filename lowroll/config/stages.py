@@ -31,8 +31,8 @@ class StageConfig(Section):
 
     step: Annotated[int, Field(ge=2)]  # the stage's first step; a run's first step is 1
     max_tokens: Count | None = None  # rollout.max_tokens
-    batch_size: Count | None = None
-    rollouts_per_example: GroupSize | None = None
+    batch_size: Count | None = None  # rollouts a step
+    rollouts_per_example: GroupSize | None = None  # the group's size
     overlong_max: Count | None = None  # dapo.overlong_max
     overlong_cache: Count | None = None  # dapo.overlong_cache
 

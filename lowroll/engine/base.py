@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
     from lowroll.quant.formats import QTensor
     from lowroll.weights.update import Kind, WeightUpdate
+
+
+# What becomes of the samples in flight when the weights change, or the cache goes. "keep": they go
+# on, their older tokens and keys stay, and their spans say who drew what. "replay": they begin again
+# with the same noise and what they have drawn as a guess (`engine.drafts`); what comes out is what
+# the newest weights would have drawn from the start
+InFlight = Literal["keep", "replay"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class Capabilities:
     kv: CachePolicy = DENSE  # which keys a sample's cache keeps, by arithmetic
     kv_dtype: str | None = None  # of the stored keys and values; None is the model's own
     records_evictions: bool = False  # its rollouts say what a bounded cache dropped
+    replays: bool = False  # it can begin what is in flight again under new weights (`InFlight`)
+    vocab_size: int | None = None  # logits of a token; None where it is not told
 
     @property
     def kv_policy(self) -> str:
@@ -60,6 +69,11 @@ class EngineStats:
     waiting: int  # samples that wait for pages
     tokens: int  # drawn since the engine was made
     cache_used: int = 0  # tokens of the cache in pages that requests hold
+    replays: int = 0  # samples that were replayed to the end of what they had drawn, or to a change
+    replayed_tokens: int = 0  # that they had drawn
+    kept_tokens: int = (
+        0  # of those: the ones that the newer weights draw too, up to the first change
+    )
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,8 @@ class Engine(Protocol):
 
     def so_far(self, handle: int) -> list[Drawn]:
         """What each sample of a request has drawn, in sample order; [] once `step` has returned its
-        group. ValueError for a handle that `add` never returned."""
+        group. It grows, but for a replay, which takes back what it has not checked yet. ValueError
+        for a handle that `add` never returned."""
         ...
 
     def abort(self, handle: int) -> bool:
@@ -145,9 +160,10 @@ class Engine(Protocol):
         sequence that does not fit, or `top`."""
         ...
 
-    def update_weights(self, update: WeightUpdate) -> BehaviorTag:
-        """Take new weights between two steps; what is in flight goes on under them. Returns the new
-        `behavior`. ValueError, before anything is written, names what does not fit."""
+    def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
+        """Take new weights between two steps; what is in flight goes on under them, or is replayed.
+        Returns the new `behavior`. ValueError, before anything is written, names what does not
+        fit."""
         ...
 
     def linear_weights(self) -> Mapping[str, QTensor]:
@@ -159,12 +175,27 @@ class Engine(Protocol):
         """Forget the pages of shared prompts: what comes next has the bits of a fresh engine."""
         ...
 
-    def release(self) -> None:
-        """Give the memory of the KV cache away until the next step. RuntimeError while requests are
-        in flight."""
+    def release(self, in_flight: InFlight = "keep") -> None:
+        """Give the memory of the KV cache away until the next step. Requests in flight are replayed
+        from there on, or, as they cannot be kept, a RuntimeError."""
         ...
 
     def close(self) -> None:
         """Give back what it holds outside of this object: processes, connections, files. Nothing
         else may be called then. Idempotent."""
         ...
+
+
+def replayed(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """The metrics of the replays between two looks at one engine; {} when there were none."""
+    samples = after.replays - before.replays
+    if samples == 0:
+        return {}
+    tokens = after.replayed_tokens - before.replayed_tokens
+    kept = after.kept_tokens - before.kept_tokens
+    return {
+        "rollout/replay_samples": float(samples),
+        "rollout/replay_kept_mean": kept / samples,
+        "rollout/replay_kept_fraction": kept / tokens,
+        "rollout/replay_redrawn_tokens": float(tokens - kept),
+    }

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from lowroll.engine.sampler import Ranks, SamplingBatch, require_finite, sample, signed
-from lowroll.engine.sequence import Sequence
+from lowroll.engine.sequence import Place, Sequence
 from lowroll.kernels.launch import overlapping
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
@@ -71,7 +71,7 @@ class Steps:
 
 class Decoder:
     """See the top of the file. max_batch: most rows; max_pages: most pages of a row; selector: the
-    cache policy's device side, if it has one."""
+    cache policy's device side, if it has one; cuda_graphs: False starts kernels one by one."""
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class Decoder:
         max_batch: int,
         max_pages: int,
         selector: Selector | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         self.watcher = selector if selector is not None and selector.watches else None
         self.dead_slot = dead_slot(max_batch)
@@ -88,6 +89,7 @@ class Decoder:
         self.large_batch_model = large_batch_model
         self.cache = cache
         self.device = model.device
+        self._captures = cuda_graphs and self.device.type == "cuda"
         most = bucket(max_batch) if self.device.type == "cuda" else max_batch
         self._rows: list[Sequence] = []
         self._last: list[int] = []  # the token that the device drew last for each row
@@ -192,7 +194,7 @@ class Decoder:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture the graph of every size of batch now, instead of when it first comes up."""
-        if self.device.type != "cuda":
+        if not self._captures:
             return
         most = self.state.shape[1]
         for size in sorted({bucket(rows) for rows in range(1, most + 1)}):
@@ -265,7 +267,7 @@ class Decoder:
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
 
     def _step(self, size: int, drawing: bool) -> None:
-        if self.device.type != "cuda":
+        if not self._captures:
             self._advance(size, drawing)
             return
         if (size, drawing) not in self._graphs:
@@ -337,7 +339,7 @@ class Decoder:
         )
 
 
-def plain(sequences: Collection[Sequence]) -> bool:
+def plain(sequences: Collection[Sequence | Place]) -> bool:
     """Whether all rows sample from their whole distribution (or greedily): what a step draws by
     itself."""
     return all(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowroll import machine
-from lowroll.engine.base import Capabilities, Drawn, EngineStats, Ranked
+from lowroll.engine.base import Capabilities, Drawn, EngineStats, InFlight, Ranked
 from lowroll.engine.decoder import MOST_STEPS
 from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
@@ -34,6 +34,7 @@ from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import recorder_bytes
 from lowroll.kv.storage import storage
 from lowroll.model import hf
+from lowroll.model.claims import total_memory
 from lowroll.model.experts import StackedLinear
 from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
@@ -96,6 +97,10 @@ class NativeEngine:
     (default: one fewer). None is the device's best for requests that are there from the beginning
     (16 on CUDA). one_pass: rows that decode beside prompts take their step in the pass over those
     (dense cache, no large_batch_weights). Tokens depend on none of these.
+    max_model_len: tokens of the longest prompt with its response, where the model could take longer
+    ones. memory_share: of the device's memory, which weights and a KV cache of no given size may fill.
+    prefix_caching: a prompt finds the pages of an earlier one with the same beginning.
+    cuda_graphs: False starts the kernels of a decode step one by one, to look for a fault.
     ValueError names the argument that is wrong.
     """
 
@@ -122,6 +127,10 @@ class NativeEngine:
         lookahead: int | None = None,
         gather: int | None = None,
         one_pass: bool = False,
+        max_model_len: int | None = None,
+        memory_share: float | None = None,
+        prefix_caching: bool = True,
+        cuda_graphs: bool = True,
     ) -> None:
         if lookahead is not None and not 1 <= lookahead <= MOST_STEPS:
             raise ValueError(f"lookahead: expected 1..{MOST_STEPS} steps, got {lookahead}")
@@ -149,11 +158,13 @@ class NativeEngine:
             assert self.folder is not None
             self.model = rollout_load(self.folder, weights, device, dtype, noisy)
         self.spec = self.model.spec
+        self.context = min(self.spec.max_position, max_model_len or self.spec.max_position)
         self._max_batch = max_batch
         self.receiver = Receiver(self.model, self.large_batch_model)
         if keep_dense:
             self.keep_dense()
         self._recording = record_evictions
+        self._share = memory_share
         num_pages = self._num_pages(cache_tokens, workloads, page_size)
         self.runner = Runner(
             self.model,
@@ -164,9 +175,10 @@ class NativeEngine:
             self.kv,
             self.storage,
             record_evictions,
+            cuda_graphs,
             one_pass,
         )
-        self.pool = PagePool(num_pages, page_size)
+        self.pool = PagePool(num_pages, page_size, prefix_caching)
         if large_batch_weights is not None:
             weights = f"{weights}+{large_batch_weights}"
         self.behavior = BehaviorTag(
@@ -177,19 +189,9 @@ class NativeEngine:
             kv_dtype=kv_dtype,
         )
         self._tokenizer = tokenizer
-        self._tokens = 0  # drawn so far
-        self.scheduler = Scheduler(
-            self.pool,
-            behavior=self.behavior,
-            kv=self.kv,
-            max_batch=max_batch,
-            max_prefill_tokens=max_prefill_tokens,
-            prefill_chunk=prefill_chunk,
-            lookahead=lookahead or self.runner.lookahead,
-            gather=_gather(lookahead, gather),
-            eos_ids=self._eos_ids(),
-            decode=self._decode if self._has_tokenizer else None,
-            evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
+        self._tokens = 0  # drawn so far, and drawn again
+        self.scheduler = self._schedule(
+            max_batch, max_prefill_tokens, prefill_chunk, lookahead, gather
         )
 
     # -- the door ----------------------------------------------------------------------------------
@@ -298,8 +300,9 @@ class NativeEngine:
             raise
         for row in drawn:
             self.scheduler.policy = self.behavior.policy[-1 if row.large_batch else 0]
+            before = len(row.sequence.token_ids)
             self.scheduler.commit_run(row.sequence, row.token_ids, row.logprobs, row.tops)
-            self._tokens += len(row.token_ids)
+            self._tokens += len(row.sequence.token_ids) - before
 
     def score(
         self,
@@ -329,10 +332,10 @@ class NativeEngine:
             raise ValueError(f"top: expected an integer in 0..{MAX_TOP_LOGPROBS}, got {top!r}")
         scores = []
         for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
-            if not 1 <= prompt_len < len(ids) or len(ids) > self.spec.max_position:
+            if not 1 <= prompt_len < len(ids) or len(ids) > self.context:
                 raise ValueError(
                     f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
-                    f"scored in a context of {self.spec.max_position}"
+                    f"scored in a context of {self.context}"
                 )
             if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
                 raise ValueError(
@@ -371,8 +374,8 @@ class NativeEngine:
     def capabilities(self) -> Capabilities:
         """What a caller may ask."""
         return Capabilities(
-            context_length=self.spec.max_position,
-            updates=frozenset({self.receiver.kind}),
+            context_length=self.context,
+            updates=self.receiver.kinds,
             updates_in_flight=True,
             noise=self.receiver.takes_noise,
             scores=True,
@@ -381,11 +384,14 @@ class NativeEngine:
             kv=self.kv,
             kv_dtype=self.behavior.kv_dtype,
             records_evictions=self.runner.recorder is not None,
+            replays=self.kv.budget is None,
+            vocab_size=self.spec.vocab_size,
         )
 
     def stats(self) -> EngineStats:
         """What a report shows."""
         cache_tokens = self.pool.num_pages * self.pool.page_size
+        replays = self.scheduler.replays
         return EngineStats(
             weights=self.format.name,
             weight_bits=float(self.format.bits),
@@ -397,8 +403,11 @@ class NativeEngine:
             prefix_hits=self.pool.hits,
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
-            tokens=self._tokens,
+            tokens=self._tokens - replays.kept,
             cache_used=self.pool.num_used * self.pool.page_size,
+            replays=replays.samples,
+            replayed_tokens=replays.tokens,
+            kept_tokens=replays.kept,
         )
 
     @property
@@ -406,15 +415,23 @@ class NativeEngine:
         """Whether `step` has something to do or to return."""
         return self.scheduler.has_work or self.scheduler.has_finished
 
-    def release(self) -> None:
+    def release(self, in_flight: InFlight = "keep") -> None:
         """Give the memory of the KV cache away, for a learner that runs before the next rollouts.
 
         It comes back with the next step, at its old address where the device can do that
         (`kv.virtual_memory`); elsewhere the graphs of decoding are captured again. The pages of
-        shared prompts are forgotten. RuntimeError while requests are in flight.
+        shared prompts are forgotten. Requests in flight need no cache where they are replayed: they
+        begin again with the next step, under the weights of then, which may have been updated more
+        than once. Else RuntimeError: without their keys they cannot be kept. ValueError when this
+        engine replays nothing.
         """
-        if self.scheduler.has_work:
-            raise RuntimeError("release: requests are in flight; finish or abort them first")
+        if in_flight == "replay":
+            self._check_replays()
+            self.scheduler.rewind()
+        elif self.scheduler.has_work:
+            raise RuntimeError(
+                "release: requests are in flight; finish, abort or replay them first"
+            )
         self.reset_prefix_cache()
         self.runner.release()
 
@@ -428,18 +445,27 @@ class NativeEngine:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def update_weights(self, update: WeightUpdate) -> BehaviorTag:
+    def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
         """Take new weights as policy `update.version`, in place. Rollouts in flight go on under the
         new weights.
+
+        in_flight: "keep" leaves them the tokens and keys of the old weights, and their spans say so.
+        "replay" begins them again, with all samples of their groups, and what they had drawn as a
+        guess (`engine.drafts`): they have one span, and are what a fresh engine with these weights
+        draws, but for rounding. Groups that were complete stay as they are.
 
         A local update is quantized from the learner's model into the engine's storages, a stream
         is gathered and checked first (`weights.receive`). Returns the tag with the new version, the
         noise, and the digest of what the engine now samples from. Pages of the prefix cache that
         were made under other weights are never served again. ValueError, before anything is
-        written, names what does not fit.
+        written, names what does not fit, or that this engine replays nothing.
         """
+        if in_flight == "replay":
+            self._check_replays()
         self.receiver.take(update)
-        if not self.scheduler.has_work and self.runner.cache.adapt(self.model):
+        if in_flight == "replay":
+            self.scheduler.rewind()
+        if not self.pool.num_used and self.runner.cache.adapt(self.model):
             self.reset_prefix_cache()
         noise = update.noise
         seed: int | None = None
@@ -452,6 +478,13 @@ class NativeEngine:
         )
         self.scheduler.set_behavior(self.behavior)
         return self.behavior
+
+    def _check_replays(self) -> None:
+        if not self.capabilities.replays:
+            raise ValueError(
+                f"in_flight: replay needs every key of a sample; this engine's cache policy is "
+                f"{self.kv.name!r}"
+            )
 
     def linear_weights(self) -> Mapping[str, QTensor]:
         """The linear weights that it multiplies with (of few rows), by name, to be read: every
@@ -484,9 +517,6 @@ class NativeEngine:
             )
         return load_tokenizer(self.folder)
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids))
-
     @property
     def _has_tokenizer(self) -> bool:
         return self._tokenizer is not None or (
@@ -510,7 +540,7 @@ class NativeEngine:
             validate(
                 request,
                 vocab_size=self.spec.vocab_size,
-                context_length=self.spec.max_position,
+                context_length=self.context,
                 cache_tokens=self.pool.num_pages * self.pool.page_size,
                 has_tokenizer=self._has_tokenizer,
                 kv=self.kv,
@@ -542,6 +572,29 @@ class NativeEngine:
             return dtype
         return torch.bfloat16 if device.type == "cuda" else torch.float32
 
+    def _schedule(
+        self,
+        max_batch: int,
+        max_prefill_tokens: int,
+        prefill_chunk: int | None,
+        lookahead: int | None,
+        gather: int | None,
+    ) -> Scheduler:
+        decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
+        return Scheduler(
+            self.pool,
+            behavior=self.behavior,
+            kv=self.kv,
+            max_batch=max_batch,
+            max_prefill_tokens=max_prefill_tokens,
+            prefill_chunk=prefill_chunk,
+            lookahead=lookahead or self.runner.lookahead,
+            gather=(lookahead or 1) - 1 if gather is None else gather,
+            eos_ids=self._eos_ids(),
+            decode=decode,
+            evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
+        )
+
     def _num_pages(
         self, cache_tokens: int | None, workloads: Sequence[Workload], page_size: int
     ) -> int:
@@ -566,10 +619,11 @@ class NativeEngine:
                 workloads,
                 page_size=page_size,
                 max_batch=self._max_batch,
-                context=self.spec.max_position,
+                context=self.context,
                 bytes_per_token=each,
                 free=max(0, (UNKNOWN_FREE if free is None else free) - beside),
                 kv=self.kv,
+                most=self._budget(free, beside),
             )
         if free is not None and cache_tokens * each + beside > free:
             state = f" and the state of {self.kv.name} {beside / 1e9:.3g} GB" if beside else ""
@@ -578,6 +632,16 @@ class NativeEngine:
                 f"{cache_tokens * each / 1e9:.3g} GB{state}, and {free / 1e9:.3g} GB are free"
             )
         return cache_tokens
+
+    def _budget(self, free: int | None, beside: int) -> int | None:
+        """Bytes that memory_share leaves for the cache; None without one."""
+        device = self.model.device
+        total = total_memory(device)
+        if self._share is None or total is None:
+            return None
+        own = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        left = round(self._share * total) - own - beside
+        return max(0, left if free is None else min(left, free - beside))
 
     @property
     def _policy_bytes(self) -> int:
@@ -591,11 +655,6 @@ def policy_bytes(
     say which keys it drops."""
     recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
     return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
-
-
-def _gather(lookahead: int | None, gather: int | None) -> int:
-    """Steps of the rows between two passes over prompts."""
-    return (lookahead or 1) - 1 if gather is None else gather
 
 
 def _policy_or_dense(kv: CachePolicy | None) -> CachePolicy:

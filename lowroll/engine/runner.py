@@ -13,6 +13,7 @@ draw a token, C rows of a piece, G key-value heads, K keys that stay or likelies
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,15 @@ from lowroll.engine.sampler import (
     sample,
     signed,
 )
-from lowroll.engine.sequence import Compaction, Plan, PrefillChunk, Sequence
+from lowroll.engine.sequence import (
+    Check,
+    Compaction,
+    Place,
+    Plan,
+    PrefillChunk,
+    Sequence,
+    places_of,
+)
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention, PagedDecode, Rows, Together
 from lowroll.kv.policy.base import CachePolicy, num_slots
@@ -83,9 +92,9 @@ class First:
 class Runner:
     """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
     at once (`engine.decoder`). kv: the cache policy. storage: how keys and values are stored.
-    record_evictions: keep track of what the policy drops. one_pass: rows that decode beside prompts
-    take their step in the pass over those, where a dense cache and a single model allow it: the
-    weights are read once for both."""
+    record_evictions: keep track of what the policy drops. cuda_graphs: as `Decoder`'s. one_pass: rows
+    that decode beside prompts take their step in the pass over those, where a dense cache and a
+    single model allow it, and no draft is checked: the weights are read once for both."""
 
     def __init__(
         self,
@@ -97,6 +106,7 @@ class Runner:
         kv: CachePolicy = DENSE,
         storage: type[KVCache] = KVCache,
         record_evictions: bool = False,
+        cuda_graphs: bool = True,
         one_pass: bool = False,
     ) -> None:
         self.model = model
@@ -114,7 +124,7 @@ class Runner:
         self.one_pass = one_pass and large_batch_model is None and self.selector is None
         self.states = [one for one in (self.selector, self.recorder) if one is not None]
         self.decoder = Decoder(
-            model, large_batch_model, self.cache, max_batch, longest, self.selector
+            model, large_batch_model, self.cache, max_batch, longest, self.selector, cuda_graphs
         )
 
     @property
@@ -131,7 +141,8 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: Plan, meanwhile: Callable[[], None] = lambda: None) -> list[Run]:
-        """The tokens of every decode row, then of every sample of a prompt that is through.
+        """The tokens of every decode row, then of every sample of a prompt that is through, then
+        those behind each token of a check.
 
         meanwhile: called once the device has all of its work and this thread would wait for it; on
         a CPU, which is the device, before the work. ValueError when the model gives a row no
@@ -145,21 +156,24 @@ class Runner:
             for state in self.states:
                 state.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
-        together = self.one_pass and bool(plan.prefills)
+        together = self.one_pass and bool(plan.prefills) and not plan.checks
         steps = None
         if plan.decodes and not together:
             steps = self.decoder.start(plan.decodes, plan.steps)
         if plan.begun:
             for state in self.states:
                 state.begin(plan.begun)
-        first = None
-        if plan.prefills:
-            first = self._prefill(plan.prefills, plan.decodes if together else [])
+        first, checked_TD = None, None
+        if plan.prefills or plan.checks:
+            beside = plan.decodes if together else []
+            first, checked_TD = self._prefill(plan.prefills, plan.checks, beside)
         if self.model.device.type == "cuda":
             meanwhile()
         drawn = [] if steps is None else self._read(plan, steps)
         if first is not None:
             drawn += first.read(self.large_batch_model is not None)
+        if checked_TD is not None:
+            drawn += self._follow(checked_TD, plan.checks)
         if self.recorder is not None:
             self.recorder.settle()
         return drawn
@@ -202,18 +216,25 @@ class Runner:
             dropped = [Dropped(c.slot, c.cached, c.kept, c.position) for c in compactions]
             self.recorder.compacted(dropped, kept_LBGK)
 
-    def _prefill(self, prefills: list[PrefillChunk], beside: list[Sequence]) -> First | None:
-        """Run chunks of prompts, and a step of the rows `beside` them in the same pass; a token of
-        each of those, then of each sample whose prompt is through."""
-        hidden_TD, last_rows = self._forward(prefills, beside)
+    def _prefill(
+        self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
+    ) -> tuple[First | None, Tensor | None]:
+        """Run chunks of prompts and of drafts, and a step of the rows `beside` them in the same pass:
+        a token of each of those, then of each sample whose prompt is through; and the hidden states
+        along the drafts."""
+        hidden_TD, last_rows = self._forward(prefills, checks, beside)
         through = [
             (chunk.samples, row)
             for chunk, row in zip(prefills, last_rows, strict=True)
             if chunk.samples
         ]
         through[:0] = [((sequence,), row) for row, sequence in enumerate(beside)]
-        if not through:
-            return None
+        count = sum(len(check.ids) for check in checks)  # whose tokens are the last ones
+        checked_TD = hidden_TD[-count:] if checks else None
+        return self._begin(hidden_TD, through) if through else None, checked_TD
+
+    def _begin(self, hidden_TD: Tensor, through: list[tuple[tuple[Sequence, ...], int]]) -> First:
+        """A token of each of these samples, which draw from these rows."""
         sequences = [sequence for samples, _ in through for sequence in samples]
         device = hidden_TD.device
         rows_P = upload(torch.tensor([row for _, row in through]), device)
@@ -228,7 +249,35 @@ class Runner:
         ranks.see(logits_BV)
         return First(sequences, tokens_B, logprobs_B, ranks)
 
-    def _draw(self, logits_BV: Tensor, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+    def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[Run]:
+        """Draw behind each token of the checks, as if those before it had been drawn."""
+        places = [place for check in checks for place in places_of(check)]
+        pieces = []
+        tops: list[list[list[tuple[int, float]]] | None] = []
+        for start in range(0, len(places), SCORE_ROWS):
+            some = places[start : start + SCORE_ROWS]
+            logits_CV = self.model.logits(hidden_TD[start : start + SCORE_ROWS])
+            ids_C, logprobs_C = self._draw(logits_CV, some)
+            pieces.append((ids_C, logprobs_C))
+            ranks = Ranks(some)
+            ranks.see(logits_CV)
+            if ranks.asking:
+                ids_C1, logprobs_C1 = ids_C[:, None].tolist(), logprobs_C[:, None].tolist()
+                tops += ranks.told(ids_C1, logprobs_C1)
+            else:
+                tops += [None] * len(some)
+        ids, logprobs = (torch.cat(some).tolist() for some in zip(*pieces, strict=True))
+        require_finite(logprobs)
+        drawn, stop = [], 0
+        for check in checks:
+            start, stop = stop, stop + len(check.ids)
+            told = [one[0] for one in tops[start:stop] if one is not None]
+            large_batch = self.large_batch_model is not None
+            ids_S, logprobs_S = ids[start:stop], logprobs[start:stop]
+            drawn.append(Run(check.sequence, ids_S, logprobs_S, large_batch, told or None))
+        return drawn
+
+    def _draw(self, logits_BV: Tensor, sequences: Many[Sequence | Place]) -> tuple[Tensor, Tensor]:
         device = self.model.device
         lengths_B = upload(torch.tensor([s.length for s in sequences]), device)
         if not plain(sequences):
@@ -266,18 +315,19 @@ class Runner:
         return logp_T, ids_TK, top_TK
 
     def _forward(
-        self, prefills: list[PrefillChunk], beside: list[Sequence]
+        self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> tuple[Tensor, list[int]]:
-        """Hidden states of the last tokens of `beside` and of the chunks' tokens, and for each chunk
-        the row of its last token."""
-        chunks = [Chunk(c.start, c.stop, c.sequence.pages, c.sequence.slot) for c in prefills]
+        """Hidden states of the last tokens of `beside`, of the tokens of chunks, then of checks, and
+        for each chunk the row of its last token."""
+        pieces = [(c.sequence, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in prefills]
+        pieces += [(c.sequence, c.sequence.position, c.ids) for c in checks]
+        chunks = [Chunk(at, at + len(some), s.pages, s.slot) for s, at, some in pieces]
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []
         last_rows = [0] * len(chunks)
         for i in (*fresh, *later):
-            chunk = chunks[i]
-            ids += prefills[i].sequence.prompt_ids[chunk.start : chunk.stop]
+            ids += pieces[i][2]
             last_rows[i] = len(ids) - 1
         prompts = PagedAttention(
             self.cache,
@@ -290,6 +340,7 @@ class Runner:
         pos_T = upload(
             torch.cat([torch.arange(c.start, c.stop) for c in prompts.chunks]), model.device
         )
+        last_rows = last_rows[: len(prefills)]
         if not beside:
             return model(ids_T, pos_T, prompts), last_rows
         ids_B, rows = self.decoder.place(beside)

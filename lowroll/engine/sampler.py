@@ -32,12 +32,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowroll.engine.sequence import Sequence
+from lowroll.engine.sequence import Place, Sequence
 from lowroll.kernels.sampling.draw import inverse_cdf, uniform
 from lowroll.model.attention import upload
 from lowroll.model.logprobs import log_probs
@@ -68,7 +69,10 @@ class SamplingBatch:
 
     @classmethod
     def of(
-        cls, sequences: Collection[Sequence], vocab_size: int, device: torch.device | str = "cpu"
+        cls,
+        sequences: Collection[Sequence | Place],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
     ) -> SamplingBatch:
         """Collect the parameters of the next token of each sequence."""
         requests = [s.request for s in sequences]
@@ -166,7 +170,7 @@ class Ranks:
     `steady`; `told` waits for the device.
     """
 
-    def __init__(self, sequences: list[Sequence]) -> None:
+    def __init__(self, sequences: Many[Sequence | Place]) -> None:
         self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
         self._sequences = sequences
         self._batch: tuple[Tensor, SamplingBatch] | None = None  # rows [A], and how they draw

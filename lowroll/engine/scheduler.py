@@ -45,7 +45,8 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from lowroll.engine.base import Drawn
-from lowroll.engine.request import noise_key, sampler_settings
+from lowroll.engine.drafts import Replays, agreed, begin, drawn, plan_checks
+from lowroll.engine.outcome import behavior_salt, drawn_by, rollouts_of
 from lowroll.engine.sequence import Compaction, LiveGroup, Plan, PrefillChunk, Sequence
 from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
@@ -109,8 +110,9 @@ class Scheduler:
         self._begun: list[int] = []  # slots of the leaders that were admitted since the last plan
         self._steps = 0  # of decode rows, since prompts ran
         self._through: list[LiveGroup] = []  # groups whose prompt has ended since the last plan
-        self._finished: list[tuple[int, Group]] = []
+        self._finished: dict[int, Group] = {}  # by handle, in order of completion
         self._next_handle = 0
+        self.replays = Replays()
         self.set_behavior(behavior)
 
     @property
@@ -158,16 +160,35 @@ class Scheduler:
         )
         stop_ids = set(request.stop_ids) | (set() if request.ignore_eos else self.eos_ids)
         group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)), need)
-        for i in range(request.n):
-            top_logprobs = list[list[tuple[int, float]]]() if request.top_logprobs else None
-            sequence = Sequence(group, i, noise_key(request, i), top_logprobs=top_logprobs)
-            group.sequences.append(sequence)
-        group.waiting.extend(group.sequences)
-        group.num_open = group.num_unforked = request.n
         self._next_handle += 1
+        self._enqueue(group, [[]] * request.n)
+        return group.handle
+
+    def _enqueue(self, group: LiveGroup, drafts: list[list[int]]) -> None:
+        """Put a group behind the others, with these drafts of its samples."""
+        begin(group, drafts)
         self._groups[group.handle] = group
         self._waiting.append(group)
-        return group.handle
+
+    def rewind(self) -> None:
+        """Begin everything in flight again, in the order of arrival, with what it has drawn as
+        drafts (`engine.drafts`): no page is held, and the samples of an open group that had ended
+        are open again. For the dense policy, whose pieces of a draft attend as its tokens would."""
+        assert self.kv.budget is None, f"{self.kv.name}: a draft's pieces would see other keys"
+        groups = list(self._groups.values())
+        for group in groups:
+            for sequence in group.sequences:
+                self.pool.free(sequence.pages)
+            self.pool.free(group.prompt_pages)
+        self.reserved_pages = 0
+        for queue in (self._waiting, self._prefilling, self._begun, self._through):
+            queue.clear()
+        self._groups.clear()
+        self._running.clear()
+        self._free_slots = list(reversed(range(self.max_batch)))
+        for old in groups:
+            again = LiveGroup(old.handle, old.request, old.stop_ids, old.footprint)
+            self._enqueue(again, [drawn(sequence) for sequence in old.sequences])
 
     def abort(self, handle: int) -> bool:
         """End a request's open samples with "abort"; its group is finished. False if it had ended
@@ -192,29 +213,15 @@ class Scheduler:
         samples: list[Sequence] | list[Rollout] = []
         if handle in self._groups:
             samples = self._groups[handle].sequences
-        else:
-            for one, group in self._finished:
-                if one == handle:
-                    samples = group.rollouts
-        return [
-            Drawn(s.token_ids, s.logprobs, s.finish_reason, s.top_logprobs, s.stop_reason)
-            for s in samples
-        ]
+        elif handle in self._finished:
+            samples = self._finished[handle].rollouts
+        return drawn_by(samples)
 
     def finished(self, handles: Container[int] | None = None) -> list[tuple[int, Group]]:
         """(handle, group) of the completed requests not returned yet, in order of completion; only
         those of `handles` when given."""
-        groups = [
-            (handle, group)
-            for handle, group in self._finished
-            if handles is None or handle in handles
-        ]
-        self._finished = [
-            (handle, group)
-            for handle, group in self._finished
-            if handles is not None and handle not in handles
-        ]
-        return groups
+        taken = [handle for handle in self._finished if handles is None or handle in handles]
+        return [(handle, self._finished.pop(handle)) for handle in taken]
 
     def plan(self) -> Plan:
         """Compact what is full, admit what fits, then give every decode row the pages that its
@@ -222,23 +229,27 @@ class Scheduler:
         compactions = self._compact_all()
         self._admit()
         # of the others the prompt is running
-        rows = [sequence for sequence in self._running if sequence.token_ids]
-        prefills = self._plan_prefills() if not rows or self._prompts_are_due() else []
-        forks, copies = self._fork_all(rows)
+        begun = [sequence for sequence in self._running if sequence.token_ids]
+        forks, copies = self._fork_all(begun)
+        rows = [sequence for sequence in begun if not sequence.draft]
+        checks, tokens = plan_checks(begun, self.max_prefill_tokens, self.prefill_chunk)
+        due = checks or not rows or self._prompts_are_due()
+        prefills = self._plan_prefills(tokens) if due else []
         # half as many while others wait for rows that end
         most = max(1, self.lookahead // 2) if self._waiting else self.lookahead
         ahead = [s.until - s.position for s in rows]
-        steps = 1 if prefills else min(most, max(ahead, default=1))
+        steps = 1 if prefills or checks else min(most, max(ahead, default=1))
         limits = [min(steps, tokens) for tokens in ahead]
-        for sequence, tokens in zip(rows, limits, strict=True):
+        growing = [*zip(rows, limits, strict=True), *((c.sequence, len(c.ids)) for c in checks)]
+        for sequence, tokens in growing:
             last = sequence.cached_len + tokens - 1  # where this plan's last key lies in its cache
             missing = last // self.pool.page_size + 1 - len(sequence.pages)
             if missing > 0:
                 sequence.pages += self.pool.allocate(missing)
                 self._reserve(sequence, sequence.reserved_pages - missing)
         self._steps = 0 if prefills else self._steps + steps
-        begun, self._begun = self._begun, []
-        return Plan(compactions, forks, copies, rows, steps, limits, begun, prefills)
+        slots, self._begun = self._begun, []
+        return Plan(compactions, forks, copies, rows, steps, limits, slots, prefills, checks)
 
     def commit(
         self,
@@ -271,6 +282,8 @@ class Scheduler:
             self._start(sequence)
         else:
             sequence.cached_len += 1  # the key of the token before, from which this one was drawn
+        if sequence.draft:
+            self.replays.follow(sequence)
         stop = stop_reason(sequence, self.decode)
         if stop is not None:
             self._finish(sequence, "stop", stop)
@@ -284,8 +297,11 @@ class Scheduler:
         logprobs: list[float],
         tops: list[list[tuple[int, float]]] | None = None,
     ) -> None:
-        """`commit` of several tokens; those behind the end of the sample are dropped."""
+        """`commit` of several tokens; those behind the end of the sample are dropped, and behind the
+        first one that its draft has not."""
         group = sequence.group
+        if sequence.draft:
+            token_ids = token_ids[: agreed(sequence, token_ids)]
         may_end = (
             sequence.finish_reason is not None
             or group.request.stop_strings
@@ -298,11 +314,14 @@ class Scheduler:
                 top = None if tops is None else tops[i]
                 self.commit(sequence, token_ids[i], logprobs[i], top)
             return
+        count = len(token_ids)
         sequence.token_ids += token_ids[1:]
-        sequence.logprobs += logprobs[1:]
+        sequence.logprobs += logprobs[1:count]
         if tops is not None and sequence.top_logprobs is not None:
-            sequence.top_logprobs += tops[1:]
-        sequence.cached_len += len(token_ids) - 1
+            sequence.top_logprobs += tops[1:count]
+        sequence.cached_len += count - 1
+        if sequence.draft:
+            self.replays.follow(sequence)
 
     def _start(self, sequence: Sequence) -> None:
         """A sample's prompt is through: from here on its cache grows by a key a token."""
@@ -506,16 +525,17 @@ class Scheduler:
         tokens = sum(len(group.request.prompt_ids) for group in self._prefilling)
         return tokens >= self.max_prefill_tokens
 
-    def _plan_prefills(self) -> list[PrefillChunk]:
+    def _plan_prefills(self, taken: int) -> list[PrefillChunk]:
+        """Pieces of prompts, beside `taken` tokens of drafts."""
         chunks: list[PrefillChunk] = []
-        budget = self.max_prefill_tokens
+        budget = self.max_prefill_tokens - taken
         unfinished: list[LiveGroup] = []
         while self._prefilling:
             group = self._prefilling[0]
             start = group.num_prefilled
             length = len(group.request.prompt_ids)
             stop = min(length, start + (self.prefill_chunk or length))
-            if chunks and stop - start > budget:
+            if (chunks or taken) and stop - start > budget:
                 break
             self._prefilling.popleft()
             is_last = stop == length
@@ -569,46 +589,5 @@ class Scheduler:
         for queue in (self._waiting, self._prefilling):
             if group in queue:
                 queue.remove(group)
-        sampler = sampler_settings(group.request)
-        rollouts = []
-        for s in group.sequences:
-            assert s.finish_reason is not None
-            policy = tuple(s.spans) or (replace(self.policy, start=0),)
-            behavior = replace(
-                s.behavior or self.behavior,
-                policy=policy,
-                sampler=sampler,
-                seed=group.request.seed,
-                request_id=group.request.id,
-                sample=s.sample,
-            )
-            rollouts.append(
-                Rollout(
-                    s.token_ids,
-                    s.logprobs,
-                    s.finish_reason,
-                    behavior,
-                    s.stop_reason,
-                    s.evictions,
-                    s.top_logprobs,
-                )
-            )
-        self._finished.append((group.handle, Group(group.request, rollouts)))
-
-
-def behavior_salt(behavior: BehaviorTag) -> bytes:
-    """Names everything that K/V depend on: two behaviours share prefix pages only if all of it is
-    equal."""
-    policy = behavior.policy[-1]
-    return repr(
-        (
-            policy.version,
-            policy.digest,
-            behavior.weights,
-            behavior.kv_policy,
-            behavior.kv_budget,
-            behavior.kv_dtype,
-            behavior.noise_seed,
-            behavior.noise_sigma,
-        )
-    ).encode()
+        rollouts = rollouts_of(group, self.behavior, self.policy)
+        self._finished[group.handle] = Group(group.request, rollouts)

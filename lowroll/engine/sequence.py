@@ -25,6 +25,9 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] | None = None  # where the request asks for them
     spans: list[PolicySpan] = field(default_factory=list)
+    # of a replay: what it had drawn from the prompt on under earlier weights. Empty once its own
+    # tokens have left the draft or have come to its end (`engine.drafts`)
+    draft: list[int] = field(default_factory=list)
     slot: int = -1
     pages: list[int] = field(default_factory=list)  # its page table: of its cached keys, in order
     num_shared: int = 0  # pages at the table's front that came with the prompt: never edited
@@ -69,7 +72,7 @@ class Sequence:
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that must not be drawn next: those that would end the sample before `min_tokens`
         tokens."""
-        return self.group.stop_ids if len(self.token_ids) < self.request.min_tokens else ()
+        return banned_ids(self.group, len(self.token_ids))
 
 
 @dataclass(eq=False)
@@ -100,6 +103,11 @@ class LiveGroup:
         return self.sequences[0]
 
 
+def banned_ids(group: LiveGroup, drawn: int) -> tuple[int, ...]:
+    """Ids that must not be drawn behind `drawn` tokens of a response."""
+    return group.stop_ids if drawn < group.request.min_tokens else ()
+
+
 @dataclass(frozen=True)
 class PrefillChunk:
     """Run prompt tokens [start, stop) and store their K/V in the leader's pages.
@@ -113,6 +121,59 @@ class PrefillChunk:
     stop: int
     is_last: bool
     samples: tuple[Sequence, ...]  # the group's sequences if is_last, else none
+
+
+@dataclass(frozen=True)
+class Check:
+    """Run the last token of a sample and the next ones of its draft, `ids` together, store their
+    K/V in its pages, and draw behind each of them."""
+
+    sequence: Sequence
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one token of a check is drawn: the sample, as it is once it has drawn the first `count`
+    of `tokens`."""
+
+    sequence: Sequence
+    tokens: list[int]
+    count: int
+
+    @property
+    def request(self) -> Request:
+        return self.sequence.request
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.sequence.prompt_ids
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.tokens[: self.count]
+
+    @property
+    def noise_key(self) -> int:
+        return self.sequence.noise_key
+
+    @property
+    def top_logprobs(self) -> list[list[tuple[int, float]]] | None:
+        return self.sequence.top_logprobs
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + self.count
+
+    def banned_ids(self) -> tuple[int, ...]:
+        return banned_ids(self.sequence.group, self.count)
+
+
+def places_of(check: Check) -> list[Place]:
+    """Where its tokens are drawn, in order."""
+    first = len(check.sequence.token_ids)
+    tokens = check.sequence.token_ids + check.ids[1:]
+    return [Place(check.sequence, tokens, first + i) for i in range(len(check.ids))]
 
 
 @dataclass(frozen=True)
@@ -149,3 +210,4 @@ class Plan:
     limits: list[int]
     begun: list[int]  # slots in which a prompt begins
     prefills: list[PrefillChunk]
+    checks: list[Check]  # of drafts; they run with the prompts

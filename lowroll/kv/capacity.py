@@ -79,14 +79,18 @@ def capacity(
     bytes_per_token: int,
     free: int,
     kv: CachePolicy = DENSE,
+    most: int | None = None,
 ) -> int:
     """Tokens for a cache that holds these workloads one after the other.
 
     None known: `max_batch` samples of moderate length, and one as long as the model's `context`
-    (tokens). free: bytes. kv: the policy that may bound what a sample holds.
+    (tokens). free: bytes. kv: the policy that may bound what a sample holds. most: bytes that it
+    may have, in the place of a share of `free`; then samples of unknown length may be long ones.
     """
-    room = free // SHARE // bytes_per_token
+    room = (free // SHARE if most is None else most) // bytes_per_token
     if workloads:
         return min(max(work.tokens(page_size, max_batch, kv) for work in workloads), room)
+    if most is not None:
+        return min(max_batch * kv.peak(0, context), room)
     row = kv.peak(0, min(context, UNKNOWN_ROW))
     return min(max(context, max_batch * row), UNKNOWN_BYTES // bytes_per_token, room)

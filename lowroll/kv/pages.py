@@ -30,15 +30,17 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """Allocator with reference counts and a prefix cache. It moves page numbers only, never K/V."""
+    """Allocator with reference counts and a prefix cache. It moves page numbers only, never K/V.
+    prefix_caching: name pages by their content; without it none is found again."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, prefix_caching: bool = True) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(
                 f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}"
             )
         self.num_pages = num_pages
         self.page_size = page_size
+        self._caching = prefix_caching
         self.peak_used = 0  # most pages ever held at once
         self.hits = 0  # pages served from the prefix cache
         self._refcount = [0] * num_pages
@@ -119,7 +121,7 @@ class PagePool:
         served."""
         for page, key in zip(pages, keys, strict=True):
             assert self._refcount[page] > 0, f"page {page} is not held"
-            if key in self._page_of or page in self._key_of:
+            if not self._caching or key in self._page_of or page in self._key_of:
                 continue
             self._page_of[key] = page
             self._key_of[page] = key

@@ -48,12 +48,15 @@ class LiveView:
     `view.step(record)` after.
 
     `console` is for tests; on a terminal the panel is redrawn four times a second, otherwise each
-    step prints a line. Set `asked_to_stop` to what becomes true once the run was asked to stop: the
-    panel says so from then on.
+    `every`th step and the last print a line. Set `asked_to_stop` to what becomes true once the run
+    was asked to stop: the panel says so from then on.
     """
 
-    def __init__(self, total_steps: int, title: str, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, title: str, console: Console | None = None, every: int = 1
+    ) -> None:
         self.total_steps = total_steps
+        self.every = every
         self.title = title
         self._console = console or Terminal()
         self._record: Mapping[str, Any] = {}
@@ -109,7 +112,8 @@ class LiveView:
         self._seconds.append(record.get("time/step") or now - self._stepped)
         self._stepped = now
         self._phase = ("", 0, 0)
-        if not self._live:
+        step = record.get("step", 0)
+        if not self._live and (step % self.every == 0 or step == self.total_steps):
             self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
     def line(self) -> str:

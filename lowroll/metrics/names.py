@@ -1,12 +1,12 @@
 """Every metric of a run: name, unit, meaning, what to expect of it, where its formula comes from.
 
 A name that is not in this table cannot be recorded. `<env>`, `<metric>` and `<filter>` stand for a
-name that a run brings along, `<tokens>` for a power of two. Notation: pi the learner, pi_old the
-learner that the rollouts are compared with, b the behaviour policy that drew the tokens, A the
-advantage; R = pi / pi_old, w = pi_old / b, C the cap; means are over response tokens unless a
-sequence is named. `time/*` and `perf/*` say how fast it went and differ between two runs of one
-seed; everything else is reproducible. `table()` prints it as Markdown. What to expect is a hint for
-reading a curve, never a limit that the program applies.
+name that a run brings along, `<tokens>` for a power of two, `<versions>` for a number of versions.
+Notation: pi the learner, pi_old the learner that the rollouts are compared with, b the behaviour
+policy that drew the tokens, A the advantage; R = pi / pi_old, w = pi_old / b, C the cap; means are
+over response tokens unless a sequence is named. `time/*` and `perf/*` say how fast it went and
+differ between two runs of one seed; everything else is reproducible. `table()` prints it as
+Markdown. What to expect is a hint for reading a curve, never a limit that the program applies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ import re
 from dataclasses import dataclass
 
 # what may stand for a name in brackets
-_PLACES = {"<tokens>": r"[0-9]+", "<env>": r"[^/].*", "<filter>": r"[^/<>]+", "<metric>": r".+"}
+_PLACES = {
+    "<tokens>": r"[0-9]+",
+    "<versions>": r"[0-9]+",
+    "<env>": r"[^/].*",
+    "<filter>": r"[^/<>]+",
+    "<metric>": r".+",
+}
 _TIMINGS = ("time/", "perf/")
 _QURL = "QuRL Eq. 3-9"
 _PPO = "PPO, arXiv 1707.06347"
@@ -138,6 +144,71 @@ METRICS: tuple[Metric, ...] = (
         "0 in a synchronous run",
     ),
     _M(
+        "rollout/staleness_<versions>",
+        "fraction",
+        "the batch's tokens that were drawn so many versions before the learner's own; only where "
+        "groups are taken as they end",
+        "none beyond max_off_policy_steps",
+    ),
+    _M("rollout/learner_version", "version", "the learner's, for the ages of tokens"),
+    _M(
+        "rollout/mixed_fraction",
+        "fraction",
+        "rollouts of the batch whose tokens are of several versions",
+    ),
+    _M(
+        "rollout/kept_prefix_mean",
+        "tokens",
+        "of those rollouts: tokens drawn before the last change of weights",
+    ),
+    _M(
+        "rollout/open_groups",
+        "groups",
+        "groups that go on after the batch was made: in flight, or back and waiting",
+        "(oversampling_factor - 1) x the groups of a batch",
+    ),
+    _M("rollout/in_flight_groups", "groups", "groups at the engines when the batch was full"),
+    _M(
+        "rollout/open_length_mean",
+        "tokens",
+        "what their samples had drawn by then: at least so long are those that were not chosen",
+        "far above rollout/length_mean: short responses are preferred",
+    ),
+    _M(
+        "rollout/carried_groups",
+        "groups",
+        "groups of the batch that were planned for an earlier one",
+    ),
+    _M(
+        "rollout/carried_length_mean",
+        "tokens",
+        "mean length of their responses",
+        "above rollout/length_mean: what an earlier batch left behind was long",
+    ),
+    _M("rollout/dropped_no_signal", "groups", "dropped: their rewards are all equal"),
+    _M("rollout/dropped_too_easy", "groups", "dropped: their mean reward is exactly 1"),
+    _M("rollout/dropped_too_hard", "groups", "dropped: their mean reward is exactly 0"),
+    _M(
+        "rollout/dropped_stale",
+        "groups",
+        "dropped: their tokens are too old, or they lived through too many updates",
+        "0; else the learner is too fast for the longest responses",
+    ),
+    _M(
+        "rollout/dropped_oversampled",
+        "groups",
+        "given up unfinished because the batch was full",
+        "(oversampling_factor - 1) x the groups of a batch at level 0",
+    ),
+    _M(
+        "rollout/duplicate_prompts",
+        "prompts",
+        "passed over: another prompt has the same buffer.hash_keys",
+    ),
+    _M("rollout/pooled_prompts", "prompts", "passed over: in the easy or the hard pool"),
+    _M("rollout/easy_pool", "prompts", "in the easy pool after the step"),
+    _M("rollout/hard_pool", "prompts", "in the hard pool after the step"),
+    _M(
         "rollout/weight_bits",
         "bits",
         "bits a linear weight of the rollout format, scales included",
@@ -156,6 +227,30 @@ METRICS: tuple[Metric, ...] = (
         "standard deviation of the noise on the engine's norms",
         "follows its schedule",
         "QeRL Eq. 8",
+    ),
+    _M(
+        "rollout/replay_samples",
+        "samples",
+        "unfinished samples that were replayed under newer weights (partial rollouts)",
+    ),
+    _M(
+        "rollout/replay_kept_mean",
+        "tokens",
+        "of a replayed sample, the drawn tokens that the newer weights draw too, up to the first "
+        "that differs",
+        "long: short where an update changes much",
+    ),
+    _M(
+        "rollout/replay_kept_fraction",
+        "fraction",
+        "of all tokens that the replayed samples had drawn, those that were kept",
+        "near 1; below it with unchanged weights by rounding alone",
+    ),
+    _M(
+        "rollout/replay_redrawn_tokens",
+        "tokens",
+        "tokens of replayed samples that were thrown away",
+        "0 with unchanged weights, but for rounding",
     ),
     _M("rollout/entropy_estimate", "nats", "minus the mean log-prob of the drawn tokens"),
     _M(
@@ -236,6 +331,20 @@ METRICS: tuple[Metric, ...] = (
     ),
     _M("mismatch/length_<tokens>/logp_diff_max", "nats", "logp_diff_max of these responses"),
     _M("mismatch/length_<tokens>/ess", "fraction", "ess of these responses", "near 1", "Kish 1965"),
+    _M(
+        "mismatch/staleness_<versions>/kl_k1",
+        "nats",
+        "kl_k1 of the tokens that were drawn so many versions ago; only where groups are taken as "
+        "they end",
+        "grows with the age",
+        _K,
+    ),
+    _M(
+        "mismatch/staleness_<versions>/logp_diff_mean",
+        "nats",
+        "mean |ln pi_old - ln b| of these tokens",
+        "grows with the age",
+    ),
     _M(
         "spread/token_std",
         "nats",
@@ -529,6 +638,36 @@ METRICS: tuple[Metric, ...] = (
         "GB",
         "peak memory of the process (on a GPU, of the device with all of its KV cache)",
     ),
+    _M(
+        "perf/broadcast_bytes",
+        "bytes",
+        "of the published weights of the version, where engines are other processes",
+    ),
+    _M("perf/engines_healthy", "engines", "of a pool that take requests", "all of them"),
+    _M("perf/engine_requests", "requests", "that the pool's engines have answered so far"),
+    _M("perf/engine_tokens", "tokens", "of those answers"),
+    _M(
+        "perf/engine_retries",
+        "requests",
+        "sent again so far: their engine was busy, failed, or lost the connection",
+        "0",
+    ),
+    _M("perf/engine_handed_over", "requests", "taken from fenced engines so far", "0"),
+    _M(
+        "perf/engine_refused",
+        "answers",
+        "not believed so far: drawn from another version than the engine was told, or damaged",
+        "0",
+    ),
+    _M("perf/engine_late", "answers", "that came when nobody waited for them any more", "0"),
+    _M("perf/engine_fenced", "times", "that an engine was silent, dead, stuck or refused", "0"),
+    _M(
+        "perf/changed_bytes_fraction",
+        "fraction",
+        "bytes that were published of what the step changed, over those that an engine holds; "
+        "absent where a whole version was published",
+        "falls with the learning rate; 1 where all moves",
+    ),
     _M("perf/kv_pages_peak", "pages", "most KV-cache pages in use at once"),
     _M(
         "perf/prefix_hits",
@@ -538,6 +677,24 @@ METRICS: tuple[Metric, ...] = (
     _M("time/step", "s", "the whole step"),
     _M("time/generate", "s", "generation of the rollouts"),
     _M("time/score", "s", "scoring"),
+    _M(
+        "time/wait_weights",
+        "s",
+        "the orchestrator's wait for weights that are new enough; where the learner is elsewhere",
+        "near 0 when the engines are the slower half",
+    ),
+    _M(
+        "time/wait_trainer",
+        "s",
+        "its wait for room for the batch before",
+        "near 0 when the engines are the slower half",
+    ),
+    _M(
+        "perf/orchestrator_idle_fraction",
+        "fraction",
+        "time/generate and both waits, of the time since the batch before",
+        "near 1: scoring and packing cost nothing",
+    ),
     _M("time/learn", "s", "forward, backward and update"),
     _M("time/publish", "s", "handing the new weights to the engine, quantization included"),
     _M("time/checkpoint", "s", "writing and verifying the checkpoint of the step before"),

@@ -35,6 +35,7 @@ from lowroll.metrics.names import find
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = Path("orchestrator", "evaluations.jsonl")
 ABOUT_FILE = "about.json"
 LOST = "record/lost"
 Record = dict[str, Any]  # "step": int, every other key: float or None
@@ -117,7 +118,51 @@ def read(folder: Path) -> list[Record]:
     if lost:
         log.warning("%s: the records of %s are lost", folder / METRICS_FILE, spans(lost))
     records = [json.loads(unseal(line)[0]) for line in found.lines.values()]
+    for step, evaluation in read_evaluations(folder).items():
+        for record in records:
+            if record["step"] == max(1, step):
+                _join(record, evaluation)
     return sorted([*records, *map(_marker, lost)], key=lambda record: record["step"])
+
+
+def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Append the evaluation after a step (0: before the first) of a run whose orchestrator is a
+    process of its own. ValueError for a name that the table does not know."""
+    record: Record = {"step": step}
+    for name, value in metrics.items():
+        find(name)
+        record[name] = float(value) if math.isfinite(value) else None
+    path = Path(folder) / EVALUATIONS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torn = path.exists() and not read_file(path).endswith(b"\n")
+    append_line(path, (b"\n" if torn else b"") + _line(record))
+
+
+def read_evaluations(folder: Path) -> dict[int, Record]:
+    """The evaluations that an orchestrator has written, by step; of two of a step the later one. A
+    line that was damaged is left out: it is made again, or missing in the report."""
+    found: dict[int, Record] = {}
+    path = Path(folder) / EVALUATIONS_FILE
+    if not path.is_file():
+        return found
+    for number, line in enumerate(read_file(path).split(b"\n"), 1):
+        if not line:
+            continue
+        try:
+            content, _ = unseal(line)
+            found[_step_of(content)] = json.loads(content)
+        except ValueError as error:
+            log.warning("%s:%d: not an evaluation: %s", path, number, error)
+    return found
+
+
+def _join(record: Record, evaluation: Mapping[str, Any]) -> None:
+    """What one process would have recorded: its own numbers stay, times add up."""
+    for name, value in evaluation.items():
+        if name.startswith("time/") and value is not None:
+            record[name] = (record.get(name) or 0.0) + value
+        else:
+            record.setdefault(name, value)
 
 
 def reproducible(record: Mapping[str, Any]) -> Record:

@@ -1,4 +1,20 @@
-"""One decoder, its weights in and out, and the only way from logits to log-probs."""
+"""One decoder, its weights in and out, and the only way from logits to log-probs.
 
-from lowroll.model.transformer import Transformer as Transformer
-from lowroll.model.transformer import initialize as initialize
+The public names load on first use: reading a folder's settings and tokenizer needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowroll.model.transformer import Transformer as Transformer
+    from lowroll.model.transformer import initialize as initialize
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Transformer", "initialize"):
+        from lowroll.model import transformer
+
+        return getattr(transformer, name)
+    raise AttributeError(f"module 'lowroll.model' has no attribute {name!r}")

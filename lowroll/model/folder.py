@@ -19,6 +19,18 @@ from safetensors import SafetensorError, safe_open
 
 from lowroll.types import printable
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
 MOST_JSON = 16 << 20  # bytes; parsed, JSON takes up to forty times as much memory
 # of a tokenizer.json, which the tokenizers library parses; the largest known has 35 MB
 MOST_TOKENIZER = 256 << 20
@@ -105,3 +117,41 @@ def some(names: Iterable[str]) -> str:
     if len(names) <= 5:
         return shown
     return f"{shown} and {len(names) - 5} more"
+
+
+def resolve(
+    source: str | Path,
+    revision: str | None = None,
+    weights: bool = True,
+    connect: bool = True,
+    key: str = "model",
+) -> Path:
+    """A local model folder, downloading a hub id (its newest commit, or the revision) when the path
+    does not exist; without its weights when they are not wanted.
+
+    connect: whether a connection may be made; without, the hub's cache on this machine is all that
+    is looked into. key: the setting that names it. ValueError says what was tried."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(source)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(f"{key}: {name!r} is neither a folder nor a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision, local_files_only=not connect, allow_patterns=wanted
+            )
+        )
+    except Exception as error:  # the hub's errors are many; the user needs one line
+        if connect:
+            why = "the hub could not deliver it"
+        else:
+            why = "it is not in the hub's cache on this machine"
+        raise ValueError(
+            f"{key}: {name!r} is no local folder, and {why} ({type(error).__name__}: "
+            f"{printable((str(error).splitlines() or [''])[0])})"
+        ) from error

@@ -23,7 +23,15 @@ from torch import Tensor, nn
 
 from lowroll.kernels import checksum
 from lowroll.model import claims, shards
-from lowroll.model.folder import Headers, inside, read_json, some, tensor_headers
+from lowroll.model.folder import (
+    TOKENIZER_FILES,
+    Headers,
+    inside,
+    read_json,
+    some,
+    tensor_headers,
+)
+from lowroll.model.folder import resolve as resolve
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.model.transformer import Transformer
@@ -32,57 +40,8 @@ from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.layouts import FLOATS, Header, Layout, describe, read_layout
 from lowroll.types import printable
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def resolve(
-    source: str | Path,
-    revision: str | None = None,
-    weights: bool = True,
-    connect: bool = True,
-    key: str = "model",
-) -> Path:
-    """A local model folder, downloading a hub id (its newest commit, or the revision) when the path
-    does not exist; without its weights when they are not wanted.
-
-    connect: whether a connection may be made; without, the hub's cache on this machine is all that
-    is looked into. key: the setting that names it. ValueError says what was tried."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    name = str(source)
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"{key}: {name!r} is neither a folder nor a hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
-    try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, local_files_only=not connect, allow_patterns=wanted
-            )
-        )
-    except Exception as error:  # the hub's errors are many; the user needs one line
-        if connect:
-            why = "the hub could not deliver it"
-        else:
-            why = "it is not in the hub's cache on this machine"
-        raise ValueError(
-            f"{key}: {name!r} is no local folder, and {why} ({type(error).__name__}: "
-            f"{printable((str(error).splitlines() or [''])[0])})"
-        ) from error
 
 
 def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:

@@ -22,7 +22,8 @@ All in float64, detached.
 
 `by_length` gives kl_k1, kl_k3, logp_diff_max and ess for every class of response lengths:
 "length_64" holds the responses of more than 32 and at most 64 tokens, the first class those of at
-most 4. `spread` describes how l - b is distributed.
+most 4. `by_staleness` gives kl_k1 and the mean of |l - b| for the tokens of each age in versions.
+`spread` describes how l - b is distributed.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -160,6 +161,28 @@ def by_length(
                 ("ess", effective_sample_size(weight_N, mask_N)),
             )
         }
+    return as_floats(statistics) if statistics else {}
+
+
+def by_staleness(
+    *,
+    learner: Tensor,
+    behavior: Tensor,
+    mask: Tensor,
+    staleness: Tensor,
+    segments: Tensor | None = None,
+) -> dict[str, float]:
+    """{"mismatch/staleness_<n>/<name>": value} of the tokens that were drawn n versions ago, for
+    every n that has one; `staleness` is n, of each token."""
+    sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
+    age_N = flatten("staleness", staleness, mask)
+    statistics: dict[str, Tensor] = {}
+    for age in age_N[sequences.mask_N].unique().tolist():
+        mask_N = sequences.mask_N & (age_N == age)
+        gap_N = learner_N - behavior_N
+        name = f"mismatch/staleness_{int(age)}"
+        statistics[f"{name}/kl_k1"] = masked_mean(-gap_N, mask_N)
+        statistics[f"{name}/logp_diff_mean"] = masked_mean(gap_N.abs(), mask_N)
     return as_floats(statistics) if statistics else {}
 
 

@@ -3,7 +3,7 @@ channel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lowroll.types import Batch, Group, Prompt, Request, Score, ScoreError
@@ -12,11 +12,54 @@ Progress = Callable[[int, int], None]  # (done, total)
 PhaseProgress = Callable[[str, int, int], None]  # (phase, done, total)
 
 
+class HasTokens(Protocol):
+    """What one sample of a request has drawn so far."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
 class EngineClient(Protocol):
     """Turns requests into groups, in process or at the other end of a wire."""
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
         """One group a request, in any order: they are matched by `request.id`."""
+        ...
+
+    def add(self, request: Request) -> int:
+        """Send a request; returns its handle."""
+        ...
+
+    def step(self) -> list[tuple[int, Group]]:
+        """Wait a moment for answers; returns those that came, by handle. The group of an aborted
+        request may be among them."""
+        ...
+
+    def abort(self, handle: int) -> bool:
+        """Give a request up. False if it had ended."""
+        ...
+
+    def so_far(self, handle: int) -> Sequence[HasTokens]:
+        """What each sample of a request in flight has drawn, as far as that is known here."""
+        ...
+
+
+class WeightsWatch(Protocol):
+    """Which weights the engines draw from, where they follow a learner in another process. Its
+    waits have a deadline and name what they wait for."""
+
+    def at_least(self, version: int) -> int:
+        """Wait until weights of this version or newer are there, and have the engines take the
+        newest; returns its version."""
+        ...
+
+    def exactly(self, version: int) -> int:
+        """The same with this very version, though newer ones are there."""
+        ...
+
+    def newer(self) -> int | None:
+        """Newer weights, without a wait: the engines have taken them when their version is
+        returned. None when there are none."""
         ...
 
 

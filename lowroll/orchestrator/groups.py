@@ -18,9 +18,18 @@ from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.filters import flag
 from lowroll.orchestrator.settings import Settings
 from lowroll.orchestrator.source import Draw
-from lowroll.types import Group, Rollout, Sample, Score, ScoreError
+from lowroll.types import Group, Prompt, Request, Rollout, Sample, Score, ScoreError
 
 LOGPROB_SLACK = 1e-4  # nats above 0 that rounding may leave on a certain token
+
+
+class Unverified:
+    """A scorer that looks at nothing: every reward is 0."""
+
+    def score(
+        self, items: list[tuple[Prompt, str]], on_progress: Progress | None = None
+    ) -> list[Score | ScoreError]:
+        return [Score(0.0) for _ in items]
 
 
 @dataclass
@@ -29,6 +38,14 @@ class ScoredGroup:
 
     samples: list[Sample]
     flags: dict[str, int]
+    id: str = ""  # of its request
+    temperature: float | None = None  # that it was drawn at
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The oldest and the newest policy version that drew a token of it."""
+        seen = [span.version for one in self.samples for span in one.rollout.behavior.policy]
+        return min(seen), max(seen)
 
     def scores(self) -> list[float]:
         """Raw rewards of the samples that were scored."""
@@ -83,17 +100,15 @@ def check_group(draw: Draw, group: Group) -> None:
                 raise InvalidRollout(f"{where} token {position}: log-prob {logprob}")
 
 
-def check_versions(groups: list[Group], version: int, max_staleness: int) -> None:
-    """Raises InvalidRollout when a token was drawn under a policy too old, or newer than the
-    learner's version."""
-    for group in groups:
-        for rollout in group.rollouts:
-            for span in rollout.behavior.policy:
-                if not version - max_staleness <= span.version <= version:
-                    raise InvalidRollout(
-                        f"request {group.request.id!r}: drawn under policy version {span.version} "
-                        f"while the learner is at {version}; max_staleness is {max_staleness}"
-                    )
+def check_versions(group: ScoredGroup, version: int, most: int) -> None:
+    """Raises InvalidRollout when a token was drawn under a policy more than `most` versions older
+    than the learner's, or under a newer one."""
+    for found in group.versions:
+        if not version - most <= found <= version:
+            raise InvalidRollout(
+                f"request {group.id!r}: drawn under policy version {found} while the learner is at "
+                f"{version}, and at most {most} behind it are allowed"
+            )
 
 
 def score(
@@ -124,9 +139,11 @@ def score(
     return samples
 
 
-def credit(samples: list[Sample], settings: Settings) -> ScoredGroup:
-    """Shape the rewards of one group, flag its rollouts and set advantages and loss masks in
-    place."""
+def credit(
+    samples: list[Sample], settings: Settings, request: Request | None = None
+) -> ScoredGroup:
+    """Shape the rewards of the group of a request, flag its rollouts and set advantages and loss
+    masks in place."""
     flags: dict[str, int] = {}
     for sample in samples:
         scored = isinstance(sample.score, Score)
@@ -137,10 +154,13 @@ def credit(samples: list[Sample], settings: Settings) -> ScoredGroup:
         learned = scored and not (rule is not None and rule.enforce)
         sample.loss_mask = [int(learned)] * len(sample.rollout.token_ids)
     lengths = [len(sample.rollout.token_ids) for sample in samples]
-    advantages = TABLE[settings.advantage]([sample.reward for sample in samples], lengths)
+    estimate = settings.estimator or TABLE[settings.advantage]
+    advantages = estimate([sample.reward for sample in samples], lengths)
     for sample, advantage in zip(samples, advantages, strict=True):
         sample.advantage = advantage
-    return ScoredGroup(samples, flags)
+    if request is None:
+        return ScoredGroup(samples, flags)
+    return ScoredGroup(samples, flags, request.id, request.temperature)
 
 
 def _sample(draw: Draw, rollout: Rollout, tokenizer: Tokenizer) -> Sample:

@@ -1,8 +1,12 @@
 """One batch a step: draw prompts, generate, score, shape, filter, credit, hand over.
 
-Produces one Batch a step on the rollout channel. Waits for the engine's answer, the scorer's answer
-and room in the channel, each behind a deadline of its own. Unblocked by the engine having weights
-to draw from.
+Produces one Batch a step on the rollout channel, with the orchestrator's state after it. Waits for
+the engine's answer, the scorer's answer, weights that are new enough and room in the channel, each
+behind a deadline of its own. Unblocked by the engine having weights to draw from.
+
+Batch n is learnt from by a learner of version n - 1. At level 0 all its requests go out together and
+all their answers are waited for, by rounds. Otherwise groups are taken as they end, see
+`orchestrator.supply`: at level k, as soon as weights of version n - 1 - k are there.
 
 A step is a transaction. It plans on a copy of the ledger and takes the copy over after the batch
 was sent, so a step that raises leaves nothing behind and, tried again, makes the same requests with
@@ -13,7 +17,8 @@ round draws exactly the groups that are still missing, so there is never a surpl
 a surplus group would be stale after the update, and carrying it over would make the batch off
 policy. The price is a few small rounds. After `max_rounds` the step goes on with the groups it has
 (`rollout/num_groups` says how many, and a warning). If there is none it raises NoSignal, or takes
-the first ones as they are, as without dynamic sampling (`no_signal`).
+the first ones as they are, as without dynamic sampling (`no_signal`). Groups that are dropped for
+their mean reward (`online_difficulty_filtering`) are replaced by the same rule.
 """
 
 from __future__ import annotations
@@ -21,9 +26,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lowroll.orchestrator import groups as grouping
@@ -37,35 +43,28 @@ from lowroll.orchestrator.client import (
     Progress,
     Scorer,
     Tokenizer,
+    WeightsWatch,
 )
-from lowroll.orchestrator.errors import ErrorWindow, NoSignal, ScoringFailed, describe
+from lowroll.orchestrator.errors import (
+    ErrorWindow,
+    InvalidRollout,
+    NoSignal,
+    ScoringFailed,
+    describe,
+)
 from lowroll.orchestrator.groups import ScoredGroup
+from lowroll.orchestrator.harvest import REASONS, Drop, Harvest, useless
+from lowroll.orchestrator.journal import Journal
+from lowroll.orchestrator.ledger import POOLS, STATE_FORMAT, Ledger, upgraded
 from lowroll.orchestrator.settings import Settings
-from lowroll.orchestrator.source import Draw, Ledger, PromptSource
-from lowroll.types import Batch, Sample, ScoreError
+from lowroll.orchestrator.source import Draw, PromptSource, seed_of
+from lowroll.orchestrator.supply import Open, Supply
+from lowroll.types import Batch, Group, Rollout, Sample, ScoreError
 
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
 logger = logging.getLogger(__name__)
-STATE_FORMAT = 1
-
-
-@dataclass
-class Harvest:
-    """What the rounds of one step brought in."""
-
-    kept: list[ScoredGroup] = field(default_factory=list)
-    dropped: list[ScoredGroup] = field(default_factory=list)
-    rounds: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"time/generate": 0.0, "time/score": 0.0}
-    )
-
-    @property
-    def groups(self) -> list[ScoredGroup]:
-        """Every generated group."""
-        return self.kept + self.dropped
 
 
 class Orchestrator:
@@ -81,10 +80,13 @@ class Orchestrator:
         channel: BatchSender,
         rollout_log: Callable[[Batch], object] | None = None,
         on_phase: PhaseProgress | None = None,
+        weights: WeightsWatch | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """`rollout_log` is called once a step, before the batch is sent, with every rollout of the
-        step: those that dynamic sampling dropped follow the batch's own with group -1 and a loss
-        mask of zeros. Times are left out, so a step that is made again logs the same bytes."""
+        step: those that were dropped follow the batch's own with group -1 and a loss mask of zeros.
+        Times and the orchestrator's state are left out, so a step that is made again logs the same
+        bytes. `weights`: where the learner is another process. `journal`: the ledger's file."""
         self.settings = settings
         self.source = PromptSource(settings, envs, tokenizer)
         self.engine = engine
@@ -93,54 +95,69 @@ class Orchestrator:
         self.channel = channel
         self.rollout_log = rollout_log
         self.on_phase = on_phase
+        self.weights = weights
+        self.journal = journal
+        self.supply = Supply(settings, self.source, engine, journal)
         self.ledger = Ledger(cursors=dict.fromkeys(envs, 0))
         self.errors = ErrorWindow(
             settings.max_error_rate, settings.error_window, settings.batch_size
         )
+        self.last = 0  # the step of the last batch
+        self._settled = False  # the journal goes on from `last`
+        self._anew = False  # and counts nothing of before
+        self._waits = {"time/wait_weights": 0.0, "time/wait_trainer": 0.0}
+        self._made = time.monotonic()  # when the last batch was
+        if settings.skip_verification:
+            logger.warning(
+                "skip_verification: NOTHING IS SCORED, every reward is 0, and no group has a signal"
+            )
+            self.scorer = grouping.Unverified()
 
     def enter(self, settings: Settings) -> None:
         """Go on with other settings from the next step on. What was drawn so far stays drawn."""
-        self.settings = self.source.settings = settings
+        self.settings = self.source.settings = self.supply.settings = settings
 
     def step(self, step: int, version: int | None = None) -> Batch:
         """Make the batch of a step and send it. `version`: the learner's, checked against every
-        rollout when given.
+        rollout; where weights are watched it is step - 1.
 
-        Raises ScoringFailed, NoSignal, InvalidRollout or what the engine, scorer or channel raise;
-        then the ledger has not moved.
+        Raises ScoringFailed, NoSignal, InvalidRollout or what the engine, scorer, channel or the
+        wait for weights raise; then the ledger has not moved.
         """
-        ledger, errors = self.ledger.copy(), self.errors.copy()
-        temperature = self.settings.temperature(step)
-        harvest = self._harvest(ledger, errors, temperature, version)
-        batch = self._batch(step, temperature, harvest, ledger, version)
-        self._watch(batch)
-        self._log(batch, harvest.dropped)
-        self.channel.send(batch)
-        ledger.consumed += len(harvest.kept)
-        ledger.dropped += len(harvest.dropped)
-        self.ledger, self.errors = ledger, errors
+        if version is None and self.weights is not None:
+            version = step - 1
+        back = {one.planned for one in self.supply.ready(self.ledger)}
+        try:
+            self._settle()
+            ledger, errors = self.ledger.copy(), self.errors.copy()
+            batch = self._make(step, version, ledger, errors)
+            began = time.monotonic()
+            self.channel.send(batch)
+        except BaseException:
+            self._settled = False
+            self.supply.rewind(self.ledger, back)
+            raise
+        self._waits = {
+            "time/wait_weights": 0.0,
+            "time/wait_trainer": time.monotonic() - began,
+        }
+        self.ledger, self.errors, self.last = ledger, errors, step
         return batch
 
-    def state(self) -> dict[str, Any]:
-        """JSON data from which `restore` continues with the very same batches."""
-        return {
-            "format": STATE_FORMAT,
-            "plan": self._plan(),
-            "ledger": self.ledger.state(),
-            "errors": self.errors.state(),
-        }
+    # -- what surrounds the steps ------------------------------------------------------------------
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def state(self) -> dict[str, Any]:
+        """JSON data from which `restore` continues; at level 0, with the very same batches."""
+        return self._state(self.last, self.ledger, self.errors)
+
+    def restore(
+        self, state: Mapping[str, Any], *, skip_progress: bool = False, skip_buffer: bool = False
+    ) -> None:
         """Continue from `state()`. Raises ValueError naming the field that this run's plan
-        disagrees with."""
-        if set(state) != {"format", "plan", "ledger", "errors"} or state["format"] != STATE_FORMAT:
-            raise ValueError(
-                f"orchestrator state: expected format {STATE_FORMAT} with plan, ledger and errors"
-            )
-        saved = state["plan"]
-        plan = self._plan()
-        if not isinstance(saved, Mapping):
-            raise ValueError(f"orchestrator state: plan: expected a mapping, got {saved!r}")
+        disagrees with. `skip_progress`: with prompts from the beginning. `skip_buffer`: with empty
+        pools."""
+        state = upgraded(state)
+        saved, plan = state["plan"], self._plan()
         for name in sorted(saved.keys() | plan.keys()):
             if saved.get(name) != plan.get(name):
                 raise ValueError(
@@ -148,8 +165,58 @@ class Orchestrator:
                     f"{plan.get(name)!r} in this run"
                 )
         ledger = Ledger.of(state["ledger"], set(self.source.envs))
+        if skip_buffer:
+            ledger.pools = Ledger().pools
+        if skip_progress:
+            ledger = Ledger(cursors=dict.fromkeys(self.source.envs, 0), pools=ledger.pools)
         self.errors.restore(state["errors"])
-        self.ledger = ledger
+        self.ledger, self.last = ledger, state["step"]
+        self._settled, self._anew = False, skip_progress
+        self.supply.rewind(ledger, set())
+
+    def promote(self) -> dict[str, int]:
+        """Let the configured shares of the easy and the hard pool be drawn again, as at the start
+        of an attempt that goes on. Returns how many of each."""
+        shares = (self.settings.easy_fraction, self.settings.hard_fraction)
+        draws = self.ledger.draws
+        return {
+            pool: self.ledger.pools.take_back(
+                pool, share, lambda env, one: seed_of(self.source.seed, "pool", draws, env, one)
+            )
+            for pool, share in zip(POOLS, shares, strict=True)
+        }
+
+    def recall(self) -> int:
+        """Give up what is in flight, for an evaluation or another engine: it stays open, and the
+        next step asks for it again. Returns how many groups."""
+        return self.supply.recall()
+
+    def retract(self, version: int) -> int:
+        """Draw again what is open and has tokens of weights after `version`, which their learner
+        has taken back. Returns how many groups."""
+        return self.supply.retract(version)
+
+    def committed(self, step: int) -> None:
+        """The learner's checkpoint holds everything up to this step."""
+        if self.journal is not None and self._settled:
+            self.journal.write("consumed", step=step)
+            self.journal.sync()
+
+    def _settle(self) -> None:
+        """Have the ledger's file go on from the last batch."""
+        if self.journal is not None and not self._settled:
+            ids = [one.id for one in self.supply.opened(self.ledger)]
+            self.journal.go_on(self.last, ids, again=self._anew)
+        self._settled, self._anew = True, False
+
+    def _state(self, step: int, ledger: Ledger, errors: ErrorWindow) -> dict[str, Any]:
+        return {
+            "format": STATE_FORMAT,
+            "step": step,
+            "plan": self._plan(),
+            "ledger": ledger.state(),
+            "errors": errors.state(),
+        }
 
     def _plan(self) -> dict[str, Any]:
         """What decides which prompts are drawn with which noise: it may not change within a run."""
@@ -158,22 +225,165 @@ class Orchestrator:
         }
         return {
             "seed": self.settings.seed,
+            "buffer_seed": self.source.seed,
             "rollouts_per_example": self.settings.rollouts_per_example,
             "env_weights": weights,
+            "hash_keys": list(self.settings.hash_keys),
         }
 
-    def _harvest(
-        self, ledger: Ledger, errors: ErrorWindow, temperature: float, version: int | None
-    ) -> Harvest:
+    # -- a step ------------------------------------------------------------------------------------
+
+    def _make(self, step: int, version: int | None, ledger: Ledger, errors: ErrorWindow) -> Batch:
+        """The batch of a step, logged and in the ledger, not sent."""
+        temperature = self.settings.temperature(step)
+        stale = self._take_weights(step, version)
         harvest = Harvest()
+        if self.settings.streams:
+            self._drop(ledger, harvest, stale, "stale")
+            self._stream(step, version, ledger, errors, temperature, harvest)
+        else:
+            self._rounds(step, version, ledger, errors, temperature, harvest)
+        for group in harvest.groups:
+            prompt, scores = group.samples[0].prompt, group.scores()
+            if scores and self.source.is_finite(prompt.env):
+                ledger.pools.place(prompt.env, prompt.id, scores, self.settings)
+        batch = self._batch(step, temperature, harvest, ledger, version)
+        self._watch(batch)
+        self._log(batch, harvest.lost)
+        self._close(step, version, ledger, harvest)
+        batch.orchestrator = self._state(step, ledger, errors)
+        return batch
+
+    def _take_weights(self, step: int, version: int | None) -> list[Open]:
+        """Wait until the step's weights are there. Returns the groups in flight that are too old
+        for them."""
+        if self.weights is None:
+            return [] if version is None else self.supply.swap(version)
+        began = time.monotonic()
+        oldest = max(0, step - 1 - self.settings.max_async_level)
+        if self.settings.strict_async_level:
+            taken = self.weights.exactly(oldest)
+        else:
+            taken = self.weights.at_least(oldest)
+        self._waits["time/wait_weights"] += time.monotonic() - began
+        return self.supply.swap(taken)
+
+    def _rounds(
+        self,
+        step: int,
+        version: int | None,
+        ledger: Ledger,
+        errors: ErrorWindow,
+        temperature: float,
+        harvest: Harvest,
+    ) -> None:
+        """Draw, ask and wait for all, until there are enough groups."""
         wanted = self.settings.num_groups
-        max_rounds = self.settings.max_rounds if self.settings.dynamic_sampling else 1
+        max_rounds = self.settings.max_rounds if self.settings.filters_groups else 1
         while harvest.rounds < max_rounds and len(harvest.kept) < wanted:
             draws = self.source.draw(ledger, wanted - len(harvest.kept), temperature)
-            for group in self._round(draws, errors, version, harvest.seconds):
-                keep = group.has_signal() or not self.settings.dynamic_sampling
-                (harvest.kept if keep else harvest.dropped).append(group)
+            for group in self._round(step, draws, errors, version, harvest.seconds):
+                harvest.take(group, self.settings)
             harvest.rounds += 1
+        self._judge(harvest)
+
+    def _stream(
+        self,
+        step: int,
+        version: int | None,
+        ledger: Ledger,
+        errors: ErrorWindow,
+        temperature: float,
+        harvest: Harvest,
+    ) -> None:
+        """Keep groups open and take those that end, until there are enough."""
+        supply, settings = self.supply, self.settings
+        wanted, landed = settings.num_groups, 0
+        while True:
+            self._sift(ledger, harvest, version)
+            ready = supply.ready(ledger)
+            self._tell("generate", min(len(ready), wanted), wanted)
+            if len(ready) >= wanted:
+                break
+            if settings.filters_groups and landed >= settings.max_rounds * wanted:
+                break
+            missing = settings.num_open - len(ledger.open)
+            if missing > 0:
+                supply.plan(ledger, missing, step, temperature)
+                harvest.rounds += 1
+            began = time.monotonic()
+            supply.send(ledger)
+            answers = supply.turn()
+            harvest.seconds["time/generate"] += time.monotonic() - began
+            landed += len(answers)
+            self._land(answers, ledger, errors, harvest.seconds)
+            self._drop(ledger, harvest, self._take_newer(), "stale")
+        chosen = ready[:wanted]
+        harvest.kept = [one.scored for one in chosen if one.scored is not None]
+        harvest.stats = supply.stats(step, chosen)
+        supply.close(ledger, chosen)
+        if not settings.carries:
+            rest = supply.opened(ledger)
+            self._drop(ledger, harvest, rest, "oversampled")
+        harvest.stats["rollout/open_groups"] = float(len(ledger.open))
+        self._judge(harvest)
+
+    def _land(
+        self,
+        answers: list[tuple[Open, Group]],
+        ledger: Ledger,
+        errors: ErrorWindow,
+        seconds: dict[str, float],
+    ) -> None:
+        """Score the groups that came back, in planned order, while the others go on."""
+        if not answers:
+            return
+        began = time.monotonic()
+        place = {planned: index for index, planned in enumerate(ledger.open)}
+        answers.sort(key=lambda answer: place[answer[0].planned])
+        scored = self._score(
+            [one.draw for one, _ in answers], [group for _, group in answers], errors
+        )
+        for (one, _), group in zip(answers, scored, strict=True):
+            one.scored = group
+        seconds["time/score"] += time.monotonic() - began
+
+    def _sift(self, ledger: Ledger, harvest: Harvest, version: int | None) -> None:
+        """Drop what is back and too old, or of no use."""
+        for one in self.supply.ready(ledger):
+            group = one.scored
+            assert group is not None
+            if version is not None and group.versions[1] > version:
+                raise InvalidRollout(
+                    f"request {one.id!r}: drawn under policy version {group.versions[1]} while the "
+                    f"learner is at {version}"
+                )
+            reason = useless(group, self.settings)
+            most = self.settings.max_off_policy_steps
+            if version is not None and version - group.versions[0] > most:
+                reason = "stale"
+            if reason is not None:
+                self._drop(ledger, harvest, [one], reason)
+
+    def _drop(self, ledger: Ledger, harvest: Harvest, groups: Sequence[Open], reason: str) -> None:
+        """Take open groups away, with a reason."""
+        for one in groups:
+            self.supply.give_up(one)
+            harvest.dropped.append(Drop(one.id, reason, one.scored))
+        self.supply.close(ledger, groups)
+
+    def _take_newer(self) -> list[Open]:
+        """Have the engines take weights that have come meanwhile. Returns the groups that are too
+        old for them."""
+        settings = self.settings
+        if self.weights is None or settings.strict_async_level or not settings.max_async_level:
+            return []
+        newer = self.weights.newer()
+        return [] if newer is None else self.supply.swap(newer)
+
+    def _judge(self, harvest: Harvest) -> None:
+        """Whether there is something to learn from. Raises ScoringFailed or NoSignal."""
+        wanted = self.settings.num_groups
         failed = [
             sample.score
             for group in harvest.groups
@@ -188,52 +398,78 @@ class Orchestrator:
             self._without_signal(harvest, wanted)
         elif len(harvest.kept) < wanted:
             logger.warning(
-                "dynamic sampling: %d of %d groups with signal after %d rounds: the batch is "
-                "smaller",
+                "%s: %d of %d groups with signal after %d rounds: the batch is smaller",
+                self._filter_name,
                 len(harvest.kept),
                 wanted,
                 harvest.rounds,
             )
-        return harvest
+
+    @property
+    def _filter_name(self) -> str:
+        if self.settings.dynamic_sampling:
+            return "dynamic sampling"
+        return "online difficulty filtering"
 
     def _without_signal(self, harvest: Harvest, wanted: int) -> None:
-        scores = [score for group in harvest.dropped for score in group.scores()]
+        scores = [score for group in harvest.useless for score in group.scores()]
+        mean = fmean(scores) if scores else 0.0
         found = (
-            f"dynamic sampling: all {len(harvest.dropped)} groups of {harvest.rounds} rounds have "
-            f"constant rewards ({sum(scores) / len(scores):.3g} in the mean); the tasks are all "
+            f"{self._filter_name}: all {len(harvest.useless)} groups of {harvest.rounds} rounds "
+            f"have constant rewards ({mean:.3g} in the mean); the tasks are all "
             "too hard or all too easy for this policy"
         )
         if self.settings.no_signal == "end":
             raise NoSignal(found)
         logger.warning("%s: the step takes the first of them as they are", found)
-        harvest.kept, harvest.dropped = harvest.dropped[:wanted], harvest.dropped[wanted:]
+        harvest.fall_back(wanted)
 
     def _round(
-        self, draws: list[Draw], errors: ErrorWindow, version: int | None, seconds: dict[str, float]
+        self,
+        step: int,
+        draws: list[Draw],
+        errors: ErrorWindow,
+        version: int | None,
+        seconds: dict[str, float],
     ) -> list[ScoredGroup]:
+        ids = [draw.request.id for draw in draws]
+        self._note("planned", step=step, ids=ids)
+        self._note("dispatched", version=self.supply.version, ids=ids)
         began = time.monotonic()
         answers = self.engine.generate(
             [draw.request for draw in draws], on_progress=self._progress("generate")
         )
         groups = grouping.in_planned_order(draws, answers)
-        if version is not None:
-            grouping.check_versions(groups, version, self.settings.max_staleness)
         generated = time.monotonic()
+        self._note("done", ids=ids)
+        scored = self._score(draws, groups, errors)
+        if version is not None:
+            for group in scored:
+                grouping.check_versions(group, version, 0)
+        seconds["time/generate"] += generated - began
+        seconds["time/score"] += time.monotonic() - generated
+        return scored
+
+    def _score(
+        self, draws: list[Draw], groups: list[Group], errors: ErrorWindow
+    ) -> list[ScoredGroup]:
         samples = grouping.score(
             draws, groups, self.scorer, self.tokenizer, self._progress("score")
         )
         errors.check(sample.score for group in samples for sample in group)
-        seconds["time/generate"] += generated - began
-        seconds["time/score"] += time.monotonic() - generated
-        return [grouping.credit(group, self.settings) for group in samples]
+        return [
+            grouping.credit(group, self.settings, draw.request)
+            for draw, group in zip(draws, samples, strict=True)
+        ]
 
     def _batch(
         self, step: int, temperature: float, harvest: Harvest, ledger: Ledger, version: int | None
     ) -> Batch:
         samples: list[Sample] = []
         for index, group in enumerate(harvest.kept):
+            other = None if group.temperature == temperature else group.temperature
             for sample in group.samples:
-                sample.group = index
+                sample.group, sample.temperature = index, other
                 samples.append(sample)
         flags = Counter({rule.name: 0 for rule in self.settings.filters})
         for group in harvest.groups:
@@ -254,16 +490,61 @@ class Orchestrator:
                 f"rollout/flagged_{name}_fraction": count / len(generated)
                 for name, count in flags.items()
             }
+            | statistics.buffer_stats(self.ledger, ledger, self.settings)
+            | self._asynchrony_stats(harvest, [sample.rollout for sample in samples], version)
         )
         return Batch(
             step=step, samples=samples, temperature=temperature, stats=stats | harvest.seconds
         )
+
+    def _asynchrony_stats(
+        self, harvest: Harvest, rollouts: list[Rollout], version: int | None
+    ) -> dict[str, float]:
+        """Of a step that takes groups as they end, or that follows a learner elsewhere."""
+        if not self.settings.streams and self.weights is None:
+            return {}
+        stats = dict(harvest.stats)
+        if self.settings.streams:
+            counts = harvest.counts()
+            stats |= {f"rollout/dropped_{reason}": float(counts[reason]) for reason in REASONS}
+            if version is not None:
+                stats["rollout/learner_version"] = float(version)
+                stats |= statistics.staleness_stats(rollouts, version)
+        before, self._made = self._made, time.monotonic()
+        idle = harvest.seconds["time/generate"] + sum(self._waits.values())
+        wall = max(self._made - before, 1e-9)
+        return stats | self._waits | {"perf/orchestrator_idle_fraction": min(1.0, idle / wall)}
+
+    def _close(self, step: int, version: int | None, ledger: Ledger, harvest: Harvest) -> None:
+        """Count what the step is done with, in the ledger and in its file."""
+        ledger.consumed += len(harvest.kept)
+        ledger.dropped += len(harvest.dropped)
+        if self.journal is None:
+            return
+        for reason, ids in harvest.reasons.items():
+            self._note("dropped", step=step, reason=reason, ids=ids)
+        most = self.settings.max_off_policy_steps if self.settings.streams else 0
+        self._note(
+            "batched",
+            step=step,
+            ids=[group.id for group in harvest.kept],
+            oldest=[list(group.versions) for group in harvest.kept],
+            learner=version,
+            most=most,
+        )
+        self.journal.sync()
+
+    def _note(self, event: str, **fields: Any) -> None:
+        if self.journal is not None:
+            self.journal.write(event, **fields)
 
     def _watch(self, batch: Batch) -> None:
         """Warn of numbers out of bounds and, every `canary_interval` steps, of known answers scored
         wrongly."""
         warnings = alarms(batch.stats)
         interval = self.settings.canary_interval
+        if self.settings.skip_verification:
+            interval = None
         if interval is not None and batch.step % interval == 0:
             failures = canaries(self.source.envs, self.scorer, self.ledger.cursors)
             batch.stats["reward/canary_failures"] = float(len(failures))
@@ -284,3 +565,7 @@ class Orchestrator:
 
     def _progress(self, phase: str) -> Progress | None:
         return None if self.on_phase is None else partial(self.on_phase, phase)
+
+    def _tell(self, phase: str, done: int, total: int) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase, done, total)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lowroll.advantages import TABLE
+from lowroll.advantages import TABLE, Estimator
 from lowroll.orchestrator.filters import Filter
 from lowroll.orchestrator.schedule import TemperatureSchedule
 
@@ -41,7 +41,8 @@ class Settings:
     seed: int = 0
     # share of draws; an absent one counts 1
     env_weights: Mapping[str, float] = field(default_factory=dict)
-    advantage: str = "grpo"  # a name of lowroll.advantages.TABLE; gae: a critic's
+    advantage: str = "grpo"  # a name of lowroll.advantages.TABLE; gae: a critic's; or custom:
+    estimator: Estimator | None = None  # the run's own function of one group
     max_prompt_tokens: int | None = None  # longer prompts are passed over and counted
     dynamic_sampling: bool = False  # DAPO: learn from groups with differing rewards only
     max_rounds: int = 8  # rounds of generation that a step may spend on it
@@ -52,7 +53,25 @@ class Settings:
     max_error_rate: float = 0.05
     error_window: int = 50  # scores before the error rate is judged
     canary_interval: int | None = 20  # steps between checks of the scorer on known answers
-    max_staleness: int = 0  # versions a rollout may lag behind the learner
+    # asynchrony: see lowroll.orchestrator.supply
+    max_async_level: int = 0  # batches that may be drawn ahead of the learner
+    strict_async_level: bool = False  # with weights of exactly that lag
+    max_off_policy_steps: int = (
+        8  # versions that a rollout may lag, and updates it may live through
+    )
+    oversampling_factor: float = 1.0  # open groups, as a multiple of those of a batch
+    partial: str = "none"  # at level 0, what is unfinished: dropped, or carried on (keep, replay)
+    stall_s: float = 3600.0  # seconds in which at least one group in flight must end
+    # which prompts are drawn: see lowroll.orchestrator.buffer
+    sampling_seed: int | None = None  # of what is drawn from the policy; None is `seed`
+    buffer_seed: int | None = None  # of the mix of environments; None is `seed`
+    online_difficulty_filtering: bool = False  # groups of mean reward 0 or 1 are not learnt from
+    easy_threshold: float | None = None  # mean reward from which a prompt is not drawn again
+    hard_threshold: float | None = None  # and the one up to which
+    easy_fraction: float = 0.0  # of the easy prompts, drawn again after a resumption
+    hard_fraction: float = 0.0
+    hash_keys: tuple[str, ...] = ()  # what makes two prompts the same one
+    skip_verification: bool = False  # nothing is scored; every reward is 0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_rounds", "error_window"):
@@ -75,8 +94,13 @@ class Settings:
             f"a multiple of rollouts_per_example={self.rollouts_per_example}",
             self.batch_size,
         )
+        known = sorted([*TABLE, "custom"])
+        _require(self.advantage in known, "advantage", f"one of {known}", repr(self.advantage))
         _require(
-            self.advantage in TABLE, "advantage", f"one of {sorted(TABLE)}", repr(self.advantage)
+            (self.estimator is not None) == (self.advantage == "custom"),
+            "estimator",
+            "a function with the advantage custom, and with no other",
+            self.estimator,
         )
         if self.temperature_schedule is None:
             temperature = self.sampling.temperature
@@ -92,7 +116,6 @@ class Settings:
         _require(
             0.0 <= self.max_error_rate < 1.0, "max_error_rate", "in [0, 1)", self.max_error_rate
         )
-        _require(self.max_staleness >= 0, "max_staleness", "at least 0", self.max_staleness)
         for name, weight in self.env_weights.items():
             _require(
                 math.isfinite(weight) and weight > 0,
@@ -101,6 +124,50 @@ class Settings:
                 weight,
             )
         self._check_overlong()
+        self._check_asynchrony()
+        self._check_buffer()
+
+    def _check_asynchrony(self) -> None:
+        level, limit = self.max_async_level, self.max_off_policy_steps
+        _require(level >= 0, "max_async_level", "at least 0", level)
+        _require(
+            limit >= level,
+            "max_off_policy_steps",
+            f"at least max_async_level, which is {level}",
+            limit,
+        )
+        _require(
+            math.isfinite(self.oversampling_factor) and self.oversampling_factor >= 1,
+            "oversampling_factor",
+            "a number of at least 1",
+            self.oversampling_factor,
+        )
+        _require(
+            self.partial in ("none", "keep", "replay"),
+            "partial",
+            "none, keep or replay",
+            repr(self.partial),
+        )
+        _require(0 < self.stall_s < math.inf, "stall_s", "seconds above 0", self.stall_s)
+
+    def _check_buffer(self) -> None:
+        easy, hard = self.easy_threshold, self.hard_threshold
+        for name, value in (("easy_threshold", easy), ("hard_threshold", hard)):
+            _require(value is None or math.isfinite(value), name, "a finite number", value)
+        if easy is not None and hard is not None:
+            _require(hard < easy, "hard_threshold", f"below easy_threshold={easy}", hard)
+        for name in ("easy_fraction", "hard_fraction"):
+            value = getattr(self, name)
+            _require(0.0 <= value <= 1.0, name, "in 0..1", value)
+        if self.skip_verification:
+            filtered = self.dynamic_sampling or self.online_difficulty_filtering
+            _require(
+                not filtered,
+                "skip_verification",
+                "no dynamic_sampling and no online_difficulty_filtering beside it: they would drop "
+                "every group, since all rewards are 0",
+                True,
+            )
 
     def _check_overlong(self) -> None:
         limit, ramp = self.overlong_max, self.overlong_cache
@@ -109,6 +176,26 @@ class Settings:
             raise ValueError(f"{missing}: overlong_max and overlong_cache go together")
         if limit is not None and ramp is not None:
             _require(0 < ramp <= limit, "overlong_cache", f"in 1..overlong_max={limit}", ramp)
+
+    @property
+    def streams(self) -> bool:
+        """Whether groups are taken as they end, instead of all those of a round together."""
+        return self.max_async_level > 0 or self.oversampling_factor > 1 or self.partial != "none"
+
+    @property
+    def carries(self) -> bool:
+        """Whether unfinished groups go on into later batches."""
+        return self.max_async_level > 0 or self.partial != "none"
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether a scored group may turn out to be of no use."""
+        return self.dynamic_sampling or self.online_difficulty_filtering
+
+    @property
+    def num_open(self) -> int:
+        """Groups that are kept open: in flight, or back and waiting for a batch."""
+        return math.ceil(self.oversampling_factor * self.num_groups)
 
     @property
     def num_groups(self) -> int:

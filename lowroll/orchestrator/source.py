@@ -5,6 +5,10 @@ gives the position of its next prompt; the request's seed is a hash of (seed, en
 id, position). Nothing here depends on the step, on how often a request was sent or on the order in
 which answers came back, so a retry and a resumed run draw the same tokens. The ledger is what a
 checkpoint keeps: it moves on only when a batch has really been handed over.
+
+Of a data set of finite size, prompts can be passed over that are too easy or too hard (the ledger's
+pools), and all but the first of those that have the same `hash_keys`. What is a duplicate is a
+function of the data alone: positions before the one in question are read again after a restart.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from lowroll.envs.tasks import prompt_at
 from lowroll.orchestrator.client import Tokenizer
+from lowroll.orchestrator.errors import NoSignal
+from lowroll.orchestrator.ledger import Ledger, Planned
 from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.types import Prompt, Request
 
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
 
 # prompts in a row that may be too long before the limit itself must be wrong
 MAX_PASSED_OVER = 1000
+PASSES = 10  # over all data, before it counts as used up
 
 
 def seed_of(*parts: str | int) -> int:
@@ -35,54 +42,13 @@ def seed_of(*parts: str | int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-@dataclass
-class Ledger:
-    """What has been drawn and what became of it, in groups. planned == consumed + dropped."""
-
-    draws: int = 0  # draws made, passed-over prompts included
-    cursors: dict[str, int] = field(default_factory=dict)  # next position of each environment
-    planned: int = 0
-    consumed: int = 0
-    dropped: int = 0  # by dynamic sampling
-    passed_over: int = 0  # prompts over max_prompt_tokens: never planned
-
-    def copy(self) -> Ledger:
-        """An independent ledger to plan on."""
-        return replace(self, cursors=dict(self.cursors))
-
-    def state(self) -> dict[str, Any]:
-        """JSON form of the ledger."""
-        assert self.planned == self.consumed + self.dropped, "ledger: planned != consumed + dropped"
-        return asdict(self)
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any], env_names: set[str]) -> Ledger:
-        """The ledger of a state. Raises ValueError naming the field that does not fit."""
-        names = set(cls.__dataclass_fields__)
-        if set(state) != names:
-            raise ValueError(f"ledger: expected the fields {sorted(names)}, got {sorted(state)}")
-        cursors = state["cursors"]
-        if not isinstance(cursors, Mapping) or set(cursors) != env_names:
-            raise ValueError(
-                f"ledger.cursors: expected the environments {sorted(env_names)}, got {cursors!r}"
-            )
-        counts = {name: state[name] for name in names - {"cursors"}} | {
-            f"cursors.{k}": v for k, v in cursors.items()
-        }
-        for name, count in counts.items():
-            if type(count) is not int or count < 0:
-                raise ValueError(f"ledger.{name}: expected a count, got {count!r}")
-        if state["planned"] != state["consumed"] + state["dropped"]:
-            raise ValueError("ledger.planned: expected consumed + dropped")
-        return cls(**{**state, "cursors": dict(cursors)})
-
-
 @dataclass(frozen=True)
 class Draw:
     """One prompt of a step's plan and the request that goes to the engine for it."""
 
     prompt: Prompt
     request: Request
+    position: int = 0  # of the prompt in its environment
 
 
 class PromptSource:
@@ -102,49 +68,135 @@ class PromptSource:
         # the choice must not depend on the order of the configuration
         self._names = sorted(self.envs)
         self._shares = list(accumulate(settings.env_weights.get(name, 1.0) for name in self._names))
+        self._sizes = {name: env.size("train") for name, env in self.envs.items()}
+        self._firsts = {name: Firsts() for name in self.envs}
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[Draw]:
         """The next `count` draws; advances `ledger`. Raises ValueError when an environment gives
-        unusable prompts."""
+        unusable prompts, NoSignal when the pools leave none."""
         drawn: list[Draw] = []
-        passed_over = 0
+        too_long = unwanted = 0
         limit = self.settings.max_prompt_tokens
-        sampling = replace(self.settings.sampling, temperature=temperature)
         while len(drawn) < count:
             name = self.choose(ledger.draws)
             position = ledger.cursors.get(name, 0)
             ledger.draws += 1
             ledger.cursors[name] = position + 1
-            drawing = draw_at(
-                self.envs[name],
-                name,
-                position,
-                "train",
-                self.tokenizer,
-                sampling,
-                self.settings.rollouts_per_example,
-                self.settings.seed,
-            )
+            if self._is_unwanted(ledger, name, position):
+                unwanted += 1
+                self._refuse_emptiness(ledger, unwanted)
+                continue
+            drawing = self._at(name, position, temperature)
             if limit is not None and len(drawing.request.prompt_ids) > limit:
                 ledger.passed_over += 1
-                passed_over += 1
-                if passed_over >= MAX_PASSED_OVER:
+                too_long += 1
+                if too_long >= MAX_PASSED_OVER:
                     raise ValueError(
-                        f"max_prompt_tokens: {passed_over} prompts in a row have more than {limit} "
+                        f"max_prompt_tokens: {too_long} prompts in a row have more than {limit} "
                         f"tokens"
                     )
                 continue
-            passed_over = 0
+            too_long = unwanted = 0
             ledger.planned += 1
             drawn.append(drawing)
         return drawn
+
+    def again(self, planned: Planned) -> Draw:
+        """The draw of an open group, as it was."""
+        return self._at(planned.env, planned.position, planned.temperature)
 
     def choose(self, draw: int) -> str:
         """The environment of a draw: a pure function of (seed, draw index, weights)."""
         if len(self._names) == 1:
             return self._names[0]
-        share = seed_of(self.settings.seed, "environment", draw) / 2**63 * self._shares[-1]
+        share = seed_of(self.seed, "environment", draw) / 2**63 * self._shares[-1]
         return self._names[min(bisect_right(self._shares, share), len(self._names) - 1)]
+
+    @property
+    def seed(self) -> int:
+        """Of the choice of prompts."""
+        chosen = self.settings.buffer_seed
+        return self.settings.seed if chosen is None else chosen
+
+    def is_finite(self, name: str) -> bool:
+        """Whether an environment's prompts come again."""
+        return self._sizes[name] is not None
+
+    def _at(self, name: str, position: int, temperature: float) -> Draw:
+        settings = self.settings
+        return draw_at(
+            self.envs[name],
+            name,
+            position,
+            "train",
+            self.tokenizer,
+            replace(settings.sampling, temperature=temperature),
+            settings.rollouts_per_example,
+            settings.seed if settings.sampling_seed is None else settings.sampling_seed,
+        )
+
+    def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
+        """Whether the prompt at a position is passed over before it is looked at; counts why."""
+        size = self._sizes[name]
+        pooled = (
+            self.settings.easy_threshold is not None or self.settings.hard_threshold is not None
+        )
+        if size is None or not (pooled or self.settings.hash_keys):
+            return False
+        env = self.envs[name]
+        prompt = prompt_at(env, position, "train")
+        if self.settings.hash_keys:
+            firsts = self._firsts[name]
+            for earlier in range(firsts.read, min(position + 1, size)):
+                firsts.take(prompt_at(env, earlier, "train"), self.settings.hash_keys)
+            if firsts.is_duplicate(prompt, self.settings.hash_keys):
+                ledger.duplicates += 1
+                return True
+        if ledger.pools.holds(name, prompt.id):
+            ledger.pooled += 1
+            return True
+        return False
+
+    def _refuse_emptiness(self, ledger: Ledger, unwanted: int) -> None:
+        """NoSignal after so many prompts in a row that are in a pool or a duplicate."""
+        if unwanted < MAX_PASSED_OVER + PASSES * sum(size or 0 for size in self._sizes.values()):
+            return
+        raise NoSignal(
+            f"buffer: {unwanted} prompts in a row are too easy, too hard or a duplicate "
+            f"({ledger.pools.count('easy')} in the easy pool, {ledger.pools.count('hard')} in the "
+            "hard one); nothing is left to learn from"
+        )
+
+
+class Firsts:
+    """Which of the prompts with the same content came first, in one data set."""
+
+    def __init__(self) -> None:
+        self.read = 0  # positions that were taken in
+        self._ids: dict[bytes, str] = {}
+
+    def take(self, prompt: Prompt, keys: tuple[str, ...]) -> None:
+        """The prompt at the next position."""
+        self._ids.setdefault(fingerprint(prompt, keys), prompt.id)
+        self.read += 1
+
+    def is_duplicate(self, prompt: Prompt, keys: tuple[str, ...]) -> bool:
+        """Whether another prompt with its content came before it."""
+        return self._ids.get(fingerprint(prompt, keys), prompt.id) != prompt.id
+
+
+def fingerprint(prompt: Prompt, keys: tuple[str, ...]) -> bytes:
+    """SHA-256 of the JSON list of a prompt's keys: `task` is its environment, `prompt` its
+    messages, another one a key of its info. Raises ValueError for a key that it lacks."""
+    known: dict[str, Any] = {**prompt.info, "task": prompt.env, "prompt": prompt.messages}
+    for key in keys:
+        if key not in known:
+            raise ValueError(
+                f"hash_keys: prompt {prompt.id!r} of environment {prompt.env!r} has no {key!r}; "
+                f"it has {', '.join(sorted(known))}"
+            )
+    content = json.dumps([known[key] for key in keys], sort_keys=True)
+    return hashlib.sha256(content.encode()).digest()
 
 
 def draw_at(
@@ -179,4 +231,5 @@ def draw_at(
             id=f"{split}/{name}/{position}/{prompt.id}",
             **vars(sampling),
         ),
+        position,
     )

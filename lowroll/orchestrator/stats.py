@@ -3,7 +3,8 @@
 Reward statistics are of the raw scores, before any shaping, over every scored sample of the step,
 the groups that dynamic sampling dropped included: the curve then says how the policy does, not how
 the batch was picked. Lengths, tokens, flags and the entropy estimate are over every generated
-rollout too. `num_samples` and `num_groups` count what is in the batch.
+rollout too. `num_samples` and `num_groups` count what is in the batch. Where groups are taken as they
+end, all this is of the groups that are done with, and `supply_stats` says what they were taken from.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from lowroll.orchestrator.groups import ScoredGroup
-from lowroll.orchestrator.settings import SOLVED
+from lowroll.orchestrator.ledger import POOLS, Ledger
+from lowroll.orchestrator.settings import SOLVED, Settings
 from lowroll.types import Rollout, Sample, Score
 
 
@@ -80,3 +82,43 @@ def rollout_stats(rollouts: Sequence[Rollout], version: int | None) -> dict[str,
         "rollout/staleness": float((max(versions) if version is None else version) - min(versions)),
         "rollout/entropy_estimate": -fmean(logprobs) if logprobs else 0.0,
     }
+
+
+def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, float]:
+    """By how many versions the tokens of a batch are older than the learner.
+
+    `rollout/staleness_<n>`: the share of tokens drawn n versions before its own; `mixed_fraction`:
+    rollouts with tokens of several versions; `kept_prefix_mean`: of those, tokens before the last
+    change.
+    """
+    tokens: dict[int, int] = {}
+    prefixes: list[int] = []
+    for rollout in rollouts:
+        spans = rollout.behavior.policy
+        ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]
+        for span, end in zip(spans, ends, strict=True):
+            lag = learner - span.version
+            tokens[lag] = tokens.get(lag, 0) + end - span.start
+        changes = [
+            later.start
+            for span, later in zip(spans, spans[1:], strict=False)
+            if later.version != span.version
+        ]
+        prefixes += changes[-1:]
+    total = max(1, sum(tokens.values()))
+    stats = {f"rollout/staleness_{lag}": tokens[lag] / total for lag in sorted(tokens)}
+    stats["rollout/mixed_fraction"] = len(prefixes) / len(rollouts)
+    if prefixes:
+        stats["rollout/kept_prefix_mean"] = fmean(prefixes)
+    return stats
+
+
+def buffer_stats(before: Ledger, now: Ledger, settings: Settings) -> dict[str, float]:
+    """Of the pools and the duplicates, where there are such: what a step passed over."""
+    stats = {}
+    if settings.hash_keys:
+        stats["rollout/duplicate_prompts"] = float(now.duplicates - before.duplicates)
+    if settings.easy_threshold is not None or settings.hard_threshold is not None:
+        stats["rollout/pooled_prompts"] = float(now.pooled - before.pooled)
+        stats |= {f"rollout/{pool}_pool": float(now.pools.count(pool)) for pool in POOLS}
+    return stats

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Protocol
-
-import torch
 
 import lowroll
 from lowroll.checkpoint.lock import LOCK, RunLock
@@ -63,25 +62,30 @@ class Steps(Protocol):
 
 @contextmanager
 def attempt(
-    cfg: RunConfig, command: str, resume: bool = False, overwrite: bool = False
+    cfg: RunConfig,
+    command: str,
+    resume: bool = False,
+    overwrite: bool = False,
+    alone: bool = True,
 ) -> Iterator[RunFolder]:
     """Own `output_dir` for one launch of a command. Everything that is logged in the block goes to
     its log file.
 
     ValueError, before anything is changed, when the folder cannot be used so; RunLockedError when
     another process has it. With `resume`, a run goes on there; with `overwrite`, what it made is
-    replaced when the new one begins.
+    replaced when the new one begins. alone: as `RunFolder`.
     """
     if resume and overwrite:
         raise ValueError(
             "--overwrite: it replaces the run that --resume goes on with; give one of the two"
         )
-    folder = RunFolder(cfg, command)
+    folder = RunFolder(cfg, command, alone)
     if not (folder.path / LOCK).exists():
         folder.check(resume, overwrite)  # a folder that no run has touched is not even given a lock
     with _lock(folder.path) as lock:
         folder.check(resume, overwrite)
         folder.settle()
+        folder.attempt = lock.attempt
         with log_file(folder.path, lock.attempt), _told(cfg, command, lock.attempt):
             yield folder
 
@@ -155,11 +159,11 @@ class LogFile(logging.FileHandler):
 
 
 @contextmanager
-def log_file(folder: Path, attempt: int) -> Iterator[None]:
-    """Everything that is logged in the block goes to logs/attempt_N.log, and warnings to the
+def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None]:
+    """Everything that is logged in the block goes to logs/<name>_N.log, and warnings to the
     terminal too."""
     (folder / LOGS).mkdir(exist_ok=True)
-    file = LogFile(folder / LOGS / f"attempt_{attempt}.log", encoding="utf-8")
+    file = LogFile(folder / LOGS / f"{name}_{attempt}.log", encoding="utf-8")
     terminal = logging.StreamHandler()
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal.setLevel(logging.WARNING)
@@ -191,7 +195,7 @@ def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
         os.getpid(),
         socket.gethostname(),
         platform.python_version(),
-        torch.__version__,
+        metadata.version("torch"),
     )
     if command == "grpo":  # the notes are of rollouts and what pays for them
         for note in cfg.notes:

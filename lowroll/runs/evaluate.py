@@ -1,12 +1,10 @@
-"""Evaluation on held-out prompts: of a run's policy, and by `lowroll eval` of one model in several
-weight formats and under several caches."""
+"""Evaluation on held-out prompts by `lowroll eval`: of one model in several weight formats and under
+several caches, or of what a server serves."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -22,13 +20,7 @@ from lowroll.orchestrator.client import PhaseProgress
 from lowroll.orchestrator.evaluate import evaluate as evaluate_env
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
-from lowroll.runs.rollouts import RolloutEngine
 from lowroll.runs.server import Server
-
-log = logging.getLogger(__name__)
-
-# what is kept of the second sampler, and of the model before the first update
-COMPARED = ("reward", "pass_at_1")
 
 
 def evaluate(
@@ -105,7 +97,7 @@ def _rows(
             engine,
             scorer,
             chat,
-            num_examples=cfg.eval.num_examples,
+            num_examples=cfg.eval.count(env.size("test")),
             rollouts_per_example=cfg.eval.rollouts_per_example,
             sampling=orchestrator.eval_sampling(cfg),
             seed=cfg.seed,
@@ -115,126 +107,6 @@ def _rows(
         short = {key.rsplit("/", 1)[1]: value for key, value in metrics.items()}
         rows.append({"env": env.name, **about, **short, "seconds": time.monotonic() - began})
     return rows
-
-
-class Evaluations:
-    """`eval/*` of a run's policy on the test splits, in the rollout precision, without noise: before
-    the first step, after every `eval.interval` steps and after the last. `now` are the settings of
-    the step, `version` the policy's."""
-
-    def __init__(
-        self,
-        cfg: RunConfig,
-        rollouts: RolloutEngine,
-        envs: Mapping[str, Environment],
-        scorer: ScorerPool,
-        chat: ChatTokenizer,
-    ) -> None:
-        self.interval = cfg.eval.interval
-        self.last = cfg.train.max_steps
-        self.rollouts = rollouts
-        self.envs = envs
-        self.scorer = scorer
-        self.chat = chat
-        self.on_note: Callable[[str], object] = log.info
-        self.on_phase: PhaseProgress | None = None
-
-    def before(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
-        """Of the policy that the run begins with; {} before later steps."""
-        if not self.interval or step > 1:
-            return {}
-        self.on_note(
-            "evaluating the policy before step 1 (eval.interval: null leaves evaluations out)"
-        )
-        return self.measure(now, version, sampled=True)
-
-    def after(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
-        """Of the policy after a step; {} when none is due."""
-        last = step == self.last
-        if not self.interval or not (last or step % self.interval == 0):
-            return {}
-        return self.measure(now, version, sampled=last)
-
-    def measure(self, now: RunConfig, version: int, sampled: bool) -> dict[str, float]:
-        """Of the current policy; with `sampled`, drawn as the rollouts too."""
-        began = time.monotonic()
-        engine = self.rollouts.engine
-        noisy = engine.behavior.noise_sigma > 0
-        if noisy:
-            self.rollouts.clean(version)
-        metrics = held_out(
-            now,
-            self.envs,
-            engine,
-            self.scorer,
-            self.chat,
-            sampled=sampled,
-            max_prompt_tokens=prompts.longest(now, self.rollouts.model.spec),
-            on_phase=self.on_phase,
-        )
-        self.rollouts.forget()  # a resumed run has none of their pages
-        if noisy:
-            self.rollouts.update(version)
-        return metrics | {"time/eval": time.monotonic() - began}
-
-
-def held_out(
-    cfg: RunConfig,
-    envs: Mapping[str, Environment],
-    engine: Engine,
-    scorer: ScorerPool,
-    chat: ChatTokenizer,
-    *,
-    max_prompt_tokens: int | None,
-    sampled: bool = False,
-    on_phase: PhaseProgress | None = None,
-) -> dict[str, float]:
-    """`eval/*` of the engine's policy on the test splits, drawn as `cfg.eval` says.
-
-    With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn as the rollouts of `cfg`
-    are.
-    """
-    chosen = orchestrator.eval_sampling(cfg)
-    drawn = orchestrator.sampling(cfg)
-    metrics = {"eval/temperature": chosen.temperature}
-    for env in envs.values():
-        found = {}
-        for sampling in dict.fromkeys([chosen, drawn] if sampled else [chosen]):
-            found[sampling] = evaluate_env(
-                env,
-                engine,
-                scorer,
-                chat,
-                num_examples=cfg.eval.num_examples,
-                rollouts_per_example=cfg.eval.rollouts_per_example,
-                sampling=sampling,
-                seed=cfg.seed,
-                max_prompt_tokens=max_prompt_tokens,
-                on_phase=on_phase and partial(_within_evaluation, on_phase),
-            )
-        metrics |= found[chosen]
-        if sampled:
-            metrics |= {
-                f"eval/{env.name}/sampled_{name}": found[drawn][f"eval/{env.name}/{name}"]
-                for name in COMPARED
-            }
-    return metrics
-
-
-def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
-    """The evaluations of a step: `then`, after it, and `first`, before it, under names of their
-    own. Either may be empty."""
-    compared = tuple(f"{joint}{name}" for joint in "/_" for name in COMPARED)
-    early = {f"{name}_before": value for name, value in first.items() if name.endswith(compared)}
-    if first:
-        early["eval/temperature"] = first["eval/temperature"]
-    seconds = [found["time/eval"] for found in (first, then) if found]
-    total = {"time/eval": sum(seconds)} if seconds else {}
-    return early | dict(then) | total
-
-
-def _within_evaluation(on_phase: PhaseProgress, phase: str, done: int, total: int) -> None:
-    on_phase(f"evaluate: {phase}", done, total)
 
 
 def _under(cfg: RunConfig, kv: KvConfig) -> RunConfig:

@@ -56,15 +56,27 @@ log = logging.getLogger(__name__)
 
 CONFIG, FINAL, LOGS, ENVIRONMENTS = "config.yaml", "final", "logs", "environments"
 BATCHES = ("rollouts", "offending")
+ROLES = ("roles", "orchestrator", "broadcasts")  # of a run with roles
 META = ("command", "config", "base", "read", "step", "tensors")  # beside the state of a checkpoint
 _MARK = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
+_SPOOLED = re.compile(r"step_[0-9]{6,15}\.frame(\.damaged)?|end\.json|cursor\.json")
 _STEP = re.compile(r"step_[0-9]{6,}")
 
 
-class RunFolder:
-    """`output_dir` of a configuration, for the runs of a command: grpo or sft."""
+def goes_on(cfg: RunConfig) -> bool:
+    """Whether the settings ask for a resumption (`ckpt.resume_step`): of a checkpoint, or of the
+    newest one, where a run has begun."""
+    asked = cfg.ckpt.resume_step
+    return asked is not None and (asked >= 0 or RunFolder(cfg, "grpo").made_by() is not None)
 
-    def __init__(self, cfg: RunConfig, command: str) -> None:
+
+class RunFolder:
+    """`output_dir` of a configuration, for the runs of a command: grpo or sft. alone: one process
+    makes the run; else the rollouts are the orchestrator's (`runs.roles`)."""
+
+    def __init__(self, cfg: RunConfig, command: str, alone: bool = True) -> None:
+        self.alone = alone
+        self.attempt = 0  # the number of this launch, once it has the lock
         self.cfg = cfg
         self.command = command
         self.path = Path(cfg.output_dir)
@@ -204,9 +216,14 @@ class RunFolder:
                 path.parent.mkdir(exist_ok=True)
                 self.space.write(path, partial(write_file, path, text.encode()))
 
-    def begin(self, about: Mapping[str, str]) -> None:
-        """Begin a run: what an earlier one made goes, then what describes this one is written."""
-        self._clear()
+    def begin(self, about: Mapping[str, str], again: bool = False) -> None:
+        """Begin a run: what an earlier one made goes, then what describes this one is written.
+        again: of a run with roles that had no checkpoint yet, whose batches stay."""
+        if again and not self.alone:
+            Recorder(self.path).truncate(0)
+        else:
+            self._clear()
+            self._clear_roles()
         self._write_config()
         self.space.write(
             self.path / ABOUT_FILE,
@@ -223,8 +240,10 @@ class RunFolder:
         """
         key, steps = self.length
         try:
-            saved = self.store.load()
-        except FileNotFoundError:
+            saved = self.store.load(self._asked)
+        except FileNotFoundError as error:
+            if self._asked is not None:
+                raise ValueError(f"ckpt.resume_step: {error}") from None
             if self.has_steps():
                 identity.refuse_other_settings(self._written(), self.cfg, of="the run")
             return None
@@ -243,6 +262,13 @@ class RunFolder:
         if steps < saved.step:
             raise ValueError(f"{key}: {steps}, and the run has made {saved.step} steps")
         return saved
+
+    @property
+    def _asked(self) -> int | None:
+        """The step whose checkpoint was asked for; None: the newest. A role that is started again
+        goes on from where it was."""
+        asked = self.cfg.ckpt.resume_step
+        return None if asked == -1 or not self.alone else asked
 
     def _written(self) -> dict[str, Any]:
         """The settings in config.yaml. ValueError when they cannot be read."""
@@ -281,11 +307,11 @@ class RunFolder:
                 "resumed elsewhere, so not bit for bit as the run would have gone on: %s", words
             )
         self.recorder = Recorder(self.path)
-        for later_gone in (
-            self.recorder.truncate,
-            partial(truncate_rollouts, self.path / "rollouts"),
-            self.store.truncate,
-        ):
+        gone = [self.recorder.truncate, self.store.truncate]
+        if self.alone:
+            gone.insert(1, partial(truncate_rollouts, self.path / "rollouts"))
+            self._clear_roles()  # the orchestrator's state is in the checkpoint
+        for later_gone in gone:
             self.space.write(self.path, partial(later_gone, step))
         self._write_config()
 
@@ -326,6 +352,23 @@ class RunFolder:
         path = self.path / CONFIG
         self.space.write(path, lambda: write_file(path, (mark + self.cfg.dump()).encode()))
 
+    def _clear_roles(self) -> None:
+        """Remove what the roles of a run left to each other: batches, evaluations, the ledger and
+        broadcast weights."""
+        orchestrator = self.path / "orchestrator"
+        spool = orchestrator / "spool"
+        for path in spool.iterdir() if spool.is_dir() else ():
+            if _SPOOLED.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        if not self.alone or not self.store.steps():
+            for name in ("evaluations.jsonl", "ledger.jsonl"):
+                (orchestrator / name).unlink(missing_ok=True)
+        broadcasts = self.path / "broadcasts"
+        for path in broadcasts.iterdir() if broadcasts.is_dir() else ():
+            if (read_meta(path) or {}).get("broadcast") is not None:
+                (path / "STABLE").unlink(missing_ok=True)
+                remove_published(path, broadcasts)
+
     def _clear(self) -> None:
         """Remove what a run made, but for its logs and environments, and the settings: they go
         last, when others take their place."""
@@ -351,7 +394,7 @@ class RunFolder:
         stays = sorted(
             path.name
             for path in self.path.iterdir()
-            if path.name not in (LOCK, CONFIG, LOGS, ENVIRONMENTS)
+            if path.name not in (LOCK, CONFIG, LOGS, ENVIRONMENTS, *ROLES)
         )
         if stays:
             log.warning(

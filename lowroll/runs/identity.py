@@ -23,9 +23,11 @@ from typing import Any
 import yaml
 
 from lowroll.config import EnvConfig, RunConfig
+from lowroll.config.buffer import BufferConfig
 from lowroll.config.renamed import renamed_tree
+from lowroll.config.roles import AsynchronyConfig
 from lowroll.envs.table import split_file
-from lowroll.model import hf
+from lowroll.model.folder import TOKENIZER_FILES, resolve
 from lowroll.model.spec import read_config, read_spec
 
 # Settings that may differ between a run and its resumption, because no step computes anything else
@@ -42,11 +44,30 @@ MAY_CHANGE = (
     "rollout.release_cache",
     "rollout.vllm",
     "dapo.no_signal",
+    "client",
+    "serve",
+    "rollout_transport",
+    "weight_broadcast",
+    "launcher",
+    "logging_steps",
+    "rollout.cuda_graphs",
 )
 # may change too, after a run that ended because it found no signal
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
 # settings that came later, and what runs did before there were such
-ADDED: dict[str, object] = {"rollout.engine": "native"}
+ADDED: dict[str, object] = {
+    "rollout.engine": "native",
+    "rollout.max_model_len": None,
+    "rollout.seed": None,
+    "rollout.prefix_caching": True,
+    "rollout.gpu_memory_utilization": None,
+    "advantage_function": None,
+    **{f"buffer.{key}": value for key, value in BufferConfig().model_dump(mode="json").items()},
+    **{
+        f"asynchrony.{key}": value
+        for key, value in AsynchronyConfig().model_dump(mode="json").items()
+    },
+}
 TEACHER = "train.teacher: weights"  # read long after all else that a run reads
 CONFIG = "config.json: "  # of what a key of it says
 IDLE_FILES = ("generation_config.json",)  # copied along, and never read
@@ -55,10 +76,10 @@ IDLE_FILES = ("generation_config.json",)  # copied along, and never read
 def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
     """What the run of a command reads beside its settings and weights: name -> value or digest."""
     found = {f"model: {CONFIG}{key}": value for key, value in _meaning(cfg.model).items()}
-    folder = hf.resolve(cfg.model)
+    folder = resolve(cfg.model)
     found |= {
         f"model: {name}": _digest(folder / name)
-        for name in hf.TOKENIZER_FILES
+        for name in TOKENIZER_FILES
         if name not in IDLE_FILES and (folder / name).is_file()
     }
     if command == "sft":
@@ -88,7 +109,7 @@ def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
 def _meaning(source: str | Path, key: str = "model") -> dict[str, str]:
     """What config.json says to the model and to the tokenizer's loader; its other keys mean nothing
     here."""
-    folder = hf.resolve(source, key=key)
+    folder = resolve(source, key=key)
     spec = read_spec(folder)
     said = {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare}
     return said | {"model_type": repr(read_config(folder).get("model_type"))}

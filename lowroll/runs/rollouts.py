@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from lowroll.config import RunConfig
-from lowroll.engine.base import Engine
+from lowroll.engine.base import Drawn, Engine, EngineStats
 from lowroll.kv.capacity import NoRoom
-from lowroll.kv.saving import saving
+from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.client import Progress
 from lowroll.runs.build import engines, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.memory.plan import Planner
-from lowroll.types import Batch, Group, Request
+from lowroll.types import Group, Request
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import Noise, share
 from lowroll.weights.update import WeightUpdate
@@ -81,6 +82,22 @@ class RolloutEngine:
         """As `Engine.generate`."""
         return self.engine.generate(requests, on_progress=on_progress)
 
+    def add(self, request: Request) -> int:
+        """As `Engine.add`."""
+        return self.engine.add(request)
+
+    def step(self) -> list[tuple[int, Group]]:
+        """As `Engine.step`."""
+        return self.engine.step()
+
+    def abort(self, handle: int) -> bool:
+        """As `Engine.abort`."""
+        return self.engine.abort(handle)
+
+    def so_far(self, handle: int) -> list[Drawn]:
+        """As `Engine.so_far`."""
+        return self.engine.so_far(handle)
+
     def publish(self, version: int) -> Mapping[str, float]:
         """Give the engine the weights of a version; `weights/*` of what has changed in them."""
         self.update(version)
@@ -94,30 +111,39 @@ class RolloutEngine:
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, noise)
 
-    def clean(self, version: int) -> None:
-        """The weights of a version without its noise, for an evaluation."""
-        self.engine.update_weights(self._update(version))
-
-    def forget(self) -> None:
-        """Draw what comes next with the bits of a fresh engine, where the engine has such a
-        thing."""
+    @contextmanager
+    def without_noise(self, version: int) -> Iterator[None]:
+        """In the block the engine has the weights of a version without noise, for an evaluation;
+        what comes next has the bits of a fresh engine, where the engine has such a thing."""
+        noisy = self.engine.behavior.noise_sigma > 0
+        if noisy:
+            self.engine.update_weights(self._update(version))
+        yield
         if self.cfg.rollout.engine == "native":
             self.engine.reset_prefix_cache()
+        if noisy:
+            self.update(version)
 
     def _update(self, version: int, noise: Noise | None = None) -> WeightUpdate:
         return engines.update(self.cfg, self.model, version, noise)
 
-    def metrics(self, version: int, batch: Batch) -> dict[str, float]:
-        """How the rollouts of a version are drawn; where a policy bounds their caches, what that
-        saves for the batch."""
-        drawn = {"rollout/weight_bits": self.engine.stats().weight_bits}
-        if self.noise is not None:
-            drawn["rollout/noise_sigma"] = self.noise.sigma(version)
-        kv = self.engine.capabilities.kv
-        if kv.budget is not None:
-            lengths = [(len(s.prompt_ids), len(s.rollout.token_ids)) for s in batch.samples]
-            drawn |= {f"kv/{name}": value for name, value in saving(kv, lengths).items()}
-        return drawn
+    def release(self) -> None:
+        """Give the memory of the engine's cache away until the next step."""
+        self.engine.release()
+
+    def stats(self) -> EngineStats:
+        """Of the engine."""
+        return self.engine.stats()
+
+    @property
+    def kv(self) -> CachePolicy:
+        """Which keys the engine's cache keeps."""
+        return self.engine.capabilities.kv
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Device memory of the engine that torch does not count."""
+        return self.engine.stats().virtual_memory_bytes
 
     def change_format(self, weights: str) -> None:
         """Another engine in the place of the old one, which is gone before the new one takes its

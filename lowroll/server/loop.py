@@ -271,6 +271,11 @@ class EngineLoop:
         if time.monotonic() - self._since > self._allowed_s:
             raise Stalled(f"{what}: {self._busy()}")
 
+    @property
+    def streams(self) -> int:
+        """Requests in the engine whose tokens are told as they are drawn; on the engine's thread."""
+        return sum(flight.stream for flight in self._flights.values())
+
     def _busy(self) -> str:
         seconds = time.monotonic() - self._since
         return f"the engine's thread has been busy with {self._doing} for {seconds:.1f} s"

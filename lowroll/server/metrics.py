@@ -37,6 +37,14 @@ class Metrics:
             "lowroll_prefix_hit_pages", "pages of prompts found in the cache so far", registry=own
         )
         self._drawn = Gauge("lowroll_drawn_tokens", "tokens drawn so far", registry=own)
+        self._replays = {
+            name: Gauge(f"lowroll_{name}", meaning, registry=own)
+            for name, meaning in (
+                ("replayed_samples", "unfinished samples replayed under newer weights so far"),
+                ("replayed_tokens", "tokens that they had drawn"),
+                ("replay_kept_tokens", "of those, the ones that the newer weights draw too"),
+            )
+        }
         self._weights = Info("lowroll_weights", "the policy that is drawn from", registry=own)
         self._requests = Counter(
             "lowroll_requests", "requests that ended, by how", ["outcome"], registry=own
@@ -123,6 +131,9 @@ class Metrics:
             self._used.set(stats.cache_used)
             self._hits.set(stats.prefix_hits)
             self._drawn.set(stats.tokens)
+            self._replays["replayed_samples"].set(stats.replays)
+            self._replays["replayed_tokens"].set(stats.replayed_tokens)
+            self._replays["replay_kept_tokens"].set(stats.kept_tokens)
             policy = health.behavior.policy[-1]
             self._weights.info(
                 {

@@ -13,7 +13,8 @@ from lowroll.server.serving import SERVING
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
-    """One model. `lowroll` has the engine's capabilities, and the policy that it draws from."""
+    """One model. `lowroll` has the engine's capabilities, the policy that it draws
+    from, and what it holds."""
     serving = request.app[SERVING]
     health = await serving.loop.health(serving.limits.health_s)
     model = {
@@ -28,6 +29,10 @@ async def handle(request: web.Request) -> web.StreamResponse:
         "lowroll": {
             "capabilities": capabilities(serving.capabilities),
             "behavior": asdict(health.behavior),
+            "engine": {
+                "weight_bits": health.stats.weight_bits,
+                "cache_tokens": health.stats.cache_tokens,
+            },
         },
     }
     return to_json({"object": "list", "data": [model]})
@@ -46,4 +51,6 @@ def capabilities(can: Capabilities) -> dict[str, Any]:
         "kv": {"policy": can.kv.name, "options": vars(can.kv)},
         "kv_dtype": can.kv_dtype,
         "records_evictions": can.records_evictions,
+        "replays": can.replays,
+        "vocab_size": can.vocab_size,
     }

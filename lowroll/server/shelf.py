@@ -1,40 +1,77 @@
 """New weights by the id of a version: a folder below the one that `--weights-dir` names.
 
-    weights-dir/step_7/    as `checkpoint.publish` leaves it, with its MANIFEST.json: a dense model
-                           folder of the served model's sizes, or a PEFT adapter folder
+    weights-dir/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json: a dense
+                                model folder of the served model's sizes, or a PEFT adapter folder;
+                                with a STABLE a trainer's broadcast (`weights.broadcast`)
 
 A client says an id and never a path. What an id may be leads nowhere else; neither the folder nor
-what is read of it may be a link; and every byte has the digest that it was published with.
+what is read of it may be a link; and every byte has the digest that it was published with. A
+broadcast is read only as its marker says, and its noise goes to the engine with it.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import fields, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lowroll.checkpoint.publish import MANIFEST, published_files, verify_folder
+from lowroll.checkpoint.publish import MANIFEST, published_files, read_meta, verify_folder
 from lowroll.engine.base import Capabilities
 from lowroll.server.errors import Refused
+from lowroll.transport.base import TransportError
+from lowroll.transport.broadcasts import (
+    STABLE,
+    Broadcast,
+    Replaced,
+    folder_name,
+    number_of,
+    read_broadcast,
+    reading,
+)
 from lowroll.types import printable
 
 if TYPE_CHECKING:
+    from lowroll.model.spec import ModelSpec
+    from lowroll.weights.collector import Collector
+    from lowroll.weights.noise import Noise
     from lowroll.weights.update import WeightUpdate
 
 _VERSION = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}$", re.ASCII)
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_TRIES = 3  # at a broadcast that is written again while it is read
+
+
+@dataclass(frozen=True)
+class Version:
+    """What an id leads to. broadcast: None for a folder that no trainer has marked."""
+
+    name: str
+    folder: Path
+    broadcast: Broadcast | None = None
+
+    def number(self, newest: int) -> int:
+        """Of its policy: a broadcast's own, else the number at the end of its name, or the one after
+        the newest."""
+        if self.broadcast is not None:
+            return self.broadcast.version
+        found = _NUMBER.search(self.name)
+        return newest + 1 if found is None else int(found[0])
 
 
 class WeightShelf:
-    """The versions in a folder, for an engine that was made from the folder `model`. ValueError
-    when there is no such folder."""
+    """The versions in a folder, for an engine that was made from the folder `model`. collector: the
+    engine's end of the trainer's direct way, where there is one. ValueError when there is no such
+    folder."""
 
-    def __init__(self, folder: str | Path, model: Path) -> None:
+    def __init__(self, folder: str | Path, model: Path, collector: Collector | None = None) -> None:
         self.folder = Path(folder).resolve()
         self.model = model
-        self.current: str | None = None  # None before the first update
+        self.collector = collector
+        self.current: Version | None = None  # None before the first update
         if not self.folder.is_dir():
             raise ValueError(f"--weights-dir: {folder} is no folder")
 
@@ -46,46 +83,143 @@ class WeightShelf:
             if _VERSION.fullmatch(path.name) and _is_published(path)
         )
 
-    def number(self, version: str, newest: int) -> int:
-        """Of a policy: the number at the end of its id, or else the one after the newest."""
-        found = _NUMBER.search(version)
-        return newest + 1 if found is None else int(found[0])
+    def holds(self, version: Version) -> bool:
+        """Whether the engine has these very bytes already."""
+        one, held = version.broadcast, self.current
+        return one is not None and held is not None and held.broadcast == one
 
-    def read(self, version: str, number: int, able: Capabilities, weights: str) -> WeightUpdate:
-        """The update to a version, as policy `number`, in this machine's memory. able, weights: what
-        the engine can, and in which format it multiplies. Takes as long as reading it twice.
+    def read(
+        self,
+        version: Version,
+        number: int,
+        able: Capabilities,
+        weights: str,
+        gap: bool = False,
+    ) -> list[tuple[Version, WeightUpdate]]:
+        """The updates to a version, as policy `number`, in this machine's memory, to be taken one
+        after the other: of what a version changes, those from where the engine is, or with `gap`
+        from a version that stands for itself. able, weights: what the engine can, and in which
+        format it multiplies. Takes as long as reading them twice.
 
         Refused: 404 when there is none, 409 when it is damaged or not for this engine."""
-        folder = self.find(version)
         try:
-            verify_folder(folder)
-            listed = published_files(folder)
-            kind = "adapter" if _ADAPTER[0] in listed else "full"
-            if kind not in able.updates:
-                takes = ", ".join(sorted(able.updates)) or "none"
-                raise ValueError(f"kind {kind!r}: this engine takes updates of kind {takes}")
-            if kind == "adapter":
-                return _adapter(folder, number, listed, weights)
-            return _full(folder, number, listed, self.model)
-        except (ValueError, OSError) as error:
+            updates = []
+            for one in self._chain(version, gap):
+                with nullcontext() if one.broadcast is None else reading(one.broadcast):
+                    updates.append(
+                        (
+                            one,
+                            self._read(
+                                one, number if one is version else one.number(number), able, weights
+                            ),
+                        )
+                    )
+            return updates
+        except Replaced:
+            raise
+        except (ValueError, OSError, TransportError) as error:
             raise Refused(f"version: {self._told(error)}", "version", 409) from error
 
-    def find(self, version: str) -> Path:
-        """The folder of an id. Refused: 400 for what is no id, 404 when it is not there."""
+    def _chain(self, version: Version, gap: bool) -> list[Version]:
+        """A version behind those that it changes and the engine lacks, the oldest first."""
+        held = None if gap or self.current is None else self.current.broadcast
+        chain = [version]
+        while (first := chain[0].broadcast) is not None and first.since is not None:
+            if held is not None and held.version == first.since:
+                break
+            if not 0 <= first.since < first.version:
+                raise ValueError(f"{first.path.name}: since: {first.since} is no version before it")
+            before = self.folder / folder_name(first.since)
+            chain.insert(0, Version(before.name, before, read_broadcast(before)))
+        return chain
+
+    def _read(
+        self, version: Version, number: int, able: Capabilities, weights: str
+    ) -> WeightUpdate:
+        folder = version.folder
+        meta = verify_folder(folder)
+        listed = published_files(folder)
+        kind = "adapter" if _ADAPTER[0] in listed else "full"
+        if version.broadcast is not None:
+            kind = version.broadcast.kind
+        if kind not in able.updates:
+            takes = ", ".join(sorted(able.updates)) or "none"
+            raise ValueError(f"kind {kind!r}: this engine takes updates of kind {takes}")
+        if kind == "adapter":
+            update = _adapter(folder, number, listed, weights)
+        elif kind == "codes":
+            update = _codes(folder, number, listed, meta)
+        elif version.broadcast is not None and version.broadcast.way != "filesystem":
+            update = self._fetched(version.broadcast, number, listed, meta)
+        else:
+            update = _full(folder, number, listed, self.model, meta)
+        return replace(update, noise=_noise(version.broadcast, able))
+
+    def _fetched(
+        self, broadcast: Broadcast, number: int, listed: set[str], meta: dict[str, Any]
+    ) -> WeightUpdate:
+        """A whole model whose tensors are not in its folder."""
+        from lowroll.model.spec import read_spec
+        from lowroll.weights.broadcast import LAYOUT, stored_layout
+        from lowroll.weights.update import WeightUpdate
+
+        if self.collector is None:
+            raise ValueError(
+                f"way: its tensors come by {broadcast.way}; start the engine with --weights-from"
+            )
+        _check_published(listed, ["config.json", LAYOUT])
+        scale = _checked_scale(read_spec(broadcast.path), self.model, meta)
+        layout = stored_layout(broadcast.path)
+        tensors = self.collector.fetch(broadcast, layout)
+        return WeightUpdate(number, "full", tensors.items, layout.digest, input_scale=scale)
+
+    def find(self, version: str) -> Version:
+        """What an id leads to; `step_7` and `step_000007` are one. Refused: 400 for what is no id,
+        404 when it is not there, 409 when its marker is not of what is there."""
         if not _VERSION.fullmatch(version):
             raise Refused(
                 "version: expected up to 64 letters, digits, '.', '_' and '-', without a '.' in "
                 f"front, got {printable(repr(version), 80)}",
                 "version",
             )
-        folder = self.folder / version
-        if not _is_published(folder):
+        number = number_of(version)
+        names = [version] if number is None else [version, folder_name(number), f"step_{number}"]
+        folder = next((p for p in map(self.folder.joinpath, names) if _is_published(p)), None)
+        if folder is None:
             raise Refused(f"version: there is no {version}", "version", 404)
-        return folder
+        if not os.path.lexists(folder / STABLE):
+            if "broadcast" in (read_meta(folder) or {}):
+                raise Refused(f"version: there is no {version} yet: no {STABLE}", "version", 404)
+            return Version(folder.name, folder)
+        try:
+            return Version(folder.name, folder, read_broadcast(folder))
+        except (ValueError, OSError) as error:
+            raise Refused(f"version: {self._told(error)}", "version", 409) from error
 
     def _told(self, error: Exception) -> str:
         """What is wrong, by names below the shelf."""
         return printable(str(error).replace(f"{self.folder}/", ""), 1000)
+
+
+def read_again(
+    shelf: WeightShelf,
+    version: str,
+    newest: int,
+    able: Capabilities,
+    weights: str,
+    gap: bool = False,
+) -> tuple[Version, list[tuple[Version, WeightUpdate]]]:
+    """A version and the updates to it; none where the engine holds it. One that is written again
+    meanwhile is read again. Refused as `WeightShelf.find` and `read` say."""
+    for _ in range(_TRIES):
+        found = shelf.find(version)
+        if shelf.holds(found):
+            return found, []
+        try:
+            return found, shelf.read(found, found.number(newest), able, weights, gap)
+        except Replaced:
+            continue
+    raise Refused(f"version: {version} is being written again", "version", 409)
 
 
 def _is_published(folder: Path) -> bool:
@@ -93,32 +227,68 @@ def _is_published(folder: Path) -> bool:
     return not folder.is_symlink() and (folder / MANIFEST).is_file()
 
 
+def _noise(broadcast: Broadcast | None, able: Capabilities) -> Noise | None:
+    """What a broadcast has for the engine's norms."""
+    from lowroll.weights.noise import Noise
+
+    if broadcast is None or broadcast.noise is None:
+        return None
+    noise = Noise(broadcast.noise["seed"], float(broadcast.noise["sigma"]))
+    if noise.sigma and not able.noise:
+        raise ValueError("noise: this engine's norms take none; start it with --noisy")
+    return noise
+
+
 def _adapter(folder: Path, number: int, listed: set[str], weights: str) -> WeightUpdate:
-    from lowroll.model import base, lora
+    from lowroll.model import base
+    from lowroll.weights.broadcast import adapter_files, exact_adapter
     from lowroll.weights.update import WeightUpdate
 
-    _check_published(listed, [*_ADAPTER, *([base.FILE] if (folder / base.FILE).exists() else [])])
+    _check_published(listed, adapter_files(folder))
     stated = base.read(folder)
     if stated is not None and stated.low_bit and stated.weights != weights:
         raise ValueError(
             f"{base.FILE}: weights: it learned on {stated.weights}, and this engine's are {weights}"
         )
     scale = 1.0 if stated is None else stated.uaq_scale or 1.0
-    alpha, tensors = lora.stored(folder, scale)
+    alpha, tensors = exact_adapter(folder, scale)
     return WeightUpdate(number, "adapter", tensors.items, lora_alpha=alpha, input_scale=scale)
 
 
-def _full(folder: Path, number: int, listed: set[str], model: Path) -> WeightUpdate:
+def _full(
+    folder: Path, number: int, listed: set[str], model: Path, meta: dict[str, Any]
+) -> WeightUpdate:
     from lowroll.model import hf
     from lowroll.weights.update import WeightUpdate
 
     spec, files, tensors = hf.stored(folder)
     _check_published(listed, ["config.json", *(path.name for path in files.values())])
+    scale = _checked_scale(spec, model, meta)
+    return WeightUpdate(number, "full", tensors.items, input_scale=scale)
+
+
+def _checked_scale(spec: ModelSpec, model: Path, meta: dict[str, Any]) -> float:
+    """The s that weights carry. ValueError when they are of another model than is served."""
+    from lowroll.model import hf, scaling
+
     served = replace(hf.read_headers(model)[0], eos_ids=spec.eos_ids)  # a server's own
     odd = [f.name for f in fields(spec) if f.compare and vars(spec)[f.name] != vars(served)[f.name]]
     if odd:
         raise ValueError(f"config.json: {', '.join(odd)}: not as the served model's")
-    return WeightUpdate(number, "full", tensors.items)
+    # of a folder that somebody exported s is not asked for: it is an ordinary model
+    return float(spec.config.get(scaling.KEY) or 1.0) if "broadcast" in meta else 1.0
+
+
+def _codes(folder: Path, number: int, listed: set[str], meta: dict[str, Any]) -> WeightUpdate:
+    from lowroll.weights.broadcast import CHANGES, stored_changes
+    from lowroll.weights.update import WeightUpdate
+
+    _check_published(listed, [CHANGES])
+    changes, tensors = stored_changes(folder, meta)
+    scale = meta.get("input_scale")
+    if not isinstance(scale, float):
+        raise ValueError("input_scale: not said")
+    return WeightUpdate(number, "codes", tensors.items, input_scale=scale, changes=changes)
 
 
 def _check_published(listed: set[str], names: list[str]) -> None:

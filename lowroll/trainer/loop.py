@@ -20,7 +20,7 @@ from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import num_fed
 from lowroll.trainer.step import LearnSettings, TrainingDiverged, learn
-from lowroll.transport.base import RolloutChannel
+from lowroll.transport.base import RolloutReceiver
 from lowroll.types import Batch
 
 
@@ -39,7 +39,7 @@ class Trainer:
         model: Transformer,
         optimizer: Optimizer,
         settings: LearnSettings,
-        channel: RolloutChannel,
+        channel: RolloutReceiver,
         publish: Callable[[int], Mapping[str, float] | None],
         *,
         reference: Transformer | None = None,
@@ -64,11 +64,14 @@ class Trainer:
         self.version = 0
         self.last_step: int | None = None
 
-    def step(self) -> dict[str, float]:
-        """Receive a batch, learn from it, publish the next version; returns the metrics of the
-        step."""
+    def receive(self) -> Batch:
+        """The next batch. ValueError for one that was learned from."""
         batch = self.channel.receive(self.deadline_s)
         self._refuse_replay(batch)
+        return batch
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Learn from a batch, publish the next version; returns the metrics of the step."""
         started = time.monotonic()
         self._tell("learn", 0, self.settings.minibatches)
         if self.before_first is not None and self.last_step is None:

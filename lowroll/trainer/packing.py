@@ -95,6 +95,16 @@ class Packed:
         advantages_S = torch.tensor([s.advantage for s in self.chosen], dtype=torch.float32)
         return self._put(advantages_S.repeat_interleave(self._responses))
 
+    def staleness_N(self, version: int) -> Tensor:
+        """float32: by how many versions each token is older than this one."""
+        lags: list[float] = []
+        for sample in self.chosen:
+            spans = sample.rollout.behavior.policy
+            ends = [*(span.start for span in spans[1:]), len(sample.rollout.token_ids)]
+            for span, end in zip(spans, ends, strict=True):
+                lags += [float(version - span.version)] * (end - span.start)
+        return self._put(torch.tensor(lags))
+
     @cached_property
     def _responses(self) -> Tensor:
         return torch.tensor([len(s.rollout.token_ids) for s in self.chosen])

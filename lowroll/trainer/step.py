@@ -56,7 +56,7 @@ from lowroll.model.logprobs import token_log_probs
 from lowroll.model.replay import check_evictions, replayed
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.kl import penalty
-from lowroll.objectives.mismatch import by_length, mismatch
+from lowroll.objectives.mismatch import by_length, by_staleness, mismatch
 from lowroll.objectives.objective import Objective
 from lowroll.objectives.reduce import Counts, masked_mean
 from lowroll.objectives.rejection import rejection
@@ -141,7 +141,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Forward:
-    """How a model reads samples: packed micro-batches, one after the other."""
+    """How a model reads samples: packed micro-batches, one after the other, each of one sampling
+    temperature: that of its samples, which is the batch's where they name none."""
 
     model: Transformer
     samples: Sequence[Sample]
@@ -160,7 +161,8 @@ class Forward:
         parameters; without, nothing is kept for a backward pass, and the log-probs are the same bit
         for bit."""
         arrivals: list[tuple[Packed, Tensor]] = []
-        for indices in pack(self.samples, portions, self.tokens_per_microbatch):
+        alike = chain.from_iterable(map(self._by_temperature, portions))
+        for indices in pack(self.samples, alike, self.tokens_per_microbatch):
             packed = self.collate(indices)
             with torch.set_grad_enabled(objective is not None):
                 hidden_TD = self.model(packed.ids_T, packed.pos_T, self.attend(packed))
@@ -168,7 +170,7 @@ class Forward:
                     hidden_TD.index_select(0, packed.index_N),
                     self.model.lm_head_weight,
                     packed.targets_N,
-                    temperature=self.temperature,
+                    temperature=self._temperature(indices[0]),
                     chunk=self.logprob_chunk,
                 )
                 del hidden_TD
@@ -185,6 +187,17 @@ class Forward:
             for values, x_N in zip((trace.log_probs, trace.entropy), both_2N, strict=True):
                 values.update(zip(packed.samples, x_N.split(sizes), strict=True))
         return trace
+
+    def _temperature(self, index: int) -> float:
+        own = self.samples[index].temperature
+        return self.temperature if own is None else own
+
+    def _by_temperature(self, portion: Sequence[int]) -> list[list[int]]:
+        """A portion's samples of each temperature, in the order of the first ones."""
+        parts: dict[float, list[int]] = {}
+        for i in portion:
+            parts.setdefault(self._temperature(i), []).append(i)
+        return list(parts.values())
 
     def attend(self, packed: Packed) -> Attend:
         """To all that came before, or to what was left of it."""
@@ -284,7 +297,7 @@ def learn(
         record, trace = _accumulate(forward, part, settings, anchors, advantages)
         if not records:  # of the policy before its first update, while the device is busy
             learner = trace.log_probs if anchors.proximal is None else anchors.proximal
-            distances = _distances(samples, list(chain.from_iterable(active)), learner, settings)
+            distances = _distances(batch, list(chain.from_iterable(active)), learner, settings)
         if learning is None:
             record |= STILL
         else:
@@ -318,6 +331,12 @@ def _refuse(
         raise ValueError(
             f"temperature: must be finite and above 0 to learn from, is {batch.temperature}"
         )
+    for i, sample in enumerate(samples):
+        own = sample.temperature
+        if own is not None and not (math.isfinite(own) and own > 0):
+            raise ValueError(
+                f"sample {i} ({sample.prompt.id}): temperature: must be finite and above 0, is {own}"
+            )
     if (
         settings.kl_coef
         and reference is None
@@ -392,13 +411,14 @@ def _anchors(
 
 
 def _distances(
-    samples: Sequence[Sample], active: Sequence[int], learner: PerToken, settings: LearnSettings
+    batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
     """How far the sampler's policy is from the learner's, and whom that rejects where the sampler's
-    cache is not exact; nothing of no samples."""
+    cache is not exact; nothing of no samples. Where the orchestrator says the learner's version,
+    also by how far the tokens lag behind it."""
     if not active:
         return {}
-    packed = collate(samples, active)
+    packed = collate(batch.samples, active)
     policies = {
         "learner": gather(learner, packed),
         "behavior": packed.behavior_N,
@@ -406,6 +426,9 @@ def _distances(
         "segments": packed.segments_N,
     }
     found = mismatch(**policies) | by_length(**policies)
+    version = batch.stats.get("rollout/learner_version")
+    if version is not None:
+        found |= by_staleness(**policies, staleness=packed.staleness_N(int(version)))
     if all(sample.rollout.behavior.exact_kv for sample in packed.chosen):
         return found
     options = settings.objective.options | dict(settings.options)

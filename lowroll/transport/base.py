@@ -7,11 +7,17 @@
 
 A rollout channel loses nothing: a full one makes the producer wait. A weight channel keeps the
 newest only: an engine that was busy for two updates takes the second.
+
+Rollouts are pulled. The trainer says what it has received and what is in a checkpoint of its own
+(`Cursor`); one that comes back after a crash says less than before, and gets the same batches
+again. Between processes the two ends are two objects, a `RolloutSender` and a `RolloutReceiver`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lowroll.types import Batch
@@ -30,8 +36,62 @@ class DeadlineExceeded(TransportError):
         self.deadline_s = deadline_s
 
 
+class PeerSilent(DeadlineExceeded):
+    """The other side was there and says nothing any more; the message names it."""
+
+
 class ChannelClosed(TransportError):
     """The other side closed the channel and nothing is left in it."""
+
+
+class DamagedFrame(TransportError):
+    """A batch on its way is not what was sent, also after it was asked for again."""
+
+
+class FrameGone(TransportError):
+    """The trainer needs a batch that the orchestrator does not have any more."""
+
+
+class Fenced(TransportError):
+    """A later attempt of the same role has taken over; this one may say nothing any more."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """What a trainer has said of itself: the last step that it has received, the last one that is
+    in a checkpoint, and its attempt. Within an attempt both only grow; words of an earlier attempt
+    count no more."""
+
+    received: int
+    committed: int
+    attempt: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.committed <= self.received or self.attempt < 0:
+            raise ValueError(f"expected 0 <= committed <= received and attempt >= 0, got {self}")
+
+    def follows(self, other: Cursor | None) -> bool:
+        """Whether it may replace what was said before."""
+        if other is None or self.attempt > other.attempt:
+            return True
+        return (
+            self.attempt == other.attempt
+            and self.received >= other.received
+            and self.committed >= other.committed
+        )
+
+    def receive(self) -> Cursor:
+        """One step further."""
+        return replace(self, received=self.received + 1)
+
+    def commit(self, step: int) -> Cursor:
+        """With everything up to `step` in a checkpoint. ValueError when that cannot be."""
+        if not self.committed <= step <= self.received:
+            raise ValueError(
+                f"commit: step {step} is not between the committed step {self.committed} and the "
+                f"received step {self.received}"
+            )
+        return replace(self, committed=step)
 
 
 @dataclass(frozen=True)
@@ -44,19 +104,37 @@ class Weights:
     payload: Any = None
 
 
-class RolloutChannel(Protocol):
-    """Batches in the order they were sent, each received once."""
+class RolloutSender(Protocol):
+    """The orchestrator's end: batches in the order of their steps."""
 
     def send(self, batch: Batch) -> None:
         """Hand `batch` over. DeadlineExceeded when the receiver is too far behind, ChannelClosed
         after `close`."""
 
+    def cursor(self) -> Cursor | None:
+        """What the trainer has said of itself; None before its first word."""
+
+    def close(self) -> None:
+        """No more batches will be sent by this process; those inside can still be received."""
+
+
+class RolloutReceiver(Protocol):
+    """The trainer's end: each batch once, in order."""
+
     def receive(self, deadline_s: float) -> Batch:
         """The next batch, within `deadline_s` seconds. DeadlineExceeded, or ChannelClosed when none
         can come."""
 
+    def commit(self, step: int) -> None:
+        """Everything up to `step` is in a checkpoint: those batches will not be asked for again.
+        ValueError for a step that was not received, or that is before an earlier one."""
+
     def close(self) -> None:
-        """No more batches will be sent; those inside can still be received."""
+        """Nothing more will be received."""
+
+
+class RolloutChannel(RolloutSender, RolloutReceiver, Protocol):
+    """Both ends in one object."""
 
 
 class WeightChannel(Protocol):
@@ -84,3 +162,30 @@ def check_deadline(deadline_s: float) -> float:
             f"deadline_s: expected a finite number of seconds, 0 or more, got {deadline_s!r}"
         )
     return float(deadline_s)
+
+
+LONGEST_PAUSE_S = 0.1
+
+
+def wait_until(
+    ready: Callable[[], bool],
+    waited_for: str,
+    deadline_s: float,
+    alive: Callable[[], None] | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Ask `ready` until it says yes, at first after milliseconds, then ten times a second.
+
+    alive: called between two questions; it raises when the other side cannot answer any more.
+    DeadlineExceeded after `deadline_s` seconds.
+    """
+    until = time.monotonic() + check_deadline(deadline_s)
+    seconds = 0.002
+    while not ready():
+        if alive is not None:
+            alive()
+        left = until - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(waited_for, deadline_s)
+        pause(min(seconds, left))
+        seconds = min(2 * seconds, LONGEST_PAUSE_S)

@@ -19,14 +19,19 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import itertools
 import json
 import math
+import operator
 import types
 import typing
+from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, NoReturn, Union
+from typing import Any, Literal, NoReturn, TypeVar, Union
 
 from lowroll.types import Batch, Sample
+
+Record = TypeVar("Record")
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
@@ -44,9 +49,8 @@ def encode_batch(batch: Batch) -> bytes:
     """Header line and one line a sample. CodecError naming the field that JSON cannot carry
     exactly."""
     header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
-    for name, hint in _fields(Batch).items():
-        if name != "samples":
-            header[name] = _encode(getattr(batch, name), hint, f"batch.{name}")
+    header |= _encode(replace(batch, samples=[]), Batch, "batch")
+    del header["samples"]
     return _line(header) + b"".join(encode_sample(sample) for sample in batch.samples)
 
 
@@ -74,12 +78,23 @@ def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
 
 def encode_sample(sample: Sample) -> bytes:
     """One line, newline included."""
-    return _line(_encode(sample, Sample, "sample"))
+    return encode_record(sample, "sample")
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:
     """The sample that `encode_sample` wrote as `line` (with or without its newline)."""
-    return _decode(_parse(line.removesuffix(b"\n"), where), Sample, where)
+    return decode_record(Sample, line, where)
+
+
+def encode_record(record: Any, where: str) -> bytes:
+    """Any dataclass of plain data as one line, newline included."""
+    return _line(_encode(record, type(record), where))
+
+
+def decode_record(kind: type[Record], line: bytes, where: str) -> Record:
+    """The `kind` that `encode_record` wrote as `line` (with or without its newline)."""
+    record: Record = _decode(_parse(line.removesuffix(b"\n"), where), kind, where)
+    return record
 
 
 def _line(value: Any) -> bytes:
@@ -163,12 +178,36 @@ def _encode(value: Any, hint: Any, where: str) -> Any:
     return _encode_scalar(value, hint, where)
 
 
-def _encode_items(values: Any, hint: Any, where: str) -> list[Any]:
-    if hint is float and all(type(value) is float and math.isfinite(value) for value in values):
-        return list(values)
-    if hint is int and all(type(value) is int for value in values):
-        return list(values)
+def _encode_items(values: Any, hint: Any, where: str) -> Any:
+    if _are_plain(values, hint, tuple):
+        return values
     return [_encode(value, hint, f"{where}[{index}]") for index, value in enumerate(values)]
+
+
+def _are_plain(values: Any, hint: Any, fixed: type) -> bool:
+    """Whether JSON has all values as they are, looked at all at once: a batch has millions of them.
+    False where any needs a second look. fixed: what a tuple of so many items is just now, a tuple
+    in an object and a list in JSON."""
+    if not values:
+        return True
+    kinds = set(map(type, values))
+    if hint is float:  # a sum with one that is not finite is not finite either
+        return kinds == {float} and math.isfinite(sum(values))
+    if hint in (int, str):
+        return kinds == {hint}
+    args = typing.get_args(hint)
+    if _is_fixed(hint):
+        return (
+            kinds == {fixed}
+            and set(map(len, values)) == {len(args)}
+            and all(
+                _are_plain(list(map(operator.itemgetter(place), values)), inner, fixed)
+                for place, inner in enumerate(args)
+            )
+        )
+    if typing.get_origin(hint) is list and kinds == {list}:
+        return _are_plain(list(itertools.chain.from_iterable(values)), args[0], fixed)
+    return False
 
 
 def _encode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
@@ -237,9 +276,22 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
 
 
 def _decode_items(values: list[Any], hint: Any, where: str) -> list[Any]:
-    if hint in (int, float) and all(type(value) is hint for value in values):
-        return values
+    if _are_plain(values, hint, list):
+        return _with_tuples(values, hint)
     return [_decode(value, hint, f"{where}[{index}]") for index, value in enumerate(values)]
+
+
+def _with_tuples(values: list[Any], hint: Any) -> list[Any]:
+    """Plain values with the tuples that JSON has not."""
+    args = typing.get_args(hint)
+    if not args:
+        return values
+    if _is_fixed(hint):
+        if not any(map(typing.get_args, args)):
+            return list(map(tuple, values))
+        columns = [_with_tuples([v[i] for v in values], inner) for i, inner in enumerate(args)]
+        return list(zip(*columns, strict=True))
+    return [_with_tuples(value, args[0]) for value in values]
 
 
 def _decode_dataclass(value: Any, kind: type, where: str) -> Any:
@@ -271,6 +323,8 @@ def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
             for kind in options
             if isinstance(kind, type) and dataclasses.is_dataclass(kind)
         }
+        if not kinds:
+            return _decode(value, _of_kind(options, (dict,), value, where), where)
         kind = kinds.get(value.get(_TAG, "")) if isinstance(value.get(_TAG), str) else None
         if kind is None:
             raise CodecError(f"{where}: field {_TAG!r} is none of {_names(options)}")
@@ -278,13 +332,19 @@ def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
             {key: item for key, item in value.items() if key != _TAG}, kind, where
         )
     if type(value) is list:
-        for hint in options:
-            if typing.get_origin(hint) in (list, tuple):
-                return _decode(value, hint, where)
+        return _decode(value, _of_kind(options, (list, tuple), value, where), where)
     if type(value) in options:
         return value
     if float in options:
         return _decode_scalar(value, float, where)
+    raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
+
+
+def _of_kind(options: tuple[Any, ...], kinds: tuple[type, ...], value: Any, where: str) -> Any:
+    """The member of a union that is a generic of one of `kinds`."""
+    for hint in options:
+        if typing.get_origin(hint) in kinds:
+            return hint
     raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
 
 

@@ -27,18 +27,16 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def align(model: Transformer, format: str) -> Transformer:
-    """Run the forward of every linear layer in the arithmetic of `format`. A quantized base must be
-    in that format."""
+    """Run the forward of every linear layer in the arithmetic of `format`. A low-bit base must be
+    in that format; of a dense one (LoRA) the codes are made once."""
     for name, linear in model.linears():
-        if isinstance(linear.weight, QTensor) and linear.weight.format != format:
+        base = linear.weight if isinstance(linear.weight, QTensor) else None
+        if base is not None and base.format != format and not get_format(base.format).dense:
             raise ValueError(
-                f"{name}: the base is {linear.weight.format}, and the forward is to be {format}"
+                f"{name}: the base is {base.format}, and the forward is to be {format}"
             )
     for name, linear in model.linears():
-        if isinstance(linear.weight, QTensor):
-            linear.aligned = linear.weight
-        else:
-            linear.aligned = _quantize(name, linear, format)
+        linear.aligned = _quantize(name, linear, format)
     return model
 
 
@@ -88,8 +86,7 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
 
 
 def _quantize(name: str, linear: Linear, format: str) -> QTensor:
-    assert not isinstance(linear.weight, QTensor)
     try:
-        return get_format(format).quantize(linear.weight)
+        return linear.quantized(format)
     except ValueError as error:
         raise ValueError(f"{name}.weight: {error}") from None

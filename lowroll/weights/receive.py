@@ -19,6 +19,7 @@ from lowroll.model import hf, lora, scaling, shards
 from lowroll.model.folder import some
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
+from lowroll.weights.changes import Changes, apply
 from lowroll.weights.noise import noisy_norms
 from lowroll.weights.publish import can_take_noise, drawn_noise, publish, set_parameter
 from lowroll.weights.update import Kind, WeightUpdate, dense
@@ -36,6 +37,10 @@ class Receiver:
         adapted = any(linear.adapter is not None for _, linear in rollout.linears())
         self.kind: Kind = "adapter" if adapted else "full"  # of the streams that it takes
         self.takes_noise = can_take_noise(rollout)
+        kinds: set[Kind] = {self.kind}
+        if not adapted and large_batch_model is None:
+            kinds.add("codes")
+        self.kinds = frozenset(kinds)
         # an adapter comes without its base, whose norms noise covers
         self._norms = {
             f"{name}.weight": norm.weight.clone()
@@ -52,7 +57,9 @@ class Receiver:
             publish(update.master, self.rollout, update.noise, self.large_batch_model)
             return
         self._check_kind(update)
-        if update.kind == "full":
+        if update.changes is not None:
+            self._change(update, update.changes)
+        elif update.kind == "full":
             rollout = self.rollout
             staging = gather(update, rollout.spec, rollout.dtype, rollout.device)
             publish(staging, rollout, update.noise, self.large_batch_model)
@@ -60,7 +67,8 @@ class Receiver:
             self._write_adapter(update)
 
     def _check_kind(self, update: WeightUpdate) -> None:
-        if update.kind != self.kind:
+        changed = update.changes is not None and "codes" in self.kinds
+        if update.kind != ("codes" if changed else self.kind):
             raise ValueError(
                 f"update: kind {update.kind!r}: this engine takes streams of kind {self.kind!r}"
             )
@@ -76,6 +84,16 @@ class Receiver:
                 f"update: lora_alpha: it is {update.lora_alpha}, and the engine was made with "
                 f"{alphas.pop()}"
             )
+
+    @torch.no_grad()
+    def _change(self, update: WeightUpdate, changes: Changes) -> None:
+        """Write what differs, and the norms with their noise."""
+        rollout = self.rollout
+        drawn = drawn_noise(update.noise, rollout)
+        stream = {name: tensor.to(rollout.device) for name, tensor in update.tensors()}
+        targets = dict(rollout.named_parameters())
+        for name, clean in apply(rollout, stream, changes).items():
+            targets[name].copy_(clean.float() + drawn[name] if name in drawn else clean)
 
     @torch.no_grad()
     def _write_adapter(self, update: WeightUpdate) -> None:

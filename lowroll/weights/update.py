@@ -24,6 +24,7 @@ from torch import Tensor
 from lowroll.model import hf, lora, scaling
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
+from lowroll.weights.changes import Changes
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import fingerprint
 
@@ -36,7 +37,8 @@ class WeightUpdate:
 
     version: int
     # full: every weight, dense, under its Hugging Face name. adapter: A and B of LoRA under PEFT's
-    # names, for the base that the engine holds. codes: the stored tensors of a low-bit model.
+    # names, for the base that the engine holds. codes: the stored tensors of a low-bit model, or
+    # with `changes` what differs in them (`weights.changes`).
     kind: Kind
     # begins the stream anew; what it has yielded stays as it is until the update has been taken
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
@@ -47,6 +49,7 @@ class WeightUpdate:
     input_scale: float = 1.0
     # the learner's model, in its own process: read when the update is taken, not before
     master: Transformer | None = None
+    changes: Changes | None = None
 
     @classmethod
     def local(cls, master: Transformer, version: int, noise: Noise | None = None) -> WeightUpdate:

@@ -588,7 +588,7 @@ def foreign(tree: dict[str, object]) -> list[str]:
     [
         ("gpus", "not there yet: several GPUs"),
         ("report_to", "not there yet: trackers; metrics.jsonl"),
-        ("max_async_level", "not there yet: asynchronous rollouts"),
+        ("async_level", "here it is asynchrony.max_async_level"),
         ("sglang", "not there yet: another engine"),
         ("use_vllm", "here it is rollout.engine: vllm"),
         ("vllm_server_base_url", "here it is rollout.vllm.url"),

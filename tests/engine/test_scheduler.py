@@ -14,11 +14,13 @@ import pytest
 
 from lowroll.engine.scheduler import Scheduler
 from lowroll.kv.pages import PagePool, page_keys
+from lowroll.kv.policy.dense import DENSE
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request
 from tests.fixtures.scheduling import (
     EOS,
     VOCAB,
     FakeRunner,
+    Life,
     check_invariants,
     expected,
     letters,
@@ -419,3 +421,17 @@ def test_stop_strings_by_hand():
         "ab",
     )  # not within the first two tokens
     assert stop([1, 2, 1], ("ba",), min_tokens=2) is None
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_lives_with_replays_end_as_the_weights_that_they_name_draw(first):
+    """The dense cache alone: drafts of any age, kept or not, under weights that draw other tokens."""
+    kept = 0
+    for seed in range(first, first + 50):
+        try:
+            life = Life(seed, DENSE)
+            life.run()
+        except Exception as error:
+            raise AssertionError(f"Life({seed}, DENSE).run()") from error
+        kept += life.scheduler.replays.kept
+    assert kept > 20

@@ -33,23 +33,26 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # no model
     "model": (
         {"quant", "kernels", "types", "machine", "checkpoint"},
-        {"torch", "safetensors", "transformers", "huggingface_hub", "jinja2"},
+        {"torch", "safetensors", "transformers", "tokenizers", "huggingface_hub", "jinja2"},
     ),
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner
     # does
     # kv -> types: what a policy dropped is part of a rollout
     "kv": ({"kernels", "model", "types"}, {"torch"}),
-    "weights": ({"model", "quant", "kernels"}, {"torch"}),
+    # weights -> transport, checkpoint: a version is published as a folder, whose marker its readers
+    # know without torch
+    "weights": ({"model", "quant", "kernels", "transport", "checkpoint"}, {"torch", "safetensors"}),
     # engine -> weights: the engine takes new weights through the one corridor
     # engine -> checkpoint: weights for an engine elsewhere are laid in folders that appear whole
     "engine": (
         {"model", "quant", "kv", "kernels", "types", "machine", "weights", "checkpoint"},
         {"torch", "aiohttp"},
     ),
-    # server -> weights: new weights are read from a folder and handed on as updates
+    # server -> weights, transport: new weights are read from a broadcast's folder and handed on as
+    # updates
     "server": (
-        {"engine", "model", "types", "weights", "checkpoint", "machine"},
+        {"engine", "model", "types", "weights", "transport", "checkpoint", "machine"},
         {"aiohttp", "prometheus_client", "pydantic"},
     ),
     "objectives": (set(), {"torch"}),
@@ -59,9 +62,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "datasets"},
     ),
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
-    "transport": ({"types", "checkpoint"}, set()),
+    "transport": ({"types", "checkpoint"}, {"zmq"}),
     "metrics": ({"checkpoint"}, {"rich", "matplotlib"}),
-    "orchestrator": ({"advantages", "envs", "types"}, set()),
+    # orchestrator -> checkpoint: the ledger's lines have checksums
+    "orchestrator": ({"advantages", "checkpoint", "envs", "types"}, set()),
     # trainer -> advantages: with a critic, advantages are made of the learner's own values
     "trainer": (
         {
@@ -99,11 +103,13 @@ LIGHT = (
     "advantages",
     "envs",
     "transport",
+    "transport.broadcasts",
     "metrics",
     "orchestrator",
     "cli.main",
     "engine.base",
     "engine.remote",
+    "engine.remote.pool",
     "engine.scheduler",
     "engine.request",
     "kv.pages",
@@ -116,10 +122,13 @@ LIGHT = (
     "server.app",
     "server.loop",
     "objectives.table",
+    "runs.batches",
     "runs.build.caches",
     "runs.build.environments",
     "runs.build.orchestrator",
     "runs.build.prompts",
+    "runs.launch.local",
+    "runs.roles.orchestrate",
 )
 
 

@@ -96,6 +96,8 @@ BROAD = {  # handlers of every error that do not end in a raise
 ENDLESS = {  # waits without a time, and what looks like one
     ("server/ticket.py", "__aiter__"): "`EngineLoop` wakes it when the engine's thread hangs",
     ("server/ticket.py", "group"): "the same",
+    ("engine/remote/desk.py", "_done"): "of a task that has ended",
+    ("engine/remote/wire.py", "happens"): "inside of a timeout",
     ("engine/remote/client.py", "_serve"): "the thread of the client itself, which `close` ends",
     ("envs/outcome.py", "judge"): "in a worker, which the pool ends at its deadline",
     ("kernels/launch.py", "early"): "a ContextVar's get",
@@ -109,6 +111,9 @@ ENDLESS = {  # waits without a time, and what looks like one
         "model/shards.py",
         "stream",
     ): "the same threads: the tensors that they write to must outlive them",
+    ("weights/device_link.py", "is_gone"): "a peek at a socket that does not block",
+    ("weights/device_link.py", "receive"): "the socket has a time, the rest of the deadline",
+    ("weights/offers.py", "_listen"): "the socket has a time, and somebody has come",
 }
 
 

@@ -133,3 +133,13 @@ def test_scheduling_needs_no_torch():
         "import sys, lowroll.kv.pages, lowroll.engine.scheduler; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_without_prefix_caching_no_page_is_found_again() -> None:
+    pool = PagePool(4, 2, prefix_caching=False)
+    pages = pool.allocate(2)
+    keys = page_keys([1, 2, 3, 4], 2, b"")
+    pool.publish(pages, keys)
+    assert pool.match(keys) == []
+    pool.free(pages)
+    assert pool.num_free == 4 and pool.match(keys) == []

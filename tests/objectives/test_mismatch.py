@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowroll.objectives.kl import ESTIMATORS, k3, penalty
-from lowroll.objectives.mismatch import by_length, mismatch, spread
+from lowroll.objectives.mismatch import by_length, by_staleness, mismatch, spread
 from lowroll.objectives.reduce import Counts
 
 torch.set_num_threads(1)
@@ -240,3 +240,21 @@ def test_every_class_of_lengths_is_the_mismatch_of_its_own_responses():
                 own[f"mismatch/{name}"], rel=1e-12
             )
     assert by_length(learner=learner, behavior=behavior, mask=torch.zeros(8, 17)) == {}
+
+
+def test_by_staleness_divides_the_tokens_by_their_age():
+    learner = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, -9.0]])
+    behavior = torch.tensor([[-1.5, -2.0, -1.0], [-1.1, -1.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    ages = torch.tensor([[2.0, 0.0, 2.0], [0.0, 1.0, 7.0]])
+    found = by_staleness(learner=learner, behavior=behavior, mask=mask, staleness=ages)
+    assert found == pytest.approx(
+        {
+            "mismatch/staleness_0/kl_k1": -0.05,
+            "mismatch/staleness_0/logp_diff_mean": 0.05,
+            "mismatch/staleness_2/kl_k1": 0.75,
+            "mismatch/staleness_2/logp_diff_mean": 1.25,
+        }
+    )
+    empty = by_staleness(learner=learner, behavior=behavior, mask=0 * mask, staleness=ages)
+    assert empty == {}

@@ -21,8 +21,9 @@ from lowroll.orchestrator import loop as orchestrator_loop
 from lowroll.orchestrator import source as orchestrator_source
 from lowroll.orchestrator.alarms import alarms
 from lowroll.orchestrator.errors import ErrorWindow, ScoringFailed, describe
-from lowroll.orchestrator.groups import check_group, check_versions
-from lowroll.orchestrator.source import Draw, Ledger, PromptSource
+from lowroll.orchestrator.groups import check_group, check_versions, credit
+from lowroll.orchestrator.ledger import Ledger
+from lowroll.orchestrator.source import Draw, PromptSource
 from lowroll.types import (
     BehaviorTag,
     Group,
@@ -30,6 +31,7 @@ from lowroll.types import (
     Prompt,
     Request,
     Rollout,
+    Sample,
     Score,
     ScoreError,
 )
@@ -72,7 +74,44 @@ from tests.fixtures.fakes import FakeEnv, FakeTokenizer, build
             [{"max_error_rate": 0.0}, {"max_error_rate": 0.999}],
             [{"max_error_rate": -0.001}, {"max_error_rate": 1.0}],
         ),
-        ("max_staleness", [{"max_staleness": 0}, {"max_staleness": 1}], [{"max_staleness": -1}]),
+        (
+            "max_off_policy_steps",
+            [{"max_off_policy_steps": 0}, {"max_off_policy_steps": 2, "max_async_level": 2}],
+            [{"max_off_policy_steps": -1}, {"max_off_policy_steps": 1, "max_async_level": 2}],
+        ),
+        ("max_async_level", [{"max_async_level": 8}], [{"max_async_level": -1}]),
+        (
+            "oversampling_factor",
+            [{"oversampling_factor": 1.0}, {"oversampling_factor": 1.01}],
+            [{"oversampling_factor": f} for f in (0.99, math.inf, math.nan)],
+        ),
+        ("partial", [{"partial": "keep"}, {"partial": "replay"}], [{"partial": "off"}]),
+        ("stall_s", [{"stall_s": 0.1}], [{"stall_s": 0.0}, {"stall_s": math.inf}]),
+        (
+            "estimator",
+            [{"advantage": "custom", "estimator": len}],
+            [{"advantage": "custom"}, {"estimator": len}],
+        ),
+        (
+            "hard_threshold",
+            [{"hard_threshold": 0.1, "easy_threshold": 0.2}, {"hard_threshold": 5.0}],
+            [{"hard_threshold": 0.2, "easy_threshold": 0.2}, {"hard_threshold": math.nan}],
+        ),
+        ("easy_threshold", [{"easy_threshold": 0.0}], [{"easy_threshold": math.inf}]),
+        (
+            "easy_fraction",
+            [{"easy_fraction": 0.0}, {"easy_fraction": 1.0}],
+            [{"easy_fraction": -0.1}, {"easy_fraction": 1.1}],
+        ),
+        ("hard_fraction", [{"hard_fraction": 1.0}], [{"hard_fraction": 1.1}]),
+        (
+            "skip_verification",
+            [{"skip_verification": True}],
+            [
+                {"skip_verification": True, "dynamic_sampling": True},
+                {"skip_verification": True, "online_difficulty_filtering": True},
+            ],
+        ),
         (
             "env_weights",
             [{"env_weights": {"a": 1e-9, "b": 3}}],
@@ -118,7 +157,20 @@ def test_what_is_not_said_is_the_plain_case() -> None:
         max_error_rate=0.05,
         error_window=50,
         canary_interval=20,
-        max_staleness=0,
+        estimator=None,
+        max_async_level=0,
+        strict_async_level=False,
+        max_off_policy_steps=8,
+        oversampling_factor=1.0,
+        partial="none",
+        buffer_seed=None,
+        online_difficulty_filtering=False,
+        easy_threshold=None,
+        hard_threshold=None,
+        easy_fraction=0.0,
+        hard_fraction=0.0,
+        hash_keys=(),
+        skip_verification=False,
     )
     request = Request([1], **vars(Sampling()))
     assert request == Request(
@@ -220,14 +272,16 @@ def test_a_spoiled_rollout_is_named(changes: dict, says: str) -> None:
 
 
 def test_versions_may_lag_by_the_staleness_and_not_lead() -> None:
-    _, group = answer()
+    draw, answered = answer()
+    samples = [Sample(draw.prompt, [1, 2], one, "", Score(0.0)) for one in answered.rollouts]
+    group = credit(samples, Settings(8, 4), draw.request)
     for version, staleness in ((4, 0), (4, 3), (5, 1), (7, 3)):
-        check_versions([group], version, staleness)
+        check_versions(group, version, staleness)
     for version, staleness in ((5, 0), (3, 0), (3, 5), (7, 2)):
         with pytest.raises(
-            InvalidRollout, match=f"version 4 while the learner is at {version}; max_staleness is"
+            InvalidRollout, match=f"version 4 while the learner is at {version}, and at most"
         ):
-            check_versions([group], version, staleness)
+            check_versions(group, version, staleness)
 
 
 # -- errors of scorers
@@ -298,9 +352,16 @@ def test_a_ledger_takes_counts_and_nothing_else() -> None:
         "consumed": 3,
         "dropped": 1,
         "passed_over": 1,
+        "duplicates": 2,
+        "pooled": 1,
+        "open": [],
+        "pools": {"easy": {"a": ["x", "w"]}, "hard": {}},
     }
     assert Ledger.of(state, {"a"}).state() == state
-    zero = dict.fromkeys(state, 0) | {"cursors": {"a": 0}}
+    zero = dict.fromkeys(state, 0) | {"cursors": {"a": 0}, "open": [], "pools": state["pools"]}
+    waits = {"env": "a", "position": 3, "step": 1, "temperature": 0.5}
+    owed = state | {"open": [waits], "dropped": 0}
+    assert Ledger.of(owed, {"a"}).state() == owed
     assert Ledger.of(zero, {"a"}).state() == zero
     for change, says in (
         ({"draws": -1}, "ledger.draws"),
@@ -310,6 +371,16 @@ def test_a_ledger_takes_counts_and_nothing_else() -> None:
         ({"cursors": {"b": 1}}, "ledger.cursors"),
         ({"cursors": 3}, "ledger.cursors"),
         ({"planned": 5}, "ledger.planned"),
+        ({"duplicates": None}, "ledger.duplicates"),
+        ({"open": [waits]}, "ledger.planned: expected consumed . dropped . open"),
+        ({"open": 3}, "ledger.open: expected a list"),
+        ({"open": [3]}, "ledger.open: expected"),
+        ({"open": [waits | {"env": "b"}]}, "ledger.open: no environment named 'b'"),
+        ({"open": [waits | {"position": -1}]}, "ledger.open.position"),
+        ({"open": [waits | {"temperature": 0}]}, "ledger.open.temperature"),
+        ({"pools": {"easy": {}}}, "ledger.pools"),
+        ({"pools": {"easy": {"a": [3]}, "hard": {}}}, "ledger.pools"),
     ):
         with pytest.raises(ValueError, match=says):
-            Ledger.of(state | change, {"a"})
+            counts = {"dropped": 0} if says.startswith("ledger.open") else {}
+            Ledger.of(state | counts | change, {"a"})

@@ -28,7 +28,7 @@ from lowroll.metrics.report import write_report
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs import sft, stop
 from lowroll.runs.attempt import RunResult
-from lowroll.runs.evaluate import Evaluations
+from lowroll.runs.evaluations import Evaluations
 from lowroll.runs.sft import SftRun, run_sft
 from lowroll.trainer.sft import SftLearner
 from tests.fixtures.runs import copy_stopped_after, fingerprint

@@ -37,6 +37,11 @@ CHANGES: dict[str, Any] = {
     "release_cache": True,
     "cache_tokens": 64,
     "prefill_chunk": 2,
+    "max_model_len": 40,
+    "seed": 5,
+    "cuda_graphs": False,
+    "prefix_caching": False,
+    "gpu_memory_utilization": 0.5,
 }
 REACHES = 1e-8  # nats: rounding in float32 leaves less than 1e-10
 

@@ -155,21 +155,21 @@ def test_noise_follows_its_schedule_and_the_tags_replay_it(model: Path, tmp_path
 def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluation_of_a_run = importlib.import_module("lowroll.runs.evaluate")
+    evaluation_of_a_run = importlib.import_module("lowroll.runs.evaluations")
     seen, evaluate = [], evaluation_of_a_run.evaluate_env
 
-    def spy(env: Any, engine: lowroll.Engine, *args: Any, **more: Any) -> dict[str, float]:
+    def spy(env: Any, rollouts: Any, *args: Any, **more: Any) -> dict[str, float]:
         clean = rollout_copy(hf.load(model), "int8", torch.float32).get_parameter(
             "blocks.0.input_norm.weight"
         )
         seen.append(
             (
-                engine.behavior.policy[0].version,
-                engine.behavior.noise_sigma,
-                float((engine.model.blocks[0].input_norm.weight - clean).abs().max()),
+                rollouts.engine.behavior.policy[0].version,
+                rollouts.engine.behavior.noise_sigma,
+                float((rollouts.engine.model.blocks[0].input_norm.weight - clean).abs().max()),
             )
         )
-        return evaluate(env, engine, *args, **more)
+        return evaluate(env, rollouts, *args, **more)
 
     monkeypatch.setattr(evaluation_of_a_run, "evaluate_env", spy)
     noise = {"sigma_start": 0.5, "sigma_end": 0.5, "num_stages": 2}

@@ -125,6 +125,13 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "dapo.no_signal": [{"dapo": {"no_signal": "go_on"}}],
     "rollout.release_cache": [{"rollout": {"release_cache": True}}],
     "rollout.vllm": [{"rollout": {"vllm": {"max_concurrent": 3}}}],
+    "client": [{"client": {"base_url": ["http://127.0.0.1:1/v1"], "timeout": 5.0}}],
+    "serve": [{"serve": {"port": 1}}],
+    "rollout_transport": [{"rollout_transport": {"type": "zmq"}}],
+    "weight_broadcast": [{"weight_broadcast": {"timeout": 5.0}}],
+    "launcher": [{"launcher": "local"}],
+    "logging_steps": [{"logging_steps": 2}],
+    "rollout.cuda_graphs": [{"rollout": {"cuda_graphs": False}}],
     "train.max_steps": [{"train": {"max_steps": STEPS + 2}}],
 }
 
@@ -190,6 +197,8 @@ def before_engines(folder: Path) -> None:
         meta = json.loads(text)["meta"] if saved else {"config": text}
         config = yaml.safe_load(meta["config"])
         del config["rollout"]["engine"], config["rollout"]["vllm"]
+        for key in ("advantage_function", "buffer", "asynchrony", "client", "serve", "launcher"):
+            del config[key]
         meta["config"] = yaml.safe_dump(config)
         if saved:
             path.write_bytes(encode_manifest(json.loads(text)["files"], meta))

@@ -20,6 +20,8 @@ from aiohttp.test_utils import TestClient
 
 from lowroll import Engine
 from lowroll.checkpoint.publish import publish_folder
+from lowroll.engine.base import InFlight
+from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
 from lowroll.server.errors import Refused
 from lowroll.server.serving import SERVING
@@ -149,6 +151,51 @@ def test_three_versions_while_requests_are_in_flight(model: Path, folder: Path) 
     run(body)
 
 
+def test_requests_in_flight_are_replayed_where_that_is_asked_for(model: Path, folder: Path) -> None:
+    """The tokens of the new version from the first on. Streams have told theirs: refused. A bounded
+    cache cannot: refused."""
+    engine = Moody(tiny(model))
+    replay = {"version": "step_2", "in_flight": "replay"}
+
+    async def body() -> None:
+        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+            engine.slow_s = 0.02
+            streamed = asyncio.ensure_future(post(client, "/v1/completions", LONG | {"n": 2}))
+            await until(lambda: engine.stats().tokens > 4, "tokens")
+            answer = await post(client, "/weights", replay)
+            assert [span["version"] for span in answer["policy"]] == [2]
+            stream = {"prompt": [3], "max_tokens": 90, "ignore_eos": True, "stream": True}
+            before = engine.stats().tokens
+            async with client.post("/v1/completions", json=stream, headers=ADMIN) as _:
+                await until(lambda: engine.stats().tokens > before + 8, "tokens")
+                async with client.post(
+                    "/weights", json=replay | {"version": "step_3"}, headers=ADMIN
+                ) as refused:
+                    assert refused.status == 409
+                    assert "1 requests in flight are streams" in await refused.text()
+                held = await get(client, "/weights")
+                assert held["version"] == "step_2"
+            engine.slow_s = 0
+            found = await streamed
+            assert versions_of(found) == versions_of(found, 1) == [2]
+            assert engine.stats().replays == 2
+            async with client.get("/metrics", headers=ADMIN) as told:
+                assert "lowroll_replayed_samples 2.0" in await told.text()
+            models = await get(client, "/v1/models")
+            assert models["data"][0]["lowroll"]["capabilities"]["replays"] is True
+
+    run(body)
+    bounded = Engine(model, "fp32", kv=make("streaming", budget=8, buffer=4, sinks=2))
+
+    async def refuses() -> None:
+        async with served(Moody(bounded), TOKENS, WeightShelf(folder, model)) as client:
+            async with client.post("/weights", json=replay, headers=ADMIN) as refused:
+                assert refused.status == 409
+                assert "this engine cannot replay" in await refused.text()
+
+    run(refuses)
+
+
 @pytest.mark.parametrize(
     ("body", "wanted", "says"),
     [
@@ -163,6 +210,7 @@ def test_three_versions_while_requests_are_in_flight(model: Path, folder: Path) 
         ({"version": 3}, 400, "expected the id of a version"),
         ({}, 400, "expected the id of a version"),
         ({"version": "step_1", "path": "/etc"}, 400, "path: /weights has no such field"),
+        ({"version": "step_1", "in_flight": "drop"}, 400, "in_flight: expected keep or replay"),
     ],
 )
 def test_a_version_that_does_not_fit_changes_nothing(
@@ -175,7 +223,8 @@ def test_a_version_that_does_not_fit_changes_nothing(
             before = await get(client, "/weights")
             error = (await post(client, "/weights", body, wanted))["error"]
             assert says in error["message"] and str(folder) not in error["message"]
-            assert error["param"] == ("path" if "path" in body else "version")
+            named = {"path", "in_flight"} & body.keys()
+            assert error["param"] == (named.pop() if named else "version")
             assert await get(client, "/weights") == before
             await post(client, "/weights", {"version": "step_1"})
 
@@ -192,7 +241,7 @@ def test_files_that_came_later_are_not_read(model: Path, folder: Path, tmp_path:
     (published / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     shelf = WeightShelf(tmp_path / "shelf", model)
     with pytest.raises(Refused, match="model.safetensors: the folder was not published with it"):
-        shelf.read("step_1", 1, tiny(model).capabilities, "fp32")
+        shelf.read(shelf.find("step_1"), 1, tiny(model).capabilities, "fp32")
 
 
 def hostile_ids() -> list[str]:
@@ -262,10 +311,10 @@ def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: P
 def test_an_update_whose_client_goes_is_told_as_it_is(model: Path, folder: Path) -> None:
     engine, begun = Moody(tiny(model)), threading.Event()
 
-    def slow(update: WeightUpdate) -> BehaviorTag:
+    def slow(update: WeightUpdate, in_flight: InFlight) -> BehaviorTag:
         begun.set()
         time.sleep(0.3)
-        return engine.engine.update_weights(update)
+        return engine.engine.update_weights(update, in_flight)
 
     engine.update_weights = slow  # type: ignore[attr-defined]
 

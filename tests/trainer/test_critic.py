@@ -531,10 +531,10 @@ def test_the_trainers_state_holds_the_critic_bitwise():
         whole.channel.send(batch)
         if k == 2:
             resumed.restore(*copy.deepcopy(whole.state()))
-        a = whole.step()
+        a = whole.step(whole.receive())
         if k >= 2:
             resumed.channel.send(batch)
-            b = resumed.step()
+            b = resumed.step(resumed.receive())
             assert {n: v for n, v in a.items() if not n.startswith(("time", "perf"))} == {
                 n: v for n, v in b.items() if not n.startswith(("time", "perf"))
             }
@@ -567,7 +567,7 @@ def test_the_trainers_state_holds_the_critic_bitwise():
 def test_a_state_that_does_not_fit_is_refused(spoil, message):
     whole, other = trainer_of(0), trainer_of(7)
     whole.channel.send(ppo_batch(whole.model))
-    whole.step()
+    whole.step(whole.receive())
     tensors, state = copy.deepcopy(whole.state())
     spoil(tensors, state)
     before = copy.deepcopy(other.state())
@@ -590,7 +590,7 @@ def test_the_batch_of_a_refused_critic_is_kept():
     for step, factor in ((1, 1.0), (2, math.nan)):
         hook = trainer.critic.bias.register_hook(lambda g, factor=factor: g * factor)
         trainer.channel.send(ppo_batch(trainer.model, step=step))
-        trainer.step()
+        trainer.step(trainer.receive())
         hook.remove()
     assert [batch.step for batch in kept] == [2]
 

@@ -270,7 +270,7 @@ def test_the_times_and_the_order_of_a_trainers_steps(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trainer_loop.time, "monotonic", lambda: next(clock))
     batch = make_batch(model, step=4)
     channel.send(batch)
-    metrics = trainer.step()
+    metrics = trainer.step(trainer.receive())
     assert (metrics["time/learn"], metrics["time/publish"], metrics["weights/x"]) == (2.5, 0.5, 1.0)
     assert metrics["perf/learn_tokens_per_second"] == pytest.approx(
         sum(map(num_fed, batch.samples)) / 2.5
@@ -281,9 +281,9 @@ def test_the_times_and_the_order_of_a_trainers_steps(monkeypatch: pytest.MonkeyP
         with pytest.raises(
             ValueError, match=f"batch of step {step}: step 4 was already learned from"
         ):
-            trainer.step()
+            trainer.step(trainer.receive())
     channel.send(replace(batch, step=5))
-    trainer.step()
+    trainer.step(trainer.receive())
     assert (told, trainer.version, trainer.last_step) == ([1, 2], 2, 5)
 
 

@@ -658,9 +658,61 @@ def test_three_refusals_in_a_row_stop_the_run_with_the_batch_saved(minibatches):
         channel.send(batch)
     with pytest.raises(TrainingDiverged, match="step 3" if minibatches == 1 else "step 1"):
         for _ in range(3):
-            assert trainer.step()["optim/skipped"] == 1
+            assert trainer.step(trainer.receive())["optim/skipped"] == 1
     assert [b.step for b in saved] == ([1, 2, 3] if minibatches == 1 else [1])
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("capacity", [40, 4096])
+def test_a_sample_is_learnt_from_at_the_temperature_that_it_was_drawn_at(capacity):
+    """Log-probs of each against dense ones, and the gradient of a mixed batch is the sum of those of
+    its parts."""
+    model = tiny_model()
+    batch = make_batch(model)
+    for i in (1, 2, 5):
+        batch.samples[i].temperature = 1.7
+    forward = Forward(model, batch.samples, capacity, 16, batch.temperature)
+    everything = [list(range(len(batch.samples)))]
+    found = forward.run(everything).log_probs
+    for i, sample in enumerate(batch.samples):
+        own = 1.7 if i in (1, 2, 5) else batch.temperature
+        want = dense_log_probs(model, sample, own).detach()
+        torch.testing.assert_close(found[i], want, atol=5e-6, rtol=0)
+
+    def gradient(portions, samples):
+        model.zero_grad()
+        replace(forward, samples=samples).run(portions, lambda packed, learner_N: learner_N.sum())
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    mixed = gradient(everything, batch.samples)
+    warm, cold = [1, 2, 5], [i for i in everything[0] if i not in (1, 2, 5)]
+    parts = [gradient([part], batch.samples) for part in (warm, cold)]
+    for whole, one, other in zip(mixed, *parts, strict=True):
+        torch.testing.assert_close(whole, one + other, atol=1e-4, rtol=1e-5)
+    named = [replace(s, temperature=s.temperature or batch.temperature) for s in batch.samples]
+    same = gradient(everything, named)
+    assert all(torch.equal(a, b) for a, b in zip(mixed, same, strict=True))
+
+
+def test_the_gap_is_told_by_age_where_the_orchestrator_says_the_learners_version():
+    model = tiny_model()
+    batch = make_batch(model)
+    first = batch.samples[0].rollout
+    spans = (PolicySpan(2, "d"), PolicySpan(4, "e", 1))
+    first.behavior = replace(first.behavior, policy=spans)
+    for sample in batch.samples[1:]:
+        tag = sample.rollout.behavior
+        sample.rollout.behavior = replace(tag, policy=(PolicySpan(4, "e"),))
+    _, plain = run_learn(copy.deepcopy(model), batch, settings())
+    assert not any("staleness" in name for name in plain)
+    batch.stats["rollout/learner_version"] = 5.0
+    _, told = run_learn(copy.deepcopy(model), batch, settings())
+    assert {name: told[name] for name in plain} == plain
+    ages = {n: told[f"mismatch/staleness_{n}/logp_diff_mean"] for n in (1, 3)}
+    assert len([name for name in told if "staleness" in name]) == 4
+    learner = dense_log_probs(model, batch.samples[0])[0].item()
+    masked = not batch.samples[0].loss_mask[0]
+    assert not masked and ages[3] == pytest.approx(abs(learner - first.logprobs[0]), abs=1e-5)
 
 
 def test_bad_batches_are_refused_before_anything_changes():
@@ -669,6 +721,7 @@ def test_bad_batches_are_refused_before_anything_changes():
     for change, words in [
         (lambda b: b.samples.clear(), "samples"),
         (lambda b: setattr(b, "temperature", 0.0), "temperature"),
+        (lambda b: setattr(b.samples[1], "temperature", math.inf), "sample 1 .*temperature"),
         (lambda b: b.samples[2].loss_mask.pop(), "sample 2 .*loss_mask"),
         (lambda b: b.samples[3].prompt_ids.append(VOCAB), "sample 3 .*prompt_ids"),
     ]:
@@ -723,7 +776,11 @@ def test_a_resumed_trainer_is_bitwise_the_uninterrupted_one(build, stop):
         for s in steps:
             channel.send(batches[s])
         return [
-            {k: v for k, v in trainer.step().items() if not k.startswith(("time/", "perf/"))}
+            {
+                k: v
+                for k, v in trainer.step(trainer.receive()).items()
+                if not k.startswith(("time/", "perf/"))
+            }
             for _ in steps
         ]
 
@@ -754,13 +811,13 @@ def test_every_part_of_the_state_matters(lost):
 
     def next_weights(trainer):
         channel.send(batches[2])
-        trainer.step()
+        trainer.step(trainer.receive())
         return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
     whole = make_trainer(tiny_model(), channel)
     for batch in batches[:2]:
         channel.send(batch)
-        whole.step()
+        whole.step(whole.receive())
     tensors, state = copy.deepcopy(whole.state())
     want = next_weights(whole)
     for broken in (False, True):
@@ -797,13 +854,13 @@ def test_the_trainer_publishes_growing_versions_and_refuses_replays():
     channel, published = MemoryRolloutChannel(capacity=8), []
     trainer = make_trainer(tiny_model(), channel, published)
     with pytest.raises(DeadlineExceeded, match="batch of rollouts"):
-        trainer.step()
+        trainer.step(trainer.receive())
     for step in (1, 2, 2):
         channel.send(make_batch(trainer.model, step=step))
-    trainer.step()
-    trainer.step()
+    trainer.step(trainer.receive())
+    trainer.step(trainer.receive())
     with pytest.raises(ValueError, match="batch of step 2: step 2 was already learned"):
-        trainer.step()
+        trainer.step(trainer.receive())
     assert published == [1, 2] and trainer.version == 2
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from lowroll import types
 from lowroll.transport import (
@@ -34,121 +33,14 @@ from lowroll.transport import (
 from lowroll.transport.rollout_log import rollout_files, truncate_rollouts, without_evictions
 from lowroll.types import (
     Batch,
-    BehaviorTag,
     Evictions,
-    PolicySpan,
     Prompt,
-    Rollout,
     Sample,
-    Score,
-    ScoreError,
 )
+from tests.fixtures.any_batch import batches
+from tests.fixtures.batches import batch_of, exactly, sample_of
 
 ROOT = Path(__file__).resolve().parents[2]
-
-json_data = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3
-        )
-    ),
-    max_leaves=6,
-)
-text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-any_float = st.floats(allow_nan=False)
-
-prompts = st.builds(
-    Prompt,
-    id=text,
-    env=text,
-    info=st.dictionaries(text, json_data, max_size=3),
-    messages=st.lists(st.dictionaries(text, text, max_size=2), max_size=2),
-)
-tags = st.builds(
-    BehaviorTag,
-    policy=st.lists(
-        st.builds(PolicySpan, st.integers(0, 99), text, st.integers(0, 9)), min_size=1, max_size=3
-    ).map(tuple),
-    weights=text,
-    kv_policy=text,
-    kv_budget=st.none() | st.integers(0, 9999),
-    kv_dtype=st.none() | text,
-    noise_seed=st.none() | st.integers(0, 2**63 - 1),
-    noise_sigma=any_float,
-    sampler=st.dictionaries(text, any_float, max_size=3),
-)
-rollouts = st.builds(
-    Rollout,
-    token_ids=st.lists(st.integers(0, 200000), max_size=5),
-    logprobs=st.lists(any_float, max_size=5),
-    finish_reason=st.sampled_from(["stop", "length", "abort"]),
-    behavior=tags,
-    stop_reason=st.none() | st.integers(0, 9) | text,
-    evictions=st.none()
-    | st.builds(
-        Evictions,
-        layers=st.integers(0, 99),
-        heads=st.integers(0, 99),
-        after=st.lists(st.integers(0, 9999), max_size=3).map(tuple),
-        numbers=st.binary(max_size=9),
-    ),
-    top_logprobs=st.none()
-    | st.lists(st.lists(st.tuples(st.integers(0, 200000), any_float), max_size=3), max_size=3),
-)
-scores = st.builds(Score, any_float, st.dictionaries(text, any_float, max_size=2)) | st.builds(
-    ScoreError, st.sampled_from(["exception", "timeout", "memory", "crash", "invalid"]), text
-)
-samples = st.builds(
-    Sample,
-    prompt=prompts,
-    prompt_ids=st.lists(st.integers(0, 9), max_size=4),
-    rollout=rollouts,
-    text=text,
-    score=scores,
-    advantage=any_float,
-    loss_mask=st.lists(st.integers(0, 1), max_size=4),
-    group=st.integers(0, 9),
-    reward=st.none() | any_float,
-)
-batches = st.builds(
-    Batch,
-    step=st.integers(0, 10**7),
-    samples=st.lists(samples, max_size=3),
-    temperature=any_float,
-    stats=st.dictionaries(text, any_float, max_size=3),
-)
-
-
-def sample_of(index: int = 0, **changes: object) -> Sample:
-    tag = BehaviorTag(policy=(PolicySpan(3, "ab12"),), weights="int8", sampler={"temperature": 1.0})
-    rollout = Rollout([5, 6, 2], [-0.1 - index, -1e-300, -math.inf], "stop", tag, stop_reason=2)
-    sample = Sample(
-        Prompt(f"p{index}", "arith", [{"role": "user", "content": "1+1=?\n"}], {"gold": "2"}),
-        [1, 5],
-        rollout,
-        "two",
-        Score(1.0, {"format": 0.5}),
-        advantage=0.70710678,
-        loss_mask=[1, 1, 1],
-        reward=1.0,
-    )
-    return dataclasses.replace(sample, **changes)
-
-
-def batch_of(step: int = 12) -> Batch:
-    failed = sample_of(1, score=ScoreError("timeout", "10 s"), reward=None)
-    return Batch(step, [sample_of(), failed], 1.0, {"reward/mean": 1.0})
-
-
-def exactly(value: object) -> str:
-    """repr tells -0.0 from 0.0, 1 from 1.0, a tuple from a list, and equals itself for NaN."""
-    return repr(value)
 
 
 @pytest.mark.slow
@@ -367,7 +259,7 @@ def test_the_codec_knows_every_field_of_the_nouns() -> None:
     """A field added to a noun is carried at once, and its absence is noticed."""
     evictions = Evictions(1, 2, (3,), b"\xff\0")
     rollout = dataclasses.replace(sample_of().rollout, evictions=evictions, top_logprobs=[])
-    value = json.loads(encode_sample(sample_of(rollout=rollout)))
+    value = json.loads(encode_sample(sample_of(rollout=rollout, temperature=0.5)))
     tagged = {name: x for name, x in value["rollout"]["evictions"].items() if name != "type"}
     for kind, part in (
         (types.Sample, value),

@@ -3,134 +3,45 @@
     lowroll grpo --train train.yaml --infer infer.yaml --orch orch.yaml      (or one file with the three sections)
 
 What the files mean here:
-1. Where a file is silent its documented default holds, except that checkpoints are made (every 50 steps), that
-   max_steps is 100 when neither file bounds the run, and that AdamW's moments are in 8 bits only
-   where the file says so (they need the extra `bnb`). The default of rollouts_per_example, 1, is
-   refused: one rollout has no group.
-2. The three processes are one process, on policy (async level 0, which every `max_async_level`
-   allows): hosts, ports and transports have no effect; `notes` names those that were written.
-   Rollouts come from lowroll's own engine, or with the override `rollout.engine=vllm` from vLLM,
-   for which `tp`, `gpu_memory_utilization` and, where it is another than the document's default,
-   `client.base_url` (a server that runs already) are read.
+1. Where a file is silent its documented default holds, except that checkpoints are made (every 50
+   steps), that max_steps is 100 when neither file bounds the run, and that AdamW's moments are in 8
+   bits only where the file says so (they need the extra `bnb`). The default of
+   rollouts_per_example, 1, is refused: one rollout has no group. `table.py` has every key.
+2. Without `launcher=local` the three processes are one, on policy (async level 0, which every
+   `max_async_level` allows): hosts, ports and transports have no effect; `notes` names those that
+   were written. Rollouts come from lowroll's own engine, or with the override
+   `rollout.engine=vllm` from vLLM, for which the keys of infer.yaml and, where it is another than
+   the document's default, `client.base_url` (a server that runs already) are read.
 3. The token loss is `correction: aipo` on grpo_no_std advantages, averaged over the tokens of the
-   batch: the same coefficients, token, geometric and sequence masks and denominator. The files have
-   no key for the teacher that a `teacher_tau` needs: it is the override `train.teacher`.
+   batch: the same coefficients, token, geometric and sequence masks and denominator.
 4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and
-   with clean norms for the learner; the final norm takes no noise here.
+   with clean norms for the learner.
 5. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one
-   override away (overrides use the names of `schema.py`). A number that several files repeat must
-   be the same in all of them.
+   override away (overrides use the names of `lowroll/config/schema.py`). A number that several
+   files repeat must be the same in all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path as FilePath
-from typing import Any, TypeVar
 
-from pydantic import BaseModel
-
-from lowroll.config.document import ConfigError, Document, Mark, Path
+from lowroll.config.document import ConfigError, Document, Mark
 from lowroll.config.load import Overrides, build, read, validate
 from lowroll.config.schema import RunConfig
-from lowroll.config.surogate.schema import InferFile, OrchFile, TrainFile
+from lowroll.config.surogate import rules
+from lowroll.config.surogate.rules import OWN_SERVER, File, Files
+from lowroll.config.surogate.schema import RECIPES, InferFile, OrchFile, TrainFile
+from lowroll.config.surogate.table import ROLES_ALONE, SECTIONS, TABLES
+from lowroll.quant.table import is_dense
 
-M = TypeVar("M", bound=BaseModel)
-SECTIONS = ("train", "infer", "orch")
-
-# (file, key there, key of RunConfig): copied as it stands
-COPIED: tuple[tuple[str, str, str], ...] = (
-    ("train", "model", "model"),
-    ("orch", "seed", "seed"),
-    ("orch", "batch_size", "batch_size"),
-    ("orch", "rollouts_per_example", "rollouts_per_example"),
-    ("orch", "env", "env"),
-    ("orch", "filters", "filters"),
-    ("orch", "sampling.temperature", "rollout.temperature"),
-    ("orch", "sampling.temp_scheduler", "rollout.temp_scheduler"),
-    ("orch", "sampling.repetition_penalty", "rollout.repetition_penalty"),
-    ("orch", "sampling.min_tokens", "rollout.min_tokens"),
-    ("train", "loss", "loss.aipo"),
-    *(
-        ("train", key, f"train.{key}")
-        for key in (
-            "learning_rate",
-            "lr_scheduler_type",
-            "warmup_steps",
-            "max_grad_norm",
-            "weight_decay",
-            "lora",
-            "lora_rank",
-            "lora_alpha",
-            "lora_target_modules",
-        )
-    ),
-)
-# written in several files: (name, the places)
-REPEATED: tuple[tuple[tuple[str, str], ...], ...] = (
-    (("train", "model"), ("infer", "model"), ("orch", "model.name")),
-    (("train", "max_steps"), ("orch", "max_steps")),
-    (("train", "lora_rank"), ("orch", "model.lora_rank")),
-    (("train", "lora_alpha"), ("orch", "model.lora_alpha")),
-    (("train", "max_async_level"), ("orch", "max_async_level")),
-    (("train", "transport_type"), ("orch", "rollout_transport.type")),
-    (("infer", "weight_broadcast_type"), ("orch", "weight_broadcast.type")),
-)
-OWN_SERVER = ("http://localhost:8000/v1",)  # the document's default: the run's own
-# accepted, and of no effect in one process
-IDLE: dict[str, tuple[str, ...]] = {
-    "train": ("zero_level", "logging_steps", "gradient_accumulation_steps", "transport_type"),
-    "infer": (
-        "host",
-        "port",
-        "enforce_eager",
-        "max_loras",
-        "max_cpu_loras",
-        "enable_prefix_caching",
-        "weight_broadcast_type",
-    ),
-    "orch": (
-        "model.lora_adapter",
-        "max_off_policy_steps",
-        "client.timeout",
-        "client.api_key_var",
-        "client.skip_model_check",
-        "client.elastic",
-        "buffer.hash_keys",
-        "report_to",
-        "ckpt.wait_for_weights_timeout",
-        "rollout_transport",
-        "weight_broadcast",
-        "eval.eval_base_model",
-        "eval.skip_eval_on_resume",
-        "eval.cancel_inflight_rollouts_on_eval",
-    ),
+ATTACHED = ("client.base_url", "client.timeout", "client.api_key_var")  # of rollout.vllm.url
+MODELS: dict[str, type[TrainFile | InferFile | OrchFile]] = {
+    "train": TrainFile,
+    "infer": InferFile,
+    "orch": OrchFile,
 }
-
-
-@dataclass
-class _File:
-    """One file: its text with marks, its checked values, and how a key of it is blamed."""
-
-    document: Document
-    values: BaseModel
-    tree: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tree = self.values.model_dump(mode="json")
-
-    def __getitem__(self, key: str) -> Any:
-        value: Any = self.tree
-        for part in key.split("."):
-            value = value[part] if value is not None else None
-        return value
-
-    def written(self, key: str) -> Mark | None:
-        return self.document.marks.get(tuple(key.split(".")))
-
-
-Files = dict[str, _File]
 
 
 def load_surogate(
@@ -142,7 +53,7 @@ def load_surogate(
     """Three files (`infer` may be absent) -> the run. Raises ConfigError like `load`."""
     documents = {"train": read(train), "orch": read(orch)}
     documents["infer"] = read(infer) if infer else Document({}, name="infer")
-    return _combine(documents, overrides)
+    return combine(documents, overrides)
 
 
 def load_sections(document: Document, overrides: Overrides = ()) -> RunConfig:
@@ -167,249 +78,169 @@ def load_sections(document: Document, overrides: Overrides = ()) -> RunConfig:
             if path[0] == section and len(path) > 1
         }
         documents[section] = Document(value or {}, marks, document.name)
-    return _combine(documents, overrides)
+    return combine(documents, overrides)
 
 
-def _combine(documents: dict[str, Document], overrides: Overrides) -> RunConfig:
+def combine(
+    documents: Mapping[str, Document], overrides: Overrides = (), role: str = ""
+) -> RunConfig:
+    """The run that three documents describe. role: of the process that was started by hand with one
+    of them alone."""
     files, problems = {}, []
-    for section, model in (("train", TrainFile), ("infer", InferFile), ("orch", OrchFile)):
+    for section, model in MODELS.items():
         try:
-            files[section] = _File(documents[section], validate(model, documents[section]))
+            files[section] = File(documents[section], validate(model, documents[section]))
         except ConfigError as error:
             problems.append(str(error))
     if not problems:
-        problems = list(_disagreements(files))
+        problems = list(rules.disagreements(files))
     if problems:
         raise ConfigError("\n".join(problems))
-    run = Document({}, name=documents["train"].name)
-    notes: list[tuple[Path, str]] = []
-    for section, key, target in COPIED:
-        _put(run, files[section], key, target)
+    given = overrides if isinstance(overrides, Mapping) else list(overrides)
+    run, notes = _run(files, role)
+    asked = build(deepcopy(run), given)  # for what the overrides say of the engine
+    if asked.rollout.engine == "vllm":
+        _put_vllm(run, files, attach=asked.launcher == "none" and not role)
+    else:
+        _put_native(run, files)
+    notes += _put_recipe(run, files["train"], asked)
+    cfg = build(run, given)
+    told = [
+        setting.note
+        for setting in notes
+        if setting.path not in run.marks or run.marks[setting.path].where != "override"
+    ]
+    return cfg.with_notes(*told, *(() if role else _idle_notes(files, cfg)))
+
+
+def _run(files: Files, role: str) -> tuple[Document, list[rules.Setting]]:
+    """The settings of the run with their marks, and those that have a note."""
+    run = Document({}, name=files["train"].document.name)
+    notes = []
+    for section, table in TABLES.items():
+        for key, row in table.items():
+            if row.copied:
+                _put(run, files[section], key, row.to[0])
+    for key in ("env", "filters"):
+        _put(run, files["orch"], key, key)
     if files["train"]["noise_scheduler.enabled"]:
         for key in ("sigma_start", "sigma_end", "num_stages"):
             _put(run, files["train"], f"noise_scheduler.{key}", f"noise.{key}")
-    for key, value, note in (*_lengths(files), *_switches(files), *_folders(files)):
-        if value is not None:
-            run.put(tuple(key.split(".")), value, _origin(files, key))
-        if note:
-            notes.append((tuple(key.split(".")), note))
+    for setting in rules.settings(files, role):
+        if setting.value is not None:
+            run.put(setting.path, setting.value, setting.source or Mark(run.name, setting.key))
+        if setting.note:
+            notes.append(setting)
+    marks = files["orch"].document.marks
+    run.marks |= {path: mark for path, mark in marks.items() if path[0] == "eval"}
     _place_environments(run, files["orch"])
-    _put_vllm(run, files)
-    cfg = build(run, overrides)
-    _refuse_vllm(files, cfg)
-    told = [
-        note for path, note in notes if path not in run.marks or run.marks[path].where != "override"
-    ]
-    return cfg.with_notes(*told, *_idle_notes(files, cfg))
+    return run, notes
 
 
-def _put(run: Document, source: _File, key: str, target: str) -> None:
+def _put(run: Document, source: File, key: str, target: str) -> None:
     """Copy one value with the marks of everything beneath it."""
     path, old = tuple(target.split(".")), tuple(key.split("."))
-    run.put(
-        path, source[key], source.written(key) or Mark(source.document.name, f"{key} (default)")
-    )
+    run.put(path, source[key], source.mark(key))
     for mark_path, mark in source.document.marks.items():
         if mark_path[: len(old)] == old:
             run.marks[path + mark_path[len(old) :]] = mark
 
 
-# target key -> where it comes from, for the blame
-_ORIGINS = {
-    "rollout.max_tokens": ("orch", "sampling.max_tokens"),
-    "train.tokens_per_microbatch": ("orch", "seq_len"),
-    "train.optimizer": ("train", "optimizer"),
-    "train.max_steps": ("orch", "max_steps"),
-    "dtype": ("infer", "dtype"),
-    "output_dir": ("orch", "output_dir"),
-    "eval": ("orch", "eval"),
-    "ckpt.interval": ("orch", "ckpt.interval"),
-    "ckpt.keep_last": ("orch", "ckpt.keep_last"),
-    "ckpt.keep_interval": ("orch", "ckpt.keep_interval"),
-}
-
-
-def _origin(files: Files, target: str) -> Mark:
-    section, key = _ORIGINS.get(target, ("orch", target))
-    return files[section].written(key) or Mark(files[section].document.name, f"{key} (default)")
-
-
-def _disagreements(files: Files) -> Iterator[str]:
-    for places in REPEATED:
-        given = [(files[section].written(key), files[section][key]) for section, key in places]
-        told = [
-            (mark, value) for mark, value in given if mark is not None and value not in (None, -1)
-        ]
-        for mark, value in told[1:]:
-            first_mark, first = told[0]
-            if value != first:
-                yield mark.blame(
-                    f"{value} disagrees with {first_mark.where}: {first_mark.key}: {first}"
-                )
-    train, infer, orch = (files[section] for section in SECTIONS)
-    for (part, part_key), (whole, whole_key) in (
-        ((train, "lora_rank"), (infer, "max_lora_rank")),
-        ((orch, "seq_len"), (train, "sequence_len")),
-        ((orch, "sampling.max_tokens"), (infer, "max_model_len")),
-    ):
-        least, most = part.written(part_key), whole.written(whole_key)
-        if (
-            least
-            and most
-            and None not in (part[part_key], whole[whole_key])
-            and whole[whole_key] < part[part_key]
-        ):
-            yield most.blame(
-                f"{whole[whole_key]} is less than {least.where}: {least.key}: {part[part_key]}"
-            )
-    if train["lora"] and not infer["enable_lora"]:
-        there = train.written("lora") or Mark(train.document.name, "lora (default)")
-        yield infer.document.marks[("enable_lora",)].blame(
-            f"false disagrees with {there.where}: {there.key}: true"
-        )
-
-
-# key of RunConfig, its value (None: leave the default), a note for people or ""
-Setting = tuple[str, Any, str]
-
-
-def _lengths(files: Files) -> Iterator[Setting]:
-    train, orch = files["train"], files["orch"]
-    if train.written("sequence_len") and not orch.written("seq_len"):
-        packed = train["sequence_len"]
-    else:
-        packed = orch["seq_len"]
-    yield "train.tokens_per_microbatch", packed * train["per_device_train_batch_size"], ""
-    longest = orch["sampling.max_tokens"]
-    if longest is None:
-        longest = max(1, packed // 2)
-        yield (
-            "rollout.max_tokens",
-            longest,
-            f"sampling.max_tokens is not set: {longest}, half of the sequence length",
-        )
-    else:
-        yield "rollout.max_tokens", longest, ""
-    steps = [value for value in (orch["max_steps"], train["max_steps"]) if value not in (None, -1)]
-    if steps:
-        unbounded = ""
-    else:
-        unbounded = "warning: no max_steps in either file: the run stops after 100 steps"
-    yield "train.max_steps", steps[0] if steps else 100, unbounded
-
-
-def _switches(files: Files) -> Iterator[Setting]:
-    train, infer, orch = (files[section] for section in SECTIONS)
-    yield (
-        "rollout.weights",
-        "dense",
-        (
-            "rollout.weights: dense, as the files name no format; rollout.weights=int8 asks for "
-            "INT8 rollouts"
-        ),
-    )
-    yield "algorithm", "grpo_no_std", ""
-    yield "advantage", "length_weighted" if orch["advantage.length_weighted_mean"] else None, ""
-    yield "loss.reduce", "token-mean", ""
-    yield (
-        "correction",
-        "aipo",
-        "correction: aipo, because the files' token loss is AIPO's with masks (loss.aipo)",
-    )
-    yield "dtype", "bfloat16" if infer["dtype"] == "bfloat16" else "auto", ""
-    if train["recipe"] != "bf16":
-        yield (
-            "",
-            None,
-            f"warning: recipe {train['recipe']}: FP8 training is not available yet, training runs "
-            f"in dtype",
-        )
-    if train["optimizer"] == "adamw_8bit" and train.written("optimizer"):
-        yield "train.optimizer", "adamw8bit", ""
-    level = max(
-        train["max_async_level"] if train.written("max_async_level") else 0, orch["max_async_level"]
-    )
-    if level > 0:
-        yield (
-            "",
-            None,
-            f"max_async_level {level}: rollouts always use the newest weights here (level 0)",
-        )
-
-
-def _folders(files: Files) -> Iterator[Setting]:
-    train, orch = files["train"], files["orch"]
-    inner = not orch.written("output_dir") and train.written("output_dir")
-    yield (
-        "output_dir",
-        str(FilePath(train["output_dir"]) / "run_default") if inner else orch["output_dir"],
-        "",
-    )
-    missing = orch["ckpt.interval"] is None
-    yield "ckpt.interval", orch["ckpt.interval"], "ckpt.interval is not set: 50" if missing else ""
-    yield "ckpt.keep_last", orch["ckpt.keep_last"], ""
-    yield "ckpt.keep_interval", orch["ckpt.keep_interval"], ""
-    if orch["eval"] is not None:
-        evaluation = {
-            key: orch["eval"][key]
-            for key in ("interval", "rollouts_per_example", "env", "num_examples")
-        }
-        for env in evaluation["env"]:
-            del env["address"]
-        whole = evaluation["num_examples"] < 1
-        if whole:
-            del evaluation["num_examples"]
-        yield (
-            "eval",
-            evaluation,
-            "eval.num_examples -1: 64 examples (environments may be endless)" if whole else "",
-        )
-
-
-def _place_environments(run: Document, orch: _File) -> None:
+def _place_environments(run: Document, orch: File) -> None:
+    """Their shares; one without any is not drawn from."""
     ratios = orch["buffer.env_ratios"]
-    for index, env in enumerate(run.value["env"]):
+    envs = run.value["env"]
+    for index, env in enumerate(envs):
         del env["address"]
-        if ratios is not None:
+        if ratios is not None and ratios[index] > 0:
             mark = orch.document.marks[("buffer", "env_ratios")]
             run.put(("env", index, "weight"), ratios[index], mark)
+    if ratios is not None:
+        run.value["env"] = [env for env, ratio in zip(envs, ratios, strict=True) if ratio > 0]
 
 
-def _put_vllm(run: Document, files: Files) -> None:
-    """What the files say of their vLLM, for a run that an override gives to vLLM."""
+def _put_recipe(run: Document, train: File, asked: RunConfig) -> Iterator[rules.Setting]:
+    """The learner's forward. An adapter's low-bit base is multiplied with as it is."""
+    format, base = RECIPES.get(train["recipe"]), asked.rollout.weights
+    if format is None:
+        return
+    if asked.train.lora and not is_dense(base) and base != format:
+        yield rules.Setting(
+            "train.forward",
+            note=f"recipe {train['recipe']}: the adapter's base is {base}, and the learner "
+            "multiplies with what it holds",
+        )
+        return
+    forward = "aligned" if base == format else format
+    run.put(("train", "forward"), forward, train.mark("recipe"))
+
+
+def _put_vllm(run: Document, files: Files, attach: bool) -> None:
+    """What the files say of their vLLM. attach: to the one that runs at client.base_url."""
     infer, orch = files["infer"], files["orch"]
     for key, target in (
         ("tp", "tensor_parallel_size"),
         ("gpu_memory_utilization", "gpu_memory_utilization"),
+        ("max_lora_rank", "max_lora_rank"),
     ):
-        if infer.written(key):
+        if infer.written(key) and infer[key] is not None:
             _put(run, infer, key, f"rollout.vllm.{target}")
-    (url,) = orch["client.base_url"]
-    if url not in OWN_SERVER:
+    if infer["dtype"] == "float16":
+        _put(run, infer, "dtype", "rollout.vllm.dtype")
+    words = ["--enforce-eager"] if infer["enforce_eager"] else []
+    if infer["enable_prefix_caching"] is not None:
+        words.append(f"--{'' if infer['enable_prefix_caching'] else 'no-'}enable-prefix-caching")
+    if words:
+        key = "enforce_eager" if infer["enforce_eager"] else "enable_prefix_caching"
+        run.put(("rollout", "vllm", "serve_args"), words, infer.mark(key))
+    urls = orch["client.base_url"]
+    if attach and len(urls) == 1 and urls != [OWN_SERVER]:
         mark = orch.document.mark(("client", "base_url"))
-        run.put(("rollout", "vllm", "url"), url, mark or Mark(orch.document.name, "client"))
+        run.put(("rollout", "vllm", "url"), urls[0], mark or orch.mark("client"))
+        run.put(("client", "base_url"), [], mark or orch.mark("client"))
+        for key, target in (("timeout", "request_deadline"), ("api_key_var", "token_env")):
+            if orch.written(f"client.{key}"):
+                _put(run, orch, f"client.{key}", f"rollout.vllm.{target}")
 
 
-def _refuse_vllm(files: Files, cfg: RunConfig) -> None:
-    """ConfigError for what only vLLM does, in a run without it."""
-    vllm = cfg.rollout.vllm
-    if cfg.rollout.engine == "vllm":
-        return
-    for asked, section, key in (
-        (vllm.tensor_parallel_size > 1, "infer", "tp"),
-        (vllm.url is not None, "orch", "client.base_url"),
+def _put_native(run: Document, files: Files) -> None:
+    """What the files say of their engine, for lowroll's own. ConfigError for what only vLLM
+    does."""
+    infer = files["infer"]
+    for asked, key, what in (
+        (infer["tp"] > 1, "tp", ""),
+        (infer["dtype"] == "float16", "dtype", "lowroll's own engine has no float16; "),
     ):
-        mark = files[section].written(key)
-        if asked and mark is not None:
-            raise ConfigError(mark.blame("needs vLLM: the override rollout.engine=vllm"))
+        if asked:
+            raise ConfigError(
+                infer.mark(key).blame(f"{what}needs vLLM: the override rollout.engine=vllm")
+            )
+    if infer["enforce_eager"]:
+        run.put(("rollout", "cuda_graphs"), False, infer.mark("enforce_eager"))
+    if infer["enable_prefix_caching"] is False:
+        run.put(("rollout", "prefix_caching"), False, infer.mark("enable_prefix_caching"))
+    if infer.written("gpu_memory_utilization"):
+        _put(run, infer, "gpu_memory_utilization", "rollout.gpu_memory_utilization")
 
 
 def _idle_notes(files: Files, cfg: RunConfig) -> Iterator[str]:
-    """One line that names what was written and has no effect."""
-    keys = [(section, key) for section in SECTIONS for key in IDLE[section]]
-    if cfg.rollout.vllm.url is None:
-        keys.append(("orch", "client.base_url"))
-    idle = [mark for section, key in keys if (mark := files[section].written(key)) is not None]
+    """One line that names what was written and has no effect in one process."""
+    if cfg.launcher != "none":
+        return
+    level = cfg.asynchrony.max_async_level
+    if level > 0:
+        yield (
+            f"max_async_level {level}: one process rolls out with the newest weights (level 0); "
+            "launcher=local has processes that do not wait for each other"
+        )
+    attached = cfg.rollout.vllm.url is not None
+    idle = [
+        mark
+        for section, keys in ROLES_ALONE.items()
+        for key in keys
+        if key != "max_async_level" and not (attached and key in ATTACHED)
+        if (mark := files[section].written(key)) is not None
+    ]
     if idle:
         yield "no effect in one process: " + ", ".join(
             f"{mark.key} ({mark.where})" for mark in idle

@@ -1,71 +1,28 @@
-"""HTTP to one server, from a thread of its own: every wait has a deadline and says what it waits
-for.
+"""`wire` for plain threads: a thread with the loop that the requests of hundreds of rollouts run on
+together.
 
     with Client("http://127.0.0.1:8000") as client:
         client.get("/v1/models", what="the list of models")
-
-The engine's callers are plain threads; the requests of hundreds of rollouts run together on one
-asyncio loop behind them. An address is `http://`, `https://`, or `unix:/path/of/a/socket`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-import aiohttp
+from lowroll.engine.remote.wire import Call, EngineLost, ServerError, Wire, parsed
 
-from lowroll.types import RunFailed, printable
+__all__ = ["Call", "Client", "EngineLost", "ServerError", "parsed"]
 
-MOST_JSON = 16 << 20  # bytes of an answer whose size nothing else bounds
-AGAIN = (429, 502, 503)  # the server has not begun: busy, or not there yet
-TRIES = 3
-PAUSE = 0.2  # seconds before the second try; twice as long before the third
-DYING = 30  # tenths of a second in which a server that failed may end
 MARGIN = 5.0  # seconds that a waiting thread grants the loop beyond a request's own deadline
 
 
-class ServerError(RunFailed):
-    """A server's answer that is no answer: a status, a lie, or nothing within the deadline."""
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class EngineLost(ServerError):
-    """The engine at the other end has ended, or is not to be reached."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One request and what it may cost. again: it may be sent a second time, because nothing of
-    the first answer has been used."""
-
-    method: str
-    path: str
-    what: str  # for people: "what: no answer within 30 s"
-    body: Any = None
-    deadline_s: float = 30.0
-    most_bytes: int = MOST_JSON
-    again: bool = False
-    text: bool = False  # the answer is no JSON
-
-
 class Client:
-    """An address, its token, and the thread that talks to it.
-
-    token: sent as a bearer token. concurrency: requests open at once; more wait for a turn, which
-    does not count for their deadlines. lost: says why the server has ended, where one can know;
-    asked when it does not answer as it should.
-    """
+    """A wire, and the thread that talks over it. token, concurrency, lost: as `Wire`'s."""
 
     def __init__(
         self,
@@ -75,11 +32,10 @@ class Client:
         concurrency: int = 256,
         lost: Callable[[], str | None] | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        self._socket, self._base = _address(self.url)
-        self._token = token
-        self._concurrency = concurrency
-        self._lost = lost
+        self.wire = Wire(url, token=token, concurrency=concurrency, lost=lost)
+        self.url = self.wire.url
+        self.answer = self.wire.answer
+        self.body = self.wire.body
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="remote-engine", daemon=True)
@@ -99,8 +55,6 @@ class Client:
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(timeout=MARGIN)
 
-    # -- for plain threads -------------------------------------------------------------------------
-
     def get(self, path: str, what: str, **cost: Any) -> Any:
         """The JSON of a GET. ServerError says what was waited for."""
         return self.ask(Call("GET", path, what, again=True, **cost))
@@ -116,7 +70,7 @@ class Client:
             return future.result(call.deadline_s + MARGIN)
         except FutureTimeout:
             future.cancel()
-            raise self._late(call) from None
+            raise self.wire.late(call) from None
 
     def begin(self, work: Awaitable[Any]) -> Future[Any]:
         """Start a coroutine on the client's thread. Cancelling the future closes its connection."""
@@ -128,160 +82,20 @@ class Client:
 
     # -- on the client's thread --------------------------------------------------------------------
 
-    async def answer(self, call: Call) -> Any:
-        """JSON, or the text of an answer that is none. ServerError."""
-        return _parsed(call, await self.body(call))
-
-    async def body(self, call: Call, on_line: Callable[[bytes], None] | None = None) -> bytes:
-        """The bytes of the answer; with `on_line` each line as it comes, and b"" at the end."""
-        async with self._turns:
-            try:
-                async with asyncio.timeout(call.deadline_s):
-                    return await self._tries(call, on_line)
-            except TimeoutError:
-                raise self._late(call) from None
-
-    async def _tries(self, call: Call, on_line: Callable[[bytes], None] | None) -> bytes:
-        pause = PAUSE
-        for left in reversed(range(TRIES if call.again else 1)):
-            try:
-                return await self._once(call, on_line)
-            except ServerError as error:
-                if error.status not in AGAIN or not left:
-                    raise await self._explained(error) from None
-            except (aiohttp.ClientError, OSError) as error:
-                if not left:
-                    why = printable(str(error) or type(error).__name__)
-                    failed = f"{call.what}: the connection to {self.url} failed: {why}"
-                    raise await self._explained(EngineLost(failed)) from None
-            await asyncio.sleep(pause)
-            pause *= 2
-        raise AssertionError("the last try returns or raises")
-
-    async def _once(self, call: Call, on_line: Callable[[bytes], None] | None) -> bytes:
-        data = None if call.body is None else json.dumps(call.body, allow_nan=False).encode()
-        async with self._session.request(
-            call.method, self._base + call.path, data=data, allow_redirects=False
-        ) as response:
-            if response.status >= 300:
-                text = await _read(response, 1 << 16, call.what, None, whole=False)
-                raise ServerError(
-                    f"{call.what}: {self.url} answered {response.status}: {_reason(text)}",
-                    response.status,
-                )
-            return await _read(response, call.most_bytes, call.what, on_line)
-
-    async def _explained(self, error: ServerError) -> ServerError:
-        """The same error with the reason why the server has ended, where it has: a process that
-        reports its own death takes a moment to die."""
-        if self._lost is None or (error.status is not None and error.status < 500):
-            return error
-        for _ in range(DYING):
-            if (why := self._lost()) is not None:
-                return EngineLost(f"{error}; {why}", error.status)
-            await asyncio.sleep(0.1)
-        return error
-
-    def _late(self, call: Call) -> ServerError:
-        why = None if self._lost is None else self._lost()
-        late = f"{call.what}: no answer from {self.url} within {call.deadline_s:g} s"
-        return ServerError(late) if why is None else EngineLost(f"{late}; {why}")
-
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._serve())
         self._loop.close()
 
     async def _serve(self) -> None:
-        """Keep the session open until the end is asked for."""
+        """Keep the connections open until the end is asked for."""
         self._ended = asyncio.Event()
-        self._turns = asyncio.Semaphore(self._concurrency)
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
-        limit = self._concurrency + 1
-        connector = (
-            aiohttp.TCPConnector(limit=limit)
-            if self._socket is None
-            else aiohttp.UnixConnector(self._socket, limit=limit)
-        )
-        async with aiohttp.ClientSession(
-            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None)
-        ) as self._session:
-            self._ready.set()
-            await self._ended.wait()
-            mine = asyncio.current_task()
-            others = [task for task in asyncio.all_tasks() if task is not mine]
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-
-
-def _address(url: str) -> tuple[str | None, str]:
-    """(path of a Unix socket, or None; what comes before the path of a request). ValueError."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix" and parts.path and not parts.netloc:
-        return parts.path, "http://localhost"
-    if parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment):
-        if parts.username is not None or parts.password is not None:
-            raise ValueError("url: a token belongs into its environment variable, not the address")
-        return None, url.removesuffix("/v1")  # as OpenAI's clients write it, and servers say it
-    raise ValueError(
-        f"url: expected http://host:port, https://host:port or unix:/path, got "
-        f"{printable(repr(url), 200)}"
-    )
-
-
-async def _read(
-    response: aiohttp.ClientResponse,
-    most: int,
-    what: str,
-    on_line: Callable[[bytes], None] | None,
-    whole: bool = True,
-) -> bytes:
-    """The body, of `most` bytes; a longer one is an error, or is cut when `whole` is not asked."""
-    kept = bytearray()
-    seen = 0
-    async for chunk in response.content.iter_any():
-        kept += chunk
-        seen += len(chunk)
-        if seen > most:
-            if whole:
-                raise ServerError(f"{what}: the answer is longer than {most:,} bytes")
-            return bytes(kept[:most])
-        if on_line is not None and b"\n" in chunk:  # else a long line goes on: it is not read again
-            *lines, rest = bytes(kept).split(b"\n")
-            kept = bytearray(rest)
-            for line in lines:
-                on_line(line)
-    if on_line is not None:
-        on_line(bytes(kept))
-        on_line(b"")
-    return bytes(kept)
-
-
-def parsed(text: bytes, what: str) -> Any:
-    """JSON of a server. ServerError when it is none, or nested too deeply."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        shown = printable(text[:200].decode(errors="replace"))
-        raise ServerError(f"{what}: the answer is no JSON: {shown}") from None
-
-
-def _parsed(call: Call, text: bytes) -> Any:
-    """Control routes answer with JSON, a line of text, or nothing."""
-    if call.text or (call.method == "POST" and text[:1] not in (b"{", b"[")):
-        return text.decode(errors="replace")
-    return parsed(text, call.what)
-
-
-def _reason(text: bytes) -> str:
-    """What an error's body says, in one line."""
-    try:
-        said = json.loads(text)
-        error = said.get("error", said) if isinstance(said, dict) else said
-        message = error.get("message", error) if isinstance(error, dict) else error
-    except (ValueError, RecursionError, AttributeError):
-        message = text.decode(errors="replace")
-    return printable(" ".join(str(message).split()), 500)
+        await self.wire.open()
+        self._ready.set()
+        await self._ended.wait()
+        mine = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.wire.close()

@@ -192,9 +192,7 @@ class Arrivals:
         stated = choice.get("logprobs") or {}
         logprobs = stated.get("token_logprobs") if isinstance(stated, dict) else None
         logprobs = logprobs or []
-        if not isinstance(ids, list) or any(
-            type(token) is not int or not 0 <= token < self.vocab_size for token in ids
-        ):
+        if not isinstance(ids, list) or not _are_ids(ids, self.vocab_size):
             raise self._lie(f"choice {index}: token ids of 0..{self.vocab_size - 1} were expected")
         if not isinstance(logprobs, list) or len(logprobs) != len(ids):
             raise self._lie(
@@ -202,7 +200,7 @@ class Arrivals:
             )
         if len(sample.token_ids) + len(ids) > self.request.max_tokens:
             raise self._lie(f"choice {index}: more than max_tokens {self.request.max_tokens}")
-        for logprob in logprobs:
+        for logprob in () if _are_logprobs(logprobs) else logprobs:
             if type(logprob) not in (int, float) or not -math.inf < logprob <= ABOVE_ZERO:
                 raise self._lie(f"choice {index}: {_show(logprob)} is no log-prob")
         if self.request.top_logprobs:
@@ -273,6 +271,21 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tu
         if not -math.inf < logprob <= ABOVE_ZERO:
             raise ServerError(f"{what}: no log-prob of token {token} at {i + 1}")
     return found
+
+
+def _are_ids(values: list[Any], vocab_size: int) -> bool:
+    """Whether all are token ids."""
+    if not values:
+        return True
+    return set(map(type, values)) == {int} and 0 <= min(values) and max(values) < vocab_size
+
+
+def _are_logprobs(values: list[Any]) -> bool:
+    """Whether nothing can be wrong with them; a sum is not finite where one of them is not."""
+    if not values:
+        return True
+    plain = set(map(type, values)) <= {int, float}
+    return plain and max(values) <= ABOVE_ZERO and math.isfinite(sum(map(float, values)))
 
 
 def _is_all(top: list[tuple[int, float]]) -> bool:

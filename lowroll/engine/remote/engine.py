@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lowroll.engine.base import Capabilities, Drawn, EngineStats, Ranked
+from lowroll.engine.base import Capabilities, Drawn, EngineStats, InFlight, Ranked
 from lowroll.engine.remote.client import Call, Client, ServerError, parsed
 from lowroll.engine.remote.completions import (
     PATH,
@@ -343,7 +343,7 @@ class RemoteEngine:
 
     # -- weights, and the rest ---------------------------------------------------------------------
 
-    def update_weights(self, update: WeightUpdate) -> BehaviorTag:
+    def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
         """ValueError: the server's weights are its own."""
         raise ValueError(f"update: the engine at {self.client.url} takes no weights from here")
 
@@ -360,7 +360,7 @@ class RemoteEngine:
         """Have the server forget the pages of shared prompts."""
         self.client.post("/reset_prefix_cache", {}, "reset_prefix_cache")
 
-    def release(self) -> None:
+    def release(self, in_flight: InFlight = "keep") -> None:
         """Nothing: the memory of the cache is the server's, which keeps it. RuntimeError while
         requests are in flight."""
         if self._flights:

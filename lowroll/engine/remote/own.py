@@ -18,7 +18,7 @@ from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
 from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request, printable
 
-ANY_ID = 2**31  # the server knows its vocabulary, and refuses what lies outside
+ANY_ID = 2**31  # where a server does not tell: it refuses what lies outside
 WHAT = "the list of models"
 _GAUGE = re.compile(r"^lowroll_(\w+) (\S+)$", re.MULTILINE)
 
@@ -31,6 +31,8 @@ class OwnDialect:
     behavior: BehaviorTag
     model: str
     vocab_size: int = ANY_ID
+    weight_bits: float = 0.0  # of a linear weight
+    cache_tokens: int = 0  # that the KV cache holds
 
     def check(self, request: Request) -> None:
         """The server checks."""
@@ -91,7 +93,7 @@ class OwnDialect:
         found = {name: float(value) for name, value in _GAUGE.findall(metrics)}
         return EngineStats(
             weights=self.behavior.weights,
-            weight_bits=0.0,
+            weight_bits=self.weight_bits,
             cache_tokens=int(found.get("cache_tokens", 0)),
             cache_bytes=0,
             policy_bytes=0,
@@ -101,13 +103,20 @@ class OwnDialect:
             running=int(found.get("samples_running", 0)),
             waiting=int(found.get("samples_waiting", 0)),
             tokens=int(found.get("drawn_tokens", 0)),
+            replays=int(found.get("replayed_samples", 0)),
+            replayed_tokens=int(found.get("replayed_tokens", 0)),
+            kept_tokens=int(found.get("replay_kept_tokens", 0)),
         )
 
 
 def ask(client: Client, model: str | None) -> OwnDialect:
     """The dialect of the server at an address. ServerError when it is none of ours; ValueError for a
     model that it does not serve."""
-    answer = client.get("/v1/models", WHAT)
+    return read(client.get("/v1/models", WHAT), client.url, model)
+
+
+def read(answer: Any, url: str, model: str | None) -> OwnDialect:
+    """The same from a list of models that has come."""
     try:
         served = {one["id"]: one["lowroll"] for one in answer["data"]}
         name = next(iter(served)) if model is None else model
@@ -115,12 +124,20 @@ def ask(client: Client, model: str | None) -> OwnDialect:
         if name in served:
             stated = served[name]
             able, behavior = _capabilities(stated["capabilities"]), _tag(stated["behavior"])
-            found = OwnDialect(able, behavior, name)
+            holds = stated.get("engine", {})
+            found = OwnDialect(
+                able,
+                behavior,
+                name,
+                able.vocab_size or ANY_ID,
+                float(holds.get("weight_bits", 0.0)),
+                int(holds.get("cache_tokens", 0)),
+            )
     except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
         shown = printable(repr(answer), 200)
-        raise ServerError(f"{WHAT}: {client.url} is no server of lowroll's: {shown}") from None
+        raise ServerError(f"{WHAT}: {url} is no server of lowroll's: {shown}") from None
     if found is None:
-        raise ValueError(f"model: {client.url} serves {', '.join(served)}, and not {name}")
+        raise ValueError(f"model: {url} serves {', '.join(served)}, and not {name}")
     return found
 
 
@@ -141,7 +158,14 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
         kv=policy,
         kv_dtype=stated["kv_dtype"],
         records_evictions=bool(stated["records_evictions"]),
+        replays=bool(stated["replays"]),
+        vocab_size=_size(stated.get("vocab_size")),
     )
+
+
+def _size(stated: Any) -> int | None:
+    """Of a vocabulary; servers before it was told say nothing."""
+    return None if stated is None else int(stated)
 
 
 def _tag(stated: dict[str, Any]) -> BehaviorTag:

@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lowroll.engine.base import Capabilities
+from lowroll.engine.base import Capabilities, InFlight
 from lowroll.engine.remote.client import Call, Client, EngineLost, ServerError
 from lowroll.engine.remote.dialect import HEEDED, VllmDialect
 from lowroll.engine.remote.engine import Named, RemoteEngine
@@ -239,7 +239,7 @@ class VllmEngine(RemoteEngine):
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def update_weights(self, update: WeightUpdate) -> BehaviorTag:
+    def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
         """Take new weights as policy `update.version`, and hold vLLM's log-probs against the
         learner's.
 
@@ -248,6 +248,8 @@ class VllmEngine(RemoteEngine):
         does not fit. NotArrived when vLLM does not draw from these weights. After a
         failed update no request may follow; one of all weights leaves vLLM paused.
         """
+        if in_flight == "replay":
+            raise ValueError("in_flight: a vLLM replays nothing")
         self._check_update(update)
         digest = update.digest or update.content_digest()
         if update.kind == "adapter":

@@ -86,6 +86,10 @@ def _native(
         large_batch_weights=rollout.large_batch_weights if name == own else None,
         keep_dense=rollout.keep_dense,
         record_evictions=cfg.train.replay_kv,
+        max_model_len=rollout.max_model_len,
+        memory_share=rollout.gpu_memory_utilization,
+        prefix_caching=rollout.prefix_caching,
+        cuda_graphs=rollout.cuda_graphs,
     )
 
 
@@ -176,7 +180,8 @@ def eval_workload(
     cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
 ) -> Workload:
     """What an evaluation has in the engine together."""
-    examples = cfg.eval.num_examples
+    asked = cfg.eval.num_examples
+    examples = asked or max(cfg.eval.count(env.size("test")) for env in envs.values())
     test = _lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
     return _workload(cfg, spec, examples, cfg.eval.rollouts_per_example, test)
 

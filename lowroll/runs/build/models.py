@@ -48,8 +48,8 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
         lora.attach(model, train.lora_rank, train.lora_alpha, train.lora_target_modules, cfg.seed)
     else:
         model.requires_grad_(True)
-    if train.forward == "aligned":
-        aligned.align(model, format)
+    if cfg.forward_weights is not None:
+        aligned.align(model, compute.format(cfg.forward_weights))
     return recompute.apply(model, train.activation_checkpointing)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from lowroll.advantages import custom
 from lowroll.config import EnvConfig, RunConfig
+from lowroll.config.buffer import BufferConfig
 from lowroll.config.env import EvalConfig
+from lowroll.config.roles import AsynchronyConfig
 from lowroll.config.schema import DapoConfig, FilterConfig, RolloutConfig, ScoreConfig
 from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
@@ -29,16 +32,22 @@ _SETTINGS = Mirror(
     RunConfig,
     DapoConfig,
     ScoreConfig,
+    AsynchronyConfig,
+    BufferConfig,
     given=(
         "sampling",
+        "sampling_seed",
         "temperature_schedule",
         "env_weights",
         "advantage",
+        "estimator",
         "max_prompt_tokens",
         "dynamic_sampling",
         "filters",
+        "max_async_level",
+        "buffer_seed",
     ),
-    default=("error_window", "canary_interval", "max_staleness"),
+    default=("error_window", "canary_interval", "stall_s"),
 )
 _GIBBERISH = Mirror(Gibberish, FilterConfig, given=("vocab_size",))
 _REPETITION = Mirror(Repetition, FilterConfig)
@@ -57,19 +66,27 @@ def eval_sampling(cfg: RunConfig) -> Sampling:
     )
 
 
-def settings(cfg: RunConfig, spec: ModelSpec) -> Settings:
-    """What a step of rollouts depends on, in the run's first stage; see `RunConfig.at`."""
+def settings(cfg: RunConfig, spec: ModelSpec, alone: bool = True) -> Settings:
+    """What a step of rollouts depends on, in the run's first stage; see `RunConfig.at`. `alone`: in
+    one process with the learner, which has level 0 whatever the file says."""
+    own = cfg.advantage_function
     return _SETTINGS(
         cfg,
         cfg.dapo,
         cfg.score,
+        cfg.asynchrony,
+        cfg.buffer,
         sampling=sampling(cfg),
+        sampling_seed=cfg.rollout.seed,
         temperature_schedule=_temperatures(cfg),
         env_weights=_weights(cfg.env),
         advantage=cfg.advantage or "grpo",
+        estimator=None if own is None else custom.load(own.import_path, own.kwargs),
         max_prompt_tokens=prompts.longest(cfg, spec),
         dynamic_sampling=bool(cfg.dapo.dynamic_sampling),
         filters=tuple(_filter(section, spec.vocab_size) for section in cfg.filters),
+        max_async_level=0 if alone else cfg.asynchrony.max_async_level,
+        buffer_seed=cfg.buffer.seed,
     )
 
 

@@ -42,11 +42,13 @@ def _limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, int, str, str]:
     """What a prompt and a response must fit in: (tokens of the longest prompt, its own tokens, the
     key that says so, what it is)."""
     response, cached = cfg.rollout.max_tokens, cfg.rollout.cache_tokens
+    most = cfg.rollout.max_model_len or spec.max_position
     limits = [
         (tokens - response, tokens, key, what)
         for tokens, key, what in (
             (spec.max_position, "model", "the model's context"),
             (cfg.train.tokens_per_microbatch, "train.tokens_per_microbatch", "a micro-batch"),
+            (most, "rollout.max_model_len", "the longest sequence"),
         )
     ]
     if cached is not None:

@@ -94,7 +94,8 @@ def check(cfg: RunConfig) -> None:
 
 def context(cfg: RunConfig, spec: ModelSpec) -> int:
     """Tokens of the longest prompt with its response that the run could ask for."""
-    return min(spec.max_position, cfg.train.tokens_per_microbatch)
+    most = cfg.rollout.max_model_len or spec.max_position
+    return min(spec.max_position, most, cfg.train.tokens_per_microbatch)
 
 
 def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) -> Engine:

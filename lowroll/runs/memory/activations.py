@@ -55,8 +55,8 @@ class Learning:
         for name, linear in model.linears():
             kind = name.rpartition(".")[2]
             low[kind] = train.lora_rank * len(adapted(cfg, linear))
-        format = get_format(compute.format(cfg.rollout.weights))
-        codes = (train.lora or train.forward == "aligned") and not format.dense
+        codes = not get_format(compute.format(cfg.forward_weights or cfg.rollout.weights)).dense
+        codes = codes and (train.lora or train.forward != "dense")
         return cls(
             model.spec,
             compute.dtype.itemsize,

@@ -239,6 +239,9 @@ class Planner:
         else:
             held = max(sum(parts.values()) for parts in phases.values() if CACHE in parts)
             room = round((1 - MARGIN) * self.free) - held
+        share = cfg.rollout.gpu_memory_utilization
+        if share is not None and self.total is not None:
+            room = min(room, round(share * self.total) - sum(self._engine(cfg).values()))
         tokens = min(usable, max(least, room // each))
         return usable, tokens // size * size, each
 

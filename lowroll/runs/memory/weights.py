@@ -87,13 +87,13 @@ def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
 def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """The weights that learn; under LoRA the frozen base, and the adapter with its copies."""
     item, format = compute.dtype.itemsize, compute.format(cfg.rollout.weights)
+    rounds = cfg.forward_weights
+    codes = 0 if rounds is None else linear_bytes(model, compute.format(rounds))
     if cfg.train.lora:
         adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
-        return other_size(model) * item + linear_bytes(model, format) + adapter
-    weights = (linear_size(model) + other_size(model)) * item
-    if cfg.train.forward == "aligned":
-        weights += linear_bytes(model, format)
-    return weights
+        codes = codes if rounds != cfg.rollout.weights else 0  # they are the base
+        return other_size(model) * item + linear_bytes(model, format) + adapter + codes
+    return (linear_size(model) + other_size(model)) * item + codes
 
 
 def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:

@@ -1,0 +1,117 @@
+"""What a batch costs on its way: encoding and decoding, beside msgspec where it is installed.
+
+    python -m bench.codec                  # pip install msgspec, for the other side
+
+msgspec writes and reads the same JSON without looking at the types: it takes no union of two
+dataclasses (`types.Score | types.ScoreError`), so the check of its result would come on top. Rows
+are MB of the message a second of processor time (both sides run on one thread, and only compute);
+the note says milliseconds of a batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+import statistics
+import struct
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+from bench.record import BASELINES, Row, show, speed_row, write
+from lowroll.transport.codec import decode_batch, encode_batch
+from lowroll.types import Batch, BehaviorTag, Evictions, PolicySpan, Prompt, Rollout, Sample, Score
+
+# name: samples, tokens of each, likeliest tokens told of at each place, whether keys were dropped
+BATCHES = {
+    "64 x 1k": (64, 1000, 0, False),
+    "512 x 4k": (512, 4000, 0, False),
+    "64 x 1k, with evictions": (64, 1000, 0, True),
+    "16 x 1k, with 20 top log-probs": (16, 1000, 20, False),
+}
+
+
+def batch_of(samples: int, tokens: int, top: int, dropped: bool) -> Batch:
+    """Log-probs are float32 values, as an engine's are: as doubles they have 17 digits."""
+    rng = random.Random(0)
+
+    def log_probs(count: int) -> list[float]:
+        return list(
+            struct.unpack(
+                f"{count}f", struct.pack(f"{count}f", *(-rng.expovariate(2) for _ in range(count)))
+            )
+        )
+
+    made = []
+    for index in range(samples):
+        ids = [rng.randrange(150_000) for _ in range(tokens)]
+        policy = (PolicySpan(6, "a1" * 32), PolicySpan(7, "b2" * 32, tokens // 2))
+        tag = BehaviorTag(policy, "int8", sampler={"temperature": 1.0}, seed=index, request_id="r")
+        rollout = Rollout(ids, log_probs(tokens), "stop", tag, stop_reason=2)
+        if top:
+            rollout.top_logprobs = [
+                list(zip(rng.sample(range(150_000), top), log_probs(top), strict=True))
+                for _ in range(tokens)
+            ]
+        if dropped:
+            numbers = zlib.compress(rng.randbytes(28 * 4 * tokens // 8))
+            rollout.evictions = Evictions(28, 4, (tokens // 2, tokens - 1), numbers)
+        prompt = Prompt(f"p{index}", "gsm8k", [{"role": "user", "content": "What? " * 60}])
+        mask = [1] * tokens
+        made.append(
+            Sample(
+                prompt, ids[:200], rollout, "word " * tokens, Score(1.0), 0.5, mask, index // 8, 1.0
+            )
+        )
+    return Batch(7, made, 1.0, {f"reward/{index}": rng.random() for index in range(60)})
+
+
+def rows(name: str, rounds: int, peer: Any) -> list[Row]:
+    """Encoding and decoding of one kind of batch."""
+    batch = batch_of(*BATCHES[name])
+    data = encode_batch(batch)
+    assert decode_batch(data) == batch
+    sides = {"encode": lambda: encode_batch(batch), "decode": lambda: decode_batch(data)}
+    if peer is not None:
+        told = peer.encode(batch)
+        sides |= {"its encode": lambda: peer.encode(batch), "its decode": lambda: peer.decode(told)}
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, run in sides.items():
+            began = time.process_time()
+            run()
+            seconds[side].append(time.process_time() - began)
+    found = []
+    for what in ("encode", "decode"):
+        theirs = seconds.get(f"its {what}")
+        megabytes = len(data) / 1e6
+        took = statistics.median(seconds[what])
+        row = Row(f"{name}: {what}", "MB/s", megabytes / took)
+        note = f"{megabytes:.1f} MB, {1000 * took:.0f} ms a batch"
+        if theirs is not None:
+            row = speed_row(row.name, megabytes, row.unit, seconds[what], theirs)
+            note += f", msgspec {1000 * statistics.median(theirs):.0f} ms"
+        found.append(Row(**{**row.__dict__, "note": note}))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Encoding and decoding of batches.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--out", type=Path, default=BASELINES)
+    args = parser.parse_args()
+    try:
+        peer = importlib.import_module("msgspec").json
+    except ImportError:
+        peer = None
+    found = [row for name in args.batches for row in rows(name, args.rounds, peer)]
+    met = show("The codec of batches", found)
+    print(write("codec", found, args.out, rounds=args.rounds, msgspec=peer is not None))
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,31 @@
+"""`lowroll orchestrate FILE [a.b=c ...]`: make the batches of a run for a trainer elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+
+from lowroll.cli.settings import add_role_settings, read_role
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="lowroll orchestrate",
+        description=(
+            "Draw prompts, have engines answer them, score the answers, and send batches to lowroll "
+            "train. Engines are those of client.base_url, else those of lowroll serve that show "
+            "themselves in the run folder (output_dir). Start again what has ended: it goes on."
+        ),
+    )
+    add_role_settings(p, "orch.yaml")
+    return p
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from lowroll.runs.roles.parent import die_with_parent
+
+    die_with_parent()
+    cfg = read_role("orchestrate", arguments)
+    from lowroll.runs.roles.orchestrate import orchestrate
+
+    signal = orchestrate(cfg)
+    return 128 + signal if signal else 0

@@ -1,0 +1,192 @@
+"""The settings of a role that was started by hand, from one file alone.
+
+    lowroll serve infer.yaml       the model, where to listen, whether adapters are taken
+    lowroll orchestrate orch.yaml  the whole run but for the learner's own keys
+    lowroll train train.yaml       the learner's keys; the rest is what the orchestrator was given
+
+A trainer needs to know the batch, the environments' names, the sampler, checkpoints and the run's
+seed, which are orch.yaml's. So the orchestrator leaves what it was given, file and overrides, at
+RUN/orchestrator/given.yaml (`RunConfig.given`), and the trainer finds RUN by it: train.yaml's
+`output_dir` is RUN, or holds it as its one `run_*` folder. Both files then make the settings that
+`lowroll grpo --train ... --orch ...` makes of them, with the same checks.
+
+Every role takes lowroll's own run.yaml, too, and one file with the three sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any, Literal
+
+import yaml
+
+from lowroll.config.document import ConfigDumper, ConfigError, Document, Mark, Path
+from lowroll.config.load import Overrides, build, override_pairs, read
+from lowroll.config.schema import RunConfig
+from lowroll.config.surogate.read import MODELS, combine, load_sections
+
+Role = Literal["serve", "orchestrate", "train"]
+FILES: dict[str, str] = {"serve": "infer", "orchestrate": "orch", "train": "train"}
+GIVEN = FilePath("orchestrator", "given.yaml")  # in the run's folder
+
+
+class NotThereYet(ConfigError):
+    """No orchestrator has left its settings yet: ask again."""
+
+
+def load_role(role: Role, path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
+    """One file -> what a role needs. ConfigError like `load`; NotThereYet, of a trainer with
+    train.yaml, until the orchestrator has begun."""
+    document = read(path)
+    if {"orch", "infer"} & document.value.keys():
+        return load_sections(document, overrides)
+    if _is_own(role, document):
+        return build(document, overrides)
+    pairs = override_pairs(overrides)
+    if role == "serve":
+        return _serve(document, pairs)
+    if role == "orchestrate":
+        return _orchestrate(document, pairs)
+    return _train(document, pairs)
+
+
+def _is_own(role: Role, document: Document) -> bool:
+    """Whether a file is lowroll's run.yaml, and not the document's file of the role. ConfigError
+    where it could be either."""
+    keys, name = document.value.keys(), f"{FILES[role]}.yaml"
+    theirs = MODELS[FILES[role]].model_fields.keys()
+    own = sum(key in RunConfig.model_fields for key in keys)
+    foreign = sum(key in theirs for key in keys)
+    section = isinstance(document.value.get("model"), dict)
+    if role == "orchestrate" and section != isinstance(document.value.get("model"), str):
+        return not section
+    if own == foreign == len(keys):
+        example = {"serve": "enable_lora: true", "train": "lora: true"}.get(
+            role, "model: {name: ...}"
+        )
+        raise ConfigError(
+            f"{document.name}: could be lowroll's run.yaml or the document's {name}; write one key "
+            f"more, such as {example} of {name} or env: of run.yaml"
+        )
+    return own > foreign
+
+
+def _serve(infer: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
+    """The engine: what is the orchestrator's or the trainer's has its default."""
+    model = _required(infer, "model")
+    learner: dict[str, Any] = {"model": model, "lora": infer.value.get("enable_lora", True)}
+    if isinstance(rank := infer.value.get("max_lora_rank"), int):
+        learner["lora_rank"] = rank
+    orch = {"env": [{"id": "reverse-text"}], "rollouts_per_example": 8}
+    return combine(
+        {
+            "infer": infer,
+            "train": Document(learner, {("model",): infer.marks[("model",)]}, infer.name),
+            "orch": Document(orch, {}, infer.name),
+        },
+        dict(overrides),
+        "serve",
+    )
+
+
+def _orchestrate(orch: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
+    """The orchestrator, and what it leaves for a trainer."""
+    model = orch.value.get("model")
+    if not isinstance(model, dict) or "name" not in model:
+        mark = orch.mark(("model",)) or Mark(orch.name, "model")
+        raise ConfigError(Mark(mark.where, "model.name").blame("this key is required"))
+    learner = {
+        "model": model["name"],
+        "lora": not {"lora_adapter", "lora_rank", "lora_alpha"}.isdisjoint(model),
+        **{key: model[key] for key in ("lora_rank", "lora_alpha") if model.get(key) is not None},
+    }
+    marks: dict[Path, Mark] = {("model",): orch.marks[("model", "name")]}
+    written = Document(_copy(orch.value), dict(orch.marks), orch.name)
+    cfg = combine(
+        {
+            "orch": orch,
+            "train": Document(learner, marks, orch.name),
+            "infer": Document({}, name="infer"),
+        },
+        dict(overrides),
+        "orchestrate",
+    )
+    return cfg.with_given(_given(written, cfg, overrides))
+
+
+def _given(orch: Document, cfg: RunConfig, overrides: list[tuple[str, Any]]) -> str:
+    """The file with the paths that were found for it, and the overrides, as YAML."""
+    tree = orch.value
+    kept = iter(cfg.env)
+    ratios = (tree.get("buffer") or {}).get("env_ratios")
+    envs = tree["env"] if isinstance(tree["env"], list) else [tree["env"]]
+    for index, env in enumerate(envs):
+        if ratios is None or ratios[index] > 0:
+            found = next(kept)
+            env |= {"id": found.id, "args": found.args}
+    if cfg.eval.env is not None and isinstance(tree.get("eval"), dict):
+        held_out = tree["eval"]["env"]
+        for env, found in zip(
+            held_out if isinstance(held_out, list) else [held_out], cfg.eval.env, strict=True
+        ):
+            env |= {"id": found.id, "args": found.args}
+    if cfg.advantage_function is not None and isinstance(tree.get("advantage"), dict):
+        tree["advantage"] |= {"import_path": cfg.advantage_function.import_path}
+    tree["model"]["name"] = cfg.model
+    tree["output_dir"] = cfg.output_dir
+    told = {"of": orch.name, "orch": tree, "overrides": dict(overrides)}
+    return yaml.dump(told, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def _train(train: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
+    """The trainer, with what the orchestrator was given."""
+    _required(train, "model")
+    outer = dict(overrides).get("output_dir", train.value.get("output_dir", "output"))
+    if not isinstance(outer, str):
+        mark = train.marks.get(("output_dir",), Mark("override", "output_dir"))
+        raise ConfigError(mark.blame("must be text"))
+    place = find_run(outer)
+    left = read(place / GIVEN)
+    if set(left.value) != {"of", "orch", "overrides"}:
+        raise ConfigError(f"{place / GIVEN}: was not written by an orchestrator")
+    marks = {path[1:]: mark for path, mark in left.marks.items() if path[0] == "orch" and path[1:]}
+    orch = Document(left.value["orch"] | {"output_dir": str(place)}, marks, str(place / GIVEN))
+    mine = {key: value for key, value in overrides if key != "output_dir"}
+    return combine(
+        {"train": train, "orch": orch, "infer": Document({}, name="infer")},
+        left.value["overrides"] | mine | {"output_dir": str(place)},
+        "train",
+    )
+
+
+def find_run(outer: str | FilePath) -> FilePath:
+    """The folder of the run that an orchestrator has begun: `outer`, or the one `run_*` in it.
+    NotThereYet when there is none, ConfigError when there are several."""
+    outer = FilePath(outer)
+    if (outer / GIVEN).is_file():
+        return outer
+    found = sorted(place.parent.parent for place in outer.glob(f"run_*/{GIVEN}"))
+    if not found:
+        raise NotThereYet(
+            f"output_dir: no orchestrator has begun a run in {outer} or in a run_* folder of it "
+            "(lowroll orchestrate orch.yaml)"
+        )
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
+        raise ConfigError(f"output_dir: {outer} holds several runs; name one of {names}")
+    return found[0]
+
+
+def _required(document: Document, key: str) -> Any:
+    if document.value.get(key) is None:
+        mark = document.mark((key,)) or Mark(document.name, key)
+        raise ConfigError(mark.blame("this key is required"))
+    return document.value[key]
+
+
+def _copy(value: Any) -> Any:
+    """Of YAML values, to change."""
+    if isinstance(value, Mapping):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value

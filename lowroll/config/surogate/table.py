@@ -1,0 +1,288 @@
+"""Where each key of the Surogate document acts, and what is otherwise here.
+
+A key that `schema.py` refuses (`only`) has no row: its reason stands there. `docs/configuration.md`
+is made of both; a test holds every key to one of them, and changes each to see that it acts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SECTIONS = ("train", "infer", "orch")
+
+
+@dataclass(frozen=True)
+class Row:
+    """`to`: the keys of RunConfig that follow it; none: it is held against another file's. copied:
+    as it stands, to the one key. differs: from the document, and why."""
+
+    to: tuple[str, ...] = ()
+    differs: str = ""
+    copied: bool = False
+
+
+def _copied(to: str, differs: str = "") -> Row:
+    return Row((to,), differs, copied=True)
+
+
+def _same(prefix: str, *names: str) -> dict[str, Row]:
+    """Keys of a section that are called so here, too."""
+    return {name: _copied(f"{prefix}{name}") for name in names}
+
+
+LOCAL = "`localhost` is this machine alone; see docs/roles.md for two"
+VLLM = "of vLLM alone; lowroll's own engine refuses it"
+BASE = (
+    "the rollouts draw from the very base that the adapter learns on; `lowroll serve infer.yaml` "
+    "needs the same as an override: rollout.weights"
+)
+
+TRAIN: Mapping[str, Row] = {
+    "model": _copied("model"),
+    "output_dir": Row(
+        ("output_dir",),
+        "the folder of the run is `orch.output_dir`, which must lie in it or be it; a trainer with "
+        "train.yaml alone looks for the one `run_*` folder in it",
+    ),
+    "sequence_len": Row(
+        ("train.tokens_per_microbatch",),
+        "not written: `orch.seq_len`. A row of so many tokens, times per_device_train_batch_size, is "
+        "packed without padding",
+    ),
+    "per_device_train_batch_size": Row(("train.tokens_per_microbatch",), "as sequence_len"),
+    "max_steps": Row(
+        ("train.max_steps",), "a run has an end: 100 steps when neither file says, with a warning"
+    ),
+    "logging_steps": _copied("logging_steps", "of the terminal; metrics.jsonl has every step"),
+    **_same(
+        "train.",
+        "learning_rate",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "max_grad_norm",
+        "weight_decay",
+        "lora",
+        "lora_rank",
+        "lora_alpha",
+        "lora_target_modules",
+    ),
+    "optimizer": Row(
+        ("train.optimizer",), "8-bit moments only where it is written: they need the extra `bnb`"
+    ),
+    "recipe": Row(
+        ("train.forward",),
+        "forward products in this format, backward ones in the run's dtype; with a QLoRA base of "
+        "the same format it is train.forward: aligned",
+    ),
+    **{name: Row(("rollout.weights",), BASE) for name in ("qlora_fp8", "qlora_bnb", "qlora_fp4")},
+    **{
+        f"loss.{name}": _copied(f"loss.aipo.{name}")
+        for name in (
+            "ratio_type",
+            "kl_tau",
+            "adv_tau",
+            "token_mask_low",
+            "token_mask_high",
+            "geo_mask_low",
+            "geo_mask_high",
+            "sequence_mask_low",
+            "sequence_mask_high",
+            "sequence_clip_high",
+        )
+    },
+    "loss.teacher_tau": _copied(
+        "loss.aipo.teacher_tau", "the files have no key for the teacher: the override train.teacher"
+    ),
+    "noise_scheduler.enabled": Row(("noise",), "the final norm takes no noise here"),
+    **{
+        f"noise_scheduler.{name}": Row((f"noise.{name}",))
+        for name in ("sigma_start", "sigma_end", "num_stages")
+    },
+    "transport_type": Row(
+        ("rollout_transport.type",), "must be that of orch.yaml where both are written"
+    ),
+    "max_async_level": Row(
+        ("asynchrony.max_async_level",),
+        "must be that of orch.yaml where both are written; one process has level 0, which every "
+        "value allows",
+    ),
+}
+INFER: Mapping[str, Row] = {
+    "model": Row(("model",), "must be that of train.yaml; `lowroll serve infer.yaml` needs it"),
+    "host": Row(
+        ("serve.host",),
+        "null is this machine alone (127.0.0.1), and not every address: one that others reach takes "
+        "a token",
+    ),
+    "port": Row(("serve.port",), "a launcher takes free ports, unless this is written"),
+    "dtype": Row(
+        ("dtype", "rollout.vllm.dtype"), "float16 is vLLM's alone; bfloat16 is the learner's, too"
+    ),
+    "max_model_len": Row(("rollout.max_model_len",), "the lesser of it and orch.seq_len"),
+    "enforce_eager": Row(("rollout.cuda_graphs", "rollout.vllm.serve_args")),
+    "tp": Row(("rollout.vllm.tensor_parallel_size",), VLLM),
+    "enable_lora": Row(("train.lora",), "must be true where train.yaml learns an adapter"),
+    "max_lora_rank": Row(
+        ("rollout.vllm.max_lora_rank",),
+        "at least train.lora_rank; lowroll's own engine has no other use for it",
+    ),
+    "enable_prefix_caching": Row(
+        ("rollout.prefix_caching", "rollout.vllm.serve_args"), "null: it is on"
+    ),
+    "gpu_memory_utilization": Row(
+        ("rollout.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
+        "not written: what the run can use, as in co-locate mode",
+    ),
+    "weight_broadcast_type": Row(
+        ("weight_broadcast.type",), "must be that of orch.yaml where both are written"
+    ),
+}
+ORCH: Mapping[str, Row] = {
+    "model.name": Row(
+        ("model",), "must be that of train.yaml; `lowroll orchestrate orch.yaml` needs it"
+    ),
+    "model.lora_rank": Row(("train.lora_rank",), "must be that of train.yaml"),
+    "model.lora_alpha": Row(("train.lora_alpha",), "must be that of train.yaml"),
+    "batch_size": _copied("batch_size"),
+    "rollouts_per_example": _copied(
+        "rollouts_per_example", "the default is refused: one response has no group"
+    ),
+    "seq_len": Row(
+        ("rollout.max_model_len", "train.tokens_per_microbatch"),
+        "prompts that leave no room for a whole response are passed over, not cut",
+    ),
+    "max_steps": Row(("train.max_steps",), "as train.yaml's"),
+    "max_async_level": Row(("asynchrony.max_async_level",), "as train.yaml's"),
+    **_same("asynchrony.", "max_off_policy_steps", "oversampling_factor"),
+    "output_dir": Row(("output_dir",)),
+    "seed": _copied("seed"),
+    "sampling.max_tokens": Row(("rollout.max_tokens",), "null: half of the longest sequence"),
+    **{
+        f"sampling.{name}": _copied(f"rollout.{name}")
+        for name in ("temperature", "temp_scheduler", "repetition_penalty", "min_tokens")
+    },
+    **{
+        f"sampling.temp_scheduler.{name}": Row((f"rollout.temp_scheduler.{name}",))
+        for name in ("type", "start_temperature", "end_temperature")
+    },
+    "sampling.seed": _copied("rollout.seed", "null: the run's seed"),
+    "env[].id": Row(("env[].id",), "an environment of lowroll's, or path/to/file.py"),
+    "env[].name": Row(("env[].name",)),
+    "env[].args": Row(("env[].args",)),
+    "client.base_url": Row(
+        ("client.base_url", "rollout.vllm.url"),
+        "the default is the run's own engine, but for `lowroll orchestrate`",
+    ),
+    "client.timeout": _copied("client.timeout"),
+    "client.api_key_var": _copied("client.api_key_var"),
+    "client.skip_model_check": _copied("client.skip_model_check", "with a warning"),
+    **{
+        f"client.elastic.{name}": _copied(f"client.elastic.{name}")
+        for name in ("hostname", "port", "sync_interval")
+    },
+    "buffer.seed": _copied("buffer.seed", "null: the run's seed"),
+    **_same(
+        "",
+        "buffer.online_difficulty_filtering",
+        "buffer.easy_threshold",
+        "buffer.hard_threshold",
+        "buffer.easy_fraction",
+        "buffer.hard_fraction",
+    ),
+    "buffer.hash_keys": _copied("buffer.hash_keys"),
+    "buffer.skip_verification": _copied(
+        "buffer.skip_verification", "allowed, with a warning: every reward is 0"
+    ),
+    "buffer.env_ratios": Row(
+        ("env[].weight",), "an environment of ratio 0 is left out of the training ones"
+    ),
+    "advantage.type": Row(("advantage", "advantage_function")),
+    "advantage.length_weighted_mean": Row(("advantage",)),
+    "advantage.import_path": Row(
+        ("advantage_function.import_path",),
+        "path/to/file.py:function of this machine, and no module's name: nothing is imported that "
+        "the file does not name; f(rewards, lengths, **kwargs) of one group",
+    ),
+    "advantage.kwargs": Row(("advantage_function.kwargs",)),
+    "filters[].type": Row(("filters[].type",)),
+    **{
+        f"filters[].{name}": Row((f"filters[].{name}",))
+        for name in (
+            "enforce",
+            "token_id_threshold",
+            "logprob_offset",
+            "window",
+            "prob_threshold",
+        )
+    },
+    "ckpt.interval": Row(("ckpt.interval",), "null is 50, and not never"),
+    "ckpt.resume_step": _copied(
+        "ckpt.resume_step",
+        "-1 begins where there is no run yet; a step of its own is for one process: roles go on from "
+        "where they were",
+    ),
+    "ckpt.wait_for_weights_timeout": _copied(
+        "ckpt.wait_for_weights_timeout", "of every wait for weights; null: weight_broadcast.timeout"
+    ),
+    "ckpt.keep_last": Row(("ckpt.keep_last",)),
+    "ckpt.keep_interval": Row(("ckpt.keep_interval",)),
+    "ckpt.skip_progress": _copied(
+        "ckpt.skip_progress", "with a warning: prompts come twice; in one process"
+    ),
+    "ckpt.skip_buffer": _copied("ckpt.skip_buffer", "in one process"),
+    "eval.env[].id": Row(("eval.env[].id",)),
+    "eval.env[].name": Row(("eval.env[].name",)),
+    "eval.env[].args": Row(("eval.env[].args",)),
+    "eval.num_examples": Row(
+        ("eval.num_examples",), "-1 is all of a split that ends, and 64 of one that does not"
+    ),
+    **{
+        f"eval.{name}": Row((f"eval.{name}",))
+        for name in (
+            "rollouts_per_example",
+            "interval",
+            "eval_base_model",
+            "skip_eval_on_resume",
+            "cancel_inflight_rollouts_on_eval",
+        )
+    },
+    "rollout_transport.type": Row(("rollout_transport.type",)),
+    "rollout_transport.host": _copied("rollout_transport.host", LOCAL),
+    "rollout_transport.port": _copied("rollout_transport.port"),
+    "rollout_transport.hwm": _copied("rollout_transport.hwm", "of the filesystem, too"),
+    "weight_broadcast.type": Row(
+        ("weight_broadcast.type",), "cuda_ipc is lowroll's own: an override"
+    ),
+    "weight_broadcast.host": _copied("weight_broadcast.host", LOCAL),
+    "weight_broadcast.port": _copied("weight_broadcast.port"),
+    "weight_broadcast.timeout": _copied("weight_broadcast.timeout", "of the filesystem, too"),
+}
+TABLES: Mapping[str, Mapping[str, Row]] = {"train": TRAIN, "infer": INFER, "orch": ORCH}
+
+# written in several files: the places
+REPEATED: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("train", "model"), ("infer", "model"), ("orch", "model.name")),
+    (("train", "max_steps"), ("orch", "max_steps")),
+    (("train", "lora_rank"), ("orch", "model.lora_rank")),
+    (("train", "lora_alpha"), ("orch", "model.lora_alpha")),
+    (("train", "max_async_level"), ("orch", "max_async_level")),
+    (("train", "transport_type"), ("orch", "rollout_transport.type")),
+    (("infer", "weight_broadcast_type"), ("orch", "weight_broadcast.type")),
+)
+# of no effect in one process, which says so when they are written
+ROLES_ALONE: Mapping[str, tuple[str, ...]] = {
+    "train": ("transport_type", "max_async_level"),
+    "infer": ("host", "port", "weight_broadcast_type"),
+    "orch": (
+        "max_async_level",
+        "client.base_url",
+        "client.timeout",
+        "client.api_key_var",
+        "client.skip_model_check",
+        "client.elastic",
+        "rollout_transport",
+        "weight_broadcast",
+        "ckpt.wait_for_weights_timeout",
+    ),
+}

@@ -1,0 +1,97 @@
+"""Replay: what a sample had drawn under earlier weights is a guess of what it draws now.
+
+Noise depends on the seed, the request, the sample and the position alone, and weights that have
+changed a little draw the same tokens for a while. So a request that is replayed begins again, with
+its former tokens as *drafts*: its prompt runs, and then a draft runs in pieces, as a prompt would.
+Behind each of its tokens the new weights draw with the noise of that place. As long as that is the
+draft's next token, it stands; the first one that differs takes the place of the draft's, and the
+rest of the draft is forgotten.
+
+Every token that stands was drawn from the new weights, behind tokens that were. The draft decides
+what has to be computed one by one and what together, and nothing else. A piece is computed by the
+products of a prompt, whose last bits are not those of a decoded token: where a draw lies within
+rounding of the next token's, it can fall on the other side, as it can in another batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from lowroll.engine.request import noise_key
+from lowroll.engine.sequence import Check, LiveGroup, Sequence
+
+# tokens of a draft's first piece. Later ones are as long as what has been kept, so that at most as
+# much is computed in vain
+FIRST = 256
+
+
+@dataclass
+class Replays:
+    """What has come of the drafts so far. One that was aborted, or replayed again before its end, is
+    not counted."""
+
+    samples: int = 0
+    tokens: int = 0  # that they had drawn
+    kept: int = 0  # of those, the ones in front of the first that differed
+
+    def follow(self, sequence: Sequence) -> None:
+        """A sample with a draft has drawn: forget the draft where the two part, and at its end."""
+        count, draft = len(sequence.token_ids), sequence.draft
+        if count > len(draft) or sequence.token_ids[-1] == draft[count - 1]:
+            if count < len(draft):
+                return
+            count = len(draft)
+        else:
+            count -= 1
+        self.samples += 1
+        self.tokens += len(draft)
+        self.kept += count
+        sequence.draft = []
+
+
+def begin(group: LiveGroup, drafts: Many[list[int]]) -> None:
+    """Give a group its samples, each with its draft; [] is none."""
+    request = group.request
+    for i, draft in enumerate(drafts):
+        tops = list[list[tuple[int, float]]]() if request.top_logprobs else None
+        sequence = Sequence(group, i, noise_key(request, i), top_logprobs=tops, draft=draft)
+        group.sequences.append(sequence)
+    group.waiting.extend(group.sequences)
+    group.num_open = group.num_unforked = request.n
+
+
+def drawn(sequence: Sequence) -> list[int]:
+    """What a sample is taken to have drawn: its tokens, and what is left of its draft."""
+    return sequence.token_ids + sequence.draft[len(sequence.token_ids) :]
+
+
+def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
+    """Of tokens that were drawn behind a draft's, those that mean something: the ones that the draft
+    has too, and the one behind them."""
+    guessed = sequence.draft[len(sequence.token_ids) :]
+    for i, (token, guess) in enumerate(zip(token_ids, guessed, strict=False)):
+        if token != guess:
+            return i + 1
+    return min(len(token_ids), len(guessed) + 1)
+
+
+def plan_checks(
+    samples: Iterable[Sequence], budget: int, chunk: int | None
+) -> tuple[list[Check], int]:
+    """The pieces of samples' drafts that run in a step, and their tokens: `budget` or a single piece,
+    none longer than `chunk`."""
+    checks: list[Check] = []
+    tokens = 0
+    for sequence in samples:
+        if not sequence.draft:
+            continue
+        most = max(FIRST, len(sequence.token_ids))
+        most = min(most, chunk or most, sequence.num_left)
+        ids = drawn(sequence)[len(sequence.token_ids) - 1 :][:most]
+        if checks and tokens + len(ids) > budget:
+            break
+        checks.append(Check(sequence, ids))
+        tokens += len(ids)
+    return checks, tokens

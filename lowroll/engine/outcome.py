@@ -1,0 +1,67 @@
+"""What a request has come to, and what its keys were made under: the nouns that leave the
+scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lowroll.engine.base import Drawn
+from lowroll.engine.request import sampler_settings
+from lowroll.engine.sequence import LiveGroup, Sequence
+from lowroll.types import BehaviorTag, PolicySpan, Rollout
+
+
+def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> list[Rollout]:
+    """Of a group whose samples have all ended. behavior, policy: of one that has drawn nothing."""
+    sampler = sampler_settings(group.request)
+    rollouts = []
+    for s in group.sequences:
+        assert s.finish_reason is not None
+        spans = tuple(s.spans) or (replace(policy, start=0),)
+        tag = replace(
+            s.behavior or behavior,
+            policy=spans,
+            sampler=sampler,
+            seed=group.request.seed,
+            request_id=group.request.id,
+            sample=s.sample,
+        )
+        rollouts.append(
+            Rollout(
+                s.token_ids,
+                s.logprobs,
+                s.finish_reason,
+                tag,
+                s.stop_reason,
+                s.evictions,
+                s.top_logprobs,
+            )
+        )
+    return rollouts
+
+
+def drawn_by(samples: Iterable[Sequence] | Iterable[Rollout]) -> list[Drawn]:
+    """What samples have drawn, in their order."""
+    return [
+        Drawn(s.token_ids, s.logprobs, s.finish_reason, s.top_logprobs, s.stop_reason)
+        for s in samples
+    ]
+
+
+def behavior_salt(behavior: BehaviorTag) -> bytes:
+    """Names everything that K/V depend on: two behaviours share prefix pages only if all of it is
+    equal."""
+    policy = behavior.policy[-1]
+    return repr(
+        (
+            policy.version,
+            policy.digest,
+            behavior.weights,
+            behavior.kv_policy,
+            behavior.kv_budget,
+            behavior.kv_dtype,
+            behavior.noise_seed,
+            behavior.noise_sigma,
+        )
+    ).encode()

@@ -1,0 +1,371 @@
+"""The requests of a pool: who waits, who is where, and who goes to another engine.
+
+A request goes to the engine with the fewest tokens outstanding. What an engine loses goes on at
+another one with the same id and seed, so under the same weights it draws the same tokens. Every
+sending has a number, and an answer of an earlier one is no answer.
+
+A part is requests that are drawn together, with nothing beside them: which other requests an engine
+draws at the same time moves the last bits of their log-probs. An engine is paused until all of a
+part have come, and when it is lost the whole part is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lowroll.engine.remote.completions import PATH, Arrivals, Origin, most_bytes
+from lowroll.engine.remote.engine import Dialect
+from lowroll.engine.remote.member import Member, Terms
+from lowroll.engine.remote.peers import Peer
+from lowroll.engine.remote.versions import Versions
+from lowroll.engine.remote.wire import AGAIN, Call, EngineLost, Late, ServerError, happens, parsed
+from lowroll.types import Group, Request
+
+log = logging.getLogger(__name__)
+
+FAILURES = 4  # of one request before it ends the run: at an engine that goes on
+LOSSES = 32  # engines that one request may see die
+BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # without requests for an engine that said that it is busy
+ARRIVAL_S = 60.0  # until all of a part have come
+LOOK_S, LONGEST_LOOK_S = 0.002, 0.05  # between two looks whether they have
+
+Answer = Callable[[int, "Group | Exception"], None]
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request of the pool's caller."""
+
+    handle: int
+    request: Request
+    attempt: int = 0
+    failures: int = 0
+    losses: int = 0
+    busy_since: float = 0.0  # its engines have been
+    avoid: set[str] = field(default_factory=set)  # engines that did not do it right
+    ended: bool = False
+
+    @property
+    def cost(self) -> int:
+        """Tokens that it may draw, and those of its prompt."""
+        return self.request.n * self.request.max_tokens + len(self.request.prompt_ids)
+
+
+@dataclass(eq=False)
+class Part:
+    """Requests that one engine draws together."""
+
+    tickets: Sequence[Ticket]
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return all(ticket.ended for ticket in self.tickets)
+
+
+@dataclass(eq=False)
+class Flight:
+    """A ticket at an engine."""
+
+    ticket: Ticket
+    member: Member
+    attempt: int
+    sent: int  # the version that its engine had acknowledged
+    call: Call
+    arrivals: Arrivals
+    origin: Origin
+    task: asyncio.Task[None] | None = None
+
+
+class Desk:
+    """On the pool's loop alone. answer: takes what has become of each handle."""
+
+    def __init__(self, members: list[Member], versions: Versions, terms: Terms, answer: Answer):
+        self.members = members
+        self.versions = versions
+        self.terms = terms
+        self._answer = answer
+        self._waiting: deque[Ticket] = deque()
+        self._parts: deque[Part] = deque()
+        self._flights: dict[int, Flight] = {}  # by handle
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, tickets: Sequence[Ticket]) -> None:
+        """Requests, each by itself."""
+        self._waiting.extend(tickets)
+        self.pump()
+
+    def add_parts(self, parts: Sequence[Sequence[Ticket]]) -> None:
+        """Requests by parts."""
+        self._parts.extend(Part(tickets) for tickets in parts)
+        self.pump()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be done."""
+        return not (self._waiting or self._parts or self._flights)
+
+    def abort(self, ticket: Ticket) -> None:
+        """End a request; its group comes back with what is known of it: nothing."""
+        if ticket.ended:
+            return
+        flight = self._flights.get(ticket.handle)
+        if flight is not None:
+            self._drop(flight)
+        elif ticket in self._waiting:
+            self._waiting.remove(ticket)
+        dialect = next(m.peer.dialect for m in self.members if m.peer is not None)
+        arrivals = self._arrivals(ticket, dialect)
+        self._end(ticket, arrivals.aborted(_origin(ticket.request, dialect)))
+        self._parts = deque(part for part in self._parts if not part.ended)
+        for member in self.members:
+            self._end_whole(member)
+        self.pump()
+
+    def drop_all(self) -> None:
+        """Forget all requests."""
+        self._waiting.clear()
+        self._parts.clear()
+        for member in self.members:
+            self._end_part(member)
+        for flight in list(self._flights.values()):
+            flight.ticket.ended = True
+            self._drop(flight)
+
+    def hand_over(self, member: Member) -> None:
+        """What an engine has, to others."""
+        part = member.part
+        lost = sorted(member.flights, key=lambda flight: flight.ticket.handle)
+        for flight in lost:
+            self._drop(flight)
+            member.counts.handed_over += not flight.ticket.ended
+        if part is not None:
+            self._end_part(member)
+            if not part.ended:
+                self._parts.appendleft(part)
+        else:
+            self._waiting.extendleft(flight.ticket for flight in reversed(lost))
+        self.pump()
+
+    def pump(self) -> None:
+        """Send what can be sent."""
+        now = asyncio.get_running_loop().time()
+        able = [member for member in self.members if member.takes_work(now)]
+        for member in able:
+            if self._parts and member.part is None and not member.flights:
+                member.part = self._parts.popleft()
+                member.part.task = self._start(self._draw_part(member, member.part))
+        able = [member for member in able if member.part is None]
+        while self._waiting:
+            able = [m for m in able if len(m.flights) < self.terms.concurrency]
+            if not able:
+                return
+            avoid = self._waiting[0].avoid
+            member = min(able, key=lambda m: (m.url in avoid, m.outstanding))
+            self._send(member, self._waiting.popleft())
+
+    # -- one request -------------------------------------------------------------------------------
+
+    def _send(self, member: Member, ticket: Ticket) -> None:
+        assert member.peer is not None
+        ticket.attempt += 1
+        request, dialect = ticket.request, member.peer.dialect
+        arrivals = self._arrivals(ticket, dialect)
+        body = dialect.body(request)
+        call = Call("POST", PATH, arrivals.what, body, self.terms.timeout_s, most_bytes(request))
+        origin = _origin(request, dialect)
+        flight = Flight(ticket, member, ticket.attempt, member.version, call, arrivals, origin)
+        self._flights[ticket.handle] = flight
+        member.flights.add(flight)
+        member.outstanding += ticket.cost
+        flight.task = self._start(self._fly(flight))
+
+    async def _fly(self, flight: Flight) -> None:
+        member, arrivals = flight.member, flight.arrivals
+        try:
+            arrivals.take(parsed(await member.wire.body(flight.call), arrivals.what))
+            group = arrivals.group(flight.origin)
+            await self._believe(flight, group)
+        except ServerError as error:
+            self._failed(flight, error)
+            return
+        if not self._over(flight):
+            return
+        member.counts.requests += 1
+        member.counts.tokens += sum(len(one.token_ids) for one in group.rollouts)
+        member.busy_s = 0.0
+        self._end(flight.ticket, group)
+        self._end_whole(member)
+        self.pump()
+
+    async def _believe(self, flight: Flight, group: Group) -> None:
+        """ServerError when it was drawn from another version than its engine was told."""
+        spoken = self.versions.problem(group, flight.sent)
+        if spoken is not None and not self.versions.settled.is_set():
+            await happens(self.versions.settled, self.terms.update_s)
+            spoken = self.versions.problem(group, flight.sent)
+        if spoken is not None:
+            raise ServerError(f"{flight.arrivals.what}: {flight.member.url}: {spoken}")
+
+    def _over(self, flight: Flight) -> bool:
+        """Take a flight out; False when nobody waits for it any more."""
+        if self._flights.get(flight.ticket.handle) is not flight:
+            flight.member.counts.late += 1
+            return False
+        del self._flights[flight.ticket.handle]
+        flight.member.flights.discard(flight)
+        flight.member.outstanding -= flight.ticket.cost
+        return True
+
+    def _failed(self, flight: Flight, error: ServerError) -> None:
+        """Again, somewhere else, later, or never."""
+        ticket, member = flight.ticket, flight.member
+        if not self._over(flight):
+            return
+        final = self._weigh(flight, error)
+        if ticket.ended:
+            pass
+        elif final or ticket.failures >= FAILURES or ticket.losses >= LOSSES:
+            told = ServerError(f"{error} (sent {ticket.attempt} times)", error.status)
+            self._end(ticket, error if ticket.attempt == 1 else told)
+            return
+        else:
+            member.counts.retries += 1
+        if member.part is not None:
+            self.hand_over(member)
+        else:
+            self._waiting.appendleft(ticket)
+        self.pump()
+
+    def _weigh(self, flight: Flight, error: ServerError) -> bool:
+        """What an error says of the engine and the request. Returns whether the request is wrong."""
+        ticket, member = flight.ticket, flight.member
+        if isinstance(error, EngineLost):
+            ticket.losses += 1
+            member.doubt(str(error))
+        elif error.status in AGAIN:
+            return self._wait_for(flight, error)
+        elif error.status in (401, 403, 404):  # another server than the one that was met
+            ticket.failures += 1
+            member.kick(str(error))
+        elif error.status is None and not isinstance(error, Late):
+            ticket.failures += 1
+            ticket.avoid.add(member.url)
+            member.counts.refused += 1
+            member.kick(f"its answer is not believed: {error}")
+        elif isinstance(error, Late) or (error.status or 0) >= 500:
+            ticket.failures += 1
+            ticket.avoid.add(member.url)
+            member.last_error = str(error)
+        else:
+            return True
+        return False
+
+    def _wait_for(self, flight: Flight, error: ServerError) -> bool:
+        """A busy engine: after a while that doubles. Returns whether that was long enough."""
+        loop, member, ticket = asyncio.get_running_loop(), flight.member, flight.ticket
+        now = loop.time()
+        member.last_error = str(error)
+        if now >= member.busy_until:
+            member.busy_s = min(max(2 * member.busy_s, BUSY_S), LONGEST_BUSY_S)
+            member.busy_until = now + member.busy_s
+            loop.call_later(member.busy_s + 0.001, self.pump)
+        ticket.busy_since = ticket.busy_since or now
+        return now - ticket.busy_since > self.terms.patience_s
+
+    def _drop(self, flight: Flight) -> None:
+        """Close its connection, upon which the engine ends it."""
+        if self._flights.get(flight.ticket.handle) is flight:
+            del self._flights[flight.ticket.handle]
+        if flight in flight.member.flights:
+            flight.member.flights.discard(flight)
+            flight.member.outstanding -= flight.ticket.cost
+        if flight.task is not None:
+            flight.task.cancel()
+
+    def _end(self, ticket: Ticket, outcome: Group | Exception) -> None:
+        if not ticket.ended:
+            ticket.ended = True
+            self._answer(ticket.handle, outcome)
+
+    def _arrivals(self, ticket: Ticket, dialect: Dialect) -> Arrivals:
+        request = ticket.request
+        what = f"request {request.id or ticket.handle}"
+        stop_ids = dialect.stop_ids(request)
+        return Arrivals(request, what, dialect.vocab_size, dialect.model, stop_ids)
+
+    def _start(self, work: object) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._answer(-1, error if isinstance(error, Exception) else RuntimeError(str(error)))
+
+    # -- a part ------------------------------------------------------------------------------------
+
+    async def _draw_part(self, member: Member, part: Part) -> None:
+        """Pause the engine, send all, and let it go on when all have come."""
+        peer = member.peer
+        assert peer is not None
+        try:
+            async with member.pausing:
+                await peer.pause()
+                before = (await peer.progress(self.terms.beat_s)).open
+                for ticket in part.tickets:
+                    self._send(member, ticket)
+                await self._arrival(member, part, before + len(part.tickets))
+                await peer.resume()
+        except ServerError as error:
+            if error.status in (401, 403, 404):
+                for ticket in part.tickets:
+                    self._end(ticket, error)
+            member.kick(str(error))
+        except asyncio.CancelledError:
+            self._start(self._let_go_on(member, peer))
+            raise
+
+    async def _let_go_on(self, member: Member, peer: Peer) -> None:
+        """An engine that was paused for a part that goes elsewhere."""
+        try:
+            async with member.pausing:
+                await peer.resume()
+        except ServerError as error:
+            member.kick(str(error))
+
+    async def _arrival(self, member: Member, part: Part, count: int) -> None:
+        assert member.peer is not None
+        look = LOOK_S
+        try:
+            async with asyncio.timeout(ARRIVAL_S):
+                while (await member.peer.progress(self.terms.beat_s)).open < count:
+                    await asyncio.sleep(look)
+                    look = min(2 * look, LONGEST_LOOK_S)
+        except TimeoutError:
+            raise ServerError(
+                f"{len(part.tickets)} requests had not come to {member.url} within {ARRIVAL_S:g} s"
+            ) from None
+
+    def _end_whole(self, member: Member) -> None:
+        """Of a part that nobody waits for any more."""
+        if member.part is not None and member.part.ended:
+            for rest in list(member.flights):  # asked again beside those that were missing
+                self._drop(rest)
+            self._end_part(member)
+
+    def _end_part(self, member: Member) -> None:
+        part, member.part = member.part, None
+        if part is not None and part.task is not None and part.task is not asyncio.current_task():
+            part.task.cancel()
+
+
+def _origin(request: Request, dialect: Dialect) -> Origin:
+    behavior = dialect.behavior
+    return lambda i, one: (dialect.tag(request, behavior, i, one), dialect.evictions(one))

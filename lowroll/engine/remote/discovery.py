@@ -1,0 +1,119 @@
+"""Engines by a name in DNS: whom it leads to is asked again and again.
+
+An address that appears is a new engine; one that is not told any more gets no new requests. A
+question that fails changes nothing: health says who is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lowroll.types import printable
+
+log = logging.getLogger(__name__)
+
+Resolver = Callable[[str, int], Sequence[str]]  # (host, port) -> addresses
+ANSWER_S = 10.0  # until the resolver must have answered
+JOIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """hostname: that leads to all engines. sync_interval: seconds between two questions."""
+
+    hostname: str
+    port: int = 8000
+    sync_interval: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.hostname:
+            raise ValueError("client.elastic.hostname: a name is expected")
+        if not 1 <= self.port < 1 << 16:
+            raise ValueError(f"client.elastic.port: expected 1..65535, got {self.port}")
+        if not 0 < self.sync_interval < math.inf:
+            raise ValueError(
+                f"client.elastic.sync_interval: expected seconds, got {self.sync_interval}"
+            )
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """The addresses of a name. OSError when it has none, or nobody answers."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(place[0]) for *_, place in found})
+
+
+class Discovery:
+    """A thread that tells `found` the base URLs whenever they are others than before. The system's
+    resolver may hang: it is asked on a thread of its own, and a question that is late is left
+    behind."""
+
+    def __init__(
+        self,
+        elastic: Elastic,
+        found: Callable[[list[str]], None],
+        resolver: Resolver = resolve,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        self.elastic = elastic
+        self.last_error = "it was not asked yet"
+        self._found = found
+        self._resolver = resolver
+        self._answer_s = answer_s
+        self._asking: threading.Thread | None = None
+        self._told: list[str] | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more. Idempotent."""
+        self._end.set()
+        self._thread.join(timeout=JOIN_S)
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            self._ask()
+            self._end.wait(self.elastic.sync_interval)
+
+    def _ask(self) -> None:
+        name = self.elastic.hostname
+        if self._asking is not None and self._asking.is_alive():
+            return  # the last question still hangs
+        answer: list[Sequence[str] | OSError] = []
+
+        def ask() -> None:
+            try:
+                answer.append(self._resolver(name, self.elastic.port))
+            except OSError as error:
+                answer.append(error)
+
+        self._asking = threading.Thread(target=ask, name="resolver", daemon=True)
+        self._asking.start()
+        self._asking.join(timeout=self._answer_s)
+        if not answer:
+            return self._failed(f"{name}: no answer of the resolver within {self._answer_s:g} s")
+        if isinstance(answer[0], OSError):
+            why = answer[0].strerror or answer[0]
+            return self._failed(f"{name}: {printable(why)}")
+        urls = sorted({self._url(address) for address in answer[0]})
+        if not urls:
+            return self._failed(f"{name}: it leads to no address")
+        self.last_error = ""
+        if urls != self._told:
+            log.info("%s leads to %s", name, ", ".join(urls))
+            self._told = urls
+            self._found(urls)
+
+    def _failed(self, why: str) -> None:
+        if why != self.last_error:
+            log.warning("discovery of engines: %s", why)
+        self.last_error = why
+
+    def _url(self, address: str) -> str:
+        host = f"[{address}]" if ":" in address else address
+        return f"http://{host}:{self.elastic.port}"

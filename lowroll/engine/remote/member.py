@@ -1,0 +1,296 @@
+"""One engine of a pool and its life: it is met, takes the newest weights, works and is watched, is
+fenced when it is silent, dead, stuck or not to be believed, and is met again.
+
+The heartbeat comes from the engine's own loop (/health), which is asked every sixth of `silent_s`;
+while it has requests of ours, its counter of drawn tokens must move, too. Four beats without either,
+and without an answer, fence it, so that nobody waits for it longer than `silent_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from lowroll.engine.remote.peers import Held, Peer, Published, meet
+from lowroll.engine.remote.versions import Versions
+from lowroll.engine.remote.wire import EngineLost, ServerError, Wire, happens
+
+if TYPE_CHECKING:
+    from lowroll.engine.remote.desk import Flight, Part
+
+log = logging.getLogger(__name__)
+
+State = Literal["new", "ready", "fenced", "gone"]
+BEATS = 6  # in the longest silence
+MISSED = 4  # that fence an engine
+ONCE_MORE_S = 0.2  # until an engine that is not to be reached is asked again
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two meetings
+OURS = 16  # connections beside those of requests
+REFUSED = (401, 403, 404)  # of who asks, or of what is asked for: waiting does not help
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all engines of a pool are held to. Times in seconds."""
+
+    token: str | None = field(default=None, repr=False)
+    admin: str | None = field(default=None, repr=False)
+    model: str | None = None
+    check_model: bool = True
+    folder: Path | None = None  # of the model, where a vLLM's own name of it does not lead there
+    concurrency: int = 256  # requests open at one engine
+    timeout_s: float = 1200.0  # of one request
+    silent_s: float = 30.0  # after which an engine is fenced
+    update_s: float = 600.0  # until the first engine has taken new weights
+    patience_s: float = 600.0  # until one engine answers, where none does
+
+    @property
+    def beat_s(self) -> float:
+        return self.silent_s / BEATS
+
+
+@dataclass
+class Counts:
+    """Of one engine, since the pool was made."""
+
+    requests: int = 0  # answered
+    tokens: int = 0  # of those answers
+    retries: int = 0  # that it lost, or was too busy for
+    handed_over: int = 0  # taken from it when it was fenced
+    refused: int = 0  # answers that were not believed
+    late: int = 0  # answers that nobody waited for any more
+    fenced: int = 0
+
+
+class Owner(Protocol):
+    """The pool, as its members see it."""
+
+    versions: Versions
+    updating: bool  # engines that work are being told a version
+
+    def agree(self, member: Member) -> None:
+        """ValueError when it is not as the others are."""
+        ...
+
+    def admitted(self, member: Member) -> None: ...
+    def fenced(self, member: Member) -> None: ...
+    def heard(self, member: Member) -> None: ...
+    def misfit(self, member: Member, error: Exception) -> None:
+        """It will not fit however long one waits."""
+        ...
+
+
+class Member:
+    """See the top of the file. On the pool's loop alone. named: by the configuration, so that one
+    that does not fit ends the run."""
+
+    def __init__(self, url: str, owner: Owner, terms: Terms, *, named: bool = True) -> None:
+        self.wire = Wire(url, token=terms.token, concurrency=terms.concurrency + OURS)
+        self.url = self.wire.url
+        self.owner = owner
+        self.terms = terms
+        self.named = named
+        self.state: State = "new"
+        self.peer: Peer | None = None
+        self.held: Held | None = None
+        self.version = 0  # that it has acknowledged
+        self.last_error = "it was not asked yet"
+        self.leaving = False  # takes no new requests
+        self.suspect = False  # a connection was lost: no new requests before it is heard again
+        self.busy_until = self.busy_s = 0.0
+        self.pausing = asyncio.Lock()  # it is paused, or goes on
+        self.flights: set[Flight] = set()
+        self.part: Part | None = None
+        self.outstanding = 0  # tokens that it may still draw for us
+        self.counts = Counts()
+        self.tried = asyncio.Event()  # it has been met, or could not be
+        self._taking = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._why: str | None = None  # it is to be fenced
+        self._met = False
+
+    async def live(self) -> None:
+        """Until it is cancelled."""
+        await self.wire.open()
+        pause = FIRST_PAUSE
+        try:
+            while True:
+                answered = self.counts.requests
+                try:
+                    await self._join()
+                    why = await self._watch()
+                except (ServerError, ValueError) as error:
+                    why = str(error)
+                    self._judge(error)
+                self._fence(why)
+                pause = FIRST_PAUSE if self.counts.requests > answered else pause
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        finally:
+            self.state = "gone"
+            await self.wire.close()
+
+    def kick(self, why: str) -> None:
+        """Have it fenced."""
+        self._why = self._why or why
+        self._wake.set()
+
+    def doubt(self, why: str) -> None:
+        """A connection was lost: is it there?"""
+        self.suspect = True
+        self.last_error = why
+        self._wake.set()
+
+    @property
+    def taking(self) -> bool:
+        """Whether it is taking weights."""
+        return self._taking.locked()
+
+    def takes_work(self, now: float) -> bool:
+        """Whether a request may be sent."""
+        kicked = self._why is not None
+        if self.state != "ready" or kicked or self.suspect or self.leaving:
+            return False
+        if now < self.busy_until:
+            return False
+        assert self.peer is not None
+        return not self.taking or self.peer.in_flight
+
+    async def take(self, broadcast: Published) -> Held:
+        """Have it take weights. ServerError when it does not, or says that it took others."""
+        assert self.peer is not None
+        async with self._taking:
+            in_use = {flight.arrivals.model for flight in self.flights}
+            held = await self.peer.take(broadcast, self.terms.update_s, in_use)
+            if held.version != broadcast.version:
+                raise ServerError(
+                    f"{self.url} was told version {broadcast.version} and acknowledges "
+                    f"{held.version}"
+                )
+            self.held, self.version = held, held.version
+            return held
+
+    # -- its life ----------------------------------------------------------------------------------
+
+    async def _join(self) -> None:
+        terms = self.terms
+        self._why = None
+        self.peer = await meet(
+            self.wire,
+            admin=terms.admin,
+            model=terms.model,
+            check_model=terms.check_model,
+            deadline_s=terms.beat_s,
+            folder=terms.folder,
+        )
+        status = await self.peer.health(terms.beat_s)
+        if status == "paused" and terms.admin is not None:
+            await self.peer.resume()  # left by one that has ended
+        self.owner.agree(self)
+        self.held = self.peer.held
+        await self._catch_up()
+        self.state, self.suspect, self.busy_until = "ready", False, 0.0
+        self._met = True
+        self.last_error = ""
+        self.tried.set()
+        self.owner.admitted(self)
+
+    async def _catch_up(self) -> None:
+        """Take the newest weights, if it has not got them."""
+        known = self.owner.versions
+        while (newest := known.newest) is not None:
+            if known.settled.is_set():
+                if self.held is not None and known.agrees(self.held):
+                    break
+                if not known.agrees(await self.take(newest)) and newest is known.newest:
+                    raise ServerError(
+                        f"{self.url}: its weights of version {newest.version} have another digest "
+                        f"than those of the other engines"
+                    )
+            elif self.owner.updating:
+                await happens(known.settled, self.terms.update_s)
+            else:
+                held = await self.take(newest)
+                if newest is known.newest and not known.settled.is_set():
+                    known.settle(held)
+        else:
+            held = self.held or Held(0, frozenset({""}))
+            if known.held is None:
+                known.settle(held)
+            if not known.agrees(held):
+                assert known.held is not None
+                raise ValueError(
+                    f"{self.url} draws from version {held.version} with other weights than the "
+                    f"engines before it, which draw from version {known.held.version}"
+                )
+        assert known.held is not None
+        self.version = known.held.version
+
+    async def _watch(self) -> str:
+        """Why it has to be fenced."""
+        clock = asyncio.get_running_loop().time
+        beat = self.terms.beat_s
+        heard = moved = clock()
+        tokens = -1
+        answered = self.counts.requests
+        while True:
+            await self._next_beat(beat)
+            if self._why is not None:
+                return self._why
+            if self.taking or answered != self.counts.requests:  # taking has its own deadline
+                heard = moved = clock()
+                answered = self.counts.requests
+            if self.taking:
+                continue
+            began = clock()
+            try:
+                status, now = await self._beat(beat)
+            except ServerError as error:
+                self.last_error = str(error)
+                if isinstance(error, EngineLost):
+                    return self.last_error
+                heard += max(0.0, clock() - began - 2 * beat)  # this process was late itself
+                if clock() - heard > (MISSED - 0.5) * beat:
+                    return f"silent for {clock() - heard:.1f} s: {error}"
+                continue
+            heard = clock()
+            self.suspect = False
+            self.owner.heard(self)
+            if not self.flights or now != tokens or status != "running":
+                moved, tokens = clock(), now
+            elif clock() - moved > (MISSED - 0.5) * beat:
+                return f"has drawn nothing for {clock() - moved:.1f} s"
+
+    async def _beat(self, beat: float) -> tuple[str, int]:
+        """(status, drawn tokens). EngineLost when it is not to be reached twice."""
+        assert self.peer is not None
+        try:
+            status = await self.peer.health(beat)
+        except EngineLost:
+            await asyncio.sleep(ONCE_MORE_S)
+            status = await self.peer.health(beat)
+        if not self.flights:
+            return status, -1
+        return status, (await self.peer.progress(beat)).tokens
+
+    async def _next_beat(self, beat: float) -> None:
+        if await happens(self._wake, beat):
+            self._wake.clear()
+
+    def _fence(self, why: str) -> None:
+        if self.state == "ready":
+            self.counts.fenced += 1
+            log.warning("engine %s is fenced: %s", self.url, why)
+        self.state = "fenced"
+        self.last_error = why
+        self.tried.set()
+        self.owner.fenced(self)
+
+    def _judge(self, error: Exception) -> None:
+        """One that the configuration names, and that will never fit, ends the run."""
+        wrong = isinstance(error, ValueError) or getattr(error, "status", None) in REFUSED
+        if wrong and self.named and not self._met:
+            self.owner.misfit(self, error)

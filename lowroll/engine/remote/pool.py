@@ -1,0 +1,575 @@
+"""Several engines at the end of wires as one: `orchestrator.client.EngineClient` without torch.
+
+    pool = EnginePool(["http://a:8000", "http://b:8000/v1"], token=..., admin_token=...)
+    pool.update(broadcast)                 # all draw from it, or are fenced
+    groups = pool.generate(requests)
+
+`member` is an engine's life, `desk` who draws which request, `versions` what they were told to draw
+from, `discovery` who is there. Everything happens on one loop in a thread of its own; callers are
+plain threads, one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lowroll.engine.base import Capabilities, Drawn
+from lowroll.engine.remote.desk import Desk, Ticket
+from lowroll.engine.remote.discovery import Discovery, Elastic, Resolver, resolve
+from lowroll.engine.remote.member import Counts, Member, Terms
+from lowroll.engine.remote.peers import Held, OwnPeer, Published, facts
+from lowroll.engine.remote.versions import Disagreement, Versions, agreed
+from lowroll.engine.remote.wire import ServerError, happens
+from lowroll.engine.request import validate
+from lowroll.types import BehaviorTag, Group, PolicySpan, Request, printable
+
+log = logging.getLogger(__name__)
+
+TURN = 0.25  # seconds that a step waits for an answer before it returns without one
+MARGIN = 10.0  # seconds that a waiting thread grants the loop beyond what it was asked for
+TOGETHER_S = 5.0  # after the first engine answered, for the others to do so at the start
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """One engine, since the pool was made. Counters as `member.Counts`."""
+
+    url: str
+    state: str
+    version: int
+    outstanding: int  # tokens
+    last_error: str
+    requests: int
+    tokens: int
+    retries: int
+    handed_over: int
+    refused: int
+    late: int
+    fenced: int
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """What a report shows of a pool. left: of engines that DNS does not tell any more."""
+
+    engines: tuple[EngineReport, ...]
+    left: Counts
+
+    def metrics(self) -> dict[str, float]:
+        """Totals, by the names of `metrics.names`."""
+        names = ("requests", "tokens", "retries", "handed_over", "refused", "late", "fenced")
+        all_of = (*self.engines, self.left)
+        totals = {
+            f"perf/engine_{name}": float(sum(getattr(e, name) for e in all_of)) for name in names
+        }
+        return {
+            "perf/engines_healthy": float(sum(e.state == "ready" for e in self.engines)),
+            **totals,
+        }
+
+
+class EnginePool:
+    """See the top of the file.
+
+    urls: with or without /v1. token: of clients; admin_token: of control routes, for weights and for
+    requests that are drawn together. timeout_s: of one request at one engine. model: that all must
+    serve, unless `check_model` is off. elastic: engines by a name in DNS, beside `urls`. start_s:
+    until the first engine answers, and until one does when none is left. silent_s: the longest that
+    a silent engine holds its requests. update_s: until the first engine has taken new weights; the
+    others have `silent_s` more. concurrency: requests open at one engine. folder: of the model, where
+    a vLLM's name of it does not lead there.
+
+    ValueError for engines that do not fit together, ServerError when none answers; either names the
+    address and what it said last.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str | None = None,
+        admin_token: str | None = None,
+        timeout_s: float = 1200.0,
+        model: str | None = None,
+        check_model: bool = True,
+        elastic: Elastic | None = None,
+        start_s: float = 600.0,
+        silent_s: float = 30.0,
+        update_s: float = 600.0,
+        concurrency: int = 256,
+        folder: Path | None = None,
+        resolver: Resolver = resolve,
+    ) -> None:
+        if not urls and elastic is None:
+            raise ValueError("client.base_url: no engine is named, and no client.elastic.hostname")
+        self._terms = Terms(
+            token, admin_token, model, check_model, folder, concurrency, timeout_s, silent_s,
+            update_s, start_s,
+        )  # fmt: skip
+        self.versions = Versions()
+        self.updating = False
+        self._members: list[Member] = []
+        self._lives: dict[Member, asyncio.Task[None]] = {}
+        self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
+        self._answered: queue.SimpleQueue[tuple[int, Group | Exception]] = queue.SimpleQueue()
+        self._open: dict[int, Ticket] = {}
+        self._ended: dict[int, Group] = {}
+        self._next = 0
+        self._left = Counts()  # of engines that have left
+        self._none_since: float | None = time.monotonic()  # no engine is ready
+        self._closed = False
+        self._discovery: Discovery | None = None
+        self._loop = asyncio.new_event_loop()
+        self._desk = Desk(self._members, self.versions, self._terms, self._answer)
+        self._thread = threading.Thread(target=self._run, name="engine-pool", daemon=True)
+        self._thread.start()
+        try:
+            self._do(self._begin(urls), MARGIN)
+            if elastic is not None:
+                self._discovery = Discovery(elastic, self._found, resolver)
+            self._do(self._until_ready(), start_s + MARGIN)
+            self._take_errors()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> EnginePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up what is in flight and close the connections. The engines go on. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._discovery is not None:
+            self._discovery.close()
+        if self._thread.is_alive():
+            try:
+                self._do(self._end(), MARGIN)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(timeout=MARGIN)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What may be asked of every engine."""
+        return self._dialect().capabilities
+
+    @property
+    def behavior(self) -> BehaviorTag:
+        """The policy that the next request is drawn from."""
+        held = self.versions.held or Held(0, frozenset({""}))
+        spans = tuple(PolicySpan(held.version, digest) for digest in sorted(held.digests))
+        told = self._dialect().behavior
+        return BehaviorTag(spans, told.weights, told.kv_policy, told.kv_budget, told.kv_dtype)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to wait for or to return."""
+        return bool(self._open or self._ended)
+
+    def add(self, request: Request) -> int:
+        """Send a request; returns its handle. ValueError names the wrong field."""
+        self._validate(request, "")
+        ticket = self._ticket(request)
+        self._loop.call_soon_threadsafe(self._desk.add, [ticket])
+        return ticket.handle
+
+    def step(self) -> list[tuple[int, Group]]:
+        """Wait a moment for answers. Returns the requests that have ended, by handle; [] at once
+        when nothing is in flight."""
+        if self._open and not self._ended:
+            self._turn()
+        ended = list(self._ended.items())
+        self._ended.clear()
+        return ended
+
+    def abort(self, handle: int) -> bool:
+        """Give a request up: its group comes back with finish reason "abort". False if it had
+        ended."""
+        ticket = self._open.get(handle)
+        if ticket is None or ticket.ended:
+            return False
+        self._loop.call_soon_threadsafe(self._desk.abort, ticket)
+        return True
+
+    def so_far(self, handle: int) -> list[Drawn]:
+        """A sample for each that is in flight, without tokens: they come whole, at the end."""
+        ticket = self._open.get(handle)
+        return [] if ticket is None else [Drawn([], [], None) for _ in range(ticket.request.n)]
+
+    def generate(
+        self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
+    ) -> list[Group]:
+        """The groups of all requests, in their order. With the admin's token and nothing else in
+        flight, they are dealt out to as many parts as there are engines, each drawn together: the
+        same requests have the same bits every time, whatever happens to engines meanwhile. Checks
+        every request before it sends any."""
+        for i, request in enumerate(requests):
+            self._validate(request, f"requests[{i}].")
+        together = not self._open and self._terms.admin is not None and self._dialect_pauses()
+        tickets = [self._ticket(request) for request in requests]
+        mine = {ticket.handle for ticket in tickets}
+        if together and tickets:
+            parts = dealt(tickets, len(self._members))
+            self._loop.call_soon_threadsafe(self._desk.add_parts, parts)
+        elif tickets:
+            self._loop.call_soon_threadsafe(self._desk.add, tickets)
+        done: dict[int, Group] = {}
+        try:
+            while len(done) < len(tickets):
+                self._turn()
+                done |= {handle: self._ended.pop(handle) for handle in self._ended.keys() & mine}
+                if on_progress is not None:
+                    on_progress(len(done), len(tickets))
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._abort_all, tickets)
+            for handle in mine:
+                self._open.pop(handle, None)
+                self._ended.pop(handle, None)
+            raise
+        return [done[ticket.handle] for ticket in tickets]
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def update(self, broadcast: Published) -> BehaviorTag:
+        """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
+
+        Returns when all that work have acknowledged the same version and digest; those that have not
+        are fenced, and take it before they work again. A version that is not newer than the last one
+        takes its place: what is in flight is then drawn again. ServerError when no engine takes it,
+        or when they hold different weights afterwards.
+        """
+        terms = self._terms
+        self._do(self._update(broadcast), terms.update_s + terms.silent_s + terms.patience_s)
+        return self.behavior
+
+    def reset_prefix_cache(self) -> None:
+        """Lowroll's own engines forget the pages of prompts: what comes next has the bits of fresh
+        ones. One that does not answer is left alone: it is asked for nothing before it is well."""
+
+        async def reset() -> None:
+            peers = [m.peer for m in self._members if isinstance(m.peer, OwnPeer)]
+            await asyncio.gather(
+                *(peer.reset_prefix_cache() for peer in peers), return_exceptions=True
+            )
+
+        if self._terms.admin is not None:
+            self._do(reset(), self._terms.silent_s)
+
+    def stats(self) -> PoolStats:
+        """Every engine that is there or expected."""
+
+        async def read() -> PoolStats:
+            reports = tuple(_report(member) for member in self._members)
+            return PoolStats(reports, replace(self._left))
+
+        found: PoolStats = self._do(read(), MARGIN)
+        return found
+
+    # -- inside, on the caller's thread ------------------------------------------------------------
+
+    def _do(self, work: Coroutine[Any, Any, Any], deadline_s: float) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(deadline_s + MARGIN)
+        except FutureTimeout:
+            if future.done():  # its own
+                raise
+            future.cancel()
+            raise ServerError(f"the pool's loop did not answer; {self._told()}") from None
+
+    @property
+    def dialect(self) -> Any:
+        """What the first engine has said of itself."""
+        return self._dialect()
+
+    def _dialect(self) -> Any:
+        return next(m.peer.dialect for m in self._members if m.peer is not None)
+
+    def _dialect_pauses(self) -> bool:
+        return all(m.peer is None or isinstance(m.peer, OwnPeer) for m in self._members)
+
+    def _validate(self, request: Request, where: str) -> None:
+        dialect = self._dialect()
+        length = dialect.capabilities.context_length
+        try:
+            validate(
+                request,
+                vocab_size=dialect.vocab_size,
+                context_length=length,
+                cache_tokens=length,
+                has_tokenizer="stop_strings" in dialect.capabilities.sampler,
+            )
+            dialect.check(request)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+
+    def _ticket(self, request: Request) -> Ticket:
+        ticket = Ticket(self._next, request)
+        self._next += 1
+        self._open[ticket.handle] = ticket
+        return ticket
+
+    def _turn(self) -> None:
+        """Wait for an answer, and take those that have come. An error gives up all in flight."""
+        try:
+            handle, outcome = self._answered.get(timeout=TURN)
+            while True:
+                self._land(handle, outcome)
+                handle, outcome = self._answered.get_nowait()
+        except queue.Empty:
+            pass
+        except BaseException:
+            self._give_up()
+            raise
+        since = self._none_since
+        if since is not None and time.monotonic() - since > self._terms.patience_s:
+            self._give_up()
+            raise ServerError(
+                f"no engine has answered for {self._terms.patience_s:g} s: {self._told()}"
+            )
+
+    def _land(self, handle: int, outcome: Group | Exception) -> None:
+        if isinstance(outcome, Exception) and (handle < 0 or handle in self._open):
+            raise outcome
+        if self._open.pop(handle, None) is not None and isinstance(outcome, Group):
+            self._ended[handle] = outcome
+
+    def _take_errors(self) -> None:
+        try:
+            while True:
+                self._land(*self._answered.get_nowait())
+        except queue.Empty:
+            return
+
+    def _give_up(self) -> None:
+        self._open.clear()
+        self._loop.call_soon_threadsafe(self._desk.drop_all)
+
+    def _told(self) -> str:
+        """What is wrong with each engine."""
+        told = [f"{m.url}: {m.state}: {m.last_error}" for m in self._members]
+        if self._discovery is not None and self._discovery.last_error:
+            told.append(self._discovery.last_error)
+        return printable("; ".join(told) or "none is known", 2000)
+
+    # -- inside, on the loop -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _answer(self, handle: int, outcome: Group | Exception) -> None:
+        self._answered.put((handle, outcome))
+
+    def _abort_all(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self._desk.abort(ticket)
+
+    async def _begin(self, urls: Sequence[str]) -> None:
+        for url in urls:
+            member = Member(url.rstrip("/").removesuffix("/v1"), self, self._terms)
+            if any(member.url == other.url for other in self._members):
+                raise ValueError(f"client.base_url: {printable(url)} is named twice")
+            self._members.append(member)
+        for member in self._members:
+            self._lives[member] = asyncio.ensure_future(member.live())
+
+    async def _until_ready(self) -> None:
+        """One engine answers; the others had a moment to do so, too."""
+        try:
+            async with asyncio.timeout(self._terms.patience_s):
+                while not any(m.state == "ready" for m in self._members):
+                    await asyncio.sleep(0.01)
+                    if not self._answered.empty():
+                        return  # an error
+        except TimeoutError:
+            raise ServerError(
+                f"no engine has answered within {self._terms.patience_s:g} s: {self._told()}"
+            ) from None
+        seconds = min(TOGETHER_S, self._terms.patience_s)
+        await asyncio.gather(*(happens(member.tried, seconds) for member in self._members))
+
+    async def _end(self) -> None:
+        self._desk.drop_all()
+        lives = list(self._lives.values())
+        for life in lives:
+            life.cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
+        mine = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _found(self, urls: list[str]) -> None:
+        """Of the thread of the discovery."""
+        self._loop.call_soon_threadsafe(self._meet, urls)
+
+    def _meet(self, urls: list[str]) -> None:
+        """New engines are met; those that are not told any more get no new requests."""
+        for member in self._members:
+            if not member.named:
+                member.leaving = member.url not in urls
+        known = {member.url for member in self._members}
+        for url in urls:
+            if url not in known:
+                member = Member(url, self, self._terms, named=False)
+                self._members.append(member)
+                self._lives[member] = asyncio.ensure_future(member.live())
+        self._say_goodbye()
+        self._desk.pump()
+
+    def _say_goodbye(self) -> None:
+        """Forget those that were to leave and have nothing in flight."""
+        for member in [m for m in self._members if m.leaving and not m.flights]:
+            self._lives.pop(member).cancel()
+            self._members.remove(member)
+            for name, count in asdict(member.counts).items():
+                setattr(self._left, name, getattr(self._left, name) + count)
+            log.info("engine %s has left", member.url)
+        self._note()
+
+    def _note(self) -> None:
+        if any(m.state == "ready" for m in self._members):
+            self._none_since = None
+        elif self._none_since is None:
+            self._none_since = time.monotonic()
+
+    async def _update(self, broadcast: Published) -> None:
+        known, terms = self.versions, self._terms
+        if broadcast == known.newest and known.settled.is_set():
+            return
+        ready = [member for member in self._members if member.state == "ready"]
+        back = known.begin(broadcast)
+        taken: dict[str, Held] = {}
+        self.updating = bool(ready)
+        try:
+            taken = await self._tell(ready, broadcast)
+            if taken:
+                held = agreed(taken)
+                for member in ready:
+                    if taken.get(member.url, held) != held:
+                        member.kick("its weights have another digest than those of most engines")
+                known.settle(held)
+        except Disagreement as error:
+            raise ServerError(str(error)) from None
+        finally:
+            self.updating = False
+        try:
+            async with asyncio.timeout(terms.patience_s):
+                while not known.settled.is_set():  # whoever is met next takes it
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise ServerError(
+                f"no engine took {broadcast.path.name} within {terms.patience_s:g} s: "
+                f"{self._told()}"
+            ) from None
+        if back:
+            for member in self._members:
+                self._desk.hand_over(member)
+
+    async def _tell(self, ready: list[Member], broadcast: Published) -> dict[str, Held]:
+        """What each acknowledges. Those that do not in time, or do not at all, are fenced."""
+        terms = self._terms
+        asked = {asyncio.ensure_future(member.take(broadcast)): member for member in ready}
+        taken: dict[str, Held] = {}
+        pending = set(asked)
+        end = self._loop.time() + terms.update_s
+        while pending and (left := end - self._loop.time()) > 0:
+            done, pending = await asyncio.wait(
+                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                member = asked[task]
+                try:
+                    taken[member.url] = await task
+                    end = min(end, self._loop.time() + self._grace(ready))
+                except ServerError as error:
+                    member.kick(f"it did not take {broadcast.path.name}: {error}")
+        for task in pending:
+            task.cancel()
+            asked[task].kick(f"it had not taken {broadcast.path.name} when the others had")
+        return taken
+
+    def _grace(self, members: list[Member]) -> float:
+        """Seconds for the others when the first has taken weights: some end what they draw first."""
+        drains = any(m.peer is not None and not m.peer.in_flight for m in members)
+        return max(self._terms.silent_s, self._terms.timeout_s if drains else 0.0)
+
+    # -- for members -------------------------------------------------------------------------------
+
+    def agree(self, member: Member) -> None:
+        """ValueError names what is odd."""
+        assert member.peer is not None
+        found = dict(facts(member.peer))
+        if self._terms.check_model and not self._terms.model:
+            found["model"] = member.peer.dialect.model
+        if self._facts is None:
+            self._facts = member.url, found
+        first, wanted = self._facts
+        for name, value in wanted.items():
+            if found[name] != value:
+                raise ValueError(
+                    f"engines do not agree: {name}: {member.url} has {printable(found[name])}, and "
+                    f"{first} has {printable(value)}"
+                )
+
+    def admitted(self, member: Member) -> None:
+        log.info("engine %s works", member.url)
+        self._note()
+        self._desk.pump()
+
+    def heard(self, member: Member) -> None:
+        if member.leaving:
+            self._say_goodbye()
+        self._desk.pump()
+
+    def fenced(self, member: Member) -> None:
+        self._note()
+        self._desk.hand_over(member)
+        if member.leaving:
+            self._say_goodbye()
+
+    def misfit(self, member: Member, error: Exception) -> None:
+        said = error if isinstance(error, ValueError) else ValueError(f"{member.url}: {error}")
+        self._answer(-1, said)
+
+
+def dealt(tickets: Sequence[Ticket], count: int) -> list[list[Ticket]]:
+    """As many parts, of about equal cost; which, follows from the requests alone."""
+    parts: list[list[Ticket]] = [[] for _ in range(max(1, count))]
+    costs = [0] * len(parts)
+    for ticket in tickets:
+        least = costs.index(min(costs))
+        parts[least].append(ticket)
+        costs[least] += ticket.cost
+    return [part for part in parts if part]
+
+
+def _report(member: Member) -> EngineReport:
+    state = "leaving" if member.leaving else member.state
+    return EngineReport(
+        member.url,
+        state,
+        member.version,
+        member.outstanding,
+        member.last_error,
+        **asdict(member.counts),
+    )

@@ -1,0 +1,81 @@
+"""Which versions the engines of a pool have been told to draw from, and with which digests they all
+acknowledged them: what an answer says of itself is held against that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+
+from lowroll.engine.remote.peers import Held, Published
+from lowroll.types import Group
+
+MOST = 256  # versions that are remembered; a request in flight spans fewer
+
+
+class Disagreement(Exception):
+    """Engines acknowledge one version with different weights, and no majority says which is right."""
+
+
+class Versions:
+    """On the pool's loop alone.
+
+    newest: what every engine takes before it works; None while all draw from what they began with.
+    settled: set while no version is being agreed on.
+    """
+
+    def __init__(self) -> None:
+        self.newest: Published | None = None
+        self.held: Held | None = None  # the newest that was agreed on
+        self.settled = asyncio.Event()
+        self.settled.set()
+        self._agreed: dict[int, frozenset[str]] = {}
+
+    def begin(self, broadcast: Published) -> bool:
+        """From now on engines are told this one. Returns whether it takes the place of something
+        that is newer or called the same."""
+        back = self.held is not None and broadcast.version <= self.held.version
+        for version in [v for v in self._agreed if v >= broadcast.version]:
+            del self._agreed[version]
+        self.newest = broadcast
+        self.settled.clear()
+        return back
+
+    def settle(self, held: Held) -> None:
+        """All have acknowledged it, or were fenced."""
+        self.held = held
+        self._agreed[held.version] = held.digests
+        while len(self._agreed) > MOST:
+            del self._agreed[min(self._agreed)]
+        self.settled.set()
+
+    def agrees(self, held: Held) -> bool:
+        """Whether an engine holds what all have agreed on last."""
+        return held == self.held
+
+    def problem(self, group: Group, sent: int) -> str | None:
+        """What is wrong with the versions that a group says it was drawn from. sent: that its
+        engine had acknowledged when it was sent."""
+        for i, rollout in enumerate(group.rollouts):
+            last = sent
+            for span in rollout.behavior.policy:
+                if span.version < last:
+                    return f"sample {i} was drawn from version {span.version} after {last}"
+                last = span.version
+                if span.version not in self._agreed:
+                    return f"sample {i} was drawn from version {span.version}, told to no engine"
+                if span.digest not in self._agreed[span.version]:
+                    return f"sample {i}: version {span.version} is not the one that all agreed on"
+        return None
+
+
+def agreed(acknowledged: Mapping[str, Held]) -> Held:
+    """What most engines, by address, acknowledge. Disagreement when two are said equally often."""
+    counted = Counter(acknowledged.values()).most_common()
+    if len(counted) > 1 and counted[0][1] == counted[1][1]:
+        said = "; ".join(
+            f"{url} version {held.version} with digest {', '.join(sorted(held.digests))}"
+            for url, held in acknowledged.items()
+        )
+        raise Disagreement(f"engines took one broadcast and hold different weights: {said}")
+    return counted[0][0]

@@ -1,0 +1,95 @@
+"""A folder's tokenizer.json as the tokenizers library reads it, without transformers and torch.
+
+It has the names of a transformers tokenizer that `ChatTokenizer` uses. Whoever holds both compares
+them (`runs.roles.train`): transformers may read a folder otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lowroll.model.folder import MOST_TOKENIZER, read_json, regular
+from lowroll.types import printable
+
+SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_TEMPLATE = "chat_template.jinja"
+
+
+class FileTokenizer:
+    """ValueError names the file that is missing or damaged."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        regular(path, MOST_TOKENIZER)
+        config = _object(folder / "tokenizer_config.json")
+        if "auto_map" in config:
+            raise ValueError(f"{folder}: auto_map: the tokenizer brings its own code")
+        try:
+            self.backend = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{printable(path)}: {printable(error)}") from error
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.special_tokens_map = {
+            name: text for name in SPECIAL if (text := _text(config.get(name))) is not None
+        }
+        known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        missing = [text for text in self.special_tokens_map.values() if text not in known]
+        self.backend.add_special_tokens([AddedToken(t, special=True) for t in missing])
+        self.chat_template = _template(folder, config)
+
+    def get_chat_template(self) -> str:
+        """Its text."""
+        return str(self.chat_template)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Of the token that ends a response."""
+        text = self.special_tokens_map.get("eos_token")
+        return None if text is None else self.backend.token_to_id(text)
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text, add_special_tokens)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text."""
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False, **_: object) -> str:
+        """The text of ids, every space as it was generated."""
+        return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    """A file of its own goes before the key."""
+    if (folder / _TEMPLATE).exists():
+        regular(folder / _TEMPLATE, 1 << 20)
+        return (folder / _TEMPLATE).read_text(encoding="utf-8")
+    named = config.get("chat_template")
+    if isinstance(named, list):
+        named = next((one.get("template") for one in named if one.get("name") == "default"), None)
+    return named
+
+
+def _text(token: object) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return found

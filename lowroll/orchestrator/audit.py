@@ -1,0 +1,162 @@
+"""The invariants of a run's ledger, checked offline from its file: no rollout was used twice, none
+was lost.
+
+1. A group is consumed once in the whole run, whatever was restarted.
+2. planned = consumed + dropped + open: a group goes from planned to dispatched, done and into one
+   batch, or it is dropped with a reason; it is dispatched again only while it is open.
+3. A batch has no token that is older than the run allows.
+4. After a rollback to batch N nothing of the batches N + 1 ... stays used: these groups are open
+   again, or were never planned.
+5. Nothing that was drawn before a rollback, after batch N, is used behind it without having been
+   drawn again, and no batch has tokens of weights that its learner did not have yet.
+
+`learned` is a second witness: the request ids that the learner has really learnt from, by step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowroll.orchestrator.journal import Event, read
+
+# event: (states that a group may be in before it, the state after it)
+MOVES: dict[str, tuple[tuple[str | None, ...], str]] = {
+    "planned": ((None,), "planned"),
+    "dispatched": (("planned", "dispatched", "done"), "dispatched"),
+    "done": (("dispatched",), "done"),
+    "batched": (("done",), "batched"),
+    "dropped": (("planned", "dispatched", "done"), "dropped"),
+}
+OPEN = ("planned", "dispatched", "done")
+
+
+def check(
+    ledger: Path | Sequence[Event], learned: Mapping[int, Sequence[str]] | None = None
+) -> list[str]:
+    """What is wrong with a ledger, a line a finding; [] of a sound one. ValueError for a file that
+    is damaged elsewhere than in a torn last line."""
+    events = read(ledger)[0] if isinstance(ledger, Path) else ledger
+    audit = Audit()
+    for number, event in enumerate(events, 1):
+        audit.take(number, event)
+    if learned is not None:
+        audit.compare(learned)
+    return audit.found
+
+
+class Audit:
+    """The states of all groups, as far as the events were taken."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self.states: dict[str, str] = {}
+        self.batches: dict[int, list[str]] = {}  # those that stand
+        self.consumed = 0  # batches up to this step are in a checkpoint
+        self._undo: list[tuple[str, str | None] | int] = []  # (id, state before), or a batch's step
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Groups by state: `open`, `batched`, `dropped`."""
+        return Counter("open" if state in OPEN else state for state in self.states.values())
+
+    def take(self, number: int, event: Event) -> None:
+        """One event more."""
+        kind = event["event"]
+        if kind == "begun":
+            self._begin(event)
+        elif kind == "rolled_back":
+            self._roll_back(number, event["step"])
+        elif kind == "consumed":
+            self._consume(number, event["step"])
+        else:
+            self._move(number, kind, event["ids"])
+        if kind == "batched":
+            self._batch(number, event)
+
+    def compare(self, learned: Mapping[int, Sequence[str]]) -> None:
+        """Hold the batches that stand against what the learner learnt from."""
+        for step, ids in sorted(learned.items()):
+            if step not in self.batches:
+                self.found.append(f"step {step}: learnt from, and no batch of it stands")
+            elif sorted(ids) != sorted(self.batches[step]):
+                self.found.append(f"step {step}: learnt from other groups than its batch has")
+        for step in sorted(set(self.batches) - set(learned)):
+            if step <= self.consumed:
+                self.found.append(f"step {step}: consumed, and the learner does not know it")
+        twice = Counter(one for ids in learned.values() for one in ids)
+        self.found += [f"{one}: learnt from {n} times" for one, n in twice.items() if n > 1]
+
+    def _begin(self, event: Event) -> None:
+        self.states = dict.fromkeys(event["open"], "planned")
+        self.batches = {}
+        self.consumed = event["step"]
+        self._undo = [event["step"]]
+
+    def _move(self, number: int, kind: str, ids: Sequence[str]) -> None:
+        before, after = MOVES[kind]
+        for one in ids:
+            state = self.states.get(one)
+            if state not in before:
+                self.found.append(
+                    f"line {number}: {one}: {kind}, and it is {state or 'not planned'}"
+                )
+            self._undo.append((one, state))
+            self.states[one] = after
+
+    def _batch(self, number: int, event: Event) -> None:
+        step, learner = event["step"], event["learner"]
+        last = max(self.batches, default=None)
+        if last is not None and step != last + 1:
+            self.found.append(f"line {number}: batch {step} comes after batch {last}")
+        self.batches[step] = list(event["ids"])
+        self._undo.append(step)
+        if learner is None:
+            return
+        for one, (oldest, newest) in zip(event["ids"], event["oldest"], strict=True):
+            if learner - oldest > event["most"]:
+                self.found.append(
+                    f"line {number}: {one}: drawn from version {oldest} for a learner of version "
+                    f"{learner}, which is more than {event['most']} behind"
+                )
+            if newest > learner:
+                self.found.append(
+                    f"line {number}: {one}: drawn from version {newest}, and its learner is "
+                    f"at {learner}"
+                )
+
+    def _consume(self, number: int, step: int) -> None:
+        if step not in self.batches and step != self.consumed:
+            self.found.append(f"line {number}: batch {step} is consumed, and none of it stands")
+        self.consumed = max(self.consumed, step)
+
+    def _roll_back(self, number: int, step: int) -> None:
+        if step not in self._undo:
+            self.found.append(f"line {number}: rolled back to batch {step}, which does not stand")
+            return
+        while (entry := self._undo[-1]) != step:
+            self._undo.pop()
+            if isinstance(entry, int):
+                self.batches.pop(entry, None)
+            elif entry[1] is None:
+                self.states.pop(entry[0], None)
+            else:
+                self.states[entry[0]] = entry[1]
+        self.consumed = min(self.consumed, step)
+
+
+def balance(events: Sequence[Event]) -> dict[str, Any]:
+    """Groups of a ledger: planned, batched, dropped by reason, open, and batches consumed."""
+    audit = Audit()
+    for number, event in enumerate(events, 1):
+        audit.take(number, event)
+    counts = audit.counts
+    return {
+        "planned": sum(counts.values()),
+        "batched": counts["batched"],
+        "dropped": counts["dropped"],
+        "open": counts["open"],
+        "consumed_through": audit.consumed,
+    }

@@ -1,0 +1,203 @@
+"""What has been drawn and what became of it, in groups: the part of a run's state that says which
+prompts come next, and which are still owed to a batch.
+
+    planned == consumed + dropped + open
+
+`open` are the groups that were planned and have neither gone into a batch nor been dropped: in
+flight, or back and waiting. Their rollouts are not kept: after a restart they are drawn again, under
+the same ids and with the same noise, which costs time and loses nothing.
+
+Pools by difficulty and the search for duplicates look at prompts that come again, so they are kept
+for data sets of finite size only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from lowroll.orchestrator.settings import Settings
+
+COUNTS = ("draws", "planned", "consumed", "dropped", "passed_over", "duplicates", "pooled")
+POOLS = ("easy", "hard")
+STATE_FORMAT = 2
+STATE = ("format", "step", "plan", "ledger", "errors")  # of the orchestrator
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An open group: what draws it again."""
+
+    env: str
+    position: int  # in its environment
+    step: int  # that it was planned for
+    temperature: float
+
+    @classmethod
+    def of(cls, state: Any, env_names: set[str]) -> Planned:
+        """The group of a state. Raises ValueError naming the field."""
+        if not isinstance(state, Mapping) or set(state) != set(cls.__dataclass_fields__):
+            raise ValueError(f"ledger.open: expected {sorted(cls.__dataclass_fields__)}")
+        if state["env"] not in env_names:
+            raise ValueError(f"ledger.open: no environment named {state['env']!r}")
+        for name in ("position", "step"):
+            if type(state[name]) is not int or state[name] < 0:
+                raise ValueError(f"ledger.open.{name}: expected a count, got {state[name]!r}")
+        temperature = state["temperature"]
+        if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
+            raise ValueError(f"ledger.open.temperature: expected one above 0, got {temperature!r}")
+        return cls(**{**state, "temperature": float(temperature)})
+
+
+class Pools:
+    """Prompts that are not drawn again, by environment: too easy, or too hard, in the order in which
+    that was seen."""
+
+    def __init__(self, held: Mapping[str, Mapping[str, list[str]]] | None = None) -> None:
+        self._held = {
+            pool: {env: dict.fromkeys(ids) for env, ids in (held or {}).get(pool, {}).items()}
+            for pool in POOLS
+        }
+
+    def holds(self, env: str, prompt_id: str) -> bool:
+        """Whether a prompt is in one of them."""
+        return any(prompt_id in self._held[pool].get(env, {}) for pool in POOLS)
+
+    def count(self, pool: str) -> int:
+        """Prompts of a pool."""
+        return sum(len(ids) for ids in self._held[pool].values())
+
+    def place(self, env: str, prompt_id: str, rewards: list[float], settings: Settings) -> None:
+        """Put a prompt where the mean reward of its group says, if anywhere."""
+        mean = fmean(rewards)
+        if settings.easy_threshold is not None and mean >= settings.easy_threshold:
+            self._held["easy"].setdefault(env, {})[prompt_id] = None
+        elif settings.hard_threshold is not None and mean <= settings.hard_threshold:
+            self._held["hard"].setdefault(env, {})[prompt_id] = None
+
+    def take_back(self, pool: str, share: float, order: Any) -> int:
+        """Let round(share * prompts) of a pool be drawn again, at least 1 where there are any and
+        the share is above 0; those for which `order(env, id)` is smallest. Returns how many."""
+        held = [(env, one) for env, ids in self._held[pool].items() for one in ids]
+        if not held or share <= 0:
+            return 0
+        chosen = sorted(held, key=lambda one: order(*one))[: max(1, round(share * len(held)))]
+        for env, one in chosen:
+            del self._held[pool][env][one]
+        return len(chosen)
+
+    def state(self) -> dict[str, dict[str, list[str]]]:
+        """JSON form: pool, environment, ids."""
+        return {
+            pool: {env: list(ids) for env, ids in sorted(envs.items()) if ids}
+            for pool, envs in self._held.items()
+        }
+
+    def copy(self) -> Pools:
+        """Independent pools with the same prompts."""
+        return Pools(self.state())
+
+    @classmethod
+    def of(cls, state: Any) -> Pools:
+        """The pools of a state. Raises ValueError when it is none."""
+        whole = isinstance(state, Mapping) and set(state) == set(POOLS)
+        if not whole or not all(map(_are_ids, state.values())):
+            raise ValueError(f"ledger.pools: expected lists of prompt ids by {' and '.join(POOLS)}")
+        return cls(state)
+
+
+def _are_ids(envs: Any) -> bool:
+    return isinstance(envs, Mapping) and all(
+        isinstance(ids, list) and all(isinstance(one, str) for one in ids) for ids in envs.values()
+    )
+
+
+@dataclass
+class Ledger:
+    """What has been drawn and what became of it, in groups. planned == consumed + dropped + open."""
+
+    draws: int = 0  # draws made, passed-over prompts included
+    cursors: dict[str, int] = field(default_factory=dict)  # next position of each environment
+    planned: int = 0
+    consumed: int = 0  # in a batch
+    dropped: int = 0  # with a reason
+    passed_over: int = 0  # prompts over max_prompt_tokens: never planned, like the next two
+    duplicates: int = 0  # prompts that are another one's duplicate
+    pooled: int = 0  # prompts of the easy or the hard pool
+    open: list[Planned] = field(default_factory=list)  # in planned order
+    pools: Pools = field(default_factory=Pools)
+
+    def copy(self) -> Ledger:
+        """An independent ledger to plan on."""
+        return replace(
+            self, cursors=dict(self.cursors), open=list(self.open), pools=self.pools.copy()
+        )
+
+    def state(self) -> dict[str, Any]:
+        """JSON form of the ledger."""
+        done = self.consumed + self.dropped + len(self.open)
+        assert self.planned == done, "ledger: planned != consumed + dropped + open"
+        return {
+            **{name: getattr(self, name) for name in COUNTS},
+            "cursors": dict(self.cursors),
+            "open": [vars(one) for one in self.open],
+            "pools": self.pools.state(),
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], env_names: set[str]) -> Ledger:
+        """The ledger of a state. Raises ValueError naming the field that does not fit."""
+        names = set(cls.__dataclass_fields__)
+        if set(state) != names:
+            raise ValueError(f"ledger: expected the fields {sorted(names)}, got {sorted(state)}")
+        cursors, opened = state["cursors"], state["open"]
+        if not isinstance(cursors, Mapping) or set(cursors) != env_names:
+            raise ValueError(
+                f"ledger.cursors: expected the environments {sorted(env_names)}, got {cursors!r}"
+            )
+        for name, count in _counts(state):
+            if type(count) is not int or count < 0:
+                raise ValueError(f"ledger.{name}: expected a count, got {count!r}")
+        if not isinstance(opened, list):
+            raise ValueError(f"ledger.open: expected a list, got {opened!r}")
+        if state["planned"] != state["consumed"] + state["dropped"] + len(opened):
+            raise ValueError("ledger.planned: expected consumed + dropped + open")
+        return cls(
+            **{name: state[name] for name in COUNTS},
+            cursors=dict(cursors),
+            open=[Planned.of(one, env_names) for one in opened],
+            pools=Pools.of(state["pools"]),
+        )
+
+
+def _counts(state: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for name in COUNTS:
+        yield name, state[name]
+    for name, count in state["cursors"].items():
+        yield f"cursors.{name}", count
+
+
+def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state in today's format. Format 1 had no open groups, no pools and no duplicates. Raises
+    ValueError for what is no state."""
+    names = set(STATE) - ({"step"} if state.get("format") == 1 else set())
+    if set(state) != names or state["format"] not in (1, STATE_FORMAT):
+        raise ValueError(
+            f"orchestrator state: expected format {STATE_FORMAT} (or 1) with plan, ledger and errors"
+        )
+    if not isinstance(state["plan"], Mapping):
+        raise ValueError(f"orchestrator state: plan: expected a mapping, got {state['plan']!r}")
+    if state["format"] == STATE_FORMAT:
+        if type(state["step"]) is not int or state["step"] < 0:
+            raise ValueError(f"orchestrator state: step: expected a count, got {state['step']!r}")
+        return dict(state)
+    newer = {"duplicates": 0, "pooled": 0, "open": [], "pools": {pool: {} for pool in POOLS}}
+    return {
+        **state,
+        "step": 0,
+        "plan": {"buffer_seed": state["plan"].get("seed"), "hash_keys": [], **state["plan"]},
+        "ledger": {**state["ledger"], **newer},
+    }

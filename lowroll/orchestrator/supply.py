@@ -1,0 +1,240 @@
+"""Where a step's groups come from when they are taken as they end.
+
+`Settings.num_open` groups are kept open, oversampling_factor x those of a batch: in flight, or back
+and waiting for a batch. A batch takes those that are back, in planned order, as soon as there are
+enough; what is dropped on the way is replaced.
+
+    level 0, partial none    the surplus is given up and dropped ("oversampled") when the batch is full
+    level 0, keep or replay  it goes on after the update; the engine does with its beginning what the
+                             run's partial rollouts say
+    level k >= 1             it goes on, and newer weights are taken while it runs
+
+With a factor of 1 nothing is left over: batch n then has tokens of versions >= n - 1 - k only.
+Beyond that a group gets old in two ways, both bounded by max_off_policy_steps (Surogate's rule and
+prime-rl's):
+
+1. At every update of weights in flight, first the groups are dropped that have lived through
+   max_off_policy_steps updates already, then the others count one more: with 8 a group survives
+   eight updates and dies at the ninth. A replayed group has no old tokens and does not count.
+2. A group that is back and has a token drawn more than max_off_policy_steps versions before the
+   learner's is dropped when a batch is made.
+
+Taking what ends first prefers short responses: `rollout/length_*` against `rollout/open_length_mean`
+and `rollout/carried_length_mean` say how much.
+
+Produces groups. Waits for the engines' answers; unblocked by them, or by `stall_s`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean
+
+from lowroll.orchestrator.client import EngineClient
+from lowroll.orchestrator.errors import InvalidRollout
+from lowroll.orchestrator.groups import ScoredGroup, check_group
+from lowroll.orchestrator.journal import Journal
+from lowroll.orchestrator.ledger import Ledger, Planned
+from lowroll.orchestrator.settings import Settings
+from lowroll.orchestrator.source import Draw, PromptSource
+from lowroll.types import Group, RunFailed
+
+
+class Stalled(RunFailed):
+    """No group in flight ended for a long time."""
+
+
+@dataclass
+class Open:
+    """A planned group on its way."""
+
+    planned: Planned
+    draw: Draw
+    handle: int | None = None  # of its request, while that is in flight
+    swaps: int = 0  # updates of weights that it has lived through in flight
+    scored: ScoredGroup | None = None  # once it is back
+
+    @property
+    def id(self) -> str:
+        """Of its request."""
+        return self.draw.request.id
+
+
+class Supply:
+    """The open groups of a run, and their requests. One thread calls everything."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        source: PromptSource,
+        engine: EngineClient,
+        journal: Journal | None = None,
+    ) -> None:
+        self.settings = settings
+        self.source = source
+        self.engine = engine
+        self.journal = journal
+        self.version: int | None = None  # that the engines draw from
+        self._known: dict[Planned, Open] = {}
+        self._flights: dict[int, Open] = {}  # by handle
+        self._given_up: set[int] = set()  # handles whose groups may still come back
+        self._landed = time.monotonic()
+
+    # -- the groups --------------------------------------------------------------------------------
+
+    def opened(self, ledger: Ledger) -> list[Open]:
+        """The open groups of a ledger, in planned order. Requests of others are given up."""
+        owed = set(ledger.open)
+        for planned in [one for one in self._known if one not in owed]:
+            self.give_up(self._known.pop(planned))
+        for planned in ledger.open:
+            if planned not in self._known:
+                self._known[planned] = Open(planned, self.source.again(planned))
+        return [self._known[planned] for planned in ledger.open]
+
+    def ready(self, ledger: Ledger) -> list[Open]:
+        """Those that are back, in planned order."""
+        return [one for one in self.opened(ledger) if one.scored is not None]
+
+    def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[Open]:
+        """Open `count` groups more."""
+        drawn = self.source.draw(ledger, count, temperature)
+        new = []
+        for draw in drawn:
+            planned = Planned(draw.prompt.env, draw.position, step, temperature)
+            ledger.open.append(planned)
+            self._known[planned] = Open(planned, draw)
+            new.append(self._known[planned])
+        if new and self.journal is not None:
+            self.journal.write("planned", step=step, ids=[one.id for one in new])
+        return new
+
+    def close(self, ledger: Ledger, groups: Iterable[Open]) -> None:
+        """Take groups off the ledger's open ones: the caller has counted them."""
+        leaving = {one.planned for one in groups}
+        ledger.open = [planned for planned in ledger.open if planned not in leaving]
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def send(self, ledger: Ledger) -> None:
+        """Ask the engines for every open group that is neither in flight nor back."""
+        asked = []
+        for one in self.opened(ledger):
+            if one.handle is None and one.scored is None:
+                one.handle = self.engine.add(one.draw.request)
+                one.swaps = 0
+                self._flights[one.handle] = one
+                asked.append(one.id)
+        if not asked:
+            return
+        if len(asked) == len(self._flights):
+            self._landed = time.monotonic()  # nothing was awaited before
+        if self.journal is not None:
+            self.journal.write("dispatched", version=self.version, ids=asked)
+
+    def turn(self) -> list[tuple[Open, Group]]:
+        """Wait a moment; the groups that came back, whole and checked. InvalidRollout for an answer
+        that nobody asked for, Stalled when none came for `stall_s`."""
+        landed = []
+        for handle, group in self.engine.step():
+            if handle in self._given_up:
+                self._given_up.discard(handle)
+                continue
+            one = self._flights.pop(handle, None)
+            if one is None or group.request.id != one.id:
+                raise InvalidRollout(
+                    f"request {group.request.id!r}: never asked, or answered twice"
+                )
+            one.handle = None
+            check_group(one.draw, group)
+            landed.append((one, group))
+        if landed:
+            self._landed = time.monotonic()
+        elif self._flights and time.monotonic() - self._landed > self.settings.stall_s:
+            first = next(iter(self._flights.values())).id
+            raise Stalled(
+                f"waited {self.settings.stall_s:g} s for one of {len(self._flights)} requests at "
+                f"the engines to end, {first!r} among them"
+            )
+        if landed and self.journal is not None:
+            self.journal.write("done", ids=[one.id for one, _ in landed])
+        return landed
+
+    def give_up(self, one: Open) -> None:
+        """End a group's request; what comes back of it is thrown away."""
+        handle, one.handle = one.handle, None
+        if handle is None:
+            return
+        self._flights.pop(handle, None)
+        self._given_up.add(handle)
+        self.engine.abort(handle)
+
+    def recall(self) -> int:
+        """Give up everything in flight. The groups stay open, and `send` asks for them again.
+        Returns how many."""
+        flying = list(self._flights.values())
+        for one in flying:
+            self.give_up(one)
+        return len(flying)
+
+    def retract(self, version: int) -> int:
+        """Draw again what is back with tokens of a later version, and what is in flight. Returns how
+        many groups."""
+        count = self.recall()
+        for one in self._known.values():
+            if one.scored is not None and one.scored.versions[1] > version:
+                one.scored = None
+                count += 1
+        self.version = None
+        return count
+
+    def rewind(self, ledger: Ledger, back: set[Planned]) -> None:
+        """After a step that failed: only the groups in `back` are still back, and those of the ledger
+        open; what is in flight is asked for again."""
+        self.recall()
+        for one in self.opened(ledger):
+            if one.planned not in back:
+                one.scored = None
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def swap(self, version: int) -> list[Open]:
+        """The engines draw from this version now. Returns the groups in flight that are too old to go
+        on; the others have lived through one update more."""
+        before, self.version = self.version, version
+        if before is None or before == version or self.settings.partial == "replay":
+            return []
+        limit = self.settings.max_off_policy_steps
+        stale = [one for one in self._flights.values() if one.swaps >= limit]
+        for one in self._flights.values():
+            one.swaps += 1
+        for one in stale:
+            self.give_up(one)
+        return stale
+
+    # -- numbers -----------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Requests at the engines."""
+        return len(self._flights)
+
+    def stats(self, step: int, chosen: Iterable[Open]) -> dict[str, float]:
+        """What a batch was taken from, while the rest is in flight."""
+        found = {"rollout/in_flight_groups": float(self.in_flight)}
+        so_far = [
+            len(sample.token_ids)
+            for handle in self._flights
+            for sample in self.engine.so_far(handle)
+        ]
+        if so_far:
+            found["rollout/open_length_mean"] = fmean(so_far)
+        carried = [one.scored for one in chosen if one.planned.step < step and one.scored]
+        found["rollout/carried_groups"] = float(len(carried))
+        if carried:
+            found["rollout/carried_length_mean"] = fmean(
+                len(sample.rollout.token_ids) for group in carried for sample in group.samples
+            )
+        return found

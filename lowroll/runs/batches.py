@@ -1,0 +1,179 @@
+"""The half of a run that makes batches: prompts, rollouts, scores, evaluations. No torch.
+
+    batches.before(1, 0)      evaluation of the policy that the run begins with, if it asks for one
+    batches.step(n, n - 1)    a batch on the channel, drawn from version n - 1
+    batches.after(n, n)       evaluation after step n, when one is due
+
+One process joins it to `runs.learner`; as a role it is `lowroll orchestrate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lowroll.config import RunConfig
+from lowroll.kv.policy.base import CachePolicy
+from lowroll.kv.saving import saving
+from lowroll.orchestrator.client import BatchSender, PhaseProgress, WeightsWatch
+from lowroll.orchestrator.journal import Journal
+from lowroll.orchestrator.loop import Orchestrator
+from lowroll.runs.build import environments, orchestrator, prompts
+from lowroll.runs.evaluations import Evaluations, Measured
+from lowroll.runs.stages import Stages
+from lowroll.types import Batch
+
+if TYPE_CHECKING:
+    from lowroll.engine.base import EngineStats
+    from lowroll.model.spec import ModelSpec
+    from lowroll.model.tokenizer import ChatTokenizer
+
+
+class Drawn(Measured, Protocol):
+    """What the batches are drawn from: an engine, wherever it is."""
+
+    @property
+    def kv(self) -> CachePolicy:
+        """Which keys its cache keeps."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class Tasks:
+    """What a run asks about: its environments, and those that it is evaluated on."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.envs = environments.make(cfg.env, cfg.seed)
+        self.held_out = self.envs
+        if cfg.eval.env:
+            self.held_out = environments.make(cfg.eval.env, cfg.seed)
+
+
+class Batches:
+    """See the top of the file. cfg: with the size of the engine's cache. Scoring workers end with
+    `stack`. rollout_log, weights, journal: as `Orchestrator`'s. alone: in one process with the
+    learner."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        spec: ModelSpec,
+        chat: ChatTokenizer,
+        tasks: Tasks,
+        rollouts: Drawn,
+        channel: BatchSender,
+        rollout_log: Callable[[Batch], object],
+        stack: ExitStack,
+        weights: WeightsWatch | None = None,
+        journal: Journal | None = None,
+        alone: bool = True,
+    ) -> None:
+        self.alone = alone
+        self.cfg = cfg
+        self.spec = spec
+        self.rollouts = rollouts
+        prompts.check_stages(cfg, spec)
+        prompts.check(cfg, spec, chat, tasks.envs)
+        self.stages = Stages(cfg)
+        scorer = stack.enter_context(environments.scorer(cfg, cfg.env))
+        eval_scorer = scorer
+        if cfg.eval.env and cfg.eval.interval:
+            eval_scorer = stack.enter_context(environments.scorer(cfg, cfg.eval.env))
+        self.evaluations = Evaluations(cfg, spec, rollouts, tasks.held_out, eval_scorer, chat)
+        self.orchestrator = Orchestrator(
+            orchestrator.settings(cfg, spec, alone),
+            tasks.envs,
+            rollouts,
+            scorer,
+            chat,
+            _Described(channel, self.described),
+            rollout_log=rollout_log,
+            weights=weights,
+            journal=journal,
+        )
+
+    def watch(self, phase: PhaseProgress, note: Callable[[str], object]) -> None:
+        """Report progress within a step, and what is worth a line."""
+        self.orchestrator.on_phase = self.evaluations.on_phase = phase
+        self.evaluations.on_note = note
+
+    def enter(self, step: int) -> None:
+        """Go over to the settings of the step's stage."""
+        if self.stages.enter(step):
+            self.orchestrator.enter(orchestrator.settings(self.stages.now, self.spec, self.alone))
+
+    def step(self, step: int, version: int) -> Batch:
+        """Make the batch of a step and send it."""
+        self.enter(step)
+        return self.orchestrator.step(step, version)
+
+    def before(self, step: int, version: int) -> dict[str, float]:
+        """The evaluation before a step; {} when there is none."""
+        self.enter(step)
+        if self.evaluations.due_before(step):
+            self._clear_engine()
+        return self.evaluations.before(step, self.stages.now, version)
+
+    def after(self, step: int, version: int) -> dict[str, float]:
+        """The evaluation after a step; {} when none is due."""
+        if self.evaluations.due(step):
+            self._clear_engine()
+        return self.evaluations.after(step, self.stages.now, version)
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` goes on from."""
+        return self.orchestrator.state()
+
+    def _clear_engine(self) -> None:
+        """Give up what is in flight, where evaluations are to have the engine alone."""
+        if self.cfg.eval.cancel_inflight_rollouts_on_eval:
+            self.orchestrator.recall()
+
+    def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
+        """Go on after a step. resumed: somebody asked for it, so that what `ckpt`, `buffer` and
+        `eval` say of a resumption holds. ValueError names what is not of this run's plan."""
+        self.enter(step)
+        ckpt = self.cfg.ckpt
+        self.orchestrator.restore(
+            state,
+            skip_progress=resumed and ckpt.skip_progress,
+            skip_buffer=resumed and ckpt.skip_buffer,
+        )
+        if resumed:
+            self.orchestrator.promote()
+            self.evaluations.resumed(step + 1)
+
+    def described(self, batch: Batch) -> dict[str, float]:
+        """How the rollouts of a batch were drawn; where a policy bounds their caches, what that
+        saves."""
+        stats, kv = self.rollouts.stats(), self.rollouts.kv
+        drawn = {"rollout/weight_bits": stats.weight_bits}
+        if self.cfg.noise is not None:
+            drawn["rollout/noise_sigma"] = max(
+                sample.rollout.behavior.noise_sigma for sample in batch.samples
+            )
+        if kv.budget is not None:
+            lengths = [(len(s.prompt_ids), len(s.rollout.token_ids)) for s in batch.samples]
+            drawn |= {f"kv/{name}": value for name, value in saving(kv, lengths).items()}
+        return drawn | {
+            "perf/generate_tokens_per_second": batch.stats["rollout/tokens"]
+            / max(batch.stats["time/generate"], 1e-9),
+            "perf/kv_pages_peak": float(stats.pages_peak),
+            "perf/prefix_hits": float(stats.prefix_hits),
+        }
+
+
+class _Described:
+    """A channel whose batches say how they were drawn."""
+
+    def __init__(
+        self, channel: BatchSender, described: Callable[[Batch], Mapping[str, float]]
+    ) -> None:
+        self.channel = channel
+        self.described = described
+
+    def send(self, batch: Batch) -> None:
+        self.channel.send(replace(batch, stats=batch.stats | dict(self.described(batch))))

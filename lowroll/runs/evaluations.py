@@ -1,0 +1,163 @@
+"""Evaluation of a run's policy on held-out prompts. No torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from lowroll.config import RunConfig
+from lowroll.envs import Environment
+from lowroll.orchestrator.client import EngineClient, PhaseProgress, Scorer, Tokenizer
+from lowroll.orchestrator.evaluate import evaluate as evaluate_env
+from lowroll.runs.build import orchestrator, prompts
+
+if TYPE_CHECKING:
+    from lowroll.model.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+# what is kept of the second sampler, and of the model before the first update
+COMPARED = ("reward", "pass_at_1")
+
+
+class Measured(EngineClient, Protocol):
+    """The engine of a run, as an evaluation asks it."""
+
+    def without_noise(self, version: int) -> AbstractContextManager[None]:
+        """In the block the weights of a version are drawn from without noise; what comes next has
+        the bits of a fresh engine, so that a resumed run has them too."""
+        ...
+
+
+class Evaluations:
+    """`eval/*` of a run's policy on the test splits, in the rollout precision, without noise: before
+    the first step, after every `eval.interval` steps and after the last. `now` are the settings of
+    the step, `version` the policy's."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        spec: ModelSpec,
+        rollouts: Measured,
+        envs: Mapping[str, Environment],
+        scorer: Scorer,
+        chat: Tokenizer,
+    ) -> None:
+        self.cfg = cfg.eval
+        self.interval = cfg.eval.interval
+        self._again: int | None = None  # a step before which a resumed run evaluates
+        self.last = cfg.train.max_steps
+        self.spec = spec
+        self.rollouts = rollouts
+        self.envs = envs
+        self.scorer = scorer
+        self.chat = chat
+        self.on_note: Callable[[str], object] = log.info
+        self.on_phase: PhaseProgress | None = None
+
+    def before(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
+        """Of the policy that the run begins with, or is resumed with; {} before other steps."""
+        if not self.due_before(step):
+            return {}
+        self.on_note(
+            f"evaluating the policy before step {step} (eval.interval: null leaves evaluations out)"
+        )
+        return self.measure(now, version, sampled=True)
+
+    def after(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
+        """Of the policy after a step; {} when none is due."""
+        if not self.due(step):
+            return {}
+        return self.measure(now, version, sampled=step == self.last)
+
+    def due_before(self, step: int) -> bool:
+        """Whether the policy before a step is evaluated."""
+        first = step == 1 and self.cfg.eval_base_model
+        return bool(self.interval) and (first or step == self._again)
+
+    def resumed(self, step: int) -> None:
+        """The run goes on with a step."""
+        self._again = None if self.cfg.skip_eval_on_resume else step
+
+    def due(self, step: int) -> bool:
+        """Whether the policy after a step is evaluated."""
+        return self.interval is not None and (step == self.last or step % self.interval == 0)
+
+    def measure(self, now: RunConfig, version: int, sampled: bool) -> dict[str, float]:
+        """Of the current policy; with `sampled`, drawn as the rollouts too."""
+        began = time.monotonic()
+        with self.rollouts.without_noise(version):
+            metrics = held_out(
+                now,
+                self.envs,
+                self.rollouts,
+                self.scorer,
+                self.chat,
+                sampled=sampled,
+                max_prompt_tokens=prompts.longest(now, self.spec),
+                on_phase=self.on_phase,
+            )
+        return metrics | {"time/eval": time.monotonic() - began}
+
+
+def held_out(
+    cfg: RunConfig,
+    envs: Mapping[str, Environment],
+    engine: EngineClient,
+    scorer: Scorer,
+    chat: Tokenizer,
+    *,
+    max_prompt_tokens: int | None,
+    sampled: bool = False,
+    on_phase: PhaseProgress | None = None,
+) -> dict[str, float]:
+    """`eval/*` of the engine's policy on the test splits, drawn as `cfg.eval` says.
+
+    With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn as the rollouts of `cfg`
+    are.
+    """
+    chosen = orchestrator.eval_sampling(cfg)
+    drawn = orchestrator.sampling(cfg)
+    metrics = {"eval/temperature": chosen.temperature}
+    for env in envs.values():
+        found = {}
+        for sampling in dict.fromkeys([chosen, drawn] if sampled else [chosen]):
+            found[sampling] = evaluate_env(
+                env,
+                engine,
+                scorer,
+                chat,
+                num_examples=cfg.eval.count(env.size("test")),
+                rollouts_per_example=cfg.eval.rollouts_per_example,
+                sampling=sampling,
+                seed=cfg.seed,
+                max_prompt_tokens=max_prompt_tokens,
+                on_phase=on_phase and partial(_within_evaluation, on_phase),
+            )
+        metrics |= found[chosen]
+        if sampled:
+            metrics |= {
+                f"eval/{env.name}/sampled_{name}": found[drawn][f"eval/{env.name}/{name}"]
+                for name in COMPARED
+            }
+    return metrics
+
+
+def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
+    """The evaluations of a step: `then`, after it, and `first`, before it, under names of their
+    own. Either may be empty."""
+    compared = tuple(f"{joint}{name}" for joint in "/_" for name in COMPARED)
+    early = {f"{name}_before": value for name, value in first.items() if name.endswith(compared)}
+    if first:
+        early["eval/temperature"] = first["eval/temperature"]
+    seconds = [found["time/eval"] for found in (first, then) if found]
+    total = {"time/eval": sum(seconds)} if seconds else {}
+    return early | dict(then) | total
+
+
+def _within_evaluation(on_phase: PhaseProgress, phase: str, done: int, total: int) -> None:
+    on_phase(f"evaluate: {phase}", done, total)

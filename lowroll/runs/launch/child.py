@@ -1,0 +1,133 @@
+"""A role as a child process: its command, its log, and how often it was started."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lowroll.runs.roles.heart import Watch
+from lowroll.runs.roles.parent import PARENT
+from lowroll.types import printable
+
+MOST_RESTARTS = 5  # within WINDOW_S
+WINDOW_S = 600.0
+FIRST_PAUSE_S = 0.5  # before a restart; then twice as long each time
+LONGEST_PAUSE_S = 10.0
+START_S = 900.0  # until the first sign of life: loading a large model takes minutes
+_MOST_LOG = 1 << 16
+_ERROR = re.compile(r"(?i)\berror\b|exception", re.ASCII)
+
+
+class Child:
+    """role: its name. command: words after `lowroll`. heart: of the role's sign of life. log:
+    appended to."""
+
+    def __init__(
+        self, role: str, command: Sequence[str], env: Mapping[str, str], heart: Path, log: Path
+    ) -> None:
+        self.role = role
+        self.command = list(command)
+        self.env = dict(env)
+        self.heart = heart
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
+        self.watch = Watch(heart)
+        self.starts: deque[float] = deque()
+        self.ready = False  # in this launch it was past its start once
+        self.again_at = 0.0  # of `time.monotonic`, when it is to be started again
+        self.done = False  # it has ended as it should
+        self._began = 0  # of its output in the log
+
+    def start(self, *more: str) -> None:
+        """Start it, in a process group of its own."""
+        self.starts.append(time.monotonic())
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:
+            self._began = out.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "lowroll", *self.command, *more],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=self.env | {PARENT: str(os.getpid())},
+                start_new_session=True,
+            )
+        self.watch = Watch(self.heart)
+
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def look(self) -> None:
+        """See its sign of life."""
+        if self.watch.look() and self._is_mine() and self.watch.said["phase"] != "starting":  # type: ignore[index]
+            self.ready = True
+
+    def _is_mine(self) -> bool:
+        said, process = self.watch.said, self.process
+        return said is not None and process is not None and said.get("pid") == process.pid
+
+    def hangs(self) -> str | None:
+        """Why it counts as hanging; None when it does not."""
+        if not self.alive():
+            return None
+        limit = self.watch.silent_s if self._is_mine() else START_S
+        if self.watch.silent_for <= limit:
+            return None
+        return (
+            f"the {self.watch.name} gives no sign of life for {self.watch.silent_for:.0f} s: it is "
+            f"stopped or hangs; last it said: {self.watch.told() or 'nothing'}"
+        )
+
+    def pause(self) -> float | None:
+        """Seconds before it is started again; None when that was too often."""
+        now = time.monotonic()
+        while self.starts and now - self.starts[0] > WINDOW_S:
+            self.starts.popleft()
+        restarts = len(self.starts) - 1
+        if restarts >= MOST_RESTARTS:
+            return None
+        return float(min(FIRST_PAUSE_S * 2.0 ** max(0, restarts), LONGEST_PAUSE_S))
+
+    def signal(self, number: int) -> None:
+        """To the process alone."""
+        if self.process is not None and self.alive():
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it and all of its group now, and wait for that."""
+        if self.process is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=30.0)
+
+    def end(self, seconds: float) -> None:
+        """Ask it to end, and end it after so many seconds."""
+        self.signal(signal.SIGTERM)
+        if self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=seconds)
+        self.kill()
+
+    def last_words(self) -> str:
+        """The last error of its log since its last start, else its last line; with the log's
+        path."""
+        try:
+            with self.log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self._began, size - _MOST_LOG))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            lines = [f"(the log cannot be read: {error.strerror or error})"]
+        told = [line for line in lines if line.strip()]
+        errors = [line for line in told if _ERROR.search(line)]
+        return f"{printable((errors or told or ['(nothing)'])[-1].strip())} (log: {self.log})"

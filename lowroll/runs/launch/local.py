@@ -1,0 +1,237 @@
+"""`launcher: local`: the roles of a run as children of one command, on this machine.
+
+    engine-0        lowroll serve          on a port that the system chose
+    orchestrator    lowroll orchestrate
+    trainer         lowroll train
+
+A role that has ended, or gives no sign of life for 30 s, is started again alone: an engine takes the
+newest weights first, the orchestrator goes on from its last batch, the trainer from its checkpoint.
+After 5 restarts within 10 minutes the run stops with that role's own last error. The first signal
+lets the trainer finish its step and write a checkpoint; the second ends everything at once. Children
+end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lowroll.checkpoint.files import write_file
+from lowroll.checkpoint.lock import RunLock
+from lowroll.config import RunConfig
+from lowroll.metrics.live import LiveView
+from lowroll.metrics.record import METRICS_FILE, read
+from lowroll.runs.attempt import RunResult, log_file
+from lowroll.runs.folder import LOGS, RunFolder
+from lowroll.runs.launch.child import Child
+from lowroll.runs.roles.orchestrate import refuse
+from lowroll.runs.roles.place import ADMIN, ENGINE, LAUNCHER, ORCHESTRATOR, TOKEN, TRAINER, Place
+from lowroll.runs.roles.serve import ROLE
+from lowroll.runs.stop import Stop, polite_stop
+from lowroll.types import RunFailed
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+ENDING_S = 30.0  # for a role that has nothing more to do
+STOPPING_S = 590.0  # for the trainer's step and checkpoint
+USERS_MISTAKE = 2  # the exit code of commands
+
+
+def launch(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
+    """Make a run by its roles; returns the run folder and its records. The folder is treated as by
+    `lowroll.run`.
+
+    RunLockedError names who launches a run in the folder already; RunFailed the role that could not
+    be kept alive, with its own last error.
+    """
+    resolved = cfg.resolved()
+    refuse(resolved)
+    place = Place(cfg.output_dir)
+    RunFolder(resolved, "grpo", alone=False).check(resume, overwrite)
+    with ExitStack() as stack:
+        lock = stack.enter_context(RunLock(place.roles / LAUNCHER))
+        stack.enter_context(log_file(place.run, lock.attempt, LAUNCHER))
+        settings = place.roles / "launch.yaml"
+        write_file(settings, cfg.dump().encode())
+        stop = stack.enter_context(polite_stop())
+        title = (
+            f"{place.run}: {resolved.algorithm}, {resolved.correction}; logs in {place.run / LOGS}"
+        )
+        view = stack.enter_context(
+            LiveView(resolved.train.max_steps, title, every=resolved.logging_steps)
+        )
+        launcher = Launcher(resolved, place, settings, resume, overwrite, view, stop)
+        stack.callback(launcher.close)
+        number = launcher.run()
+    return RunResult(place.run, read(place.run), signal=number)
+
+
+class Launcher:
+    """The children, joined."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        place: Place,
+        settings: Path,
+        resume: bool,
+        overwrite: bool,
+        view: LiveView,
+        stop: Stop,
+    ) -> None:
+        self.place = place
+        self.view = view
+        self.stop = stop
+        self.flags = ["--resume"] if resume else ["--overwrite"] if overwrite else []
+        self.shown = 0  # the last step whose record was shown
+        self._size = -1
+        env = dict(os.environ) | {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
+        first, last = _devices()
+        self.trainer = self._child(TRAINER, ["train", str(settings)], env | first)
+        self.orchestrator = self._child(ORCHESTRATOR, ["orchestrate", str(settings)], env)
+        self.engines = []
+        if not cfg.client.base_url and cfg.client.elastic.hostname is None:
+            role = f"{ENGINE}-0"
+            words = ["serve", str(settings), "serve.host=127.0.0.1"]
+            self.engines.append(self._child(role, words, env | last | {ROLE: role}))
+        for role in place.engines():  # of another launch: nobody is to look for them
+            place.heart(role).unlink(missing_ok=True)
+        if resume and (place.run / METRICS_FILE).is_file():
+            self.shown = max((record["step"] for record in read(place.run)), default=0)
+
+    def _child(self, role: str, words: list[str], env: Mapping[str, str]) -> Child:
+        logs = self.place.run / LOGS
+        return Child(role, words, env, self.place.heart(role), logs / f"{role}.log")
+
+    @property
+    def children(self) -> list[Child]:
+        """In the order in which they are started."""
+        return [*self.engines, self.orchestrator, self.trainer]
+
+    def run(self) -> int:
+        """Until the run has ended; the number of the signal that ended it early, else 0."""
+        for child in self.children:
+            self._start(child)
+        while not self.trainer.done:
+            if self.stop:
+                return self._stop()
+            for child in self.children:
+                self._look(child)
+            self._show()
+            time.sleep(LOOK_S)
+        while not self.orchestrator.done and not self.stop:  # the last evaluation
+            for child in (*self.engines, self.orchestrator):
+                self._look(child)
+            time.sleep(LOOK_S)
+        self._show()
+        for engine in self.engines:
+            engine.end(ENDING_S)
+        return self.stop.signal
+
+    def _start(self, child: Child) -> None:
+        more: list[str] = []
+        if child is self.trainer:
+            more = ["--resume"] if child.ready else self.flags
+        elif child in self.engines:
+            more = [f"serve.port={self._port(child)}"]
+        child.start(*more)
+        pid = child.process.pid if child.process else 0
+        log.info("%s: process %d: lowroll %s", child.role, pid, " ".join(child.command))
+
+    def _port(self, engine: Child) -> int:
+        """One that is free at first; then the one that the orchestrator knows."""
+        url = (engine.watch.said or {}).get("url") if engine.ready else None
+        return urlsplit(str(url)).port or 0 if url else 0
+
+    def _look(self, child: Child) -> None:
+        """Start again what has ended or hangs. RunFailed when that does not help."""
+        if child.done:
+            return
+        child.look()
+        if child.again_at:
+            if time.monotonic() >= child.again_at:
+                child.again_at = 0.0
+                self._start(child)
+            return
+        if (hangs := child.hangs()) is not None:
+            child.kill()
+            self._again(child, hangs)
+        elif not child.alive():
+            code = child.process.returncode if child.process else 0
+            if code == 0 and child not in self.engines:
+                child.done = True
+                return
+            child.kill()  # what is left of its group
+            self._again(child, f"{child.role} has ended ({_ended(code)}): {child.last_words()}")
+
+    def _again(self, child: Child, why: str) -> None:
+        code = child.process.returncode if child.process else 0
+        pause = child.pause()
+        if pause is None or (code == USERS_MISTAKE and not child.ready):
+            times = "" if pause is not None else f" after {len(child.starts) - 1} restarts"
+            raise RunFailed(f"{child.role}: stopped{times}: {why}")
+        log.warning("%s; it is started again in %.1f s", why, pause)
+        child.again_at = time.monotonic() + pause
+
+    def _stop(self) -> int:
+        """A signal came: the trainer finishes its step, then all end."""
+        self.trainer.signal(signal.SIGTERM)
+        until = time.monotonic() + STOPPING_S
+        while self.trainer.alive() and time.monotonic() < until:
+            for engine in self.engines:
+                self._look(engine)
+            if not self.orchestrator.done:
+                self._look(self.orchestrator)
+            self._show()
+            time.sleep(LOOK_S)
+        for child in (self.orchestrator, *self.engines):
+            child.end(ENDING_S)
+        return self.stop.signal
+
+    def _show(self) -> None:
+        """New records, and what each role does."""
+        path = self.place.run / METRICS_FILE
+        size = path.stat().st_size if path.is_file() else 0
+        if size != self._size and self.trainer.ready:
+            self._size = size
+            for record in read(self.place.run):
+                if record["step"] > self.shown:
+                    self.shown = record["step"]
+                    self.view.step(record)
+                    log.info("%s", self.view.line())
+        told = [
+            f"{child.role}: {child.watch.told() if child.alive() else 'ended'}"
+            for child in self.children
+        ]
+        self.view.phase(" | ".join(told), 0, 0)
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        for child in reversed(self.children):
+            child.kill()
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _devices() -> tuple[dict[str, str], dict[str, str]]:
+    """Variables of (the learner, the engine): where there are several GPUs they have one each."""
+    name = "CUDA_VISIBLE_DEVICES"
+    if name in os.environ:
+        found = [one for one in os.environ[name].split(",") if one]
+    else:
+        found = sorted(p.name[6:] for p in Path("/dev").glob("nvidia[0-9]*"))
+    if len(found) < 2:
+        return {}, {}
+    return {name: found[0]}, {name: found[1]}

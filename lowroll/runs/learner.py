@@ -1,0 +1,241 @@
+"""The half of a run that learns: the model, its trainer, what watches the mismatch, checkpoints and
+records.
+
+One process joins it to `runs.batches`; as a role it is `lowroll train`.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lowroll.checkpoint.store import Checkpoint, check_pieces
+from lowroll.config import RunConfig
+from lowroll.metrics.record import Record
+from lowroll.model import hf
+from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.orchestrator.client import PhaseProgress
+from lowroll.runs import identity
+from lowroll.runs.build import models, trainer
+from lowroll.runs.build.about import about
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.checkpointing import Checkpointing, State, Tensors
+from lowroll.runs.export import newest_batch, publish_adapter
+from lowroll.runs.folder import RunFolder
+from lowroll.runs.monitor import Monitor
+from lowroll.runs.stages import Stages
+from lowroll.trainer.loop import Trainer
+from lowroll.trainer.muon import hidden_matrices
+from lowroll.trainer.optim import Optimizer
+from lowroll.trainer.probe import probe
+from lowroll.transport.base import RolloutReceiver
+from lowroll.types import Batch
+from lowroll.weights.publish import digest
+
+log = logging.getLogger(__name__)
+
+STATE = ("trainer", "orchestrator", "guard", "widened")  # of a checkpoint
+
+
+class Publisher(Protocol):
+    """Where new weights go."""
+
+    weights: str  # the format that they are drawn from in
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """Of the engine's KV cache, where it is known here."""
+        ...
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Device memory of an engine of this process that torch does not count."""
+        ...
+
+    def publish(self, version: int) -> Mapping[str, float]:
+        """The learner's weights are those of a version now; `weights/*` of what has changed."""
+        ...
+
+    def update(self, version: int) -> None:
+        """The same, without measuring."""
+        ...
+
+    def change_format(self, weights: str) -> None:
+        """Draw from another format from the next version on."""
+        ...
+
+    def release(self) -> None:
+        """Give memory away until the next step."""
+        ...
+
+
+class Learner:
+    """See the top of the file. model: the one that learns, with `base` the digest of its weights at
+    the beginning. deadline_s: for a batch."""
+
+    def __init__(
+        self,
+        home: RunFolder,
+        checkpoints: Checkpointing,
+        cfg: RunConfig,
+        compute: Compute,
+        model: Transformer,
+        base: str,
+        chat: ChatTokenizer,
+        channel: RolloutReceiver,
+        publisher: Publisher,
+        deadline_s: float,
+    ) -> None:
+        self.home = home
+        self.checkpoints = checkpoints
+        self.cfg = cfg
+        self.compute = compute
+        self.model = model
+        self.publisher = publisher
+        self.stages = Stages(cfg)
+        self.monitor = Monitor(cfg)
+        self.trainer = Trainer(
+            model,
+            Optimizer(model.trainable_parameters(), trainer.optim(cfg), hidden_matrices(model)),
+            trainer.learn(cfg),
+            channel,
+            publisher.publish,
+            reference=models.reference(cfg, compute),
+            critic=models.critic(cfg, compute, chat),
+            teacher=models.teacher(cfg, compute, chat),
+            save_offending=self._save_offending,
+            before_first=self._first_look,
+            deadline_s=deadline_s,
+        )
+        teacher = self.trainer.teacher
+        checkpoints.identify(base, {} if teacher is None else {identity.TEACHER: digest(teacher)})
+        self.made = 0  # the last step
+        self.drawn: State = {}  # the orchestrator's, after the last batch
+
+    @property
+    def version(self) -> int:
+        """Of the policy that the weights are."""
+        return self.trainer.version
+
+    def watch(self, phase: PhaseProgress, note: Callable[[str], object]) -> None:
+        """Report progress within a step, and what is worth a line."""
+        self.trainer.on_phase = phase
+        self.monitor.on_note = note
+
+    def about(self) -> Mapping[str, str]:
+        """The run in words."""
+        return about(self.cfg, self.compute, self.model.spec)
+
+    def restore(self) -> Checkpoint | None:
+        """Put back the newest undamaged checkpoint, whose orchestrator's state is `drawn`; None when
+        there is none. ValueError when it is another run's. Then `go_on`."""
+        saved = self.checkpoints.take()
+        if saved is None:
+            return None
+        check_pieces("checkpoint", saved.state, STATE)
+        if (saved.state["trainer"].get("last_step") or 0) != saved.step:
+            raise ValueError(f"{saved.path}: trainer state: last_step is not {saved.step}")
+        self.trainer.restore(saved.tensors, saved.state["trainer"])
+        self.drawn = saved.state["orchestrator"]
+        self.enter(saved.step)
+        self.monitor.restore(saved.state)
+        return saved
+
+    def go_on(self, saved: Checkpoint) -> int:
+        """Publish the weights of a restored checkpoint, and cut the run folder back to it. Returns
+        the next step."""
+        self.heed_monitor()
+        self.publisher.publish(self.version)
+        self.home.resume(saved.step, self.about())
+        self.made = saved.step
+        log.info("resumed after step %d", saved.step)
+        return saved.step + 1
+
+    def step(self, step: int) -> dict[str, float]:
+        """Learn from the next batch of the channel; the metrics of the step."""
+        batch = self.trainer.receive()
+        stage = self.enter(step)
+        metrics = batch.stats | stage | self.trainer.step(batch)
+        metrics |= self.monitor.look(step, metrics)
+        if batch.orchestrator is not None:
+            self.drawn = batch.orchestrator
+        self.heed_monitor()
+        return metrics
+
+    def record(self, step: int, metrics: dict[str, float], began: float) -> Record:
+        """Write the record of a step that began at a time of `time.monotonic`."""
+        saving = self.checkpoints.seconds()
+        metrics |= {"perf/peak_memory_gb": self._peak_memory() / 1e9} | saving
+        metrics["time/step"] = time.monotonic() - began + sum(saving.values())
+        record = self.home.record(step, metrics)
+        self.made = step
+        return record
+
+    def checkpoint(self, step: int) -> None:
+        """Both halves of the run after `step`, in one atomic folder."""
+        self.checkpoints.save(step, self._state, cache_tokens=self.publisher.cache_tokens)
+
+    def _state(self) -> tuple[Tensors, State]:
+        tensors, state = self.trainer.state()
+        return tensors, {"trainer": state, "orchestrator": self.drawn} | self.monitor.state()
+
+    def finish(self, step: int) -> None:
+        """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
+        folder."""
+        self.checkpoint(step)
+        self.home.publish(partial(self._save_final, step))
+
+    def _save_final(self, step: int, target: Path) -> None:
+        if self.cfg.train.lora:
+            self.publisher.release()
+            batch = newest_batch(self.home.path, step)
+            publish_adapter(self.cfg, self.model, target, batch, step)
+        else:
+            hf.save(self.model, target, hf.resolve(self.cfg.model), step)
+
+    def enter(self, step: int) -> dict[str, float]:
+        """Go over to the settings of the step's stage; returns its metrics, none in a run without
+        stages."""
+        if self.stages.enter(step):
+            self._set_options()
+        return self.stages.metrics(step)
+
+    def _first_look(self, batch: Batch) -> dict[str, float]:
+        """The mismatch before the first update, which may widen the objective's thresholds."""
+        first = probe(self.model, batch, self.trainer.settings)
+        metrics = self.monitor.first_look(first, self.stages.now)
+        self._set_options()
+        return metrics
+
+    def heed_monitor(self) -> None:
+        """The next step is done with the bounds and the format that the monitor wants."""
+        self._set_options()
+        if self.monitor.weights != self.publisher.weights:
+            self.publisher.change_format(self.monitor.weights)
+            self.publisher.update(self.version)
+
+    def _set_options(self) -> None:
+        options = self.monitor.options(self.stages.now)
+        self.trainer.settings = replace(self.trainer.settings, options=options)
+
+    def _save_offending(self, batch: Batch) -> None:
+        path = self.home.keep_batch("offending", batch)
+        log.error(
+            "step %d: the update was not finite and was skipped; its batch is in %s",
+            batch.step,
+            path,
+        )
+
+    def _peak_memory(self) -> int:
+        if self.compute.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() + self.publisher.hidden_bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,72 @@
+"""The two ends of the channel of rollouts, as the settings choose it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from lowroll.config import RunConfig
+from lowroll.runs.roles.place import Place
+from lowroll.transport import filesystem
+from lowroll.transport.base import PeerSilent, RolloutReceiver
+from lowroll.types import Batch
+
+Alive = Callable[[], None]
+SEND_S = 86400.0  # for room: `alive` names a trainer that is silent long before
+
+
+def sender(cfg: RunConfig, place: Place, attempt: int, alive: Alive) -> filesystem.Sender:
+    """The orchestrator's end."""
+    way = cfg.rollout_transport
+    if way.type == "filesystem":
+        return filesystem.Sender(place.spool, way.hwm, SEND_S, alive=alive)
+    from lowroll.transport import zmq
+
+    made: filesystem.Sender = zmq.Sender(  # type: ignore[assignment]
+        place.spool,
+        way.host,
+        way.port,
+        way.hwm,
+        SEND_S,
+        attempt=attempt,
+        publish=place.address,
+        alive=alive,
+        token=secret(place),
+    )
+    return made
+
+
+def receiver(
+    cfg: RunConfig, place: Place, attempt: int, committed: int, alive: Alive
+) -> RolloutReceiver:
+    """The trainer's end."""
+    way = cfg.rollout_transport
+    if way.type == "filesystem":
+        return filesystem.Receiver(place.spool, attempt, committed, alive=alive)
+    from lowroll.transport import zmq
+
+    return _Patient(
+        zmq.Receiver(place.address, attempt, committed, alive=alive, token=secret(place)), alive
+    )
+
+
+def secret(place: Place) -> str:
+    """What both ends know, made of what engines ask for."""
+    return hashlib.sha256(f"rollouts {place.tokens()[0]}".encode()).hexdigest()[:32]
+
+
+class _Patient:
+    """A receiver that waits for an orchestrator that is started again: `alive` says for how long."""
+
+    def __init__(self, channel: RolloutReceiver, alive: Alive) -> None:
+        self.channel = channel
+        self.alive = alive
+        self.commit = channel.commit
+        self.close = channel.close
+
+    def receive(self, deadline_s: float) -> Batch:
+        while True:
+            try:
+                return self.channel.receive(deadline_s)
+            except PeerSilent:
+                self.alive()

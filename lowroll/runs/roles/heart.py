@@ -1,0 +1,171 @@
+"""A role's sign of life: `roles/<role>.json`, written again every few seconds with a growing count.
+
+Who looks at it goes by changes of the count that it has seen itself, by its own monotonic clock:
+clocks of two machines and times of files say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lowroll.checkpoint.files import read_file
+from lowroll.transport.base import PeerSilent
+from lowroll.types import printable
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+SILENT_S = 30.0  # from then on a silent role is named
+GONE_S = 1800.0  # so long others wait for one that is started again
+VARIABLE = "LOWROLL_SILENT_S"  # another SILENT_S, for tests
+
+
+def silent_s() -> float:
+    """Seconds without a sign of life after which a role is named."""
+    return float(os.environ.get(VARIABLE, SILENT_S))
+
+
+class Heart:
+    """The sign of life of this process as a role. Beats in a thread from `start` to `close`."""
+
+    def __init__(self, path: Path, role: str, attempt: int, **told: object) -> None:
+        self.path = path
+        self.said: dict[str, Any] = {
+            "role": role,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "attempt": attempt,
+            "step": 0,
+            "phase": "starting",
+            "doing": "",
+            "beat": 0,
+            **told,
+        }
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._trouble = ""
+
+    def __enter__(self) -> Heart:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(timeout=5.0)
+        self.say(phase="ended", doing="")
+
+    def say(self, **told: object) -> None:
+        """Tell more, at once."""
+        self.said |= told
+        self._write()
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """What is being done; told with the next beat."""
+        self.said["doing"] = f"{phase} {done}/{total}" if total else phase
+
+    def _run(self) -> None:
+        while not self._over.wait(min(BEAT_S, silent_s() / 4)):
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            self.said["beat"] += 1
+            new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                new.write_text(json.dumps(self.said))
+                os.replace(new, self.path)
+                self._trouble = ""
+            except OSError as error:  # a full disk ends no run; the next beat may work
+                if self._trouble != str(error):
+                    self._trouble = str(error)
+                    log.warning("%s: %s", self.path, error.strerror or error)
+
+
+def read_heart(path: Path) -> dict[str, Any] | None:
+    """What a role has said of itself last; None when there is nothing that can be read."""
+    try:
+        found = json.loads(read_file(path))
+        return found if isinstance(found, dict) and isinstance(found.get("beat"), int) else None
+    except (OSError, ValueError):
+        return None
+
+
+class Watch:
+    """Another role, seen from here."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self.clock = clock
+        self.silent_s = silent_s()
+        self.said: dict[str, Any] | None = read_heart(path)
+        self._changed_at = clock()
+        self._changes = 0  # that were seen
+        self._named = False
+
+    def look(self) -> bool:
+        """Whether it has given a sign of life since the last look."""
+        said = read_heart(self.path)
+        if said is None or said == self.said:
+            return False
+        self.said = said
+        self._changed_at = self.clock()
+        self._changes += 1
+        if self._named:
+            log.warning("the %s answers again", self.name)
+            self._named = False
+        return True
+
+    @property
+    def name(self) -> str:
+        """Of the role, with its process."""
+        said = self.said
+        if said is None:
+            return f"{self.path.stem} (which has not shown itself)"
+        return f"{self.path.stem} (process {said.get('pid')} on {printable(said.get('host'))})"
+
+    @property
+    def alive(self) -> bool:
+        """Whether a change was seen, and none is overdue."""
+        self.look()
+        return self._changes > 0 and self.silent_for < self.silent_s
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the last sign of life that was seen here, or since the first look."""
+        return self.clock() - self._changed_at
+
+    def told(self) -> str:
+        """What it said of itself last."""
+        said = self.said or {}
+        words = (f"step {said.get('step')}", said.get("phase"), said.get("doing"))
+        return printable(", ".join(str(word) for word in words if word))
+
+    def check(self) -> None:
+        """For who waits for it: a role that is silent is named, once; PeerSilent when it stays so."""
+        self.look()
+        silent = self.silent_for
+        if silent > self.silent_s and not self._named:
+            self._named = True
+            log.warning("%s", self.diagnosis())
+        if silent > GONE_S:
+            raise PeerSilent(
+                f"a sign of life of the {self.name}; last it said: {self.told()}", GONE_S
+            )
+
+    def diagnosis(self) -> str:
+        """In words, who is silent."""
+        return (
+            f"the {self.name} gives no sign of life for {self.silent_for:.0f} s: it has ended, is "
+            f"stopped or hangs; last it said: {self.told() or 'nothing'}. Waiting for it"
+        )

@@ -1,0 +1,328 @@
+"""`lowroll orchestrate`: prompts to batches, drawn by engines elsewhere, for a trainer elsewhere. No
+torch.
+
+    1. has the role in the run folder, and waits until the trainer gives a sign of life there
+    2. asks what the trainer has, and goes on from the newest batch in the spool, else from the
+       trainer's checkpoint, else from the beginning
+    3. makes batch n when the weights of version n - 1 - max_async_level are there
+
+A batch is in the spool before it counts as sent. What is killed anywhere makes the same requests
+again, with the same noise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from lowroll.checkpoint.files import write_file
+from lowroll.checkpoint.lock import RunLock
+from lowroll.checkpoint.store import Store
+from lowroll.config import RunConfig
+from lowroll.config.surogate.roles import GIVEN
+from lowroll.engine.remote.pool import Elastic, EnginePool
+from lowroll.metrics.record import add_evaluation, read_evaluations
+from lowroll.model.folder import resolve
+from lowroll.model.spec import read_spec
+from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.model.tokens import FileTokenizer
+from lowroll.orchestrator.errors import NoSignal
+from lowroll.orchestrator.journal import Journal
+from lowroll.runs.attempt import log_file
+from lowroll.runs.batches import Batches, Tasks
+from lowroll.runs.evaluations import around
+from lowroll.runs.folder import RunFolder
+from lowroll.runs.roles.channels import sender
+from lowroll.runs.roles.heart import GONE_S, Heart, Watch, silent_s
+from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
+from lowroll.runs.roles.versions import Engines, Versions
+from lowroll.runs.stop import polite_stop
+from lowroll.runs.terminal import tell
+from lowroll.transport.base import Cursor, wait_until
+from lowroll.transport.broadcasts import Broadcasts
+
+log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """A signal asked for the end; what was sent is in the spool."""
+
+
+def orchestrate(cfg: RunConfig) -> int:
+    """Make the batches of a run; returns the number of the signal that ended it early, else 0.
+
+    ValueError names what is wrong with the settings or the run folder, RunFailed an engine or a
+    trainer that is not there.
+    """
+    cfg = cfg.resolved()
+    refuse(cfg)
+    place = Place(cfg.output_dir)
+    if cfg.given is not None:  # for a trainer that has its own file alone
+        path = place.run / GIVEN
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, cfg.given.encode())
+    with ExitStack() as stack:
+        lock = stack.enter_context(RunLock(place.roles / ORCHESTRATOR))
+        stack.enter_context(log_file(place.run, lock.attempt, ORCHESTRATOR))
+        heart = stack.enter_context(
+            Heart(place.heart(ORCHESTRATOR), ORCHESTRATOR, lock.attempt, phase="starting")
+        )
+        stop = stack.enter_context(polite_stop())
+
+        def alive() -> None:
+            if stop:
+                raise Stopped
+
+        try:
+            role = Orchestration(cfg, place, stack, heart, lock.attempt, alive)
+            role.run()
+        except Stopped:
+            log.warning("stopped; what was sent is in %s", place.spool)
+            return stop.signal
+    return 0
+
+
+def refuse(cfg: RunConfig) -> None:
+    """ValueError names a setting that is for one process."""
+    if cfg.guard is not None and cfg.guard.action == "fallback":
+        raise ValueError(
+            "guard.action: fallback puts another engine in the place of the run's own, in one "
+            "process; with roles choose warn or tighten"
+        )
+    if cfg.noise is not None and cfg.eval.interval:
+        raise ValueError(
+            "eval.interval: an evaluation without noise beside a noise section is for one process"
+        )
+    ckpt = cfg.ckpt
+    for key, asked in (
+        ("resume_step", ckpt.resume_step not in (None, -1)),
+        ("skip_progress", ckpt.skip_progress),
+        ("skip_buffer", ckpt.skip_buffer),
+    ):
+        if asked:
+            raise ValueError(
+                f"ckpt.{key}: roles go on from where they were, however often one is started "
+                "again; resume so in one process"
+            )
+    if cfg.rollout.release_cache:
+        raise ValueError("rollout.release_cache: engines of other processes keep their memory")
+
+
+class Orchestration:
+    """The role, joined. alive: raises when the process is asked to stop."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        place: Place,
+        stack: ExitStack,
+        heart: Heart,
+        attempt: int,
+        alive: Callable[[], None],
+    ) -> None:
+        self.place = place
+        self.heart = heart
+        self.trainer = Watch(place.heart(TRAINER))
+        self.stopped = alive
+        self.committed = 0  # that the ledger knows of
+        self.last = cfg.train.max_steps
+        folder = resolve(cfg.model, weights=False)
+        spec = read_spec(folder)
+        self.chat = ChatTokenizer(FileTokenizer(folder))
+        self.tasks = Tasks(cfg)
+        heart.say(phase="waiting", doing="for the trainer")
+        self._meet_trainer()
+        heart.say(doing="for engines")
+        self.pool = stack.enter_context(self._pool(cfg))
+        cached = self.pool.dialect.cache_tokens or None
+        sized = cfg.rollout.model_copy(update={"cache_tokens": cached})
+        self.cfg = cfg = cfg.model_copy(update={"rollout": sized})
+        self.level = cfg.asynchrony.max_async_level
+        self.strict = cfg.asynchrony.strict_async_level
+        patience = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
+        self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, patience)
+        self.channel = sender(cfg, place, attempt, self.alive)
+        stack.callback(self.channel.close)
+        place.ledger.parent.mkdir(parents=True, exist_ok=True)
+        home = RunFolder(cfg, "grpo")
+        self.batches = Batches(
+            cfg,
+            spec,
+            self.chat,
+            self.tasks,
+            Engines(self.pool),
+            self.channel,
+            lambda batch: home.keep_batch("rollouts", batch),
+            stack,
+            self.versions if self.level else None,
+            Journal(place.ledger),
+            alone=False,
+        )
+        self.batches.watch(self._phase, lambda text: tell(text))
+
+    def alive(self) -> None:
+        """For every wait for the trainer."""
+        self.stopped()
+        self.trainer.check()
+
+    def _phase(self, name: str, done: int, total: int) -> None:
+        self.heart.progress(name, done, total)
+        self.stopped()
+
+    def _meet_trainer(self) -> None:
+        """Until the trainer has begun or gone on: what lies here may be of an earlier run."""
+
+        def has_begun() -> bool:
+            alive, said = self.trainer.alive, self.trainer.said or {}
+            has_ended = said.get("phase") == "ended" and said.get("step") == self.last
+            return has_ended or (alive and said.get("phase") not in ("starting", "ended"))
+
+        wait_until(
+            has_begun,
+            f"a sign of life of the trainer in {self.place.heart(TRAINER)} (lowroll train)",
+            GONE_S * 48,
+            self.alive,
+        )
+
+    def _pool(self, cfg: RunConfig) -> EnginePool:
+        """The engines of client.base_url, else those that show themselves in the run folder."""
+        client = cfg.client
+        elastic = None
+        if client.elastic.hostname is not None:
+            elastic = Elastic(
+                client.elastic.hostname, client.elastic.port, client.elastic.sync_interval
+            )
+        urls = list(client.base_url)
+        if not urls and elastic is None:
+            urls = self._shown()
+        token, admin = self.place.tokens()
+        if client.base_url or elastic is not None:  # engines that others started
+            token = os.environ.get(client.api_key_var) or token
+        return EnginePool(
+            urls,
+            token=token,
+            admin_token=admin,
+            timeout_s=client.timeout,
+            check_model=not client.skip_model_check,
+            elastic=elastic,
+            start_s=GONE_S,
+            silent_s=silent_s(),
+        )
+
+    def _shown(self) -> list[str]:
+        """Addresses of the engines that show themselves here, once all that do are ready."""
+        watches: dict[str, Watch] = {}
+        urls: list[str] = []
+
+        def ready() -> bool:
+            for role in self.place.engines():
+                watches.setdefault(role, Watch(self.place.heart(role)))
+            alive = [watch.said or {} for watch in watches.values() if watch.alive]
+            urls[:] = [str(one["url"]) for one in alive if one.get("url")]
+            return bool(urls) and len(urls) == len(alive)
+
+        wait_until(
+            ready,
+            f"an engine in {self.place.roles} (lowroll serve), or client.base_url",
+            GONE_S,
+            self.stopped,
+        )
+        return urls
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All batches, and the last evaluation."""
+        made = self._go_on()
+        try:
+            for step in range(made + 1, self.last + 1):
+                self._evaluate_after(step - 1)
+                self.step(step)
+        except NoSignal as reason:
+            tell(f"no batch follows: {reason}")
+            self.channel.end(str(reason))
+        else:
+            self._evaluate_after(self.last)
+        self.heart.say(phase="waiting", doing="for the last checkpoint")
+        self.channel.drain(GONE_S * 48)
+        self._commit()
+
+    def step(self, step: int) -> None:
+        """The batch of a step, when its weights are there."""
+        self.heart.say(step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}")
+        if self.strict:
+            version = self.versions.exactly(self.needs(step))
+        else:
+            version = self.versions.at_least(self.needs(step))
+        if step == 1:
+            self._evaluate_before()
+        self.heart.say(phase="generating", doing="")
+        self.batches.step(step, version if self.level == 0 else step - 1)
+        self._commit()
+
+    def _commit(self) -> None:
+        """What the trainer has in a checkpoint was learned from, once and for all."""
+        cursor = self.channel.cursor()
+        if cursor is not None and cursor.committed > self.committed:
+            self.committed = cursor.committed
+            self.batches.orchestrator.committed(cursor.committed)
+
+    def needs(self, step: int) -> int:
+        """The oldest version that a batch may be drawn from."""
+        return max(0, step - 1 - self.level)
+
+    def _go_on(self) -> int:
+        """Put back what the orchestrator knew; the step of the last batch that was sent."""
+        cursor = self._cursor()
+        newest = self.channel.spool.newest()
+        if newest is not None and newest.step >= cursor.received and newest.orchestrator:
+            self.batches.restore(newest.step, newest.orchestrator)
+            log.info("going on after the batch of step %d in the spool", newest.step)
+            return newest.step
+        self.channel.spool.drop_after(-1)
+        if cursor.committed == 0:
+            return 0
+        saved = Store(self.place.run / "checkpoints").load(cursor.committed, only=())
+        state: Mapping[str, Any] = saved.state["orchestrator"]
+        self.batches.restore(saved.step, state)
+        log.info("going on after the checkpoint of step %d", saved.step)
+        return saved.step
+
+    def _cursor(self) -> Cursor:
+        wait_until(
+            lambda: self.channel.cursor() is not None,
+            "the trainer's word about what it has received",
+            GONE_S * 48,
+            self.alive,
+        )
+        found = self.channel.cursor()
+        assert found is not None
+        return found
+
+    # -- evaluations -------------------------------------------------------------------------------
+
+    def _evaluate_before(self) -> None:
+        if self._recorded(0):
+            return
+        self._record(0, around(self.batches.before(1, self.versions.version), {}))
+
+    def _evaluate_after(self, step: int) -> None:
+        """Of the policy after a step, where one is due: at a level above 0 of the newest policy that
+        there is by then."""
+        if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
+            return
+        self.heart.say(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
+        version = self.versions.at_least(step)
+        self.heart.say(phase="evaluating")
+        self.batches.enter(step)
+        self._record(step, around({}, self.batches.after(step, version)))
+
+    def _recorded(self, step: int) -> bool:
+        return step in read_evaluations(self.place.run)
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics:
+            add_evaluation(self.place.run, step, metrics)

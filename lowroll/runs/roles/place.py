@@ -1,0 +1,62 @@
+"""The run folder as its roles share it.
+
+config.yaml, metrics.jsonl, checkpoints/, final/, broadcasts/    the trainer's
+rollouts/, orchestrator/{ledger.jsonl, spool/, evaluations.jsonl}   the orchestrator's
+roles/<role>.json     a role's sign of life      roles/<role>/.lock   who has the role
+roles/rollouts.json   where the orchestrator's socket is (zmq)
+roles/tokens.json     what engines ask of who speaks to them; for the user alone
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+from lowroll.checkpoint.files import read_file
+
+TRAINER, ORCHESTRATOR, ENGINE, LAUNCHER = "trainer", "orchestrator", "engine", "launcher"
+TOKEN, ADMIN = "LOWROLL_TOKEN", "LOWROLL_ADMIN_TOKEN"
+
+
+class Place:
+    """Paths below a run folder."""
+
+    def __init__(self, run: str | Path) -> None:
+        self.run = Path(run)
+        self.roles = self.run / "roles"
+        self.broadcasts = self.run / "broadcasts"
+        self.spool = self.run / "orchestrator" / "spool"
+        self.address = self.roles / "rollouts.json"  # of the orchestrator's socket
+        self.ledger = self.run / "orchestrator" / "ledger.jsonl"
+
+    def heart(self, role: str) -> Path:
+        """The file of a role's sign of life."""
+        return self.roles / f"{role}.json"
+
+    def engines(self) -> list[str]:
+        """The roles of engines that have ever shown themselves here, in order."""
+        names = (path.stem for path in self.roles.glob(f"{ENGINE}-*.json"))
+        numbers = (name.removeprefix(f"{ENGINE}-") for name in names)
+        return [f"{ENGINE}-{n}" for n in sorted(int(n) for n in numbers if n.isdigit())]
+
+    def tokens(self) -> tuple[str, str]:
+        """(of clients, of the admin): the environment's, else those of this run folder, which are
+        made by whoever asks first and can be read by this user alone."""
+        if TOKEN in os.environ and ADMIN in os.environ:
+            return os.environ[TOKEN], os.environ[ADMIN]
+        path = self.roles / "tokens.json"
+        self.roles.mkdir(parents=True, exist_ok=True)
+        made = self.roles / f".tokens-{os.getpid()}-{secrets.token_hex(4)}"
+        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"token": secrets.token_hex(16), "admin": secrets.token_hex(16)}, file)
+        try:
+            os.link(made, path)  # whole, and only when there is none
+        except FileExistsError:
+            pass
+        finally:
+            made.unlink()
+        found = json.loads(read_file(path))
+        return str(found["token"]), str(found["admin"])

@@ -1,0 +1,64 @@
+"""The engine of a run, for `lowroll serve FILE`: what one process would make of the same settings."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from lowroll.checkpoint.lock import RunLock, RunLockedError
+from lowroll.config import RunConfig
+from lowroll.runs.roles.heart import Heart
+from lowroll.runs.roles.place import ENGINE, Place
+
+if TYPE_CHECKING:
+    from lowroll.engine.native import NativeEngine
+
+ROLE = "LOWROLL_ENGINE_ROLE"  # of a launcher: which of several
+MOST = 64  # engines of one run folder
+
+
+def take_role(place: Place, stack: ExitStack, named: str | None) -> tuple[str, int]:
+    """Have a role in the run folder: (its name, the attempt). RunLockedError names who has it."""
+    names = [named] if named else [f"{ENGINE}-{i}" for i in range(MOST)]
+    for name in names:
+        try:
+            lock = stack.enter_context(RunLock(place.roles / name))
+            return name, lock.attempt
+        except RunLockedError:
+            if name == names[-1]:
+                raise
+    raise AssertionError("not reached")
+
+
+def heart(place: Place, role: str, attempt: int) -> Heart:
+    """The engine's sign of life; its `url`, once it serves, is where the orchestrator finds it."""
+    return Heart(place.heart(role), role, attempt)
+
+
+def engine(cfg: RunConfig) -> NativeEngine:
+    """Over the model that the learner begins with, so that version 0 is the learner's. ValueError
+    names the setting that is wrong."""
+    from lowroll.engine.native import NativeEngine
+    from lowroll.runs.build import engines, models
+    from lowroll.runs.build.compute import Compute
+
+    compute = Compute.of(cfg)
+    chat = models.tokenizer(cfg.model)
+    made = engines.make(cfg, compute, models.learner(cfg, compute), chat)
+    assert isinstance(made, NativeEngine)
+    return made
+
+
+def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespace:
+    """The options of `lowroll serve` that a run's settings stand for."""
+    place = Place(cfg.output_dir)
+    place.broadcasts.mkdir(parents=True, exist_ok=True)
+    found = argparse.Namespace(**vars(given))
+    found.model = cfg.model
+    found.weights_dir = given.weights_dir or str(place.broadcasts)
+    found.host, found.port = cfg.serve.host, cfg.serve.port
+    found.device = cfg.device
+    found.max_n = max(given.max_n, cfg.rollouts_per_example, cfg.eval.rollouts_per_example)
+    found.max_requests = max(given.max_requests, 8192)
+    return found

@@ -1,0 +1,280 @@
+"""`lowroll train`: learns from the batches of an orchestrator elsewhere, and broadcasts weights.
+
+What it has learned since its last checkpoint when it is killed it learns again, from the very same
+batches; what it broadcast meanwhile comes out as the same bytes and stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from lowroll.checkpoint.faults import faultpoint
+from lowroll.config import RunConfig
+from lowroll.metrics.live import LiveView
+from lowroll.metrics.record import Record, read
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor, get_format
+from lowroll.runs.attempt import RunResult, attempt, drive
+from lowroll.runs.build import models, trainer
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.checkpointing import Checkpointing
+from lowroll.runs.folder import RunFolder, goes_on
+from lowroll.runs.learner import Learner
+from lowroll.runs.roles.channels import receiver
+from lowroll.runs.roles.heart import GONE_S, Heart, Watch
+from lowroll.runs.roles.orchestrate import refuse
+from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
+from lowroll.runs.stop import StepDropped, Stop, polite_stop
+from lowroll.transport.base import ChannelClosed, RolloutReceiver
+from lowroll.types import Batch
+from lowroll.weights.broadcast import Broadcaster
+from lowroll.weights.noise import share
+from lowroll.weights.publish import digest, publish, rollout_copy
+from lowroll.weights.watch import AdapterWatch, WeightWatch
+
+log = logging.getLogger(__name__)
+
+STEPS_IN_USE = 2  # versions that engines may still have to take, beyond those of the level
+
+
+def train(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
+    """Learn as `cfg` says from an orchestrator's batches; returns the run folder and its records.
+    The folder is treated as by `lowroll.run`, `resume`, `overwrite` and signals included."""
+    resume = resume or goes_on(cfg)
+    cfg = cfg.resolved()
+    refuse(cfg)
+    last = cfg.train.max_steps
+    place = Place(cfg.output_dir)
+    with ExitStack() as stack:
+        home = stack.enter_context(attempt(cfg, "grpo", resume, overwrite, alone=False))
+        heart = stack.enter_context(Heart(place.heart(TRAINER), TRAINER, home.attempt))
+        role = Training(home, place, heart, resume)
+        first = role.go_on() if resume else role.begin()
+        view = stack.enter_context(
+            LiveView(last, f"{home.path}: {cfg.algorithm}, {cfg.correction}")
+        )
+        role.stop = stop = stack.enter_context(polite_stop())
+        view.asked_to_stop = stop
+        role.watch(view)
+
+        def show(record: Record) -> str:
+            view.step(record)
+            return view.line()
+
+        try:
+            signal = drive(role, first, last, cfg.ckpt.interval, show, stop)
+        except ChannelClosed as reason:
+            role.finish(role.learner.made)
+            return RunResult(home.path, read(home.path), ended=str(reason))
+        finally:
+            role.close()
+    return RunResult(home.path, read(home.path), signal=signal)
+
+
+class Training:
+    """The role, joined. With `resume`, ValueError when the newest checkpoint is another run's."""
+
+    def __init__(self, home: RunFolder, place: Place, heart: Heart, resume: bool) -> None:
+        cfg = home.cfg
+        self.home = home
+        self.cfg = cfg
+        self.place = place
+        self.heart = heart
+        self.stop = Stop()
+        self.orchestrator = Watch(place.heart(ORCHESTRATOR))
+        checkpoints = Checkpointing(home, resume)
+        compute = Compute.of(cfg)
+        self.chat = models.tokenizer(cfg.model)
+        model = models.learner(cfg, compute)
+        base = digest(model)
+        self.channel = _Late()
+        self.publisher = Broadcasting(cfg, compute, model, place, home.attempt)
+        self.learner = Learner(
+            home,
+            checkpoints,
+            cfg,
+            compute,
+            model,
+            base,
+            self.chat,
+            self.channel,
+            self.publisher,
+            deadline_s=GONE_S * 48,
+        )
+        self._compared = False
+
+    def watch(self, view: LiveView) -> None:
+        """Report progress within a step."""
+
+        def phase(name: str, done: int, total: int) -> None:
+            view.phase(name, done, total)
+            self.heart.progress(name, done, total)
+            faultpoint(f"train.{name}")
+
+        def note(text: str) -> None:
+            view.note(text)
+            log.info("%s", text)
+
+        self.learner.watch(phase, note)
+
+    def begin(self) -> int:
+        """Start a new run; returns the first step."""
+        return self._begin(again=False)
+
+    def _begin(self, again: bool) -> int:
+        self.home.begin(self.learner.about(), again)
+        self._open(0)
+        return 1
+
+    def go_on(self) -> int:
+        """Continue from the newest undamaged checkpoint, or learn from the first batch on when there
+        is none; returns the next step."""
+        saved = self.learner.restore()
+        if saved is None:
+            return self._begin(again=True)
+        step = self.learner.go_on(saved)
+        self._open(saved.step)
+        return step
+
+    def _open(self, committed: int) -> None:
+        """From here on the orchestrator may rely on what is in the folder."""
+        self.channel.channel = receiver(
+            self.cfg, self.place, self.home.attempt, committed, self._waiting
+        )
+        self.heart.say(phase="waiting", step=committed)
+
+    def _waiting(self) -> None:
+        """While there is no batch: nothing is lost when a step that has not begun is dropped."""
+        if self.stop:
+            raise StepDropped
+        self.orchestrator.check()
+
+    def step(self, step: int) -> Record:
+        """Learn from the batch of a step, and record it."""
+        began = time.monotonic()
+        self.heart.say(step=step, phase="waiting", doing=f"for batch {step}")
+        metrics = self.learner.step(step)
+        self.heart.say(phase="recording", doing="")
+        record = self.learner.record(step, metrics, began)
+        faultpoint(f"train.recorded/{step}")
+        return record
+
+    def drop(self, step: int) -> None:
+        """A checkpoint of the step before one that had not begun."""
+        if step > 1:
+            self.learner.enter(step - 1)
+            self.checkpoint(step - 1)
+
+    def checkpoint(self, step: int) -> None:
+        """A checkpoint; the orchestrator's batches up to it are not needed any more."""
+        self.heart.say(phase="checkpoint", doing="")
+        self.learner.checkpoint(step)
+        faultpoint(f"train.checkpoint/{step}")
+        self.channel.commit(step)
+
+    def finish(self, step: int) -> None:
+        """The last checkpoint and the trained model."""
+        self.heart.say(phase="finishing", doing="")
+        self.learner.finish(step)
+        if step:
+            self.channel.commit(step)
+
+    def close(self) -> None:
+        """Give the channel back."""
+        if self.channel.channel is not None:
+            self.channel.close()
+
+
+class _Late:
+    """A channel that is opened when the run folder is ready for it."""
+
+    channel: RolloutReceiver | None = None
+
+    def receive(self, deadline_s: float) -> Batch:
+        assert self.channel is not None
+        batch = self.channel.receive(deadline_s)
+        faultpoint(f"train.received/{batch.step}")
+        return batch
+
+    def commit(self, step: int) -> None:
+        assert self.channel is not None
+        self.channel.commit(step)
+
+    def close(self) -> None:
+        assert self.channel is not None
+        self.channel.close()
+
+
+class Broadcasting:
+    """New weights as folders that engines read (`runs.learner.Publisher`)."""
+
+    cache_tokens = None
+    hidden_bytes = 0
+
+    def __init__(
+        self, cfg: RunConfig, compute: Compute, model: Transformer, place: Place, attempt: int
+    ) -> None:
+        self.cfg = cfg
+        self.model = model
+        self.weights = cfg.rollout.weights
+        self.noise = trainer.noise(cfg)
+        self.broadcaster = Broadcaster(
+            place.broadcasts,
+            model,
+            attempt=attempt,
+            keep=cfg.asynchrony.max_async_level + STEPS_IN_USE,
+            base=cfg.model,
+            noise=self.noise,
+        )
+        self.watch = self._watch(compute)
+
+    def publish(self, version: int) -> Mapping[str, float]:
+        """Broadcast a version, unless it is the model's own."""
+        metrics: dict[str, float] = {}
+        if version:
+            metrics = self.broadcaster.publish(version)
+            faultpoint(f"train.published/{version}")
+        noise = None if self.noise is None else self.noise.at(version)
+        if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
+            share(self.model, noise)
+        return metrics | (self.watch.measure() if self.watch else {})
+
+    def update(self, version: int) -> None:
+        self.publish(version)
+
+    def change_format(self, weights: str) -> None:
+        raise AssertionError(f"a fallback to {weights} was refused at the start")
+
+    def release(self) -> None:
+        """Engines keep their memory."""
+
+    def _watch(self, compute: Compute) -> AdapterWatch | _OwnWatch | None:
+        if not self.cfg.train.weight_metrics:
+            return None
+        if self.cfg.train.lora:
+            return AdapterWatch(self.model)
+        watch = _OwnWatch(self.model, compute, compute.format(self.weights))
+        return watch if watch.held else None
+
+
+class _OwnWatch:
+    """`WeightWatch` where the engine's codes lie elsewhere: the same codes are made here."""
+
+    def __init__(self, model: Transformer, compute: Compute, weights: str) -> None:
+        dtype = get_format(weights).dtype or compute.dtype
+        self.model = model
+        self.copy = rollout_copy(model, weights, dtype)
+        self.held = {
+            name: linear.weight
+            for name, linear in self.copy.linears()
+            if isinstance(linear.weight, QTensor)
+        }
+        self.watch = WeightWatch(model, self.held)
+
+    def measure(self) -> dict[str, float]:
+        """`weights/*` since the last call."""
+        publish(self.model, self.copy)
+        return self.watch.measure()

@@ -1,0 +1,264 @@
+"""Published weights as their readers see them: a folder a version, and the marker that says that it
+is whole.
+
+    broadcasts/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json
+               step_000007/STABLE    JSON: version, attempt, kind, manifest_digest, noise
+
+The marker is written last and synced; without it a folder is none. It names the manifest by its
+SHA-256, and the manifest names every byte, so a marker of one attempt is never taken with the files
+of another. A version that is written again is either the same bytes, and stays, or another folder
+in the place of the old one, which is renamed first: `reading` says whether that happened meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowroll.checkpoint.files import read_file
+from lowroll.checkpoint.publish import MANIFEST, read_meta
+from lowroll.transport.base import DeadlineExceeded, TransportError, check_deadline
+from lowroll.types import printable
+
+STABLE = "STABLE"
+KINDS = ("full", "adapter", "codes")
+WAYS = ("filesystem", "nccl", "cuda_ipc")
+FORMAT = 1
+TURN_S = 0.02  # between two looks at the folder
+_NAME = re.compile(r"step_([0-9]{1,18})", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MOST_MARKER = 1 << 16
+
+
+class Replaced(TransportError):
+    """What was being read is not what is there any more: look again."""
+
+
+class Gap(ValueError):
+    """What a version changes is not what the engine holds."""
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """The weights of a version, whole. noise: {"seed", "sigma"} for the engine's norms, or None.
+    since: the version that `codes` change; every other kind stands for itself. way: how the tensors
+    travel; the folder holds them only where that is "filesystem"."""
+
+    version: int
+    path: Path
+    kind: str
+    digest: str  # of the manifest, and so of every byte
+    attempt: int  # of the trainer that wrote it
+    noise: dict[str, Any] | None = None
+    since: int | None = None
+    way: str = "filesystem"
+
+
+class Broadcasts:
+    """The versions in a folder, which need not exist yet. What has another name, is no folder, has
+    no marker or one that does not fit, is not there."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def versions(self) -> list[Broadcast]:
+        """All that are whole, the oldest first."""
+        found: dict[int, Broadcast] = {}
+        for number in self._numbers():
+            if (one := self.at(number)) is not None:
+                found[number] = one
+        return [found[number] for number in sorted(found)]
+
+    def newest(self) -> Broadcast | None:
+        """The one of the highest version, if there is any."""
+        for number in sorted(self._numbers(), reverse=True):
+            if (one := self.at(number)) is not None:
+                return one
+        return None
+
+    def at(self, version: int) -> Broadcast | None:
+        """The one of a version, if it is there. `step_000007` goes before `step_7`."""
+        for name in (folder_name(version), f"step_{version}"):
+            with suppress(ValueError, OSError):
+                return read_broadcast(self.folder / name)
+        return None
+
+    def wait(
+        self, version: int, deadline_s: float, alive: Callable[[], None] = lambda: None
+    ) -> Broadcast:
+        """The one of a version, as soon as it is there. alive: called at every look, and raises when
+        nobody is left who could write it. DeadlineExceeded says what is there instead."""
+        deadline_s = check_deadline(deadline_s)
+        end = time.monotonic() + deadline_s
+        while True:
+            if (found := self.at(version)) is not None:
+                return found
+            alive()
+            if time.monotonic() >= end:
+                raise DeadlineExceeded(
+                    f"the weights of version {version} in {self.folder} ({self._told(version)})",
+                    deadline_s,
+                )
+            time.sleep(min(TURN_S, max(0.0, end - time.monotonic())))
+
+    def _told(self, version: int) -> str:
+        path = self.folder / folder_name(version)
+        if path.exists():
+            try:
+                read_broadcast(path)
+            except (ValueError, OSError) as error:
+                return printable(error)
+        newest = self.newest()
+        return "none is there" if newest is None else f"the newest is version {newest.version}"
+
+    def _numbers(self) -> set[int]:
+        with suppress(FileNotFoundError):
+            names = os.listdir(self.folder)
+            return {n for n in map(number_of, names) if n is not None}
+        return set()
+
+
+def folder_name(version: int) -> str:
+    """Of a version's folder."""
+    return f"step_{version:06d}"
+
+
+def number_of(name: str) -> int | None:
+    """The version that a folder's name is of, `step_000007` or `step_7`; None for any other name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    number = int(match[1])
+    return number if name in (folder_name(number), f"step_{number}") else None
+
+
+def encode_marker(
+    version: int, attempt: int, kind: str, manifest_digest: str, noise: dict[str, Any] | None
+) -> bytes:
+    """The bytes of a STABLE."""
+    marker = {
+        "format": FORMAT,
+        "version": version,
+        "attempt": attempt,
+        "kind": kind,
+        "manifest_digest": manifest_digest,
+    }
+    marker |= {} if noise is None else {"noise": noise}
+    return (json.dumps(marker, allow_nan=False) + "\n").encode()
+
+
+def manifest_digest(folder: Path) -> str:
+    """64 hex digits of a published folder's manifest. OSError when it has none."""
+    return hashlib.sha256(read_file(folder / MANIFEST)).hexdigest()
+
+
+def read_broadcast(path: Path) -> Broadcast:
+    """The broadcast in a folder. ValueError or OSError, with the file and the field, when there is
+    none: no name of a version, a link, no marker, or a marker that is not of this manifest."""
+    number = number_of(path.name)
+    if number is None or path.is_symlink():
+        raise ValueError(f"{path}: no folder of a version")
+    marker = _read_marker(path / STABLE)
+    found = manifest_digest(path)
+    if found != marker["manifest_digest"]:
+        raise ValueError(
+            f"{path / STABLE}: manifest_digest: {MANIFEST} is not the one that it was written for"
+        )
+    meta = read_meta(path)
+    said = {
+        "broadcast": marker["format"],
+        "version": number,
+        "kind": marker["kind"],
+        "noise": marker.get("noise"),
+    }
+    if meta is None or marker["version"] != number:
+        raise ValueError(f"{path / STABLE}: version: it is not of this folder")
+    if {name: meta.get(name) for name in said} != said:
+        raise ValueError(f"{path / STABLE}: it and {MANIFEST} say different things")
+    since, way = meta.get("since"), meta.get("way", "filesystem")
+    if (type(since) is int) != (marker["kind"] == "codes") or way not in WAYS:
+        raise ValueError(f"{path / MANIFEST}: meta: since, way: of no broadcast")
+    return Broadcast(
+        number, path, marker["kind"], found, marker["attempt"], said["noise"], since, way
+    )
+
+
+@contextmanager
+def reading(broadcast: Broadcast) -> Iterator[None]:
+    """Reads of a broadcast's files: nobody removes them meanwhile. Replaced, at the beginning or at
+    the end of the block, when another attempt has put other files in their place."""
+    try:
+        descriptor = os.open(broadcast.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        raise _replaced(broadcast) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _replaced(broadcast) from None
+        _check_same(broadcast)
+        try:
+            yield
+        except (ValueError, OSError):
+            _check_same(broadcast)  # of another's files nothing is wrong
+            raise
+        _check_same(broadcast)
+    finally:
+        os.close(descriptor)
+
+
+def _check_same(broadcast: Broadcast) -> None:
+    try:
+        same = read_broadcast(broadcast.path) == broadcast
+    except (ValueError, OSError):
+        same = False
+    if not same:
+        raise _replaced(broadcast)
+
+
+def _replaced(broadcast: Broadcast) -> Replaced:
+    return Replaced(f"{broadcast.path}: version {broadcast.version} was removed or written again")
+
+
+def _read_marker(path: Path) -> dict[str, Any]:
+    if path.lstat().st_size > _MOST_MARKER or path.is_symlink():
+        raise ValueError(f"{path}: no marker of ours")
+    try:
+        marker = json.loads(read_file(path))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: not JSON") from None
+    wanted = {"format", "version", "attempt", "kind", "manifest_digest"}
+    if not isinstance(marker, dict) or marker.keys() - {"noise"} != wanted:
+        raise ValueError(f"{path}: expected the fields {', '.join(sorted(wanted))}")
+    for name in ("format", "version", "attempt"):
+        if type(marker[name]) is not int or marker[name] < 0:
+            raise ValueError(f"{path}: {name}: expected a whole number")
+    if marker["format"] != FORMAT:
+        raise ValueError(f"{path}: format: {marker['format']} is of another lowroll")
+    if marker["kind"] not in KINDS:
+        raise ValueError(f"{path}: kind: {printable(repr(marker['kind']))} is none of {KINDS}")
+    stated = marker["manifest_digest"]
+    if not isinstance(stated, str) or not _DIGEST.fullmatch(stated):
+        raise ValueError(f"{path}: manifest_digest: expected 64 hexadecimal digits")
+    if "noise" in marker:
+        _check_noise(path, marker["noise"])
+    return marker
+
+
+def _check_noise(path: Path, noise: object) -> None:
+    if not isinstance(noise, dict) or noise.keys() != {"seed", "sigma"}:
+        raise ValueError(f"{path}: noise: expected seed and sigma")
+    seed, sigma = noise["seed"], noise["sigma"]
+    if type(seed) is not int or not 0 <= seed < 1 << 63:
+        raise ValueError(f"{path}: noise: seed: expected a number below 2^63")
+    if type(sigma) not in (int, float) or not 0 <= sigma < float("inf"):
+        raise ValueError(f"{path}: noise: sigma: expected a finite number, 0 or more")

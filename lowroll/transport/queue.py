@@ -1,0 +1,101 @@
+"""The orchestrator's side of every durable channel: a spool, and how far behind the trainer may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from lowroll.checkpoint.faults import faultpoint
+from lowroll.transport.base import (
+    ChannelClosed,
+    Cursor,
+    FrameGone,
+    RolloutSender,
+    check_deadline,
+    wait_until,
+)
+from lowroll.transport.spool import Spool
+from lowroll.types import Batch
+
+
+class DurableSender(RolloutSender, Protocol):
+    """The orchestrator's end of a channel between processes."""
+
+    @property
+    def spool(self) -> Spool: ...
+
+    def end(self, reason: str) -> None:
+        """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
+
+    def drain(self, deadline_s: float) -> None:
+        """Wait until the trainer has committed everything that was sent."""
+
+
+Listen = Callable[[], Cursor | None]  # what the trainer has said, as of now
+
+
+class Queue:
+    """Batches that were sent and not yet committed. hwm: how many the trainer may not have received
+    yet. alive: raises when the trainer cannot answer any more."""
+
+    def __init__(
+        self, spool: Spool, hwm: int, deadline_s: float, alive: Callable[[], None] | None
+    ) -> None:
+        if isinstance(hwm, bool) or not isinstance(hwm, int) or hwm < 1:
+            raise ValueError(f"hwm: expected an integer of at least 1, got {hwm!r}")
+        self.spool = spool
+        self.hwm = hwm
+        self.deadline_s = check_deadline(deadline_s)
+        self.alive = alive
+        self.closed = False
+        spool.repair()
+        spool.reopen()
+
+    def send(self, batch: Batch, listen: Listen) -> None:
+        """Wait for room, then keep the batch. An error leaves nothing sent."""
+        if self.closed:
+            raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
+        steps = self.spool.steps()
+        if batch.step not in steps:  # one that is there was sent, and is only compared
+            wait_until(
+                lambda: self._has_room(batch.step, listen()),
+                f"the trainer to receive a batch: step {batch.step} would be one more than the "
+                f"{self.hwm} that it may be behind",
+                self.deadline_s,
+                self.alive,
+            )
+        faultpoint(f"send.begin/{batch.step}")
+        self.spool.put(batch)
+        faultpoint(f"send.spooled/{batch.step}")
+        if (cursor := listen()) is not None:
+            self.spool.drop_through(cursor.committed)
+
+    def _has_room(self, step: int, cursor: Cursor | None) -> bool:
+        steps = self.spool.steps()
+        if cursor is None:
+            return len(steps) < self.hwm
+        oldest = min([*steps, step])
+        if cursor.received + 1 < oldest:
+            raise FrameGone(
+                f"{self.spool.folder}: the trainer needs the batch of step {cursor.received + 1}; "
+                f"the oldest is of step {oldest}"
+            )
+        return step - 1 - cursor.received < self.hwm
+
+    def end(self, reason: str) -> None:
+        """See `Spool.end`."""
+        self.closed = True
+        self.spool.end(reason)
+
+    def drain(self, deadline_s: float, listen: Listen) -> None:
+        """Wait until everything is committed."""
+        last = max(self.spool.steps(), default=0)
+
+        def done() -> bool:
+            cursor = listen()
+            return last == 0 or (cursor is not None and cursor.committed >= last)
+
+        wait_until(done, f"the trainer to commit step {last}", deadline_s, self.alive)
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,209 @@
+"""The batches that were sent and may be asked for again: `step_000012.frame`, one file each.
+
+A file appears whole (`checkpoint.files`) and is never changed. What lies here has been sent: an
+orchestrator that starts again goes on from the newest, a trainer that starts again asks for what it
+had not committed. The steps have no gaps; the newest stays whatever was committed, because it holds
+the state that the orchestrator goes on from.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.files import naming, read_file, sync_folder, write_file
+from lowroll.checkpoint.seal import seal, unseal
+from lowroll.transport.base import Cursor, DamagedFrame, Fenced, FrameGone, TransportError
+from lowroll.transport.frame import check_frame, decode_frame, encode_frame
+from lowroll.transport.words import cursor_of, encode_word, said
+from lowroll.types import Batch, printable
+
+log = logging.getLogger(__name__)
+
+_FILE = re.compile(r"step_([0-9]{6,15})\.frame")
+_END = "end.json"
+CURSOR = "cursor.json"
+DAMAGED = ".damaged"  # behind the name of a frame that was set aside
+
+
+class Spool:
+    """The frames of one run in one folder, and the trainer's words beside them. One process writes
+    frames, one writes words; any may read."""
+
+    def __init__(self, folder: Path, run: str = "") -> None:
+        self.folder = Path(folder)
+        self.run = run
+        self._unheeded = b""  # damaged words that were told of
+
+    def path(self, step: int) -> Path:
+        """Where the frame of a step lies, once it is there."""
+        return self.folder / f"step_{step:06d}.frame"
+
+    def steps(self) -> list[int]:
+        """Steps whose frames are there, ascending."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        found = (_FILE.fullmatch(name) for name in names)
+        return sorted(
+            {int(match[1]) for match in found if match and self._is_named(int(match[1]), match[0])}
+        )
+
+    def _is_named(self, step: int, name: str) -> bool:
+        return self.path(step).name == name and self.path(step).is_file()
+
+    def put(self, batch: Batch) -> None:
+        """Keep a batch; it is on the disk when this returns. The same batch again changes nothing.
+
+        TransportError for another one of a step that is there, or one that leaves a gap.
+        CodecError for a batch that cannot travel. Nothing is written then.
+        """
+        data = encode_frame(batch, self.run)
+        steps = self.steps()
+        if batch.step in steps:
+            if read_file(self.path(batch.step)) == data:
+                return
+            raise TransportError(f"{self.path(batch.step)}: another batch of this step was sent")
+        if steps and batch.step != steps[-1] + 1:
+            raise TransportError(
+                f"{self.folder}: the batch of step {batch.step} does not follow step {steps[-1]}"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._unlink([self.folder / _END])
+        write_file(self.path(batch.step), data)
+
+    def get(self, step: int) -> bytes:
+        """The frame of a step. FrameGone when it is not there, DamagedFrame when it is not what was
+        put."""
+        path = self.path(step)
+        try:
+            data = read_file(path)
+        except FileNotFoundError:
+            raise FrameGone(f"{path}: the batch of step {step} is not there") from None
+        check_frame(data, self.run, step, str(path))
+        return data
+
+    def read(self, step: int) -> Batch:
+        """The batch of a step; errors as of `get`."""
+        return decode_frame(self.get(step), self.run, step, str(self.path(step)))
+
+    def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
+        """At most `most` bytes of a frame from `offset` on, and the size of the whole, as they lie
+        there: whoever joins the pieces checks them. FrameGone when it is not there."""
+        path = self.path(step)
+        with naming(path):
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                raise FrameGone(f"{path}: the batch of step {step} is not there") from None
+            try:
+                size = os.fstat(descriptor).st_size
+                return os.pread(descriptor, most, offset), size
+            finally:
+                os.close(descriptor)
+
+    def newest(self) -> Batch | None:
+        """The last batch that was put; None when there is none."""
+        steps = self.steps()
+        return self.read(steps[-1]) if steps else None
+
+    def drop_through(self, step: int) -> None:
+        """Delete the frames up to `step`, but not the newest of all."""
+        self._unlink([self.path(one) for one in self.steps()[:-1] if one <= step])
+
+    def drop_after(self, step: int) -> list[int]:
+        """Delete the frames after `step`, the newest first, and say which: the run goes back to
+        it, and they belong to a future that it will not have."""
+        later = [one for one in reversed(self.steps()) if one > step]
+        for one in later:
+            self._unlink([self.path(one)])
+        return later[::-1]
+
+    def repair(self) -> None:
+        """Set the first damaged frame aside, and those after it: an orchestrator that goes on from
+        the newest makes them again. Frames before a gap are of no use to anybody and go too."""
+        steps = self.steps()
+        bad = next((step for step in steps if not self._is_intact(step)), None)
+        if bad is not None:
+            for step in [step for step in reversed(steps) if step >= bad]:
+                path = self.path(step)
+                os.replace(path, path.with_name(path.name + DAMAGED))
+            sync_folder(self.folder)
+        steps = self.steps()
+        whole = next((i for i in range(len(steps) - 1, 0, -1) if steps[i] != steps[i - 1] + 1), 0)
+        self._unlink([self.path(step) for step in steps[:whole]])
+
+    def _is_intact(self, step: int) -> bool:
+        try:
+            self.get(step)  # its digest: to decode all of them would take seconds
+            return True
+        except (DamagedFrame, FrameGone) as error:
+            log.error("%s; it is set aside with those after it, to be made again", error)
+            return False
+
+    def cursor(self) -> Cursor | None:
+        """What the trainer has said; None before its first word, and for words that are damaged or
+        of another run, which are told of once."""
+        path = self.folder / CURSOR
+        try:
+            data = read_file(path)
+        except FileNotFoundError:
+            return None
+        try:
+            return cursor_of(data, self.run)
+        except ValueError as error:
+            if data != self._unheeded:
+                self._unheeded = data
+                log.warning("%s is not heeded: %s", path, printable(error))
+            return None
+
+    def say(self, cursor: Cursor) -> None:
+        """Keep what a trainer says. Fenced when a later attempt has spoken."""
+        path, there = self.folder / CURSOR, self.cursor()
+        if there is not None and there.attempt > cursor.attempt:
+            raise Fenced(
+                f"{path}: attempt {there.attempt} of the trainer has taken over from "
+                f"attempt {cursor.attempt}"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_file(path, encode_word(said(cursor, self.run)))
+
+    def end(self, reason: str) -> None:
+        """Say that no batch follows the newest, and why. A batch that is put takes it back."""
+        line = seal(json.dumps({"run": self.run, "reason": reason}).encode())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_file(self.folder / _END, line + b"\n")
+
+    def ended(self) -> str | None:
+        """The reason why no batch follows; None while some may."""
+        try:
+            data = read_file(self.folder / _END)
+            content, sealed = unseal(data.removesuffix(b"\n"))
+            found = json.loads(content)
+            if not data.endswith(b"\n"):
+                raise ValueError("torn")
+        except FileNotFoundError:
+            return None
+        except (ValueError, RecursionError) as error:
+            raise DamagedFrame(f"{self.folder / _END}: {error}") from error
+        if not sealed or not isinstance(found, dict) or found.get("run") != self.run:
+            raise DamagedFrame(f"{self.folder / _END}: not of run {self.run!r}")
+        return str(found.get("reason"))
+
+    def reopen(self) -> None:
+        """Take `end` back."""
+        self._unlink([self.folder / _END])
+
+    def _unlink(self, paths: list[Path]) -> None:
+        gone = [path for path in paths if path.exists()]
+        for path in gone:
+            faultpoint(f"spool.drop/{path.name}")
+            with naming(path):
+                path.unlink(missing_ok=True)
+        if gone:
+            sync_folder(self.folder)

@@ -1,0 +1,593 @@
+"""Rollouts over TCP: the trainer asks, the orchestrator answers from its spool.
+
+    trainer (DEALER)        Ask      frame 12 from byte 0 on; received 11, committed 10
+    orchestrator (ROUTER)   wait     not there yet; this is answered at once, which shows that it lives
+                            piece    bytes 0 .. 4 MiB of 9 MiB, as soon as the frame is in the spool
+    trainer                 Ask      frame 12 from byte 4 MiB on
+    ...
+
+An ask is repeated until it is answered, so that nothing depends on a message that arrives: the
+number of the step is the sequence number, the next ask is the acknowledgement. Pieces bound every
+message, and go on where they were when either side is started again. The joined frame is checked as
+a file would be. Every message is three parts: a sealed line (`transport.words`), the bytes of the
+piece, and their HMAC-SHA256 under the token that both sides know.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.files import read_file, write_file
+from lowroll.transport.base import (
+    ChannelClosed,
+    Cursor,
+    DamagedFrame,
+    DeadlineExceeded,
+    Fenced,
+    FrameGone,
+    PeerSilent,
+    TransportError,
+    check_deadline,
+)
+from lowroll.transport.codec import MAX_BYTES
+from lowroll.transport.frame import LONGEST_HEADER, decode_frame
+from lowroll.transport.queue import Queue
+from lowroll.transport.spool import Spool
+from lowroll.transport.words import (
+    MOST_BYTES,
+    Answer,
+    Ask,
+    Kind,
+    Place,
+    Word,
+    decode_word,
+    encode_word,
+)
+from lowroll.types import Batch, printable
+
+log = logging.getLogger(__name__)
+
+PIECE = 4 << 20  # bytes of a frame in one message
+TRIES = 3  # for what arrives damaged
+RETRY_S = 1.0
+SILENCE_S = 30.0
+_LINGER_MS = 1000
+_LOOK_S = 0.1  # until somebody is there
+_CLOSE_S = 2.0
+_MOST_WAITING = 16
+
+
+def pack(word: Ask | Answer, piece: bytes, token: str) -> list[bytes]:
+    """The three parts of a message."""
+    line = encode_word(word)
+    return [line, piece, _mac(line, piece, token)]
+
+
+def unpack(kind: type[Word], parts: Sequence[bytes], token: str) -> tuple[Word, bytes]:
+    """ValueError for anything but what `pack` made with the same token."""
+    if len(parts) != 3:
+        raise ValueError(f"{len(parts)} parts, a message has 3")
+    line, piece, mac = parts
+    if len(line) > MOST_BYTES or len(piece) > PIECE:
+        raise ValueError(f"a message of {len(line)} and {len(piece)} bytes is too long")
+    if not hmac.compare_digest(mac, _mac(line, piece, token)):
+        raise ValueError("damaged, or made with another token")
+    return decode_word(kind, line), piece
+
+
+def _mac(line: bytes, piece: bytes, token: str) -> bytes:
+    found = hmac.new(token.encode(), line, "sha256")  # a line has one newline, its last byte
+    found.update(piece)
+    return found.digest()
+
+
+def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.Socket[bytes]:
+    """A socket that bounds what it takes, what it keeps and how long it lingers."""
+    made = context.socket(kind)
+    for option, value in (
+        (zmq.LINGER, _LINGER_MS),
+        (zmq.MAXMSGSIZE, most),
+        (zmq.SNDHWM, 16),
+        (zmq.RCVHWM, 16),
+        (zmq.HEARTBEAT_IVL, 5_000),
+        (zmq.HEARTBEAT_TIMEOUT, 15_000),
+        (zmq.RECONNECT_IVL, 100),
+        (zmq.RECONNECT_IVL_MAX, 1_000),
+    ):
+        made.setsockopt(option, value)
+    return made
+
+
+class Sender:
+    """The orchestrator's end. Listens on `host` and `port` (0: a free one that the system chooses),
+    and says where in the file `publish`; `folder` is its spool.
+
+    hwm: batches that the trainer may not have received yet; `send` waits at most `deadline_s`
+    seconds for room. attempt: grows with every start of the orchestrator. ValueError for an address
+    of the network without a token, TransportError for one that is taken.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        hwm: int = 2,
+        deadline_s: float = 3600.0,
+        *,
+        run: str = "",
+        attempt: int = 0,
+        token: str = "",
+        publish: Path | None = None,
+        alive: Callable[[], None] | None = None,
+    ) -> None:
+        interface = _interface(host, token)
+        self.queue = Queue(Spool(folder, run), hwm, deadline_s, alive)
+        self.service = Service(self.queue.spool, attempt, token)
+        self.address = self.service.bind(interface, port)
+        if publish is not None:
+            publish.parent.mkdir(parents=True, exist_ok=True)
+            write_file(publish, encode_word(Place(run, attempt, self.address)))
+        self.service.start()
+
+    @property
+    def spool(self) -> Spool:
+        return self.queue.spool
+
+    def send(self, batch: Batch) -> None:
+        """Keep a batch in the spool, from which the trainer is answered. DeadlineExceeded when that
+        is too far behind, FrameGone when it needs a batch that is not there any more; then nothing
+        is sent."""
+        self.queue.send(batch, self.cursor)
+        self.service.wake()
+
+    def cursor(self) -> Cursor | None:
+        self.service.check()
+        return self.service.cursor
+
+    def end(self, reason: str) -> None:
+        """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
+        self.queue.end(reason)
+        self.service.wake()
+
+    def drain(self, deadline_s: float) -> None:
+        """Wait until the trainer has committed everything that was sent: nobody else can answer
+        it."""
+        self.queue.drain(deadline_s, self.cursor)
+
+    def close(self) -> None:
+        self.queue.close()
+        self.service.close()
+
+
+class Service:
+    """The thread that answers. It alone touches the socket."""
+
+    def __init__(self, spool: Spool, attempt: int, token: str) -> None:
+        self.spool = spool
+        self.attempt = attempt
+        self.token = token
+        self.cursor = spool.cursor()
+        self.turns = 0  # of the thread; for tests
+        self._waiting: dict[bytes, Ask] = {}  # by peer: what is not there yet
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = _open(self._context, zmq.ROUTER, 2 * MOST_BYTES)
+        self._ear, self._bell = os.pipe()
+        os.set_blocking(self._ear, False)
+        os.set_blocking(self._bell, False)
+        self._closing = threading.Event()
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._refused = 0
+
+    def bind(self, interface: str, port: int) -> str:
+        try:
+            self._socket.bind(f"tcp://{interface}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._release()
+            raise TransportError(
+                f"rollouts cannot be served on {interface}:{port}: {error}"
+            ) from error
+        where = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        every = ipaddress.ip_address(interface).is_unspecified
+        return where.replace(interface, socket.gethostname()) if every else where
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There may be an answer to those who wait."""
+        try:
+            os.write(self._bell, b"!")
+        except BlockingIOError:
+            pass  # it rings already
+
+    def check(self) -> None:
+        """TransportError when the thread has failed."""
+        if self._failed is not None:
+            raise TransportError(
+                f"rollouts are not served any more: {self._failed}"
+            ) from self._failed
+
+    def close(self) -> None:
+        """What was answered still leaves, within a second."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self.wake()
+        self._thread.join(_CLOSE_S + _LINGER_MS / 1000)
+        if not self._thread.is_alive():
+            self._release()
+
+    def _release(self) -> None:
+        self._closing.set()
+        self._socket.close()
+        self._context.term()
+        os.close(self._ear)
+        os.close(self._bell)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._ear, zmq.POLLIN)
+        try:
+            while not self._closing.is_set():
+                self.turns += 1
+                self._turn(dict(poller.poll(1000)))
+        except BaseException as error:
+            self._failed = error
+            log.error("rollouts are not served any more: %r", error)
+            raise
+
+    def _turn(self, ready: dict[object, int]) -> None:
+        if self._ear in ready:
+            os.read(self._ear, 4096)
+            for peer, ask in list(self._waiting.items()):
+                self._answer(peer, ask, again=True)
+        for peer, ask in self._heard().items():
+            self._answer(peer, ask, again=False)
+
+    def _heard(self) -> dict[bytes, Ask]:
+        """The last word of everyone who has spoken: of a peer that has asked thirty times while
+        this process stood still, one ask is answered."""
+        found: dict[bytes, Ask] = {}
+        while True:
+            try:
+                peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return found
+            try:
+                ask, _ = unpack(Ask, parts, self.token)
+                found[peer] = ask
+            except ValueError as error:
+                self._refused += 1
+                if self._refused == 1:
+                    log.warning("a message that no trainer sends is refused: %s", printable(error))
+
+    def _answer(self, peer: bytes, ask: Ask, again: bool) -> None:
+        self._waiting.pop(peer, None)
+        if ask.run != self.spool.run:
+            text = f"the orchestrator is of run {self.spool.run!r}"
+            self._tell(peer, ask, "refused", text=text)
+        elif self.cursor is not None and ask.attempt < self.cursor.attempt:
+            self._tell(peer, ask, "fenced", text=f"attempt {self.cursor.attempt}")
+        else:
+            self._note(ask.cursor)
+            self._serve(peer, ask, again)
+
+    def _note(self, cursor: Cursor) -> None:
+        if cursor == self.cursor or not cursor.follows(self.cursor):
+            return
+        faultpoint(f"serve.heard/{cursor.received}")
+        try:
+            self.spool.say(cursor)
+        except (OSError, Fenced) as error:  # it is kept with the trainer's next step
+            log.warning("what the trainer has said could not be kept: %s", error)
+        self.cursor = cursor
+
+    def _serve(self, peer: bytes, ask: Ask, again: bool) -> None:
+        if ask.want is None:
+            self._tell(peer, ask, "heard")
+            return
+        steps, step = self.spool.steps(), ask.want
+        if step in steps:
+            try:
+                piece, size = self.spool.piece(step, ask.offset, PIECE)
+            except OSError as error:
+                self._tell(peer, ask, "refused", text=printable(error, 200))
+                return
+            self._tell(peer, ask, "piece", piece, step=step, offset=ask.offset, size=size)
+            faultpoint(f"serve.sent/{step}")
+        elif steps and step < steps[-1]:
+            self._tell(peer, ask, "gone", step=steps[0])
+        elif (reason := self.spool.ended()) is not None:
+            self._tell(peer, ask, "ended", text=reason[:500])
+        else:
+            self._waiting[peer] = ask
+            if len(self._waiting) > _MOST_WAITING:  # those who are gone do not say so
+                del self._waiting[next(iter(self._waiting))]
+            if not again:
+                self._tell(peer, ask, "wait")
+
+    def _tell(self, peer: bytes, ask: Ask, kind: Kind, piece: bytes = b"", **rest: object) -> None:
+        committed = 0 if self.cursor is None else self.cursor.committed
+        answer = Answer(kind, self.spool.run, self.attempt, ask.attempt, committed, **rest)  # type: ignore[arg-type]
+        try:
+            self._socket.send_multipart([peer, *pack(answer, piece, self.token)], zmq.NOBLOCK)
+        except zmq.Again:  # it does not read: it will ask again
+            pass
+
+
+def _interface(host: str, token: str) -> str:
+    """The address to listen on. ValueError for one that others reach, when they could say anything."""
+    try:
+        found = socket.gethostbyname(host)
+    except OSError as error:
+        raise ValueError(f"rollout_transport.host: {host!r}: {error}") from error
+    if not ipaddress.ip_address(found).is_loopback and not token:
+        raise ValueError(
+            f"rollout_transport.host: {host} is reached from other machines: rollouts are served "
+            "there only with a token, and then to a private network"
+        )
+    return found
+
+
+class Receiver:
+    """The trainer's end. address: tcp://HOST:PORT, or the file in which the orchestrator says where
+    it listens, which may change. committed: the step of the checkpoint that the trainer goes on
+    from, 0 at the beginning. `attempt` grows with every start of the trainer; an earlier one is
+    fenced."""
+
+    def __init__(
+        self,
+        address: str | Path,
+        attempt: int,
+        committed: int = 0,
+        *,
+        run: str = "",
+        token: str = "",
+        alive: Callable[[], None] | None = None,
+        silence_s: float = SILENCE_S,
+        max_bytes: int = MAX_BYTES + LONGEST_HEADER,
+    ) -> None:
+        self.line = Line(address, run, token)
+        self.run = run
+        self.alive = alive
+        self.silence_s = silence_s
+        self.max_bytes = max_bytes
+        self._cursor = Cursor(committed, committed, attempt)
+        self._orchestrator = -1  # its attempt
+        self._heard = committed  # what it is known to know of ours
+
+    def receive(self, deadline_s: float) -> Batch:
+        """The next batch. PeerSilent when an orchestrator that was there leaves every ask of
+        `silence_s` seconds unanswered; FrameGone when it has only later batches; DamagedFrame when
+        what it sends is no frame, three times; Fenced when a later attempt of the trainer has taken
+        over; ChannelClosed when it has ended."""
+        step = self._cursor.received + 1
+        until = time.monotonic() + check_deadline(deadline_s)
+        coming = Coming(step, self.run, self.max_bytes)
+        silent_s = 0.0  # listened for; not by the clock: this process may have stood still
+        while coming.batch is None:
+            told = self.line.tell(self._word(step, coming.offset))
+            seconds = min(RETRY_S if told else _LOOK_S, max(0.0, until - time.monotonic()))
+            silent_s = 0.0 if self._listen(coming, seconds) else silent_s + seconds
+            if self.alive is not None:
+                self.alive()
+            if self._orchestrator >= 0 and silent_s >= self.silence_s:
+                raise PeerSilent(f"the orchestrator at {self.line.where} to answer", self.silence_s)
+            if coming.batch is None and time.monotonic() >= until:
+                never = ", which has never answered" if self._orchestrator < 0 else ""
+                what = f"the batch of step {step} from the orchestrator at {self.line.where}{never}"
+                raise DeadlineExceeded(what, deadline_s)
+        faultpoint(f"receive.read/{step}")
+        self._cursor = self._cursor.receive()
+        self.line.tell(self._word())
+        faultpoint(f"receive.said/{step}")
+        return coming.batch
+
+    def commit(self, step: int) -> None:
+        self._cursor = self._cursor.commit(step)
+        self.line.tell(self._word())
+
+    def close(self) -> None:
+        """Say what is committed until it is heard, two seconds at most."""
+        until = time.monotonic() + _CLOSE_S
+        while self._heard < self._cursor.committed and time.monotonic() < until:
+            self.line.tell(self._word())
+            try:
+                found = self.line.listen(_LOOK_S)
+            except ValueError:
+                continue
+            if found is not None and self._is_for_me(found[0]):
+                self._heard = found[0].committed
+        self.line.close()
+
+    def _word(self, want: int | None = None, offset: int = 0) -> Ask:
+        cursor = self._cursor
+        return Ask(
+            self.run, cursor.attempt, cursor.received, cursor.committed, want=want, offset=offset
+        )
+
+    def _listen(self, coming: Coming, seconds: float) -> bool:
+        """Take what comes within the time of one try; whether the orchestrator has said anything.
+        Returns at once when there is something else to ask for."""
+        until, answered = time.monotonic() + seconds, False
+        while (left := until - time.monotonic()) > 0:
+            try:
+                found = self.line.listen(left)
+            except ValueError as error:
+                coming.refuse(f"{self.line.where}: {printable(error)}")
+                return True
+            if found is None:
+                return answered
+            answer, piece = found
+            if not self._is_for_me(answer):
+                continue
+            answered = True
+            self._heard = answer.committed
+            self._raise(answer, coming.step)
+            if answer.kind == "piece" and coming.take(answer, piece, self.line.where):
+                return True
+        return answered
+
+    def _is_for_me(self, answer: Answer) -> bool:
+        """Not the words of an orchestrator that was replaced, nor those for another attempt."""
+        if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
+            return False
+        if answer.run != self.run and answer.kind != "refused":
+            return False
+        self._orchestrator = answer.attempt
+        return True
+
+    def _raise(self, answer: Answer, step: int) -> None:
+        where, text = self.line.where, printable(answer.text)
+        if answer.kind == "refused":
+            raise TransportError(f"{where}: refused: {text}; this is run {self.run!r}")
+        if answer.kind == "fenced":
+            raise Fenced(
+                f"{text} of the trainer has taken over from attempt {self._cursor.attempt}"
+            )
+        if answer.kind == "gone":
+            raise FrameGone(
+                f"{where}: the trainer needs the batch of step {step}; the oldest that the "
+                f"orchestrator keeps is of step {answer.step}"
+            )
+        if answer.kind == "ended":
+            raise ChannelClosed(f"the orchestrator has ended before step {step}: {text}")
+
+
+class Coming:
+    """A frame of which pieces have arrived; `batch` once it is whole."""
+
+    def __init__(self, step: int, run: str, max_bytes: int) -> None:
+        self.step = step
+        self.run = run
+        self.max_bytes = max_bytes
+        self.batch: Batch | None = None
+        self._data = bytearray()
+        self._size = 0  # of the whole; 0 before the first piece
+        self._tries = 0
+
+    @property
+    def offset(self) -> int:
+        """The first byte that is missing."""
+        return len(self._data)
+
+    def take(self, answer: Answer, piece: bytes, where: str) -> bool:
+        """Append a piece; False for one that is not the next. DamagedFrame at the third frame that
+        is none."""
+        if answer.step != self.step or answer.offset != self.offset:
+            return False
+        if problem := self._problem(answer, piece):
+            self.refuse(f"{where}: step {self.step}: {problem}")
+            return True
+        self._size = answer.size
+        self._data += piece
+        if len(self._data) == self._size:
+            try:
+                self.batch = decode_frame(
+                    bytes(self._data), self.run, self.step, f"{where}: step {self.step}"
+                )
+            except DamagedFrame as error:
+                self.refuse(str(error))
+        return True
+
+    def _problem(self, answer: Answer, piece: bytes) -> str:
+        if answer.size > self.max_bytes:
+            return f"a frame of {answer.size} bytes is over the limit of {self.max_bytes}"
+        if self._size and answer.size != self._size:
+            return f"a frame of {answer.size} bytes, {self._size} were announced"
+        if not piece or self.offset + len(piece) > answer.size:
+            return f"{len(piece)} bytes at {self.offset} of {answer.size}"
+        return ""
+
+    def refuse(self, problem: str) -> None:
+        """Begin again. DamagedFrame when that was done often enough."""
+        self._data.clear()
+        self._size = 0
+        self._tries += 1
+        if self._tries == TRIES:
+            raise DamagedFrame(f"{problem}; asked for {TRIES} times")
+        log.warning("%s; it is asked for again", problem)
+
+
+class Line:
+    """The trainer's socket, connected to where the orchestrator listens now."""
+
+    def __init__(self, address: str | Path, run: str, token: str) -> None:
+        self.place = address if isinstance(address, Path) else None
+        self.where = str(address)
+        self.run = run
+        self.token = token
+        self.polls = 0  # waits for a message; for tests
+        self._attempt = -1  # of the orchestrator whose place was read
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        if self.place is None:
+            self._connect(str(address))
+
+    def tell(self, word: Ask) -> bool:
+        """Say it; False when nobody is there to hear."""
+        self._look()
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send_multipart(pack(word, b"", self.token), zmq.NOBLOCK)
+            return True
+        except zmq.Again:
+            return False
+
+    def listen(self, seconds: float) -> tuple[Answer, bytes] | None:
+        """The next answer within so many seconds. ValueError for what is none."""
+        self.polls += 1
+        if self._socket is None:
+            time.sleep(seconds)
+            return None
+        if not self._socket.poll(max(1, int(1000 * seconds))):
+            return None
+        return unpack(Answer, self._socket.recv_multipart(zmq.NOBLOCK), self.token)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._context.term()
+
+    def _look(self) -> None:
+        """Follow the orchestrator to the place that its file names."""
+        if self.place is None:
+            return
+        try:
+            place = decode_word(Place, read_file(self.place))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            log.warning("%s is not heeded: %s", self.place, printable(error))
+            return
+        if place.run == self.run and place.attempt >= self._attempt and place.address != self.where:
+            self._attempt = place.attempt
+            self._connect(place.address)
+
+    def _connect(self, address: str) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = _open(self._context, zmq.DEALER, PIECE + 2 * MOST_BYTES)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no asks are kept for one who is not there
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            raise TransportError(
+                f"{printable(address)}: no address of rollouts: {error}"
+            ) from error
+        self.where = address

@@ -1,0 +1,221 @@
+"""What an update changes of the tensors that an engine holds: for an aligned learner, whose codes are
+the engine's (`weights.aligned`), that alone has to travel.
+
+    {name}            a tensor whole: a norm that takes noise, or one of which most has changed
+    {name}.gaps       int16 [n], read without a sign: steps between the entries that changed, from -1 on
+    {name}.values     [n] their new bits, in the tensor's own dtype
+
+Entries are the tensor's, in row-major order; of packed codes an entry is what is stored. One in
+65,535 is named whether it changed or not, so that no gap is longer. Names are those of
+`publish.digest`. An engine takes changes only on top of the bits that they are changes of, and holds
+the digest of all that it has then against the learner's; when they differ it is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels import checksum
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor
+from lowroll.transport.broadcasts import Gap
+from lowroll.weights.noise import noisy_norms
+from lowroll.weights.publish import fingerprint
+
+STRIDE = 65535  # the longest gap
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a stream of changes is of. Digests are of what an engine holds, without noise: `before`
+    of all but the norms that take noise, `after` of all."""
+
+    since: int
+    before: str
+    after: str
+
+
+class Shadow:
+    """What engines hold in `format` and `dtype`, as their aligned learner has it: a copy, on the
+    learner's device. ValueError for a learner whose codes are not theirs."""
+
+    def __init__(self, model: Transformer, format: str, dtype: torch.dtype) -> None:
+        for name, linear in model.linears():
+            if linear.aligned is None or linear.aligned.format != format:
+                raise ValueError(
+                    f"{name}: changed codes are those of a learner aligned to {format}"
+                )
+            if linear.adapter is not None:
+                raise ValueError(f"{name}: it has an adapter, which travels alone")
+        self.model = model
+        self.dtype = dtype
+        self.version: int | None = None  # None: engines hold nothing of it yet
+        self._tensors: dict[str, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of what an engine holds."""
+        return sum(tensor.nbytes for tensor in self._now().values())
+
+    def renew(self, version: int) -> None:
+        """Engines hold this version from now on."""
+        for name, tensor in self._now().items():
+            if name in self._tensors:
+                self._tensors[name].copy_(tensor)
+            else:
+                self._tensors[name] = tensor.clone()
+        self.version = version
+
+    def changes(self) -> tuple[dict[str, Tensor], Changes]:
+        """From the version that engines hold to the learner's weights, on the CPU."""
+        assert self.version is not None
+        now, whole = self._now(), norm_names(self.model)
+        stream: dict[str, Tensor] = {}
+        for name, tensor in now.items():
+            stream |= difference(name, self._tensors[name], tensor, name in whole)
+        before = fingerprint({n: t for n, t in self._tensors.items() if n not in whole}, {})
+        return stream, Changes(self.version, before, fingerprint(now, {}))
+
+    def _now(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        codes = {f"{n}.weight": linear.aligned for n, linear in self.model.linears()}
+        for name, p in self.model.named_parameters():
+            if name not in codes:
+                tensors[name] = p.detach().to(self.dtype)
+        for name, q in codes.items():
+            assert q is not None
+            tensors |= {f"{name}.{part}": tensor for part, tensor in q.tensors.items()}
+        return tensors
+
+
+def norm_names(model: Transformer) -> set[str]:
+    """The parameters that take noise."""
+    return {f"{name}.weight" for name, _ in noisy_norms(model)}
+
+
+def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Tensor]:
+    """The entries of a stream that make `new` of `old`; none where they are equal."""
+    if not whole:
+        at = (_bits(old) != _bits(new)).nonzero().flatten()
+        if at.numel() == 0:
+            return {}
+        named = STRIDE * torch.arange(1, int(at[-1]) // STRIDE + 1, device=at.device) - 1
+        at = torch.cat([at, named]).unique()
+        if at.numel() * (2 + new.element_size()) < new.nbytes:
+            gaps = at.diff(prepend=at.new_tensor([-1])).to(torch.int32).to(torch.int16)
+            values = _bits(new)[at].view(new.dtype)
+            return {f"{name}.gaps": gaps.cpu(), f"{name}.values": values.cpu()}
+    return {name: new.detach().cpu().contiguous()}
+
+
+def apply(
+    rollout: Transformer, stream: Mapping[str, Tensor], changes: Changes
+) -> dict[str, Tensor]:
+    """Write changes into an engine's storages, in place, but for the norms that take noise: these
+    are returned, by name. Gap when they are of other weights; ValueError when they do not fit or do
+    not give what they were to give. The engine's tensors are as they were then."""
+    whole = norm_names(rollout)
+    targets = _targets(rollout)
+    mine = {name: tensor for name, tensor in targets.items() if name not in whole}
+    if (found := fingerprint(mine, {})) != changes.before:
+        raise Gap(
+            f"update: codes: they change weights {changes.before} of version {changes.since}, and "
+            f"the engine holds {found}"
+        )
+    norms = _norms(stream, targets, whole, rollout)
+    writes = dict(_writes({n: t for n, t in stream.items() if n not in whole}, mine))
+    undo = [(to, at, to[at].clone()) for to, at, _ in writes.values()]
+    for to, at, values in writes.values():
+        to[at] = values
+    after = fingerprint(mine | norms, {})
+    if after != changes.after:
+        for to, at, values in undo:
+            to[at] = values
+        raise ValueError(
+            f"update: digest: {changes.after} was stated, and what has come of it has {after}"
+        )
+    for name, linear in rollout.linears():
+        assert isinstance(linear.weight, QTensor)
+        if any(f"{name}.weight.{part}" in writes for part in linear.weight.tensors):
+            linear.weight.renew()
+    if rollout.head is not None:
+        rollout.head.renew()
+    return norms
+
+
+def _targets(rollout: Transformer) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, linear in rollout.linears():
+        assert isinstance(linear.weight, QTensor)
+        tensors |= {f"{name}.weight.{part}": t for part, t in linear.weight.tensors.items()}
+    linears = {f"{name}.weight" for name, _ in rollout.linears()}
+    tensors |= {n: p.detach() for n, p in rollout.named_parameters() if n not in linears}
+    return tensors
+
+
+def _norms(
+    stream: Mapping[str, Tensor], targets: Mapping[str, Tensor], whole: set[str], model: Transformer
+) -> dict[str, Tensor]:
+    norms: dict[str, Tensor] = {}
+    for name in whole:
+        arrived = stream.get(name)
+        if arrived is None or arrived.shape != targets[name].shape:
+            raise ValueError(f"update: codes: {name} is missing or of another shape")
+        if arrived.dtype != model.dtype:
+            raise ValueError(f"update: codes: {name}: {arrived.dtype}, not {model.dtype}")
+        norms[name] = arrived.to(targets[name].device)
+    return norms
+
+
+def _writes(
+    stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> Iterator[tuple[str, tuple[Tensor, Tensor, Tensor]]]:
+    """Of each tensor that changes: its entries as whole numbers, which of them, and what they
+    become. ValueError for what does not fit."""
+    left = set(stream)
+    finite: dict[str, Tensor] = {}
+    found = []
+    for name, target in targets.items():
+        gaps, values, new = (stream.get(f"{name}{part}") for part in (".gaps", ".values", ""))
+        left -= {f"{name}.gaps", f"{name}.values", name}
+        if gaps is not None and values is not None and new is None:
+            at = _positions(name, gaps, target)
+        elif new is not None and gaps is None and values is None and new.shape == target.shape:
+            at, values = torch.arange(target.numel(), device=target.device), new.flatten()
+        elif gaps is None and values is None and new is None:
+            continue
+        else:
+            raise ValueError(f"update: codes: {name}: another shape, or half of it is missing")
+        if values.dtype != target.dtype or values.shape != at.shape:
+            raise ValueError(f"update: codes: {name}: values of {values.dtype}, {values.shape}")
+        values = values.to(target.device)
+        if values.dtype in _FLOATS:
+            finite[name] = values.contiguous()
+        found.append((name, (_bits(target), at, _bits(values))))
+    if left:
+        raise ValueError(f"update: codes: the engine has no {min(left)}")
+    for name, fine in zip(finite, checksum.finite(checksum.amax([*finite.values()])), strict=True):
+        if not fine:
+            raise ValueError(f"update: codes: {name} holds a non-finite value")
+    yield from found
+
+
+def _positions(name: str, gaps: Tensor, target: Tensor) -> Tensor:
+    if gaps.dtype != torch.int16 or gaps.ndim != 1 or not gaps.numel():
+        raise ValueError(f"update: codes: {name}: gaps of {gaps.dtype}, {tuple(gaps.shape)}")
+    steps = gaps.to(target.device).to(torch.int64) & 0xFFFF
+    at = steps.cumsum(0) - 1
+    if int(steps.min()) < 1 or int(at[-1]) >= target.numel():
+        raise ValueError(f"update: codes: {name}: its gaps lead out of the tensor")
+    return at
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The entries of a contiguous tensor as whole numbers, in one row: the same storage."""
+    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).view(-1)

@@ -1,0 +1,253 @@
+"""The trainer's end of a direct way (`weights.device_link`): engines ask for a version, and its
+buckets go over by NCCL, gloo or CUDA IPC.
+
+produces       the buckets of the newest version, for whoever asks
+waits for      engines that ask, in a thread of its own; once one has, for the others that are
+               connected, at most GATHER_S; for a group, at most JOIN_S; for a broadcast, at most
+               `timeout_s`
+unblocked by   a new version, an engine's word, `close`
+
+A group stays as long as the engines that ask are those of the last time. A peer that dies in the
+midst of a broadcast ends the group, and the next one who asks begins another.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.weights.device_link import (
+    Group,
+    Lines,
+    LinkFailed,
+    device_uuid,
+    handles,
+    tcp_store,
+)
+
+log = logging.getLogger(__name__)
+
+GATHER_S = 1.0
+TURN_S = 0.05
+ANSWER_S = 5.0  # for a line, of somebody who is there
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version that can be fetched. write: put it into the folder as files, for who cannot."""
+
+    version: int
+    digest: str
+    buckets: list[Tensor]
+    write: Callable[[], None]
+
+
+@dataclass
+class Round:
+    """One time that a version goes over. failed: why it did not; "" while nothing is wrong."""
+
+    number: int
+    group: Group | None
+    sending: bool = False  # every member has been told
+    failed: str = ""
+
+
+class Offers:
+    """way: nccl (gloo on a CPU) or cuda_ipc. host, port: where engines ask; 0 for a free port. Only
+    that interface is listened at."""
+
+    def __init__(
+        self,
+        way: str,
+        device: torch.device,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        timeout_s: float = 1200.0,
+    ) -> None:
+        if way not in ("nccl", "cuda_ipc"):
+            raise ValueError(f"way: {way!r} is none of nccl, cuda_ipc")
+        if way == "cuda_ipc" and device.type != "cuda":
+            raise ValueError("way: cuda_ipc shares memory of a GPU, and the learner is on a CPU")
+        self.way = way
+        self.device = device
+        self.host = host
+        self.timeout_s = timeout_s
+        self.broken = False  # somebody asked for files: the next versions come as files
+        self._listening = socket.create_server((host, port), backlog=128)
+        self.port: int = self._listening.getsockname()[1]
+        meeting = socket.create_server((host, 0), backlog=128)
+        self._store_port = meeting.getsockname()[1]
+        self._store = tcp_store(host, self._store_port, meeting, timeout_s)
+        self._offer: Offer | None = None
+        self._peers: dict[Lines, list[Any] | None] = {}  # with what they want
+        self._asked = 0.0  # when the first of them did
+        self._group: tuple[list[Lines], Group] | None = None
+        self._groups = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    def offer(self, offer: Offer) -> None:
+        """From now on this version, and no older one."""
+        self._offer = offer
+
+    def close(self) -> None:
+        """Nothing is offered any more. Idempotent."""
+        self._closing.set()
+        self._thread.join(5.0)
+        self._listening.close()
+
+    def _run(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        while not self._closing.is_set():
+            self._listen()
+            wanting = [peer for peer, want in self._peers.items() if want is not None]
+            late = time.monotonic() - self._asked > GATHER_S
+            if wanting and (late or len(wanting) == len(self._peers)):
+                self._serve(wanting)
+        for peer in [*self._peers]:
+            self._drop(peer)
+        self._end_group()
+
+    def _listen(self) -> None:
+        """New peers, and what they say."""
+        for peer in [peer for peer in self._peers if peer.has_line]:
+            self._hear(peer)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listening, selectors.EVENT_READ, None)
+            for peer in self._peers:
+                selector.register(peer.socket, selectors.EVENT_READ, peer)
+            for key, _ in selector.select(TURN_S):
+                if key.data is None:
+                    self._listening.settimeout(TURN_S)
+                    with suppress(OSError):
+                        self._peers[Lines(self._listening.accept()[0])] = None
+                else:
+                    self._hear(key.data)
+
+    def _hear(self, peer: Lines) -> None:
+        try:
+            message = peer.receive(ANSWER_S)
+            if "write" in message:
+                self._write(peer, message["write"])
+            elif "want" in message:
+                if all(want is None for want in self._peers.values()):
+                    self._asked = time.monotonic()
+                self._peers[peer] = message["want"]
+        except LinkFailed:
+            self._drop(peer)
+
+    def _write(self, peer: Lines, wanted: Any) -> None:
+        offer = self._offer
+        if offer is None or wanted != [offer.version, offer.digest]:
+            return peer.send({"error": _gone(wanted, offer)}, ANSWER_S)
+        if not self.broken:
+            log.warning("%s: %s came to nothing; weights come as files", peer.name, self.way)
+            self.broken = True
+        try:
+            offer.write()
+        except (OSError, ValueError) as error:
+            return peer.send({"error": str(error)}, ANSWER_S)
+        peer.send({"written": offer.version}, ANSWER_S)
+
+    def _serve(self, wanting: list[Lines]) -> None:
+        offer = self._offer
+        members = []
+        for peer in wanting:
+            want, self._peers[peer] = self._peers[peer], None
+            if offer is not None and want == [offer.version, offer.digest]:
+                members.append(peer)
+            else:
+                with suppress(LinkFailed):
+                    peer.send({"error": _gone(want, offer)}, ANSWER_S)
+        if offer is None or not members:
+            return
+        self._end_round(offer, members, self._begun(offer, members))
+
+    def _begun(self, offer: Offer, members: list[Lines]) -> Round:
+        """A round, over or given up: what it calls may hang in a peer that is dead."""
+        if self._group is not None and self._group[0] != members:
+            self._end_group()
+        if self._group is None:
+            self._groups += 1
+        group = None if self._group is None else self._group[1]
+        begun = Round(self._groups, group)
+        worker = threading.Thread(target=self._go, args=(offer, members, begun), daemon=True)
+        worker.start()
+        end = time.monotonic() + self.timeout_s
+        while worker.is_alive() and time.monotonic() < end:
+            worker.join(TURN_S)
+            if begun.sending and any(peer.is_gone for peer in members):
+                begun.failed = begun.failed or "a peer has gone"
+                break
+        if worker.is_alive():
+            begun.failed = begun.failed or f"not over in {self.timeout_s:g} s"
+        return begun
+
+    def _end_round(self, offer: Offer, members: list[Lines], ended: Round) -> None:
+        self._group = None if ended.group is None else (members, ended.group)
+        try:
+            if ended.failed:
+                raise LinkFailed(ended.failed)
+            for peer in members:
+                if peer.receive(self.timeout_s).get("have") != offer.version:
+                    raise LinkFailed(f"{peer.name}: it does not have version {offer.version}")
+        except LinkFailed as error:
+            log.warning("version %d by %s: %s", offer.version, self.way, error)
+            self._end_group()
+            for peer in members:
+                self._drop(peer)
+
+    def _go(self, offer: Offer, members: list[Lines], mine: Round) -> None:
+        try:
+            if self.way == "nccl":
+                self._broadcast(offer, members, mine)
+            else:
+                self._share(offer, members)
+        except (LinkFailed, RuntimeError) as error:
+            mine.failed = str(error)
+
+    def _broadcast(self, offer: Offer, members: list[Lines], mine: Round) -> None:
+        for rank, peer in enumerate(members, 1):
+            told = {"group": mine.number, "rank": rank, "size": len(members) + 1}
+            peer.send(told | {"store": self._store_port}, ANSWER_S)
+        mine.sending = True
+        if mine.group is None:
+            mine.group = Group(
+                self._store, mine.number, 0, len(members) + 1, self.device, self.host,
+                self.timeout_s,
+            )  # fmt: skip
+        for bucket in offer.buckets:
+            mine.group.broadcast(bucket)
+
+    def _share(self, offer: Offer, members: list[Lines]) -> None:
+        uuid = device_uuid(self.device.index)
+        for peer in members:  # each handle is for one process
+            peer.send({"device": uuid, "handles": handles(offer.buckets)}, ANSWER_S)
+
+    def _end_group(self) -> None:
+        if self._group is not None:
+            self._group[1].end()
+            self._group = None
+
+    def _drop(self, peer: Lines) -> None:
+        self._peers.pop(peer, None)
+        peer.close()
+        if self._group is not None and peer in self._group[0]:
+            self._end_group()
+
+
+def _gone(wanted: Any, offer: Offer | None) -> str:
+    there = "nothing" if offer is None else f"version {offer.version}"
+    return f"{wanted!r} is wanted, and {there} is offered"

@@ -1,0 +1,167 @@
+"""A pool of two real servers, each a `lowroll serve` of one tiny model in fp32."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lowroll.engine.remote import connect
+from lowroll.engine.remote.pool import EnginePool
+from lowroll.types import Group, Request
+from tests.fixtures.processes import eventually
+from tests.fixtures.tiny import hf_folder
+
+ADMIN = "the-admin-of-these-engines"
+TIMES = 20
+
+
+class Server:
+    """A child that serves `model`; `url` once it answers."""
+
+    def __init__(self, model: Path, port: int = 0) -> None:
+        command = [sys.executable, "-m", "lowroll", "serve", str(model), "--weights", "fp32"]
+        command += ["--device", "cpu", "--cache-tokens", "4096", "--port", str(port)]
+        command += ["--admin-token-env", "POOL_ADMIN", "--max-batch", "64"]
+        self.model = model
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "POOL_ADMIN": ADMIN, "OMP_NUM_THREADS": "1"},
+        )
+        self.port = port
+
+    @property
+    def url(self) -> str:
+        if not self.port:
+            assert self.process.stdout is not None
+            line = self.process.stdout.readline()
+            assert line.startswith("serving"), line
+            self.port = int(line.strip().removesuffix("/v1").rpartition(":")[2])
+        return f"http://127.0.0.1:{self.port}"
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextmanager
+def serving(model: Path, count: int) -> Iterator[list[Server]]:
+    servers = [Server(model) for _ in range(count)]
+    try:
+        for server in servers:
+            assert server.url
+        yield servers
+    finally:
+        for server in servers:
+            server.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_folder(tmp_path_factory.mktemp("pool") / "model")
+
+
+def asked(n: int, count: int = 10, tokens: int = 48) -> list[Request]:
+    return [
+        Request([2 + i % 40, 5, 7 + i], n=n, max_tokens=tokens, seed=3, id=f"r{i}", ignore_eos=True)
+        for i in range(count)
+    ]
+
+
+def finish(pool: EnginePool, handles: list[int]) -> list[Group]:
+    found: dict[int, Group] = {}
+    end = time.monotonic() + 120
+    while len(found) < len(handles):
+        assert time.monotonic() < end, pool.stats()
+        for handle, group in pool.step():
+            assert handle not in found
+            found[handle] = group
+    return [found[handle] for handle in handles]
+
+
+def tokens(groups: list[Group]) -> list[list[list[int]]]:
+    return [[one.token_ids for one in group.rollouts] for group in groups]
+
+
+@pytest.mark.slow
+def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
+    """The same tokens; log-probs but for the last bits, which are those of the batch that a token
+    was drawn in. Parts are always the same, so the pool repeats itself bit for bit, also where an
+    engine is stopped meanwhile and the other draws its part."""
+    with serving(model, 2) as (a, b):
+        urls = [a.url, b.url]
+        with EnginePool(urls, admin_token=ADMIN, start_s=60.0, silent_s=6.0) as pool:
+            assert pool.capabilities.vocab_size == 67
+            for n, victim in ((1, a), (8, b)):
+                requests = asked(n, tokens=200)
+                with connect(a.url, token=ADMIN) as alone:
+                    one = alone.generate(requests)
+                two = pool.generate(requests)
+                assert tokens(two) == tokens(one)
+                assert logprobs(two) == pytest.approx(logprobs(one), abs=1e-4)
+                assert pool.generate(requests) == two
+                stopped: list[int] = []
+
+                def stop(done: int, of: int) -> None:
+                    if not stopped:  # noqa: B023
+                        stopped.append(done)  # noqa: B023
+                        victim.send(signal.SIGSTOP)  # noqa: B023
+
+                assert pool.generate(requests, stop) == two
+                victim.send(signal.SIGCONT)
+                assert eventually(lambda: healthy(pool) == 2, 60.0), pool.stats()
+            assert pool.stats().metrics()["perf/engine_handed_over"] > 0
+
+
+def logprobs(groups: list[Group]) -> list[float]:
+    return [p for group in groups for one in group.rollouts for p in one.logprobs]
+
+
+@pytest.mark.slow
+def test_twenty_times_a_server_is_killed_or_stopped_and_no_request_is_lost(model: Path) -> None:
+    with serving(model, 2) as servers:
+        with EnginePool([s.url for s in servers], admin_token=ADMIN, silent_s=6.0) as pool:
+            expected = {n: tokens(pool.generate(asked(n))) for n in (1, 8)}
+            before = pool.stats().metrics()["perf/engine_requests"]
+            for round in range(TIMES):
+                n = (1, 8)[round % 2]
+                victim = servers[round // 2 % 2]
+                fault = signal.SIGKILL if round % 4 == 3 else signal.SIGSTOP
+                handles = [pool.add(request) for request in asked(n)]
+                assert eventually(lambda: busy(pool, victim.url))  # noqa: B023
+                victim.send(fault)
+                groups = tokens(finish(pool, handles))
+                assert groups == expected[n]
+                if fault == signal.SIGSTOP:
+                    victim.send(signal.SIGCONT)
+                else:
+                    port = victim.port
+                    victim.close()
+                    servers[servers.index(victim)] = Server(model, port)
+                assert eventually(lambda: healthy(pool) == 2, 60.0), pool.stats()
+            found = pool.stats().metrics()
+            assert found["perf/engine_requests"] - before == 10 * TIMES, "each was answered once"
+            assert found["perf/engine_fenced"] >= TIMES / 2
+
+
+def busy(pool: EnginePool, url: str) -> bool:
+    return any(one.url == url and one.outstanding for one in pool.stats().engines)
+
+
+def healthy(pool: EnginePool) -> float:
+    return pool.stats().metrics()["perf/engines_healthy"]

@@ -1,0 +1,224 @@
+"""Engine, orchestrator and trainer as processes of their own: bit for bit one process at level 0,
+over either transport, through kills, stops and resumption."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowroll.checkpoint.lock import RunLock
+from lowroll.metrics.record import add_evaluation, read, read_evaluations
+from lowroll.orchestrator import audit
+from lowroll.runs.launch.child import MOST_RESTARTS, Child
+from lowroll.runs.roles.heart import Heart, Watch
+from lowroll.runs.roles.place import Place
+from lowroll.transport.base import PeerSilent
+from lowroll.types import printable
+from tests.fixtures.processes import alive, eventually
+from tests.fixtures.roles import by_hand, heart, outcome, reached, started, strike, write
+from tests.fixtures.runs import copy_stopped_after, settings, train
+
+LORA = {"lora": True, "lora_rank": 4}
+STEPS = {"max_steps": 4, "learning_rate": 1e-2, "minibatches": 2}
+EVALUATED = {"interval": 2, "num_examples": 4, "temperature": 1.0}
+ZMQ = {"type": "zmq", "port": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eval": EVALUATED},
+        {"rollout_transport": ZMQ, "train": {**STEPS, **LORA}},
+        {
+            "dtype": "bfloat16",
+            "rollout_transport": ZMQ,
+            "rollout": {"max_tokens": 6, "cache_tokens": 1024, "weights": "bf16"},
+        },
+        {"train": {**STEPS, **LORA}, "noise": {"sigma_start": 0.05, "num_stages": 3}},
+    ],
+    ids=["int8-evaluated", "lora-zmq", "bf16-zmq", "lora-noise"],
+)
+def test_roles_by_hand_are_one_process_bit_for_bit(
+    model: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    tree = {"train": STEPS, **changes}
+    train(settings(model, tmp_path / "one", **tree))
+    file = write(settings(model, tmp_path / "roles", **tree), tmp_path / "run.yaml")
+    torch = by_hand(file, tmp_path)
+    assert not torch, "the orchestrator has loaded torch"
+    assert outcome(tmp_path / "roles") == outcome(tmp_path / "one")
+    assert audit.check(tmp_path / "roles" / "orchestrator" / "ledger.jsonl", None) == []
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_one_process_to_roles_and_back(model: Path, tmp_path: Path) -> None:
+    tree = settings(model, tmp_path / "whole", train={**STEPS, "max_steps": 12})
+    train(tree)
+    whole = tmp_path / "whole"
+    copy_stopped_after(whole, 9, tmp_path / "roles")
+    file = write({**tree, "output_dir": str(tmp_path / "roles")}, tmp_path / "run.yaml")
+    by_hand(file, tmp_path, "--resume")
+    assert outcome(tmp_path / "roles") == outcome(whole)
+    copy_stopped_after(tmp_path / "roles", 10, tmp_path / "back")
+    train({**tree, "output_dir": str(tmp_path / "back")}, resume=True)
+    assert outcome(tmp_path / "back") == outcome(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_the_launcher_starts_again_the_role_that_is_lost(
+    model: Path, tmp_path: Path, how: str
+) -> None:
+    longer = {"train": {**STEPS, "max_steps": 8}}
+    train(settings(model, tmp_path / "one", **longer))
+    run, log = tmp_path / "roles", tmp_path / "launcher.log"
+    file = write(settings(model, run, **longer), tmp_path / "run.yaml")
+    words = ("grpo", str(file), "launcher=local")
+    with started(log, *words, LOWROLL_SILENT_S="5") as launcher:
+        for step, role in ((2, "trainer"), (4, "orchestrator"), (6, "engine-0")):
+            strike(reached(run, role, step, launcher), how)
+            said = "killed by SIGKILL" if how == "kill" else "gives no sign of life"
+            named = lambda role=role, said=said: any(  # noqa: E731
+                role in line and said in line for line in log.read_text().splitlines()
+            )
+            assert eventually(named, 60), log.read_text()
+        assert launcher.wait(timeout=300) == 0, log.read_text()
+    assert outcome(run) == outcome(tmp_path / "one")
+    assert audit.check(run / "orchestrator" / "ledger.jsonl", None) == []
+
+
+@pytest.mark.slow
+def test_roles_end_with_their_launcher_and_a_second_one_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    run, log = tmp_path / "roles", tmp_path / "launcher.log"
+    longer = {"train": {**STEPS, "max_steps": 100_000}}
+    file = write(settings(model, run, **longer), tmp_path / "run.yaml")
+    words = ("grpo", str(file), "launcher=local")
+    with started(log, *words) as launcher:
+        pids = [reached(run, role, 1, launcher) for role in ("trainer", "orchestrator", "engine-0")]
+        second = subprocess.run(
+            [sys.executable, "-m", "lowroll", *words, "--resume"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert second.returncode == 1 and f"pid {launcher.pid} on" in second.stderr, second.stderr
+        for role, command in (("orchestrator", "orchestrate"), ("trainer", "train")):
+            by_itself = subprocess.run(
+                [sys.executable, "-m", "lowroll", command, str(file)]
+                + (["--resume"] if command == "train" else []),
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            pid = heart(run, role)["pid"]
+            assert f"is in use by pid {pid} on" in by_itself.stderr, by_itself.stderr
+        launcher.kill()
+        launcher.wait(timeout=10)
+        assert eventually(lambda: not any(alive(pid) for pid in pids), 10)
+
+
+@pytest.mark.slow
+def test_a_signal_stops_the_roles_with_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    train(settings(model, tmp_path / "one", train={**STEPS, "max_steps": 6}))
+    run, log = tmp_path / "roles", tmp_path / "launcher.log"
+    tree = settings(
+        model, run, train={**STEPS, "max_steps": 6}, ckpt={"interval": 100, "keep_last": None}
+    )
+    file = write(tree, tmp_path / "run.yaml")
+    words = ("grpo", str(file), "launcher=local")
+    with started(log, *words) as launcher:
+        reached(run, "trainer", 2, launcher)
+        launcher.terminate()
+        assert launcher.wait(timeout=120) == 143, log.read_text()
+    assert list((run / "checkpoints").glob("step_*"))
+    with started(log, *words, "--resume") as launcher:
+        assert launcher.wait(timeout=300) == 0, log.read_text()
+    found, wanted = outcome(run), outcome(tmp_path / "one")
+    assert found == wanted
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def test_the_orchestrators_command_imports_no_torch() -> None:
+    code = (
+        "import sys; import lowroll.cli.orchestrate, lowroll.runs.roles.orchestrate, "
+        "lowroll.runs.launch.local; assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert time.monotonic() - began < 30  # about 1 s on an idle machine
+
+
+def test_a_role_that_is_silent_is_named_once_and_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    with Heart(tmp_path / "trainer.json", "trainer", 3) as beat:
+        watch = Watch(tmp_path / "trainer.json", clock=lambda: now[0])
+        assert not watch.alive, "a file alone is no sign of life"
+        beat.say(step=7, phase="learning")
+        assert watch.alive
+    watch.look()
+    now[0] += 31.0
+    watch.check()
+    watch.check()
+    told = [r.getMessage() for r in caplog.records]
+    assert len(told) == 1 and f"trainer (process {os.getpid()}" in told[0] and "step 7" in told[0]
+    now[0] += 1800.0
+    with pytest.raises(PeerSilent, match="trainer"):
+        watch.check()
+
+
+def test_the_tokens_of_a_folder_are_made_once_and_for_this_user(tmp_path: Path) -> None:
+    one, again = Place(tmp_path).tokens(), Place(tmp_path).tokens()
+    assert one == again and one[0] != one[1]
+    assert (tmp_path / "roles" / "tokens.json").stat().st_mode & 0o077 == 0
+
+
+def test_a_child_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
+    child = Child("trainer", ["no-such-command"], os.environ, tmp_path / "h", tmp_path / "log")
+    pauses = []
+    for _ in range(MOST_RESTARTS + 1):
+        child.starts.append(time.monotonic())
+        pauses.append(child.pause())
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, None]
+    child.start()
+    assert child.process is not None and child.process.wait(timeout=60) == 2
+    assert "unknown command 'no-such-command'" in child.last_words()
+    assert printable(tmp_path / "log") in child.last_words()
+
+
+def test_evaluations_of_an_orchestrator_are_read_with_the_records(
+    model: Path, tmp_path: Path
+) -> None:
+    train(settings(model, tmp_path / "run", train={**STEPS, "max_steps": 2}))
+    run = tmp_path / "run"
+    add_evaluation(run, 0, {"eval/reverse-text/reward_before": 0.25, "time/eval": 1.0})
+    add_evaluation(run, 1, {"eval/reverse-text/reward": 0.5, "time/eval": 2.0})
+    add_evaluation(run, 9, {"eval/reverse-text/reward": 0.75})
+    with (run / "orchestrator" / "evaluations.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "torn')
+    first, second = read(run)
+    assert first["eval/reverse-text/reward_before"] == 0.25
+    assert first["eval/reverse-text/reward"] == 0.5 and first["time/eval"] == 3.0
+    assert "eval/reverse-text/reward" not in second
+    add_evaluation(run, 2, {"eval/reverse-text/reward": 1.0})
+    assert sorted(read_evaluations(run)) == [0, 1, 2, 9]
+
+
+def test_a_role_is_had_once(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    with RunLock(place.roles / "orchestrator"):
+        assert (place.roles / "orchestrator" / ".lock").is_file()

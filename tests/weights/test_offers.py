@@ -1,0 +1,304 @@
+"""Weights from device to device: the same bits as by files, whoever dies, and files in the end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowroll.model import hf
+from lowroll.model.transformer import Transformer
+from lowroll.server.errors import Refused
+from lowroll.server.shelf import WeightShelf, read_again
+from lowroll.transport.broadcasts import read_broadcast
+from lowroll.weights import offers as offers_module
+from lowroll.weights.collector import Collector
+from lowroll.weights.device_link import Lines, LinkFailed
+from lowroll.weights.offers import Offers
+from lowroll.weights.parcel import Layout, pack, unpack
+from lowroll.weights.publish import digest, rollout_copy
+from tests.fixtures.broadcasts import broadcaster, moved
+from tests.fixtures.engines import engine_of
+from tests.fixtures.tiny import hf_folder
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_folder(tmp_path_factory.mktemp("offers") / "model")
+
+
+@pytest.fixture
+def learner(folder: Path) -> Transformer:
+    return hf.load(folder).requires_grad_(True)
+
+
+@pytest.fixture
+def offers() -> Iterator[Offers]:
+    made = Offers("nccl", CPU, timeout_s=20.0)
+    yield made
+    made.close()
+
+
+def shelf_of(tmp_path: Path, folder: Path, offers: Offers) -> WeightShelf:
+    return WeightShelf(tmp_path, folder, Collector(offers.host, offers.port, CPU, 60.0))
+
+
+def take(shelf: WeightShelf, engine: Any, version: int) -> str:
+    now = engine.behavior
+    _, updates = read_again(shelf, f"step_{version}", 0, engine.capabilities, now.weights)
+    for one, update in updates:
+        engine.update_weights(update)
+        shelf.current = one
+    return str(engine.behavior.policy[0].digest)
+
+
+def wanted(learner: Transformer) -> str:
+    return digest(rollout_copy(learner, "int8", torch.float32))
+
+
+def test_versions_arrive_at_several_engines(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    engines = [engine_of(folder, weights="int8") for _ in range(3)]
+    shelves = [shelf_of(tmp_path, folder, offers) for _ in engines]
+    at = broadcaster(tmp_path, learner, offers=offers)
+    for version in (1, 2, 3):
+        at.publish(moved_to(learner, version))
+        found = read_broadcast(tmp_path / f"step_{version:06d}")
+        assert found.way == "nccl" and not (found.path / "model.safetensors").exists()
+        digests: dict[int, str] = {}
+
+        def one(i: int, version: int = version, digests: dict[int, str] = digests) -> None:
+            digests[i] = take(shelves[i], engines[i], version)
+
+        threads = [threading.Thread(target=one, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert digests == dict.fromkeys(range(3), wanted(learner))
+    assert not offers.broken
+
+
+def moved_to(learner: Transformer, version: int) -> int:
+    moved(learner, version)
+    return version
+
+
+def test_a_late_engine_gets_the_version_too(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    at = broadcaster(tmp_path, learner, offers=offers)
+    at.publish(moved_to(learner, 1))
+    for _ in range(2):
+        shelf = shelf_of(tmp_path, folder, offers)
+        assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
+
+
+def test_what_is_sent_is_what_was_published(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    at = broadcaster(tmp_path, learner, offers=offers)
+    at.publish(moved_to(learner, 1))
+    before = wanted(learner)
+    moved(learner, 2)  # the learner goes on
+    shelf = shelf_of(tmp_path, folder, offers)
+    assert take(shelf, engine_of(folder, weights="int8"), 1) == before
+
+
+def test_bytes_that_changed_on_the_way_are_refused(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    at = broadcaster(tmp_path, learner, offers=offers)
+    at.publish(moved_to(learner, 1))
+    assert offers._offer is not None
+    offers._offer.buckets[0][5] ^= 1
+    engine = engine_of(folder, weights="int8")
+    before = engine.behavior
+    with pytest.raises(ValueError, match="was stated, and what has arrived"):
+        take(shelf_of(tmp_path, folder, offers), engine, 1)
+    assert engine.behavior == before
+
+
+DIES = """
+import os, signal, sys
+import torch
+from lowroll.weights import device_link
+from lowroll.weights.collector import Collector
+from lowroll.weights.parcel import Layout
+from lowroll.transport.broadcasts import read_broadcast
+from lowroll.weights.broadcast import stored_layout
+from pathlib import Path
+path = Path(sys.argv[1])
+collector = Collector("127.0.0.1", int(sys.argv[2]), torch.device("cpu"), 20.0)
+when = sys.argv[3]
+if when == "told":
+    collector._receive = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+elif when == "joined":
+    device_link.Group.broadcast = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+else:
+    send = device_link.Lines.send
+    device_link.Lines.send = lambda self, message, s: (
+        os.kill(os.getpid(), signal.SIGKILL) if "have" in message else send(self, message, s))
+print("ready", flush=True)
+collector.fetch(read_broadcast(path), stored_layout(path))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["told", "joined", "arrived"])
+def test_a_peer_that_dies_takes_nobody_with_it(
+    tmp_path: Path, folder: Path, learner: Transformer, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers_module, "GATHER_S", 60.0)  # until both ask
+    monkeypatch.setattr("lowroll.weights.device_link.JOIN_S", 3.0)
+    offers = Offers("nccl", CPU, timeout_s=6.0)
+    try:
+        broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+        path = tmp_path / "step_000001"
+        shelf = WeightShelf(tmp_path, folder, Collector(offers.host, offers.port, CPU, 60.0))
+        assert shelf.collector is not None  # connected, so the trainer waits for it
+        connection = socket.create_connection((offers.host, offers.port), 5)
+        shelf.collector._lines = Lines(connection)
+        arguments = [sys.executable, "-c", DIES, str(path), str(offers.port), when]
+        child = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        end = time.monotonic() + 30
+        while not any(offers._peers.values()) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert any(offers._peers.values()) and len(offers._peers) == 2
+        assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
+        assert child.wait(30) == -signal.SIGKILL
+        child.stdout.close()
+    finally:
+        offers.close()
+
+
+def test_after_two_failures_it_comes_as_files(
+    tmp_path: Path,
+    folder: Path,
+    learner: Transformer,
+    offers: Offers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at = broadcaster(tmp_path, learner, offers=offers)
+    at.publish(moved_to(learner, 1))
+    shelf, engine = shelf_of(tmp_path, folder, offers), engine_of(folder, weights="int8")
+    assert shelf.collector is not None
+    tries: list[int] = []
+
+    def fails(*given: Any) -> Any:
+        tries.append(1)
+        raise RuntimeError("nccl: a link is down")
+
+    monkeypatch.setattr(shelf.collector, "_receive", fails)
+    monkeypatch.setattr("lowroll.weights.device_link.JOIN_S", 1.0)
+    before = read_broadcast(tmp_path / "step_000001")
+    assert take(shelf, engine, 1) == wanted(learner)
+    after = read_broadcast(tmp_path / "step_000001")
+    assert len(tries) == 2 and offers.broken
+    assert (before.way, after.way) == ("nccl", "filesystem") and before.digest != after.digest
+    at.publish(moved_to(learner, 2))
+    assert read_broadcast(tmp_path / "step_000002").way == "filesystem"
+    assert take(shelf, engine, 2) == wanted(learner) and len(tries) == 2
+
+
+def test_a_trainer_that_begins_again_offers_what_it_has(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+    before = read_broadcast(tmp_path / "step_000001")
+    again = Offers("nccl", CPU, timeout_s=20.0)
+    try:
+        broadcaster(tmp_path, learner, offers=again, attempt=2).publish(1)
+        assert read_broadcast(tmp_path / "step_000001") == before
+        engine = engine_of(folder, weights="int8")
+        assert take(shelf_of(tmp_path, folder, again), engine, 1) == wanted(learner)
+    finally:
+        again.close()
+
+
+def test_who_cannot_fetch_says_why(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+    engine = engine_of(folder, weights="int8")
+    with pytest.raises(Refused, match="--weights-from"):
+        take(WeightShelf(tmp_path, folder), engine, 1)
+    shelf = shelf_of(tmp_path, folder, offers)
+    offers.offer(offers_module.Offer(9, "0" * 64, [], lambda: None))
+    with pytest.raises(Refused, match="version 9 is offered"):
+        take(shelf, engine, 1)
+    offers.close()
+    with pytest.raises(Refused, match=r"the trainer at 127.0.0.1:\d+"):
+        take(shelf, engine, 1)
+    with pytest.raises(ValueError, match="cuda_ipc shares memory of a GPU"):
+        Offers("cuda_ipc", CPU)
+    with pytest.raises(ValueError, match="none of nccl"):
+        Offers("filesystem", CPU)
+
+
+def test_strangers_are_dropped(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"[" * 9999 + b"\n", b'{"want": {}}\n', b""):
+        with socket.create_connection((offers.host, offers.port), 5) as stranger:
+            stranger.sendall(said)
+    engine = engine_of(folder, weights="int8")
+    assert take(shelf_of(tmp_path, folder, offers), engine, 1) == wanted(learner)
+    assert offers._thread.is_alive()
+
+
+# -- parcels -----------------------------------------------------------------------------------------
+
+
+def test_a_parcel_is_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowroll.weights.parcel.BUCKET_BYTES", 100)
+    tensors = {
+        "a": torch.arange(7, dtype=torch.float32),
+        "b": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+        "c": torch.arange(40, dtype=torch.float32),  # larger than a bucket
+        "d": torch.arange(3, dtype=torch.float16),
+    }
+    layout, buckets = pack(tensors, "x", CPU)
+    assert len(buckets) > 1
+    found = unpack(Layout.from_json(json.loads(json.dumps(layout.to_json()))), buckets)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    for change in (
+        {"sizes": [1]},
+        {"places": [["a", "int8", [1], 0, 0]]},
+        {"places": [["a", "float32", [-1], 0, 0]]},
+        {"places": [["a", "float32", [99], 0, 0]]},
+        {"places": [["a", "float32", [1], 7, 0]]},
+        {"places": [["a", "float32", [1], 0, 1]]},
+        {"places": 3},
+    ):
+        with pytest.raises(ValueError, match="layout"):
+            Layout.from_json(layout.to_json() | change)
+
+
+def test_lines_end_in_time() -> None:
+    left, right = socket.socketpair()
+    lines = Lines(left)
+    with pytest.raises(LinkFailed, match="silent"):
+        lines.receive(0.05)
+    right.sendall(b'{"a": 1}\n{"b": 2}\n')
+    assert lines.receive(5) == {"a": 1} and lines.has_line and lines.receive(5) == {"b": 2}
+    right.close()
+    with pytest.raises(LinkFailed, match="closed"):
+        lines.receive(5)
+    lines.close()
