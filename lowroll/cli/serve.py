@@ -29,7 +29,7 @@ GRACE_S = 20.0  # batch systems kill 30 s or more after they ask
 LOOKAHEAD = 8  # decode steps on a GPU between two looks at new requests and streams
 # how prompts run on a GPU, when requests come one by one: at once, and the rows that decode beside
 # them in the same pass (docs/log/engine.md)
-PROMPTS: dict[str, Any] = {"gather": 0, "max_prefill_tokens": 8192, "one_pass": True}
+PROMPTS: dict[str, Any] = {"gather": 0, "max_prefill_tokens": 4096, "one_pass": True}
 SWITCH_S = 0.001  # the engine's thread waits so long for Python's lock, instead of 5 ms
 SHORTEST_TOKEN = 16  # characters
 LORA_ALPHA = 32.0  # `train.lora_alpha` of a run that does not say
