@@ -20,7 +20,7 @@ from lowroll.runs.roles.heart import Heart, Watch
 from lowroll.runs.roles.place import Place
 from lowroll.transport.base import PeerSilent
 from lowroll.types import printable
-from tests.fixtures.processes import alive, eventually
+from tests.fixtures.processes import eventually, of_sessions
 from tests.fixtures.roles import by_hand, heart, outcome, reached, started, strike, write
 from tests.fixtures.runs import copy_stopped_after, settings, train
 
@@ -125,7 +125,7 @@ def test_roles_end_with_their_launcher_and_a_second_one_is_refused(
             assert f"is in use by pid {pid} on" in by_itself.stderr, by_itself.stderr
         launcher.kill()
         launcher.wait(timeout=10)
-        assert eventually(lambda: not any(alive(pid) for pid in pids), 10)
+        assert eventually(lambda: not of_sessions(set(pids)), 10)
 
 
 @pytest.mark.slow
