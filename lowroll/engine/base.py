@@ -189,7 +189,7 @@ class Engine(Protocol):
 def replayed(before: EngineStats, after: EngineStats) -> dict[str, float]:
     """The metrics of the replays between two looks at one engine; {} when there were none."""
     samples = after.replays - before.replays
-    if samples == 0:
+    if samples <= 0:  # fewer than before: an engine that was started again counts anew
         return {}
     tokens = after.replayed_tokens - before.replayed_tokens
     kept = after.kept_tokens - before.kept_tokens

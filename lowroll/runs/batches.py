@@ -74,6 +74,7 @@ class Batches:
     ) -> None:
         self.alone = alone
         self._seen: EngineStats | None = None  # when the batch before was full
+        self.more: Callable[[Batch], Mapping[str, float]] = lambda _: {}  # of whoever has this half
         self.cfg = cfg
         self.spec = spec
         self.rollouts = rollouts
@@ -169,6 +170,7 @@ class Batches:
             / max(batch.stats["time/generate"], 1e-3),
             "perf/kv_pages_peak": float(stats.pages_peak),
             "perf/prefix_hits": float(stats.prefix_hits),
+            **self.more(batch),
         }
 
 

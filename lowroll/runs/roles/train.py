@@ -108,7 +108,7 @@ class Training:
             self.publisher,
             deadline_s=GONE_S * 48,
         )
-        self._compared = False
+        self._ended = time.monotonic()  # the step before
 
     def watch(self, view: LiveView) -> None:
         """Report progress within a step."""
@@ -161,6 +161,13 @@ class Training:
         began = time.monotonic()
         self.heart.say(step=step, phase="waiting", doing=f"for batch {step}")
         metrics = self.learner.step(step)
+        ended = time.monotonic()
+        wall = max(ended - self._ended, 1e-9)
+        self._ended = ended
+        metrics |= {
+            "time/wait_batch": self.channel.waited,
+            "perf/trainer_idle_fraction": min(1.0, self.channel.waited / wall),
+        }
         self.heart.say(phase="recording", doing="")
         record = self.learner.record(step, metrics, began)
         faultpoint(f"train.recorded/{step}")
@@ -197,10 +204,13 @@ class _Late:
     """A channel that is opened when the run folder is ready for it."""
 
     channel: RolloutReceiver | None = None
+    waited = 0.0  # seconds, for the last batch
 
     def receive(self, deadline_s: float) -> Batch:
         assert self.channel is not None
+        began = time.monotonic()
         batch = self.channel.receive(deadline_s)
+        self.waited = time.monotonic() - began
         faultpoint(f"train.received/{batch.step}")
         return batch
 
