@@ -67,10 +67,14 @@ def tells_all(records: list[Record]) -> None:
 
 
 def test_level_one_is_at_most_one_step_behind(model: Path, tmp_path: Path) -> None:
+    """With weights that go from device to device, by gloo on a CPU."""
     run = tmp_path / "run"
-    by_hand(write(tree(model, run, {"max_async_level": 1}), tmp_path / "run.yaml"), tmp_path)
+    asked = tree(model, run, {"max_async_level": 1}, weight_broadcast=DIRECT)
+    by_hand(write(asked, tmp_path / "run.yaml"), tmp_path)
     is_of_level(run, 1)
     records = read(run)
+    size = (run / "final" / "model.safetensors").stat().st_size
+    assert all(record["perf/broadcast_bytes"] < size / 2 for record in records), "as files"
     tells_all(records)
     assert len(records) == 6 and max(record["rollout/staleness"] for record in records) == 1
     assert any("mismatch/staleness_1/logp_diff_mean" in record for record in records)

@@ -51,7 +51,7 @@ def spans(run: Path) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("release", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_unfinished_is_replayed(model: Path, tmp_path: Path, release: bool) -> None:
     run = tmp_path / "run"
     train(tree(model, run, "replay", rollout={"release_cache": release}))
@@ -71,7 +71,7 @@ def test_what_is_unfinished_is_kept(model: Path, tmp_path: Path) -> None:
     assert len(aged) >= 4, "the gap of log-probs by staleness"
 
 
-@pytest.mark.parametrize("partial", ["keep", "replay"])
+@pytest.mark.parametrize("partial", [pytest.param("keep", marks=pytest.mark.slow), "replay"])
 def test_a_resumed_run_draws_what_was_open_again(model: Path, tmp_path: Path, partial: str) -> None:
     """Batches are not those of the run that was not stopped: what had begun begins anew, and ends
     later. What holds: nothing is learnt from twice or left out, the first batch is of the newest

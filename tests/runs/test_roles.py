@@ -59,6 +59,7 @@ def test_roles_by_hand_are_one_process_bit_for_bit(
     assert audit.check(tmp_path / "roles" / "orchestrator" / "ledger.jsonl", None) == []
 
 
+@pytest.mark.slow
 def test_whole_models_go_from_device_to_device(model: Path, tmp_path: Path) -> None:
     """By gloo on a CPU, which nccl stands for there."""
     tree = {"train": {**STEPS, "max_steps": 2}}
