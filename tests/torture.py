@@ -57,8 +57,8 @@ from tests.fixtures import hostile, losses, pieces, stormed, strike
 from tests.fixtures.ends import Pair
 from tests.fixtures.ends import strike as strike_pair
 from tests.fixtures.frames import Fuzz
-from tests.fixtures.programs import Trial
 from tests.fixtures.losses import Launch
+from tests.fixtures.programs import Trial
 from tests.fixtures.roles import outcome
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings
 from tests.fixtures.storm import GUST, Storm

@@ -70,7 +70,9 @@ def launch(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         title = (
             f"{place.run}: {resolved.algorithm}, {resolved.correction}; logs in {place.run / LOGS}"
         )
-        view = stack.enter_context(LiveView(resolved.train.max_steps, title, every=resolved.logging_steps))
+        view = stack.enter_context(
+            LiveView(resolved.train.max_steps, title, every=resolved.logging_steps)
+        )
         launcher = Launcher(resolved, place, settings, resume, overwrite, view, stop)
         stack.callback(launcher.close)
         number = launcher.run()
