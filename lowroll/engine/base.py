@@ -115,8 +115,9 @@ class Engine(Protocol):
         """Queue a request; returns its handle. ValueError names the wrong field."""
         ...
 
-    def step(self) -> list[tuple[int, Group]]:
-        """One step for everything in flight. Returns the requests that ended, by handle."""
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
+        """One step for everything in flight. Returns the requests that ended, by handle. meanwhile:
+        what this thread may do while it would wait, called at most once."""
         ...
 
     def so_far(self, handle: int) -> list[Drawn]:
@@ -188,7 +189,7 @@ class Engine(Protocol):
 def replayed(before: EngineStats, after: EngineStats) -> dict[str, float]:
     """The metrics of the replays between two looks at one engine; {} when there were none."""
     samples = after.replays - before.replays
-    if samples == 0:
+    if samples <= 0:  # fewer than before: an engine that was started again counts anew
         return {}
     tokens = after.replayed_tokens - before.replayed_tokens
     kept = after.kept_tokens - before.kept_tokens

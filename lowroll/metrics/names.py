@@ -690,6 +690,18 @@ METRICS: tuple[Metric, ...] = (
         "near 0 when the engines are the slower half",
     ),
     _M(
+        "time/wait_batch",
+        "s",
+        "the trainer's wait for its batch; where the orchestrator is elsewhere",
+        "near 0 when the learner is the slower half",
+    ),
+    _M(
+        "perf/trainer_idle_fraction",
+        "fraction",
+        "of the time since the step before, what the trainer waited for its batch",
+        "near 0 when the learner is the slower half",
+    ),
+    _M(
         "perf/orchestrator_idle_fraction",
         "fraction",
         "time/generate and both waits, of the time since the batch before",

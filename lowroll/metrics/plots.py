@@ -203,6 +203,33 @@ PLOTS: tuple[Plot, ...] = (
         stacked=True,
     ),
     Plot(
+        "Waiting",
+        "seconds of a step in which the orchestrator waits for engines, weights or the trainer, and "
+        "the trainer for its batch",
+        (
+            Line("time/generate", "for engines"),
+            Line("time/wait_weights", "for weights"),
+            Line("time/wait_trainer", "for the trainer"),
+            Line("time/wait_batch", "for the batch"),
+        ),
+        "seconds",
+        only_with="time/wait_batch",
+    ),
+    Plot(
+        "Staleness",
+        "share of a batch's tokens by how many versions before the learner's they were drawn",
+        tuple(Line(f"rollout/staleness_{n}", str(n)) for n in range(9)),
+        "fraction",
+        only_with="rollout/mixed_fraction",
+    ),
+    Plot(
+        "Log-probs by staleness",
+        "mean |ln pi_old - ln b| of the tokens, by versions",
+        tuple(Line(f"mismatch/staleness_{n}/logp_diff_mean", str(n)) for n in range(9)),
+        "nats",
+        only_with="rollout/mixed_fraction",
+    ),
+    Plot(
         "Throughput",
         "tokens a second while generating and while learning",
         (

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lowroll.config import RunConfig
+from lowroll.engine.base import replayed
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.saving import saving
 from lowroll.orchestrator.client import BatchSender, PhaseProgress, WeightsWatch
@@ -72,6 +73,8 @@ class Batches:
         alone: bool = True,
     ) -> None:
         self.alone = alone
+        self._seen: EngineStats | None = None  # when the batch before was full
+        self.more: Callable[[Batch], Mapping[str, float]] = lambda _: {}  # of whoever has this half
         self.cfg = cfg
         self.spec = spec
         self.rollouts = rollouts
@@ -128,8 +131,9 @@ class Batches:
         return self.orchestrator.state()
 
     def _clear_engine(self) -> None:
-        """Give up what is in flight, where evaluations are to have the engine alone."""
-        if self.cfg.eval.cancel_inflight_rollouts_on_eval:
+        """Give up what is in flight, where evaluations are to have the engine alone; with noise they
+        must, since they draw without it."""
+        if self.cfg.eval.cancel_inflight_rollouts_on_eval or self.cfg.noise is not None:
             self.orchestrator.recall()
 
     def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
@@ -151,6 +155,9 @@ class Batches:
         saves."""
         stats, kv = self.rollouts.stats(), self.rollouts.kv
         drawn = {"rollout/weight_bits": stats.weight_bits}
+        if self._seen is not None:
+            drawn |= replayed(self._seen, stats)
+        self._seen = stats
         if self.cfg.noise is not None:
             drawn["rollout/noise_sigma"] = max(
                 sample.rollout.behavior.noise_sigma for sample in batch.samples
@@ -163,6 +170,7 @@ class Batches:
             / max(batch.stats["time/generate"], 1e-3),
             "perf/kv_pages_peak": float(stats.pages_peak),
             "perf/prefix_hits": float(stats.prefix_hits),
+            **self.more(batch),
         }
 
 

@@ -229,4 +229,5 @@ class Run:
     def finish(self, step: int) -> None:
         """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
         folder."""
+        self.batches.orchestrator.recall()
         self.learner.finish(step)

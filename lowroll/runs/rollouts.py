@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from lowroll.config import RunConfig
-from lowroll.engine.base import Drawn, Engine, EngineStats
+from lowroll.engine.base import Drawn, Engine, EngineStats, InFlight
 from lowroll.kv.capacity import NoRoom
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
@@ -57,6 +57,7 @@ class RolloutEngine:
         self.cfg = cfg
         self.cfg = engines.with_cache(cfg, self.cache_tokens)
         self.noise = trainer.noise(cfg)
+        self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
         # called before another engine takes the place of this one
         self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
@@ -107,9 +108,9 @@ class RolloutEngine:
 
     def update(self, version: int) -> None:
         """Weights and noise of a version for the engine; the noise for the learner too, when they
-        share it."""
+        share it. What is in flight goes on, or begins again, as `asynchrony.partial` says."""
         noise = None if self.noise is None else self.noise.at(version)
-        self._take(self._update(version, noise))
+        self.engine.update_weights(self._update(version, noise), in_flight=self.in_flight)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, noise)
 
@@ -119,25 +120,19 @@ class RolloutEngine:
         what comes next has the bits of a fresh engine, where the engine has such a thing."""
         noisy = self.engine.behavior.noise_sigma > 0
         if noisy:
-            self._take(self._update(version))
+            self.engine.update_weights(self._update(version), in_flight=self.in_flight)
         yield
         if self.cfg.rollout.engine == "native":
             self.engine.reset_prefix_cache()
         if noisy:
             self.update(version)
 
-    def _take(self, update: WeightUpdate) -> None:
-        if self.cfg.asynchrony.partial == "replay":
-            self.engine.update_weights(update, in_flight="replay")
-        else:
-            self.engine.update_weights(update)
-
     def _update(self, version: int, noise: Noise | None = None) -> WeightUpdate:
         return engines.update(self.cfg, self.model, version, noise)
 
     def release(self) -> None:
         """Give the memory of the engine's cache away until the next step."""
-        self.engine.release()
+        self.engine.release(in_flight=self.in_flight)
 
     def stats(self) -> EngineStats:
         """Of the engine."""

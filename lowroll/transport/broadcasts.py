@@ -62,6 +62,13 @@ class Broadcast:
     since: int | None = None
     way: str = "filesystem"
 
+    def lies(self) -> str:
+        """The digest of what lies in its folder by now: another where it was written again, or as
+        files; "" where nothing does."""
+        with suppress(ValueError, OSError):
+            return read_broadcast(self.path).digest
+        return ""
+
 
 class Broadcasts:
     """The versions in a folder, which need not exist yet. What has another name, is no folder, has

@@ -125,6 +125,7 @@ class Broadcaster:
         self.noise = noise
         self.shadow = shadow
         self.offers = offers
+        self._last: Callable[[], None] | None = None  # writes what is offered as files
         self._lock = threading.Lock()  # of the folder: offers write from a thread of their own
         self.broadcasts = Broadcasts(self.folder)
         self._adapted = any(linear.adapter for _, linear in model.linears())
@@ -150,6 +151,15 @@ class Broadcaster:
                 metrics["perf/changed_bytes_fraction"] = changed
             self.shadow.renew(version)
         return metrics
+
+    def close(self) -> None:
+        """The end of the direct way: the version that it offers stays in the folder, as files."""
+        if self.offers is None:
+            return
+        if self._last is not None:
+            self._last()
+        self.offers.close()
+        self.offers = None
 
     def _payload(self, version: int) -> Payload:
         if (changed := self._changes(version)) is not None:
@@ -186,6 +196,7 @@ class Broadcaster:
                 if found is not None and found.way != "filesystem":
                     self._lay(version, parcel.files)
 
+        self._last = write
         self.offers.offer(Offer(version, manifest_digest(path), parcel.buckets, write))
 
     def _changes(self, version: int) -> Payload | None:

@@ -3,8 +3,10 @@ server's own options, never from a request."""
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +21,20 @@ CONNECT_S = 10.0
 
 
 class Collector:
-    """Fetches versions from the trainer at host:port, to `device`. One at a time."""
+    """Fetches versions from the trainer at host:port, to `device`. One at a time. file: in which
+    the trainer says where it is; looked at whenever it is to be reached anew."""
 
     def __init__(
-        self, host: str, port: int, device: torch.device, timeout_s: float = 1200.0
+        self,
+        host: str,
+        port: int,
+        device: torch.device,
+        timeout_s: float = 1200.0,
+        file: Path | None = None,
     ) -> None:
         self.host = host
         self.port = port
+        self.file = file
         self.device = device
         self.timeout_s = timeout_s
         self._lines: Lines | None = None
@@ -91,9 +100,12 @@ class Collector:
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         if self._lines is None:
             try:
+                if self.file is not None:
+                    said = json.loads(self.file.read_bytes())
+                    self.host, self.port = str(said["host"]), int(said["port"])
                 place = (self.host, self.port)
                 self._lines = Lines(socket.create_connection(place, CONNECT_S))
-            except OSError as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise LinkFailed(f"the trainer at {self.host}:{self.port}: {error}") from None
         self._lines.send(message, CONNECT_S)
         answer = self._lines.receive(self.timeout_s)

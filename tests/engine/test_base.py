@@ -17,7 +17,7 @@ from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.orchestrator.client import EngineClient
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.runs.build.engines import check_capabilities
+from lowroll.runs.build.capabilities import check as check_capabilities
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.tiny import COMMON, hf_folder
 
@@ -48,7 +48,9 @@ def test_the_native_engine_has_every_method_of_the_protocols(protocol: type) -> 
 def test_what_the_orchestrator_asks_is_part_of_the_protocol() -> None:
     whole, narrow = methods(base.Engine), methods(EngineClient)
     for name, signature in narrow.items():
-        assert list(whole[name].parameters) == list(signature.parameters)
+        asked, has = list(signature.parameters), list(whole[name].parameters.values())
+        assert [one.name for one in has[: len(asked)]] == asked
+        assert all(one.default is not one.empty for one in has[len(asked) :])
 
 
 def test_stats_follow_the_work(folder: Path) -> None:

@@ -333,6 +333,17 @@ def test_a_surplus_that_is_back_waits_and_the_earliest_planned_go_first():
         assert ids(batch) == [f"train/a/{i}/train-{i}" for i in range(4 * step - 4, 4 * step)]
 
 
+def test_what_comes_back_together_is_scored_in_planned_order():
+    seen = []
+
+    def rule(prompt, text):
+        seen.append(prompt.info["index"])
+        return vowels(prompt, text)
+
+    made(LaggingEngine(seed=1, pace=None), oversampling_factor=2.0, rule=rule).step(1, 0)
+    assert seen == sorted(seen) and len(seen) == 16
+
+
 def test_a_state_of_format_1_goes_on():
     orchestrator = made()
     state = json.loads(json.dumps(orchestrator.state()))

@@ -20,6 +20,7 @@ from lowroll.runs.launch.child import MOST_RESTARTS, Child
 from lowroll.runs.roles.heart import Heart, Watch
 from lowroll.runs.roles.place import Place
 from lowroll.transport.base import PeerSilent
+from lowroll.transport.broadcasts import Broadcasts
 from lowroll.types import printable
 from tests.fixtures.processes import eventually, of_sessions
 from tests.fixtures.roles import by_hand, heart, outcome, reached, started, strike, write
@@ -56,6 +57,35 @@ def test_roles_by_hand_are_one_process_bit_for_bit(
     assert not torch, "the orchestrator has loaded torch"
     assert outcome(tmp_path / "roles") == outcome(tmp_path / "one")
     assert audit.check(tmp_path / "roles" / "orchestrator" / "ledger.jsonl", None) == []
+
+
+def test_whole_models_go_from_device_to_device(model: Path, tmp_path: Path) -> None:
+    """By gloo on a CPU, which nccl stands for there."""
+    tree = {"train": {**STEPS, "max_steps": 2}}
+    train(settings(model, tmp_path / "one", **tree))
+    run = tmp_path / "roles"
+    direct = {"type": "nccl", "host": "127.0.0.1", "port": 0}
+    file = write(settings(model, run, weight_broadcast=direct, **tree), tmp_path / "run.yaml")
+    by_hand(file, tmp_path)
+    assert outcome(run) == outcome(tmp_path / "one")
+    size = (run / "final" / "model.safetensors").stat().st_size
+    assert all(record["perf/broadcast_bytes"] < size / 2 for record in read(run)), "as files"
+    last = Broadcasts(run / "broadcasts").newest()
+    assert last is not None and last.way == "filesystem", "nobody is left to ask for it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"train": {"uaq_scale": 1.5}}], ids=["", "scaled"])
+def test_what_an_aligned_learner_changes_travels_alone(
+    model: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    tree = {"train": {**STEPS, "forward": "aligned", **changes.get("train", {})}}
+    train(settings(model, tmp_path / "one", **tree))
+    run = tmp_path / "roles"
+    by_hand(write(settings(model, run, **tree), tmp_path / "run.yaml"), tmp_path)
+    assert outcome(run) == outcome(tmp_path / "one")
+    fractions = [record.get("perf/changed_bytes_fraction") for record in read(run)]
+    assert fractions[0] is None and len([found for found in fractions if found]) == 3
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from lowroll.engine.base import InFlight
 from lowroll.engine.remote.peers import Held, Peer, Published, meet
 from lowroll.engine.remote.versions import Versions
 from lowroll.engine.remote.wire import EngineLost, ServerError, Wire, happens
@@ -46,6 +47,7 @@ class Terms:
     silent_s: float = 30.0  # after which an engine is fenced
     update_s: float = 600.0  # until the first engine has taken new weights
     patience_s: float = 600.0  # until one engine answers, where none does
+    in_flight: InFlight = "keep"  # what becomes of requests at an update
 
     @property
     def beat_s(self) -> float:
@@ -189,6 +191,7 @@ class Member:
             check_model=terms.check_model,
             deadline_s=terms.beat_s,
             folder=terms.folder,
+            in_flight=terms.in_flight,
         )
         status = await self.peer.health(terms.beat_s)
         if status == "paused" and terms.admin is not None:

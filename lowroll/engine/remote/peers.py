@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lowroll.engine.base import InFlight
 from lowroll.engine.remote import own
 from lowroll.engine.remote.engine import Dialect
 from lowroll.engine.remote.wire import Call, ServerError, Wire
@@ -19,6 +20,11 @@ from lowroll.types import BehaviorTag, printable
 
 CONTROL_S = 10.0  # until a control route that does little has answered
 _GAUGE = re.compile(r"^lowroll_(requests_open|drawn_tokens) (\S+)$", re.MULTILINE)
+
+_REPLAYED = re.compile(
+    r"^lowroll_(replayed_samples|replayed_tokens|replay_kept_tokens)(?:_total)? (\S+)$",
+    re.MULTILINE,
+)
 
 
 class Published(Protocol):
@@ -32,6 +38,7 @@ class Published(Protocol):
     def kind(self) -> str: ...
     @property
     def digest(self) -> str: ...
+    def lies(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,14 @@ class Peer(Protocol):
 
 class OwnPeer:
     """A server of lowroll's. admin: its admin's token; without one it takes no weights and is never
-    paused."""
+    paused. what: becomes of requests in flight at an update."""
 
     in_flight = True
 
-    def __init__(self, wire: Wire, dialect: own.OwnDialect, admin: str | None) -> None:
+    def __init__(
+        self, wire: Wire, dialect: own.OwnDialect, admin: str | None, what: InFlight = "keep"
+    ) -> None:
+        self.what = what
         self.wire = wire
         self.dialect: Dialect = dialect
         self.admin = admin
@@ -110,14 +120,25 @@ class OwnPeer:
         found = {n: float(v) for n, v in _GAUGE.findall(await self.wire.answer(call))}
         return Progress(int(found.get("requests_open", 0)), int(found.get("drawn_tokens", 0)))
 
+    async def replays(self, deadline_s: float) -> tuple[int, int, int]:
+        """(samples, tokens that they had drawn, those of them that stood), since it began."""
+        call = Call("GET", "/metrics", "its metrics", deadline_s=deadline_s, text=True)
+        found = {n: float(v) for n, v in _REPLAYED.findall(await self.wire.answer(call))}
+        return (
+            int(found.get("replayed_samples", 0)),
+            int(found.get("replayed_tokens", 0)),
+            int(found.get("replay_kept_tokens", 0)),
+        )
+
     async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> Held:
         name = broadcast.path.name
         what = f"taking {name}"
-        body = {"version": name}
+        body = {"version": name} | ({"in_flight": self.what} if self.what != "keep" else {})
         answer = await self.wire.answer(self._order("/weights", what, body, deadline_s))
         held = acknowledged(answer, what)
-        if answer.get("manifest_digest") != broadcast.digest:
-            shown = printable(repr(answer.get("manifest_digest")), 80)
+        read = answer.get("manifest_digest")
+        if read != broadcast.digest and read != broadcast.lies():
+            shown = printable(repr(read), 80)
             raise ServerError(f"{what}: it read {shown}, and {broadcast.digest} was published")
         return held
 
@@ -154,6 +175,7 @@ async def meet(
     check_model: bool,
     deadline_s: float,
     folder: Path | None = None,
+    in_flight: InFlight = "keep",
 ) -> Peer:
     """Who answers there. model: that it must serve, unless `check_model` is off: then whatever it
     serves is taken. folder: of a vLLM's model, where its own name of it does not lead there.
@@ -165,7 +187,7 @@ async def meet(
         from lowroll.engine.remote.vllm_peer import VllmPeer
 
         return await VllmPeer.meet(wire, wanted, folder, deadline_s)
-    return OwnPeer(wire, own.read(answer, wire.url, wanted), admin)
+    return OwnPeer(wire, own.read(answer, wire.url, wanted), admin, in_flight)
 
 
 def facts(peer: Peer) -> Mapping[str, Any]:

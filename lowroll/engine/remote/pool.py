@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowroll.engine.base import Capabilities, Drawn
+from lowroll.engine.base import Capabilities, Drawn, InFlight
 from lowroll.engine.remote.desk import Desk, Ticket
 from lowroll.engine.remote.discovery import Discovery, Elastic, Resolver, resolve
 from lowroll.engine.remote.member import Counts, Member, Terms
@@ -86,7 +86,8 @@ class EnginePool:
     until the first engine answers, and until one does when none is left. silent_s: the longest that
     a silent engine holds its requests. update_s: until the first engine has taken new weights; the
     others have `silent_s` more. concurrency: requests open at one engine. folder: of the model, where
-    a vLLM's name of it does not lead there.
+    a vLLM's name of it does not lead there. in_flight: whether what is in flight at an update goes
+    on or is replayed by the engines, which must be lowroll's own then.
 
     ValueError for engines that do not fit together, ServerError when none answers; either names the
     address and what it said last.
@@ -107,13 +108,14 @@ class EnginePool:
         update_s: float = 600.0,
         concurrency: int = 256,
         folder: Path | None = None,
+        in_flight: InFlight = "keep",
         resolver: Resolver = resolve,
     ) -> None:
         if not urls and elastic is None:
             raise ValueError("client.base_url: no engine is named, and no client.elastic.hostname")
         self._terms = Terms(
             token, admin_token, model, check_model, folder, concurrency, timeout_s, silent_s,
-            update_s, start_s,
+            update_s, start_s, in_flight,
         )  # fmt: skip
         self.versions = Versions()
         self.updating = False
@@ -270,6 +272,19 @@ class EnginePool:
 
         if self._terms.admin is not None:
             self._do(reset(), self._terms.silent_s)
+
+    def replays(self) -> tuple[int, int, int]:
+        """`OwnPeer.replays` of all that answer."""
+
+        async def read() -> tuple[int, int, int]:
+            peers = [m.peer for m in self._members if isinstance(m.peer, OwnPeer)]
+            asked = (peer.replays(self._terms.beat_s) for peer in peers)
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            sums = [one for one in found if isinstance(one, tuple)]
+            return sum(s[0] for s in sums), sum(s[1] for s in sums), sum(s[2] for s in sums)
+
+        told: tuple[int, int, int] = self._do(read(), self._terms.silent_s)
+        return told
 
     def stats(self) -> PoolStats:
         """Every engine that is there or expected."""

@@ -12,9 +12,8 @@ from lowroll.kv.capacity import Workload
 from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.orchestrator.settings import Sampling
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import caches, orchestrator, prompts, vllm
+from lowroll.runs.build import caches, capabilities, prompts, vllm
 from lowroll.runs.build.compute import Compute
 from lowroll.weights.noise import Noise
 from lowroll.weights.update import Kind, WeightUpdate
@@ -41,7 +40,7 @@ def make(
     else:
         made = vllm.attach(cfg, model, name)
     try:
-        check_capabilities(cfg, made.capabilities)
+        capabilities.check(cfg, made.capabilities)
         if cfg.rollout.engine != "native":
             _check_vllm(cfg, model.spec, made.capabilities)
             made.update_weights(update(cfg, model, 0))
@@ -97,31 +96,6 @@ def check(cfg: RunConfig) -> None:
     """ValueError for what would keep the run's engine from being made, before anything is."""
     if cfg.rollout.engine != "native":
         vllm.check(cfg)
-
-
-def check_capabilities(cfg: RunConfig, able: Capabilities) -> None:
-    """ValueError names the settings of a run that an engine cannot follow."""
-    drawn = vars(orchestrator.sampling(cfg))
-    plain = vars(Sampling())
-    asked = [name for name, value in drawn.items() if value != plain[name]]
-    unheeded = [name for name in asked if name not in able.sampler]
-    if unheeded:
-        raise ValueError(f"rollout: this engine does not heed {', '.join(unheeded)}")
-    if not able.exact_logprobs:
-        raise ValueError(
-            "rollout: this engine's log-probs are not those of the distribution that it draws from"
-        )
-    if cfg.noise is not None and not able.noise:
-        raise ValueError("noise: this engine puts none on its norms")
-    kv = cfg.rollout.cache
-    for key, wanted, has in (
-        ("policy", kv.policy, able.kv_policy),
-        ("dtype", kv.dtype, able.kv_dtype or "auto"),
-    ):
-        if wanted != has:
-            raise ValueError(f"rollout.kv.{key}: {wanted} is asked for; this engine's is {has}")
-    if cfg.train.replay_kv and kv.evicts and not able.records_evictions:
-        raise ValueError("train.replay_kv: this engine does not say which keys its cache drops")
 
 
 def _check_vllm(cfg: RunConfig, spec: ModelSpec, able: Capabilities) -> None:

@@ -113,12 +113,15 @@ class Launcher:
         self._size = -1
         env = dict(os.environ) | {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
         first, last = _devices()
-        self.trainer = self._child(TRAINER, ["train", str(settings)], env | first)
+        own = not cfg.client.base_url and cfg.client.elastic.hostname is None
+        # of a direct way: one that is free, which the engine finds in the run folder
+        meet = ["weight_broadcast.host=127.0.0.1", "weight_broadcast.port=0"] if own else []
+        self.trainer = self._child(TRAINER, ["train", str(settings), *meet], env | first)
         self.orchestrator = self._child(ORCHESTRATOR, ["orchestrate", str(settings)], env)
         self.engines = []
-        if not cfg.client.base_url and cfg.client.elastic.hostname is None:
+        if own:
             role = f"{ENGINE}-0"
-            words = ["serve", str(settings), "serve.host=127.0.0.1"]
+            words = ["serve", str(settings), "serve.host=127.0.0.1", *meet]
             self.engines.append(self._child(role, words, env | last | {ROLE: role}))
         for role in (TRAINER, ORCHESTRATOR, *place.engines()):  # of another launch
             place.heart(role).unlink(missing_ok=True)  # nobody is to take them for alive or ended

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -34,6 +35,7 @@ from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.journal import Journal
 from lowroll.runs.attempt import log_file
 from lowroll.runs.batches import Batches, Tasks
+from lowroll.runs.build import capabilities
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.roles.channels import sender
@@ -45,6 +47,7 @@ from lowroll.runs.terminal import tell
 from lowroll.transport.base import Cursor, wait_until
 from lowroll.transport.broadcasts import Broadcasts
 from lowroll.transport.spool import END
+from lowroll.types import Batch
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +112,11 @@ def refuse(cfg: RunConfig) -> None:
                 f"ckpt.{key}: roles go on from where they were, however often one is started "
                 "again; resume so in one process"
             )
+    if not cfg.eval.skip_eval_on_resume:
+        raise ValueError(
+            "eval.skip_eval_on_resume: roles evaluate each policy once, however often one is "
+            "started again; evaluate at a resumption in one process"
+        )
     if cfg.rollout.release_cache:
         raise ValueError("rollout.release_cache: engines of other processes keep their memory")
 
@@ -139,11 +147,11 @@ class Orchestration:
         self._meet_trainer()
         heart.say(doing="for engines")
         self.pool = stack.enter_context(self._pool(cfg))
+        capabilities.check(cfg, self.pool.capabilities)
         cached = self.pool.dialect.cache_tokens or None
         sized = cfg.rollout.model_copy(update={"cache_tokens": cached})
         self.cfg = cfg = cfg.model_copy(update={"rollout": sized})
         self.level = cfg.asynchrony.max_async_level
-        self.strict = cfg.asynchrony.strict_async_level
         patience = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
         self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, patience)
         self.channel = sender(cfg, place, attempt, self.alive)
@@ -155,7 +163,7 @@ class Orchestration:
             spec,
             self.chat,
             self.tasks,
-            Engines(self.pool),
+            Engines(self.pool, cfg.asynchrony.partial == "replay"),
             self.channel,
             lambda batch: home.keep_batch("rollouts", batch),
             stack,
@@ -164,6 +172,9 @@ class Orchestration:
             alone=False,
         )
         self.batches.watch(self._phase, lambda text: tell(text))
+        self.batches.more = self._pace
+        self._waited = 0.0  # seconds, for the weights of this step, where the batches do not
+        self._made = time.monotonic()  # when the batch before was
 
     def alive(self) -> None:
         """For every wait for the trainer."""
@@ -214,6 +225,7 @@ class Orchestration:
             elastic=elastic,
             start_s=GONE_S,
             silent_s=silent_s(),
+            in_flight="replay" if cfg.asynchrony.partial == "replay" else "keep",
         )
 
     def _shown(self) -> list[str]:
@@ -257,16 +269,28 @@ class Orchestration:
     def step(self, step: int) -> None:
         """The batch of a step, when its weights are there."""
         self.heart.say(step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}")
-        if self.strict:
-            version = self.versions.exactly(self.needs(step))
-        else:
-            version = self.versions.at_least(self.needs(step))
+        if step == 1 or self.level == 0:  # else the batches wait for them
+            began = time.monotonic()
+            self.versions.at_least(self.needs(step))
+            self._waited = time.monotonic() - began
         if step == 1:
             self._evaluate_before()
         self.heart.say(phase="generating", doing="")
         faultpoint(f"orchestrate.step/{step}")
-        self.batches.step(step, version if self.level == 0 else step - 1)
+        self.batches.step(step, step - 1)
         self._commit()
+
+    def _pace(self, batch: Batch) -> dict[str, float]:
+        """What the engines have done, and how long this process had nothing to do."""
+        before, self._made = self._made, time.monotonic()
+        found = self.pool.stats().metrics()
+        if self.level == 0:
+            idle = self._waited + batch.stats["time/generate"]
+            found["time/wait_weights"] = self._waited
+            found["perf/orchestrator_idle_fraction"] = min(
+                1.0, idle / max(self._made - before, 1e-9)
+            )
+        return found
 
     def _commit(self) -> None:
         """What the trainer has in a checkpoint was learned from, once and for all."""
@@ -284,7 +308,7 @@ class Orchestration:
         cursor = self._cursor()
         newest = self.channel.spool.newest()
         if newest is not None and newest.step >= cursor.received and newest.orchestrator:
-            self.batches.restore(newest.step, newest.orchestrator)
+            self.batches.restore(newest.step, newest.orchestrator, resumed=True)
             log.info("going on after the batch of step %d in the spool", newest.step)
             return newest.step
         self.channel.spool.drop_after(-1)
@@ -292,7 +316,7 @@ class Orchestration:
             return 0
         saved = Store(self.place.run / "checkpoints").load(cursor.committed, only=())
         state: Mapping[str, Any] = saved.state["orchestrator"]
-        self.batches.restore(saved.step, state)
+        self.batches.restore(saved.step, state, resumed=True)
         log.info("going on after the checkpoint of step %d", saved.step)
         return saved.step
 

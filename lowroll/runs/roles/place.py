@@ -4,6 +4,7 @@ config.yaml, metrics.jsonl, checkpoints/, final/, broadcasts/    the trainer's
 rollouts/, orchestrator/{ledger.jsonl, spool/, evaluations.jsonl}   the orchestrator's
 roles/<role>.json     a role's sign of life      roles/<role>/.lock   who has the role
 roles/rollouts.json   where the orchestrator's socket is (zmq)
+roles/weights.json    where the trainer's socket is (nccl, cuda_ipc)
 roles/tokens.json     what engines ask of who speaks to them; for the user alone
 """
 
@@ -29,6 +30,7 @@ class Place:
         self.broadcasts = self.run / "broadcasts"
         self.spool = self.run / "orchestrator" / "spool"
         self.address = self.roles / "rollouts.json"  # of the orchestrator's socket
+        self.direct = self.roles / "weights.json"  # of the trainer's socket
         self.ledger = self.run / "orchestrator" / "ledger.jsonl"
 
     def heart(self, role: str) -> Path:

@@ -58,6 +58,9 @@ def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespac
     found.model = cfg.model
     found.weights_dir = given.weights_dir or str(place.broadcasts)
     found.host, found.port = cfg.serve.host, cfg.serve.port
+    way = cfg.weight_broadcast
+    if way.type != "filesystem" and found.weights_from is None:
+        found.weights_from = f"{way.host}:{way.port}" if way.port else str(place.direct)
     found.device = cfg.device
     found.max_n = max(given.max_n, cfg.rollouts_per_example, cfg.eval.rollouts_per_example)
     found.max_requests = max(given.max_requests, 8192)

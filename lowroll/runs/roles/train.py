@@ -6,12 +6,14 @@ batches; what it broadcast meanwhile comes out as the same bytes and stays.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
 from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
@@ -31,7 +33,9 @@ from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed, RolloutReceiver
 from lowroll.types import Batch
 from lowroll.weights.broadcast import Broadcaster
+from lowroll.weights.changes import Shadow
 from lowroll.weights.noise import share
+from lowroll.weights.offers import Offers
 from lowroll.weights.publish import digest, publish, rollout_copy
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
@@ -104,7 +108,7 @@ class Training:
             self.publisher,
             deadline_s=GONE_S * 48,
         )
-        self._compared = False
+        self._ended = time.monotonic()  # the step before
 
     def watch(self, view: LiveView) -> None:
         """Report progress within a step."""
@@ -157,6 +161,13 @@ class Training:
         began = time.monotonic()
         self.heart.say(step=step, phase="waiting", doing=f"for batch {step}")
         metrics = self.learner.step(step)
+        ended = time.monotonic()
+        wall = max(ended - self._ended, 1e-9)
+        self._ended = ended
+        metrics |= {
+            "time/wait_batch": self.channel.waited,
+            "perf/trainer_idle_fraction": min(1.0, self.channel.waited / wall),
+        }
         self.heart.say(phase="recording", doing="")
         record = self.learner.record(step, metrics, began)
         faultpoint(f"train.recorded/{step}")
@@ -183,19 +194,23 @@ class Training:
             self.channel.commit(step)
 
     def close(self) -> None:
-        """Give the channel back."""
+        """Give the channel and the way of the weights back."""
         if self.channel.channel is not None:
             self.channel.close()
+        self.publisher.close()
 
 
 class _Late:
     """A channel that is opened when the run folder is ready for it."""
 
     channel: RolloutReceiver | None = None
+    waited = 0.0  # seconds, for the last batch
 
     def receive(self, deadline_s: float) -> Batch:
         assert self.channel is not None
+        began = time.monotonic()
         batch = self.channel.receive(deadline_s)
+        self.waited = time.monotonic() - began
         faultpoint(f"train.received/{batch.step}")
         return batch
 
@@ -228,6 +243,8 @@ class Broadcasting:
             keep=cfg.asynchrony.max_async_level + STEPS_IN_USE,
             base=cfg.model,
             noise=self.noise,
+            shadow=_shadow(cfg, compute, model),
+            offers=_offers(cfg, compute, place),
         )
         self.watch = self._watch(compute)
 
@@ -245,6 +262,10 @@ class Broadcasting:
     def update(self, version: int) -> None:
         self.publish(version)
 
+    def close(self) -> None:
+        """Nothing is offered any more; the last version lies in the folder."""
+        self.broadcaster.close()
+
     def change_format(self, weights: str) -> None:
         raise AssertionError(f"a fallback to {weights} was refused at the start")
 
@@ -258,6 +279,32 @@ class Broadcasting:
             return AdapterWatch(self.model)
         watch = _OwnWatch(self.model, compute, compute.format(self.weights))
         return watch if watch.held else None
+
+
+def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | None:
+    """What engines hold, where the learner has the same codes: then what changes is all that
+    travels."""
+    rollout = cfg.rollout
+    if cfg.train.forward == "dense" or cfg.forward_weights != rollout.weights or cfg.train.lora:
+        return None
+    if rollout.engine != "native" or rollout.large_batch_weights is not None:
+        return None
+    weights = compute.format(cfg.rollout.weights)
+    return Shadow(model, weights, get_format(weights).dtype or compute.dtype)
+
+
+def _offers(cfg: RunConfig, compute: Compute, place: Place) -> Offers | None:
+    """The direct way of whole models, and where it begins, for engines that look for it."""
+    way = cfg.weight_broadcast
+    if way.type == "filesystem":
+        return None
+    try:
+        made = Offers(way.type, compute.device, way.host, way.port, way.timeout)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"weight_broadcast: {error}") from None
+    place.direct.parent.mkdir(parents=True, exist_ok=True)
+    write_file(place.direct, json.dumps({"host": way.host, "port": made.port}).encode())
+    return made
 
 
 class _OwnWatch:

@@ -73,10 +73,12 @@ class Versions:
 
 
 class Engines:
-    """The engines of a run with roles, as its batches draw from them."""
+    """The engines of a run with roles, as its batches draw from them. replay: they replay what is
+    in flight at an update."""
 
-    def __init__(self, pool: EnginePool) -> None:
+    def __init__(self, pool: EnginePool, replay: bool = False) -> None:
         self.pool = pool
+        self.replay = replay
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
         """As `Engine.generate`."""
@@ -112,6 +114,7 @@ class Engines:
     def stats(self) -> EngineStats:
         """What they have in common."""
         dialect = self.pool.dialect
+        replays, replayed, kept = self.pool.replays() if self.replay else (0, 0, 0)
         return EngineStats(
             weights=dialect.behavior.weights,
             weight_bits=dialect.weight_bits,
@@ -124,4 +127,7 @@ class Engines:
             running=0,
             waiting=0,
             tokens=sum(one.tokens for one in self.pool.stats().engines),
+            replays=replays,
+            replayed_tokens=replayed,
+            kept_tokens=kept,
         )

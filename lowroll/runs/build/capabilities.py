@@ -1,0 +1,38 @@
+"""What a run asks of an engine, held against what that engine says it can. No torch."""
+
+from __future__ import annotations
+
+from lowroll.config import RunConfig
+from lowroll.engine.base import Capabilities
+from lowroll.orchestrator.settings import Sampling
+from lowroll.runs.build import orchestrator
+
+
+def check(cfg: RunConfig, able: Capabilities) -> None:
+    """ValueError names the settings of a run that an engine cannot follow."""
+    drawn = vars(orchestrator.sampling(cfg))
+    plain = vars(Sampling())
+    asked = [name for name, value in drawn.items() if value != plain[name]]
+    unheeded = [name for name in asked if name not in able.sampler]
+    if unheeded:
+        raise ValueError(f"rollout: this engine does not heed {', '.join(unheeded)}")
+    if not able.exact_logprobs:
+        raise ValueError(
+            "rollout: this engine's log-probs are not those of the distribution that it draws from"
+        )
+    if cfg.noise is not None and not able.noise:
+        raise ValueError("noise: this engine puts none on its norms")
+    kv = cfg.rollout.cache
+    for key, wanted, has in (
+        ("policy", kv.policy, able.kv_policy),
+        ("dtype", kv.dtype, able.kv_dtype or "auto"),
+    ):
+        if wanted != has:
+            raise ValueError(f"rollout.kv.{key}: {wanted} is asked for; this engine's is {has}")
+    partial = cfg.asynchrony.partial
+    if (partial == "replay" and not able.replays) or (
+        partial == "keep" and not able.updates_in_flight
+    ):
+        raise ValueError(f"asynchrony.partial: this engine cannot {partial} what is in flight")
+    if cfg.train.replay_kv and kv.evicts and not able.records_evictions:
+        raise ValueError("train.replay_kv: this engine does not say which keys its cache drops")
