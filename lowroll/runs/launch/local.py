@@ -123,8 +123,8 @@ class Launcher:
             role = f"{ENGINE}-0"
             words = ["serve", str(settings), "serve.host=127.0.0.1", *meet]
             self.engines.append(self._child(role, words, env | last | {ROLE: role}))
-        for role in place.engines():  # of another launch: nobody is to look for them
-            place.heart(role).unlink(missing_ok=True)
+        for role in (TRAINER, ORCHESTRATOR, *place.engines()):  # of another launch
+            place.heart(role).unlink(missing_ok=True)  # nobody is to take them for alive or ended
         if resume and (place.run / METRICS_FILE).is_file():
             self.shown = max((record["step"] for record in read(place.run)), default=0)
 

@@ -46,6 +46,7 @@ from lowroll.runs.stop import polite_stop
 from lowroll.runs.terminal import tell
 from lowroll.transport.base import Cursor, wait_until
 from lowroll.transport.broadcasts import Broadcasts
+from lowroll.transport.spool import END
 from lowroll.types import Batch
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,8 @@ class Orchestration:
 
         def has_begun() -> bool:
             alive, said = self.trainer.alive, self.trainer.said or {}
-            has_ended = said.get("phase") == "ended" and said.get("step") == self.last
+            is_over = said.get("step") == self.last or (self.place.spool / END).exists()
+            has_ended = said.get("phase") == "ended" and is_over
             return has_ended or (alive and said.get("phase") not in ("starting", "ended"))
 
         wait_until(
