@@ -144,8 +144,10 @@ class Orchestration:
         self.chat = ChatTokenizer(FileTokenizer(folder))
         self.tasks = Tasks(cfg)
         heart.say(phase="waiting", doing="for the trainer")
+        tell(f"waiting for the trainer in {place.run} (lowroll train)")
         self._meet_trainer()
         heart.say(doing="for engines")
+        tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
         capabilities.check(cfg, self.pool.capabilities)
         cached = self.pool.dialect.cache_tokens or None
