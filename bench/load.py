@@ -29,6 +29,7 @@ from typing import Any
 import aiohttp
 
 CALL_S = 300.0
+JSON = {"Content-Type": "application/json"}
 Told = tuple[float, float, float, int, float, float]
 
 
@@ -80,50 +81,64 @@ async def streamed(response: aiohttp.ClientResponse, sent: float) -> Told:
     return sent, first, stream.last, tokens, stream.gap, stream.gap_at
 
 
-async def whole(response: aiohttp.ClientResponse, sent: float, body: dict[str, Any]) -> Told:
-    """Read an answer, and see that each choice has its ids and log-probs."""
-    choices = json.loads(await response.read())["choices"]
-    now = time.perf_counter()
-    if len(choices) != body.get("n", 1):
-        raise ValueError(f"{len(choices)} choices instead of {body.get('n', 1)}")
+@dataclass(frozen=True)
+class Whole:
+    """An answer as it was read."""
+
+    sent: float
+    now: float
+    data: bytes
+
+
+def told_by(answer: Whole, n: int) -> Told:
+    """What was read, after all have been. ValueError unless each choice has its ids and log-probs."""
+    choices = json.loads(answer.data)["choices"]
+    if len(choices) != n:
+        raise ValueError(f"{len(choices)} choices instead of {n}")
     tokens = 0
     for choice in choices:
         count = len(choice["token_ids"])
         if len(choice["lowroll"]["logprobs"]) != count:
             raise ValueError(f"{count} token ids and other than {count} log-probs")
         tokens += count
-    return sent, now, now, tokens, 0.0, 0.0
+    return answer.sent, answer.now, answer.now, tokens, 0.0, 0.0
 
 
-async def call(session: aiohttp.ClientSession, order: dict[str, Any], prompt: Any) -> Told:
+async def call(session: aiohttp.ClientSession, url: str, body: bytes, stream: bool) -> Told | Whole:
     """One call. ValueError for an answer that is none."""
-    body = {**order["body"], "prompt": prompt}
     sent = time.perf_counter()
-    async with session.post(f"{order['url']}/v1/completions", json=body) as response:
+    async with session.post(f"{url}/v1/completions", data=body, headers=JSON) as response:
         if response.status != 200:
             raise ValueError(f"{response.status}: {(await response.text())[:300]}")
-        if body.get("stream"):
+        if stream:
             return await streamed(response, sent)
-        return await whole(response, sent, body)
+        data = await response.read()
+        return Whole(sent, time.perf_counter(), data)
 
 
-async def run(order: dict[str, Any]) -> dict[str, Any]:
-    """Make the calls of an order; what is said of them."""
-    waiting, told, errors = iter(order["prompts"]), list[Told](), list[str]()
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=CALL_S)
+async def run(session: aiohttp.ClientSession, order: dict[str, Any]) -> dict[str, Any]:
+    """Make the calls of an order; what is said of them. Bodies are written before, and whole answers
+    read after the time that is taken."""
+    asked, answers, errors = order["body"], list[Told | Whole](), list[str]()
+    waiting = iter([json.dumps(asked | {"prompt": prompt}).encode() for prompt in order["prompts"]])
 
-    async def one(session: aiohttp.ClientSession) -> None:
-        for prompt in waiting:
+    async def one() -> None:
+        for body in waiting:
             try:
-                told.append(await call(session, order, prompt))
-            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+                answers.append(await call(session, order["url"], body, bool(asked.get("stream"))))
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
 
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        began = time.perf_counter()
-        await asyncio.gather(*(one(session) for _ in range(order["concurrency"])))
-        seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(order["concurrency"])))
+    seconds = time.perf_counter() - began
+    told = []
+    for answer in answers:
+        try:
+            n = asked.get("n", 1)
+            told.append(told_by(answer, n) if isinstance(answer, Whole) else answer)
+        except (ValueError, KeyError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
     return {
         "began": began,
         "seconds": seconds,
@@ -144,8 +159,16 @@ def serve(lines: Iterable[str]) -> None:
     orders = iter(lines)
     next(orders)
     print(json.dumps({"ready": True}), flush=True)
-    for line in orders:
-        print(json.dumps(asyncio.run(run(json.loads(line)))), flush=True)
+    asyncio.run(answer_all(orders))
+
+
+async def answer_all(orders: Iterable[str]) -> None:
+    """Over connections that stay open from one order to the next."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=CALL_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        for line in orders:  # nothing else is to be done while it waits for one
+            print(json.dumps(await run(session, json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

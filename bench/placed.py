@@ -22,8 +22,10 @@ from torch import Tensor
 
 from bench.roofline import synchronize
 from lowroll import Engine, Request
-from lowroll.engine.runner import Run
-from lowroll.engine.sequence import Compaction, PrefillChunk
+from lowroll.engine.runner import First
+from lowroll.engine.sampler import Ranks
+from lowroll.engine.sequence import Check, Compaction, PrefillChunk
+from lowroll.engine.sequence import Sequence as Sample
 from lowroll.kv.cache import Chunk
 
 PIECE = 8192  # tokens whose noise exists at once
@@ -138,7 +140,9 @@ class Placed:
 
     # -- in the place of the runner's prefill ------------------------------------------------------
 
-    def _prefill(self, prefills: list[PrefillChunk]) -> list[Run]:
+    def _prefill(
+        self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sample]
+    ) -> tuple[First, None]:
         runner = self.engine.runner
         page_size, spec = runner.cache.page_size, self.engine.spec
         slots_T = torch.cat([_slots(chunk, page_size) for chunk in prefills]).to(self.device)
@@ -148,12 +152,12 @@ class Placed:
             for layer in range(spec.num_layers):
                 runner.cache.write(layer, some_T, k_TGd[: len(some_T)], v_TGd[: len(some_T)])
         self._show_queries(prefills)
-        tokens = torch.randint(spec.vocab_size, (len(prefills),), generator=self.dice).tolist()
-        return [
-            Run(sequence, [token], [-1.0], False)
-            for chunk, token in zip(prefills, tokens, strict=True)
-            for sequence in chunk.samples
-        ]
+        tokens_P = torch.randint(spec.vocab_size, (len(prefills),), generator=self.dice)
+        samples = [len(chunk.samples) for chunk in prefills]
+        tokens_B = tokens_P.repeat_interleave(torch.tensor(samples))
+        sequences = [sequence for chunk in prefills for sequence in chunk.samples]
+        logprobs_B = torch.full((len(sequences),), -1.0)
+        return First(sequences, tokens_B, logprobs_B, Ranks(sequences)), None
 
     def _show_queries(self, prefills: list[PrefillChunk]) -> None:
         """As if the prefix cache had served all but the last tokens, which a policy must see."""

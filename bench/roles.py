@@ -1,10 +1,13 @@
 """What processes of their own cost, and what overlapping brings.
 
-    python -m bench.roles MODEL --steps 8 --cpu         2 cores: a thread for the engine, one for the learner
-    python -m bench.roles MODEL --steps 8               GPUs: launcher=local gives each side one
+    python -m bench.roles tiny --cpu                  2 cores: a thread for the engine, one for the learner
+    python -m bench.roles qwen2.5-1.5b --batch 512 --tokens 256 --cache 300000
+                                                      two GPUs: launcher=local gives each side one
 
-The same run in one process, by roles at level 0, and by roles at level 1: seconds of a step (the median, the
-first two left out), and how long engine and learner were idle in it. Rows are JSON, one a way.
+MODEL is a folder, or the name of shapes that get random weights. Adapters learn, so that it is not the
+time of a disk that is measured (`bench.broadcast` has whole models). The same run in one process, by
+roles at level 0, and by roles at level 1: seconds of a step (the median, the first two left out), and
+how long engine and learner were idle in it. Rows are JSON, one a way.
 """
 
 from __future__ import annotations
@@ -21,7 +24,11 @@ from typing import Any
 
 import yaml
 
+from bench import vocabulary
+from bench.broadcast import MODELS
+from bench.shapes import random_model
 from lowroll.metrics.record import read
+from lowroll.model import hf
 
 WAYS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -29,6 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "roles, level 1": {"launcher": "local", "asynchrony": {"max_async_level": 1}},
 }
 WARM = 2  # steps that are left out
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 def settings(args: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -40,7 +48,7 @@ def settings(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         "batch_size": args.batch,
         "rollouts_per_example": 8,
         "rollout": {"max_tokens": args.tokens, "cache_tokens": args.cache},
-        "train": {"max_steps": args.steps, "learning_rate": 1e-5, "minibatches": args.minibatches},
+        "train": {"max_steps": args.steps, "learning_rate": 1e-5, "lora": True, "lora_rank": 16},
         "eval": {"interval": None},
     }
 
@@ -50,7 +58,8 @@ def measure(args: argparse.Namespace, way: str, out: Path) -> dict[str, Any]:
     file = out.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(settings(args, out) | WAYS[way]))
     env = os.environ | ({"OMP_NUM_THREADS": "1"} if args.cpu else {})
-    subprocess.run([sys.executable, "-m", "lowroll", "grpo", str(file)], check=True, env=env)
+    command = [sys.executable, "-m", "lowroll", "grpo", str(file), *args.settings]
+    subprocess.run(command, check=True, env=env, stdout=sys.stderr)
     records = read(out)[WARM:]
 
     def median(name: str) -> float:
@@ -67,18 +76,30 @@ def measure(args: argparse.Namespace, way: str, out: Path) -> dict[str, Any]:
     }
 
 
+def folder(args: argparse.Namespace, scratch: Path) -> str:
+    """The model's: as given, or made of random weights."""
+    if args.model not in MODELS:
+        return str(args.model)
+    made = vocabulary.write(scratch / args.model, MODELS[args.model])
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    learner = random_model(MODELS[args.model], "cpu" if args.cpu else "cuda:0")
+    hf.write(hf.contents(learner), made, None)
+    return str(made)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
+    parser.add_argument("settings", nargs="*", help="key=value, for every way")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--cache", type=int, default=16384)
-    parser.add_argument("--minibatches", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     rows = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
+        args.model = folder(args, Path(scratch))
         for number, way in enumerate(WAYS):
             rows.append(measure(args, way, Path(scratch) / f"run{number}"))
             print(json.dumps(rows[-1]), flush=True)

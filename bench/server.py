@@ -10,8 +10,8 @@ Clients are a process of their own (`bench.load`), so they take no time from the
                the server and by `generate` of the same engine in turns: token ids in, ids and log-probs out
     update     64 streams while all weights change: the longest gap between two reads of any of them,
                without an update, with one, and with one between pause (keep) and resume
-    lookahead  ours alone by decode steps between two looks of the host, for who tunes the server;
-               printed, and not stored
+    pace       ours alone by decode steps between two looks of the host, by how prompts run, for who
+               tunes the server; printed, and not stored
 
     python -m bench.server [--model NAME] [--formats bf16] [--concurrency 1,16,64,256]
                            [--batches 64,256] [--rounds 2] [--parts vllm rollout update] [--peer vllm|none]
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import statistics
 import sys
@@ -51,14 +52,13 @@ from bench.shapes import SHAPES, random_model
 from bench.targets import aimed, over_vllm_server, reason, through_server
 from bench.vllm_server import VllmServer
 from lowroll import Engine, Request
-from lowroll.cli.serve import LOOKAHEAD
-from lowroll.engine.decoder import MOST_STEPS
+from lowroll.cli.serve import LOOKAHEAD, PROMPTS
 from lowroll.engine.native import pick_device
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant.formats import formats
 from lowroll.weights.update import WeightUpdate
 
-PARTS = ("vllm", "rollout", "update", "lookahead")
+PARTS = ("vllm", "rollout", "update", "pace")
 PROMPT, NEW = 512, 128  # tokens, of a client's request
 ROLLED, GROUPS = 256, (1, 8)  # prompt tokens of a rollout, and rollouts of a prompt
 STREAMS = 64  # that see an update
@@ -121,6 +121,21 @@ def seen_by_vllm(answer: Mapping[str, Any], requests: int, new_tokens: int) -> S
 # -- the sides -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Decode steps between two looks of the host, None for what is best for throughput; how prompts
+    run (`lowroll.Engine`)."""
+
+    steps: int | None = None
+    gather: int = 0
+    max_prefill_tokens: int = 8192
+    one_pass: bool = False
+
+    def __str__(self) -> str:
+        rows = "in one pass" if self.one_pass else "apart"
+        return f"{self.steps} steps, gather {self.gather}, {self.max_prefill_tokens} tokens {rows}"
+
+
 @dataclass
 class Side:
     """Our engine and its server."""
@@ -131,7 +146,7 @@ class Side:
     served: Served
     folder: Path
     client: Peer
-    lookahead: int | None  # of the server; None is the engine's own
+    pace: Pace  # of the server
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[list[int]]:
         dice, words = random.Random(seed), vocabulary.words(self.served.engine.tokenizer)
@@ -141,11 +156,13 @@ class Side:
         decode = self.served.engine.tokenizer.decode
         return [decode(ids) for ids in self.prompts(count, tokens, seed)]
 
-    def steps(self, count: int | None) -> None:
-        """Decode steps between two looks of the host; None is what is best for throughput."""
+    def take(self, pace: Pace) -> None:
+        """From the next turn on."""
         scheduler, runner = self.served.engine.scheduler, self.served.engine.runner
-        scheduler.lookahead = runner.lookahead if count is None else count
-        scheduler.gather = (count or 1) - 1  # as the engine has it
+        scheduler.lookahead = pace.steps or runner.lookahead
+        scheduler.gather = pace.gather
+        scheduler.max_prefill_tokens = pace.max_prefill_tokens
+        runner.one_pass = pace.one_pass and runner.selector is None
 
     def forget(self) -> None:
         """Prompts run again."""
@@ -190,8 +207,8 @@ def side(args: argparse.Namespace, format: str, folder: Path) -> Iterator[Side]:
         engine.warm_up()
         say(f"our engine is ready after {time.perf_counter() - began:.1f} s")
         served = stack.enter_context(Served(engine, args.model))
-        ours = Side(args.model, config, format, served, folder, client, args.lookahead)
-        ours.steps(args.lookahead)
+        ours = Side(args.model, config, format, served, folder, client, args.pace)
+        ours.take(args.pace)
         yield ours
 
 
@@ -382,11 +399,11 @@ def in_process(ours: Side, prompts: list[list[int]], group: int) -> float:
         synchronize(engine.model.device)
         return time.perf_counter() - began
 
-    ours.steps(None)
+    ours.take(Pace())
     try:
         return ours.served.call(generate, "a rollout")
     finally:
-        ours.steps(ours.lookahead)
+        ours.take(ours.pace)
 
 
 # -- while weights change --------------------------------------------------------------------------
@@ -466,16 +483,24 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
 # -- for who tunes the server ----------------------------------------------------------------------
 
 
-def lookaheads(ours: Side, args: argparse.Namespace) -> None:
-    """What clients see by decode steps between two looks of the host."""
-    steps = 1
-    while steps <= MOST_STEPS:
-        ours.steps(steps)
+def paces(steps: int) -> list[Pace]:
+    """Prompts gathered, in small passes, and in the same pass as rows."""
+    return [
+        Pace(steps, steps - 1, 8192, False),
+        Pace(steps, 0, 4096, False),
+        Pace(steps, 0, 8192, True),
+        Pace(steps, 0, 4096, True),
+    ]
+
+
+def compare(ours: Side, args: argparse.Namespace) -> None:
+    """What clients see by the pace."""
+    for i, pace in enumerate(paces(args.pace.steps or LOOKAHEAD)):
+        ours.take(pace)
         for concurrency in args.concurrency:
-            one = ours.stream(ours.served.url, requests(concurrency), concurrency, 2000 + steps)
-            say(f"{steps} steps, C={concurrency}: {tell(one)}")
-        steps *= 4
-    ours.steps(ours.lookahead)
+            one = ours.stream(ours.served.url, requests(concurrency), concurrency, 2000 + i)
+            say(f"{pace}, C={concurrency}: {tell(one)}")
+    ours.take(ours.pace)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -501,7 +526,7 @@ def measure(
             "vllm": lambda: beside_vllm(ours, vllm, args, store),
             "rollout": rolled,
             "update": lambda: store(updates(ours, args.device)),
-            "lookahead": lambda: lookaheads(ours, args),
+            "pace": lambda: compare(ours, args),
         }
         complete = True
         for name in [name for name in PARTS if name in args.parts]:
@@ -552,6 +577,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer", default="vllm", choices=("vllm", "none"))
     parser.add_argument("--client", default="vllm", choices=("vllm", "own"))
     parser.add_argument("--lookahead", type=int, help="steps; default: that of `lowroll serve`")
+    parser.add_argument(
+        "--prompts",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='how prompts run; default: as in `lowroll serve`, e.g. {"max_prefill_tokens": 8192}',
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument(
         "--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one"
@@ -566,8 +598,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         args.device = pick_device(args.device)
     except ValueError as error:
         parser.error(str(error))
-    if args.lookahead is None and args.device.type == "cuda":
-        args.lookahead = LOOKAHEAD
+    on_gpu = args.device.type == "cuda"
+    ours = PROMPTS if on_gpu else {"gather": (args.lookahead or 1) - 1}
+    args.pace = Pace(args.lookahead or (LOOKAHEAD if on_gpu else None), **{**ours, **args.prompts})
     args.formats = args.formats or ["bf16" if args.device.type == "cuda" else "fp32"]
     unknown = sorted(set(args.formats) - set(vllm_worker.FORMATS))
     if "vllm" in args.parts and args.peer == "vllm" and unknown:

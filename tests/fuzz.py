@@ -453,6 +453,7 @@ class Block:
         self.kv = kv or random_policy(random.Random(f"kv {seed}"), family)
         if self.kv is not None:
             options["cache_tokens"] = max(options["cache_tokens"], least(self.kv, self.page_size))
+        side = random.Random(f"prompts {seed}")  # what may not change the mixes
         self.about = f"block {seed}: {family} {options} {self.kv and vars(self.kv)}"
         self.engine = Engine(
             master(family, 0),
@@ -464,9 +465,11 @@ class Block:
             tokenizer=Tokenizer(),
             noisy=True,
             lookahead=rng.choice([1, 1, 3, 16]) if device == "cpu" else None,
+            gather=side.choice([None, 0, 5]),
+            one_pass=side.random() < 0.5,
             **options,
         )
-        self.side = random.Random(f"looks {seed}")  # what may not change the mixes
+        self.side = random.Random(f"looks {seed}")
         self.looks: list[tuple[int, int, Drawn]] = []  # by handle and sample
         self.recorder = Recorder(self.engine) if self.kv else None
         self.version = 0
@@ -479,9 +482,9 @@ class Block:
         ] = {}  # by handle and sample: positions of the response
         run = self.engine.runner.run
 
-        def watched(plan: Plan) -> Any:
+        def watched(plan: Plan, meanwhile: Any) -> Any:
             self.watch(plan)
-            return run(plan)
+            return run(plan, meanwhile)
 
         self.engine.runner.run = watched  # type: ignore[method-assign]
 

@@ -19,8 +19,9 @@ on tiny models.
     transport  both ends of a rollout channel killed at named points and at random, on each transport, and
                damaged frames, words and files: nothing lost, nothing twice, no garbage accepted
                (tests/fixtures/ends.py, frames.py)
-    roles      engine, orchestrator and trainer of one launcher are killed and stopped, each in turn, at random moments:
-               the run goes on by itself, its ledger is clean, and it is bit for bit one process
+    roles      engine, orchestrator, trainer and launcher are killed, stopped and paused, at every point that they
+               pass and a moment after it: the run goes on by itself, makes no more than one step again, its
+               ledger is clean, and at level 0 it is bit for bit one process (tests/fixtures/losses.py)
     programs   requests, aborts, pauses, updates, failures and ends in any order over the engine's loop
                (tests/fixtures/programs.py)
 
@@ -40,6 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -49,16 +51,15 @@ from typing import Any
 
 from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
-from lowroll.orchestrator import audit
 from lowroll.runs import demo
 from lowroll.transport import read_rollouts
-from tests.fixtures import hostile, pieces, stormed, strike
+from tests.fixtures import hostile, losses, pieces, stormed, strike
 from tests.fixtures.ends import Pair
 from tests.fixtures.ends import strike as strike_pair
 from tests.fixtures.frames import Fuzz
+from tests.fixtures.losses import Launch
 from tests.fixtures.programs import Trial
-from tests.fixtures.roles import heart, outcome, reached, started
-from tests.fixtures.roles import strike as strike_role
+from tests.fixtures.roles import outcome
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings
 from tests.fixtures.storm import GUST, Storm
 from tests.fixtures.stormed import Stormed
@@ -78,7 +79,6 @@ SHARES = {
     "transport": 6,
     "programs": 3,
 }
-ROLES = ("trainer", "orchestrator", "engine-0")
 
 
 @dataclass
@@ -535,31 +535,55 @@ def transport(bench: Bench, rng: random.Random) -> Iterator[str]:
 
 
 def roles(bench: Bench, rng: random.Random) -> Iterator[str]:
-    """A trial is one loss of a role; each role is killed and stopped in turn, three losses a run,
-    each at a random moment of a step, and so in every phase."""
-    longer = {"train": {"max_steps": 8}, "eval": {"interval": None}}
-    attempt(bench.words(bench.root / "one", **longer))
-    wanted = outcome(bench.root / "one")
-    losses = [(role, how) for how in ("kill", "stop") for role in ROLES]
+    """A trial is one loss of a role, at one of the points that the role passes or a moment after it,
+    or of the launcher with all roles; some six losses a run."""
+    steps = {"train": {"max_steps": 12}, "eval": {"interval": None}}
+    lora = {"train": {"max_steps": 12, "lora": True, "lora_rank": 2}}
+    ways = {
+        f"level {level}, {way}": steps
+        | ({} if level or way == "filesystem" else lora)
+        | {"rollout_transport": {"type": way, "port": 0}}
+        | ({"asynchrony": {"max_async_level": level}} if level else {})
+        for level in (0, 1)
+        for way in ("filesystem", "zmq")
+    }
+    wanted, queues, counted = {}, {}, Counter[str]()
+    for name, changes in ways.items():
+        launch = Launch(_fresh(bench.root / "roles"), [])
+        launch.words = bench.words(launch.run, **changes)
+        launch.start()
+        problem = launch.finish() or "; ".join(launch.wrong())
+        if problem:
+            yield f"{name}, undisturbed: {problem}"
+            return
+        queues[name] = losses.every(launch, rng)
+        print(f"roles: {name}: {len(queues[name])} losses to choose from", flush=True)
+        if not changes.get("asynchrony"):
+            alone = bench.root / f"one {name}"
+            attempt(bench.words(alone, **changes))
+            wanted[name] = outcome(alone)
     for number in count():
-        run, log = _fresh(bench.root / "roles"), bench.root / "launcher.log"
-        way = ("filesystem", "zmq")[number % 2]
-        words = bench.words(run, **longer, rollout_transport={"type": way, "port": 0})
+        name = list(ways)[number % len(ways)]
+        launch = Launch(_fresh(bench.root / "roles"), [])
+        launch.words = bench.words(launch.run, **ways[name])
+        launch.start()
         told = []
-        with started(log, *words, "launcher=local", LOWROLL_SILENT_S="5") as launcher:
-            for step, (role, how) in zip((2, 4, 6), losses[:3], strict=True):
-                pid = reached(run, role, step, launcher)
-                time.sleep(rng.random() * 0.5)
-                told.append(f"{how} {role} in {heart(run, role).get('phase')}")
-                strike_role(pid, how)
-                yield ""
-            losses = losses[3:] + losses[:3]
-            code = launcher.wait(timeout=600)
-        found = outcome(run) if code == 0 else {}
-        other = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
-        problems = audit.check(run / "orchestrator" / "ledger.jsonl", None)
-        good = code == 0 and not other and not problems
-        yield "" if good else f"{way}, {told}: exit code {code}; {other[:5]}; {problems[:5]}"
+        for loss in losses.some(queues[name], launch):
+            problem = launch.lose(loss)
+            if problem is None:
+                break
+            told.append(str(loss))
+            counted[f"{loss.victim} {loss.how}"] += 1
+            yield problem and f"{name}: {problem}; {launch.text}"
+        problem = launch.finish()
+        if not problem:
+            found = outcome(launch.run) if name in wanted else {}
+            one = wanted.get(name, {})
+            other = sorted(k for k in one.keys() | found.keys() if one.get(k) != found.get(k))
+            problem = "; ".join(launch.wrong() + [f"another {key}" for key in other[:5]])
+        if problem:
+            yield f"{name}, {told}: {problem}"
+        print(f"roles: {name}: {', '.join(told)}; so far {dict(counted)}", flush=True)
 
 
 SUITES = {

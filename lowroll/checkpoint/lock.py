@@ -18,15 +18,31 @@ import socket
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lowroll.checkpoint.files import naming, write_all
 from lowroll.types import RunFailed
 
 LOCK = ".lock"
+NAME_S = 1.0  # for the name of who has just taken it
 
 
 class RunLockedError(RunFailed):
     """Another process owns the run folder; the message names its pid and host."""
+
+
+def refuse_locked(folder: Path) -> None:
+    """RunLockedError when a process owns `folder`. Changes nothing: who asks does not own it."""
+    try:
+        descriptor = os.open(Path(folder) / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunLockedError(f"{folder} is in use by {_holder(descriptor)}") from None
+    finally:
+        os.close(descriptor)
 
 
 class RunLock:
@@ -43,13 +59,13 @@ class RunLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = self._last_holder()
+            holder = _holder(self._descriptor)
             os.close(self._descriptor)
             raise RunLockedError(f"{self.folder} is in use by {holder}") from None
         self.attempt = self._append_attempt()
 
     def _append_attempt(self) -> int:
-        content = self._read()
+        content = _read(self._descriptor)
         attempt = len(content.splitlines()) + 1
         line = (
             json.dumps(
@@ -68,17 +84,6 @@ class RunLock:
             os.fsync(self._descriptor)
         return attempt
 
-    def _read(self) -> bytes:
-        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
-
-    def _last_holder(self) -> str:
-        lines = self._read().splitlines()
-        try:
-            entry = json.loads(lines[-1])
-            return f"pid {entry['pid']} on {entry['host']} (attempt {entry['attempt']}, since {entry['started']})"
-        except (IndexError, ValueError, KeyError, TypeError):
-            return "a process that has not written its name yet"
-
     def release(self) -> None:
         """Give the folder back; safe to call twice."""
         if self._descriptor >= 0:
@@ -95,3 +100,41 @@ class RunLock:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def _read(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def _holder(descriptor: int) -> str:
+    """In words, who took the lock last. Who has just taken it is still writing its name: until then
+    the last name is of one that has ended."""
+    until = time.monotonic() + NAME_S
+    while (entry := _last(descriptor)) is None or _has_ended(entry):
+        if time.monotonic() > until:
+            break
+        time.sleep(0.02)
+    if entry is None:
+        return "a process that has not written its name yet"
+    return f"pid {entry['pid']} on {entry['host']} (attempt {entry['attempt']}, since {entry['started']})"
+
+
+def _last(descriptor: int) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(_read(descriptor).splitlines()[-1])
+        return {name: entry[name] for name in ("attempt", "pid", "host", "started")}
+    except (IndexError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _has_ended(entry: dict[str, Any]) -> bool:
+    """Whether it was a process of this machine, and is gone."""
+    if entry["host"] != socket.gethostname() or not isinstance(entry["pid"], int):
+        return False
+    try:
+        os.kill(entry["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False

@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 
 GRACE_S = 20.0  # batch systems kill 30 s or more after they ask
 LOOKAHEAD = 8  # decode steps on a GPU between two looks at new requests and streams
+# how prompts run on a GPU, when requests come one by one: at once, and the rows that decode beside
+# them in the same pass (docs/log/engine.md)
+PROMPTS: dict[str, Any] = {"gather": 0, "max_prefill_tokens": 4096, "one_pass": True}
 SWITCH_S = 0.001  # the engine's thread waits so long for Python's lock, instead of 5 ms
 SHORTEST_TOKEN = 16  # characters
+LORA_ALPHA = 32.0  # `train.lora_alpha` of a run that does not say
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,7 +94,12 @@ def _add_engine(p: argparse._ArgumentGroup) -> None:
         help="put an adapter of this rank on the model, which is the model itself until POST "
         "/weights fills it",
     )
-    p.add_argument("--lora-alpha", type=float, metavar="A", help="of that adapter (default: 2 R)")
+    p.add_argument(
+        "--lora-alpha",
+        type=float,
+        metavar="A",
+        help=f"of that adapter (default: {LORA_ALPHA:g}, as a run's)",
+    )
     p.add_argument(
         "--uaq-scale",
         type=float,
@@ -311,6 +320,7 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
         kv_dtype=kv.kv_dtype,
         noisy=arguments.noisy,
         lookahead=arguments.lookahead or (LOOKAHEAD if device.type == "cuda" else None),
+        **(PROMPTS if device.type == "cuda" else {}),
     )
 
 
@@ -333,7 +343,7 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"--lora-rank: {folder} is an adapter folder, and brings its own")
     rank = arguments.lora_rank
-    alpha = 2.0 * rank if arguments.lora_alpha is None else arguments.lora_alpha
+    alpha = LORA_ALPHA if arguments.lora_alpha is None else arguments.lora_alpha
     format = arguments.weights or hf.low_bit_format(folder) or DEFAULT
     if arguments.uaq_scale is not None:  # before it is quantized
         model = quantize_base(scaled(folder, device, arguments), format)

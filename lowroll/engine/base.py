@@ -115,8 +115,9 @@ class Engine(Protocol):
         """Queue a request; returns its handle. ValueError names the wrong field."""
         ...
 
-    def step(self) -> list[tuple[int, Group]]:
-        """One step for everything in flight. Returns the requests that ended, by handle."""
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
+        """One step for everything in flight. Returns the requests that ended, by handle. meanwhile:
+        what this thread may do while it would wait, called at most once."""
         ...
 
     def so_far(self, handle: int) -> list[Drawn]:

@@ -33,6 +33,7 @@ Legend: B rows, P pages of a row, S steps, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,6 +58,15 @@ def bucket(num_rows: int) -> int:
     """Rows of the batch that `num_rows` run in: a row's numbers depend on it, and on nothing else
     about the batch."""
     return next((size for size in BUCKETS if size >= num_rows), -(-num_rows // 128) * 128)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps that the device was given."""
+
+    rows: int
+    steps: int
+    ranks: Ranks
 
 
 class Decoder:
@@ -110,13 +120,11 @@ class Decoder:
         self._side: torch.cuda.Stream | None = None
         self.replays = 0  # steps that ran as a graph
 
-    def run(
-        self, sequences: list[Sequence], steps: int
-    ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
-        """Draw `steps` tokens of each sequence, one where a row has penalties or bans: (ids,
-        log-probs), both [B, S], and what each row is told of the likeliest ones (`sampler.Ranks`).
+    def start(self, sequences: list[Sequence], steps: int) -> Steps:
+        """Have `steps` tokens of each sequence drawn, one where a row has penalties or bans; what
+        comes of it is to be read by `read`, before the next start.
 
-        The pages of all steps are in place. ValueError when the model gives a row no distribution.
+        The pages of all steps are in place.
         """
         size = self.size(len(sequences))
         self._upload(sequences, size)
@@ -134,14 +142,39 @@ class Decoder:
                 assert self.logits is not None
                 ranks.see(self.logits[:rows])
                 self._draw(rows, self.logits[:rows], params)
-        tokens_SB = self.tokens_SB[:steps, :rows].cpu()
-        logprobs_SB = self.logprobs_SB[:steps, :rows].cpu()
+        return Steps(rows, steps, ranks)
+
+    def read(
+        self, begun: Steps
+    ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
+        """Wait for what was started: (ids, log-probs), both [B, S], and what each row is told of the
+        likeliest tokens (`sampler.Ranks`). ValueError when the model gives a row no
+        distribution."""
+        tokens_SB = self.tokens_SB[: begun.steps, : begun.rows].cpu()
+        logprobs_SB = self.logprobs_SB[: begun.steps, : begun.rows].cpu()
         if not all_finite(logprobs_SB):
             self._rows = []
             require_finite(logprobs_SB.t().amin(1).tolist())
         self._last = tokens_SB[-1].tolist()
         tokens_BS, logprobs_BS = tokens_SB.t().tolist(), logprobs_SB.t().tolist()
-        return tokens_BS, logprobs_BS, ranks.told(tokens_BS, logprobs_BS)
+        return tokens_BS, logprobs_BS, begun.ranks.told(tokens_BS, logprobs_BS)
+
+    def place(self, sequences: list[Sequence]) -> tuple[Tensor, Rows]:
+        """Last tokens [B] and rows of these sequences, and dead ones as a step of so many has them,
+        for a pass of somebody else's: what it draws is not seen here."""
+        size = self.size(len(sequences))
+        self._upload(sequences, size)
+        self._rows = []
+        return self.state[0, :size], self._live(size)
+
+    def _live(self, size: int) -> Rows:
+        """The first `size` rows as they are now."""
+        lengths_B = self.lengths_B[:size]
+        slots_B = self.state[6, :size]
+        if self.watcher is not None:
+            slots_B = slots_B.masked_fill(lengths_B == 0, self.dead_slot)
+        pages = self.table_BP.shape[1] if self.device.type == "cuda" else self._widest
+        return Rows(slots_B, self.table_BP[:size, :pages], lengths_B, self.state[1, :size])
 
     def _params(self, sequences: list[Sequence]) -> SamplingBatch:
         if self._steady is None or self._steady[0] != sequences:
@@ -269,19 +302,14 @@ class Decoder:
 
     def _advance(self, size: int, drawing: bool) -> None:
         """One step of the first `size` rows, on the device alone."""
-        ids_B, pos_B, _, _, _, _, slots_B, _ = self.state[:, :size].unbind()
-        lengths_B = self.lengths_B[:size]
-        if self.watcher is not None:
-            slots_B = slots_B.masked_fill(lengths_B == 0, self.dead_slot)
-        pages = self.table_BP.shape[1] if self.device.type == "cuda" else self._widest
-        rows = Rows(slots_B, self.table_BP[:size, :pages], lengths_B, pos_B)
+        ids_B, rows = self.state[0, :size], self._live(size)
         attend = PagedDecode(self.cache, rows, self.watcher)
         if self.large_batch_model is not None and self.runs_large_batch(size):
             model = self.large_batch_model
         else:
             model = self.model
         with overlapping(self.device):
-            logits_BV = model.logits(model(ids_B, pos_B, attend))
+            logits_BV = model.logits(model(ids_B, rows.positions_B, attend))
             if not drawing:
                 if self.logits is None:
                     self.logits = logits_BV.new_empty(self.state.shape[1], logits_BV.shape[1])

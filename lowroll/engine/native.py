@@ -93,9 +93,10 @@ class NativeEngine:
     in bfloat16) for prompts and many rows; the weights are the same, and only time is saved (CUDA).
     record_evictions: rollouts say which keys a bounded cache dropped (`types.Evictions`).
     lookahead: decode steps between two looks of the host, at which tokens are seen and requests get
-    in, for requests that come one by one: prompts also run together, once in so many steps. None is
-    the device's best for requests that are there from the beginning (16 on CUDA). Tokens do not
-    depend on it.
+    in, for requests that come one by one: prompts also run together, once in `gather` steps
+    (default: one fewer). None is the device's best for requests that are there from the beginning
+    (16 on CUDA). one_pass: rows that decode beside prompts take their step in the pass over those
+    (dense cache, no large_batch_weights). Tokens depend on none of these.
     max_model_len: tokens of the longest prompt with its response, where the model could take longer
     ones. memory_share: of the device's memory, which weights and a KV cache of no given size may fill.
     prefix_caching: a prompt finds the pages of an earlier one with the same beginning.
@@ -124,6 +125,8 @@ class NativeEngine:
         kv_dtype: str | None = None,
         record_evictions: bool = False,
         lookahead: int | None = None,
+        gather: int | None = None,
+        one_pass: bool = False,
         max_model_len: int | None = None,
         memory_share: float | None = None,
         prefix_caching: bool = True,
@@ -173,6 +176,7 @@ class NativeEngine:
             self.storage,
             record_evictions,
             cuda_graphs,
+            one_pass,
         )
         self.pool = PagePool(num_pages, page_size, prefix_caching)
         if large_batch_weights is not None:
@@ -186,7 +190,9 @@ class NativeEngine:
         )
         self._tokenizer = tokenizer
         self._tokens = 0  # drawn so far, and drawn again
-        self.scheduler = self._schedule(max_batch, max_prefill_tokens, prefill_chunk, lookahead)
+        self.scheduler = self._schedule(
+            max_batch, max_prefill_tokens, prefill_chunk, lookahead, gather
+        )
 
     # -- the door ----------------------------------------------------------------------------------
 
@@ -279,16 +285,16 @@ class NativeEngine:
         self._validate(request, "")
         return self.scheduler.add(request)
 
-    def step(self) -> list[tuple[int, Group]]:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
         """One step for everything in flight: plan, run, commit. Returns the requests that ended, by
-        handle."""
-        self._advance()
+        handle. meanwhile: called while the device works."""
+        self._advance(meanwhile)
         return self.scheduler.finished()
 
-    def _advance(self) -> None:
+    def _advance(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         plan = self.scheduler.plan()
         try:
-            drawn = self.runner.run(plan)
+            drawn = self.runner.run(plan, meanwhile)
         except BaseException:
             self._give_up()
             raise
@@ -572,6 +578,7 @@ class NativeEngine:
         max_prefill_tokens: int,
         prefill_chunk: int | None,
         lookahead: int | None,
+        gather: int | None,
     ) -> Scheduler:
         decode = (lambda ids: self.tokenizer.decode(ids)) if self._has_tokenizer else None
         return Scheduler(
@@ -582,7 +589,7 @@ class NativeEngine:
             max_prefill_tokens=max_prefill_tokens,
             prefill_chunk=prefill_chunk,
             lookahead=lookahead or self.runner.lookahead,
-            gather=(lookahead or 1) - 1,
+            gather=(lookahead or 1) - 1 if gather is None else gather,
             eos_ids=self._eos_ids(),
             decode=decode,
             evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,

@@ -3,19 +3,23 @@ step in one packed pass.
 
 `score` runs a sequence for its log-probs alone, without the cache.
 
+What a turn uploads lies in pinned memory: a copy from any other waits for all that the device was
+given before, and with it the thread that has news to send.
+
 Legend: T tokens of the step, D hidden size, V vocabulary, P prompts that are through, B rows that
 draw a token, C rows of a piece, G key-value heads, K keys that stay or likeliest tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowroll.engine.decoder import MOST_STEPS, Decoder, plain
+from lowroll.engine.decoder import MOST_STEPS, Decoder, Steps, plain
 from lowroll.engine.sampler import (
     Ranks,
     SamplingBatch,
@@ -34,11 +38,11 @@ from lowroll.engine.sequence import (
     places_of,
 )
 from lowroll.kernels.sampling.draw import draw
-from lowroll.kv.cache import Chunk, KVCache, PagedAttention, Rows
+from lowroll.kv.cache import Chunk, KVCache, PagedAttention, PagedDecode, Rows, Together
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import Dropped, Recorder, most_held
-from lowroll.model.attention import varlen
+from lowroll.model.attention import upload, varlen
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
@@ -58,10 +62,39 @@ class Run:
     tops: list[list[tuple[int, float]]] | None = None
 
 
+@dataclass(frozen=True)
+class First:
+    """What a pass over prompts has drawn, a token of each sequence: on the device, until it is
+    read."""
+
+    sequences: list[Sequence]
+    tokens_B: Tensor
+    logprobs_B: Tensor
+    ranks: Ranks
+
+    def read(self, large_batch: bool) -> list[Run]:
+        """ValueError when the model gave a sequence no distribution."""
+        logprobs = self.logprobs_B.tolist()
+        require_finite(logprobs)
+        tokens_B1, logprobs_B1 = (
+            [[i] for i in self.tokens_B.tolist()],
+            [[logp] for logp in logprobs],
+        )
+        told = self.ranks.told(tokens_B1, logprobs_B1)
+        return [
+            Run(sequence, ids, logps, large_batch, tops)
+            for sequence, ids, logps, tops in zip(
+                self.sequences, tokens_B1, logprobs_B1, told, strict=True
+            )
+        ]
+
+
 class Runner:
     """Owns the KV cache and the device side of a step. large_batch_model: the model for many rows
     at once (`engine.decoder`). kv: the cache policy. storage: how keys and values are stored.
-    record_evictions: keep track of what the policy drops. cuda_graphs: as `Decoder`'s."""
+    record_evictions: keep track of what the policy drops. cuda_graphs: as `Decoder`'s. one_pass: rows
+    that decode beside prompts take their step in the pass over those, where a dense cache and a
+    single model allow it, and no draft is checked: the weights are read once for both."""
 
     def __init__(
         self,
@@ -74,6 +107,7 @@ class Runner:
         storage: type[KVCache] = KVCache,
         record_evictions: bool = False,
         cuda_graphs: bool = True,
+        one_pass: bool = False,
     ) -> None:
         self.model = model
         self.large_batch_model = large_batch_model
@@ -87,6 +121,7 @@ class Runner:
             self.recorder = Recorder(
                 spec.num_layers, slots, spec.num_kv_heads, most_held(kv, spec), model.device
             )
+        self.one_pass = one_pass and large_batch_model is None and self.selector is None
         self.states = [one for one in (self.selector, self.recorder) if one is not None]
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, longest, self.selector, cuda_graphs
@@ -105,36 +140,53 @@ class Runner:
         self.cache.release()
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> list[Run]:
+    def run(self, plan: Plan, meanwhile: Callable[[], None] = lambda: None) -> list[Run]:
         """The tokens of every decode row, then of every sample of a prompt that is through, then
         those behind each token of a check.
 
-        ValueError when the model gives a row no distribution (NaN or infinite logits).
+        meanwhile: called once the device has all of its work and this thread would wait for it; on
+        a CPU, which is the device, before the work. ValueError when the model gives a row no
+        distribution (NaN or infinite logits).
         """
+        if self.model.device.type != "cuda":
+            meanwhile()
         self.cache.restore()
         self._compact(plan.compactions)
         if plan.forks:
             for state in self.states:
                 state.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
-        drawn: list[Run] = []
-        if plan.decodes:
-            tokens_BS, logprobs_BS, told = self.decoder.run(plan.decodes, plan.steps)
-            large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
-            drawn = [
-                Run(sequence, tokens[:most], logprobs[:most], large_batch, tops and tops[:most])
-                for sequence, tokens, logprobs, most, tops in zip(
-                    plan.decodes, tokens_BS, logprobs_BS, plan.limits, told, strict=True
-                )
-            ]
+        together = self.one_pass and bool(plan.prefills) and not plan.checks
+        steps = None
+        if plan.decodes and not together:
+            steps = self.decoder.start(plan.decodes, plan.steps)
         if plan.begun:
             for state in self.states:
                 state.begin(plan.begun)
+        first, checked_TD = None, None
         if plan.prefills or plan.checks:
-            drawn += self._prefill(plan.prefills, plan.checks)
+            beside = plan.decodes if together else []
+            first, checked_TD = self._prefill(plan.prefills, plan.checks, beside)
+        if self.model.device.type == "cuda":
+            meanwhile()
+        drawn = [] if steps is None else self._read(plan, steps)
+        if first is not None:
+            drawn += first.read(self.large_batch_model is not None)
+        if checked_TD is not None:
+            drawn += self._follow(checked_TD, plan.checks)
         if self.recorder is not None:
             self.recorder.settle()
         return drawn
+
+    def _read(self, plan: Plan, steps: Steps) -> list[Run]:
+        tokens_BS, logprobs_BS, told = self.decoder.read(steps)
+        large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
+        return [
+            Run(sequence, tokens[:most], logprobs[:most], large_batch, tops and tops[:most])
+            for sequence, tokens, logprobs, most, tops in zip(
+                plan.decodes, tokens_BS, logprobs_BS, plan.limits, told, strict=True
+            )
+        ]
 
     def _compact(self, compactions: list[Compaction]) -> None:
         """Move the keys that the policy keeps: those that keep equally many together."""
@@ -164,44 +216,38 @@ class Runner:
             dropped = [Dropped(c.slot, c.cached, c.kept, c.position) for c in compactions]
             self.recorder.compacted(dropped, kept_LBGK)
 
-    def _prefill(self, prefills: list[PrefillChunk], checks: list[Check]) -> list[Run]:
-        """Run chunks of prompts and of drafts; the first token of each sample whose prompt is
-        through, and what is drawn along the drafts."""
-        hidden_TD, last_rows = self._forward(prefills, checks)
+    def _prefill(
+        self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
+    ) -> tuple[First | None, Tensor | None]:
+        """Run chunks of prompts and of drafts, and a step of the rows `beside` them in the same pass:
+        a token of each of those, then of each sample whose prompt is through; and the hidden states
+        along the drafts."""
+        hidden_TD, last_rows = self._forward(prefills, checks, beside)
         through = [
-            (chunk, row) for chunk, row in zip(prefills, last_rows, strict=True) if chunk.samples
+            (chunk.samples, row)
+            for chunk, row in zip(prefills, last_rows, strict=True)
+            if chunk.samples
         ]
-        drawn = self._begin(hidden_TD, through) if through else []
-        if checks:  # whose tokens are the last ones
-            count = sum(len(check.ids) for check in checks)
-            drawn += self._follow(hidden_TD[-count:], checks)
-        return drawn
+        through[:0] = [((sequence,), row) for row, sequence in enumerate(beside)]
+        count = sum(len(check.ids) for check in checks)  # whose tokens are the last ones
+        checked_TD = hidden_TD[-count:] if checks else None
+        return self._begin(hidden_TD, through) if through else None, checked_TD
 
-    def _begin(self, hidden_TD: Tensor, through: list[tuple[PrefillChunk, int]]) -> list[Run]:
-        """The first tokens of the samples of these prompts, which end in these rows."""
-        sequences = [sequence for chunk, _ in through for sequence in chunk.samples]
-        rows_P = torch.tensor([row for _, row in through], device=hidden_TD.device)
+    def _begin(self, hidden_TD: Tensor, through: list[tuple[tuple[Sequence, ...], int]]) -> First:
+        """A token of each of these samples, which draw from these rows."""
+        sequences = [sequence for samples, _ in through for sequence in samples]
+        device = hidden_TD.device
+        rows_P = upload(torch.tensor([row for _, row in through]), device)
         logits_BV = self.model.logits(hidden_TD[rows_P])
         if len(sequences) > len(through):
-            num_samples_P = torch.tensor(
-                [len(chunk.samples) for chunk, _ in through], device=hidden_TD.device
-            )
+            num_samples_P = upload(torch.tensor([len(samples) for samples, _ in through]), device)
             logits_BV = logits_BV.repeat_interleave(
                 num_samples_P, dim=0, output_size=len(sequences)
             )
         tokens_B, logprobs_B = self._draw(logits_BV, sequences)
-        logprobs = logprobs_B.tolist()
-        require_finite(logprobs)
         ranks = Ranks(sequences)
         ranks.see(logits_BV)
-        tokens_B1, logprobs_B1 = [[i] for i in tokens_B.tolist()], [[logp] for logp in logprobs]
-        told = ranks.told(tokens_B1, logprobs_B1)
-        return [
-            Run(sequence, ids, logps, self.large_batch_model is not None, tops)
-            for sequence, ids, logps, tops in zip(
-                sequences, tokens_B1, logprobs_B1, told, strict=True
-            )
-        ]
+        return First(sequences, tokens_B, logprobs_B, ranks)
 
     def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[Run]:
         """Draw behind each token of the checks, as if those before it had been drawn."""
@@ -233,18 +279,17 @@ class Runner:
 
     def _draw(self, logits_BV: Tensor, sequences: Many[Sequence | Place]) -> tuple[Tensor, Tensor]:
         device = self.model.device
-        lengths_B = torch.tensor([s.length for s in sequences], device=device)
+        lengths_B = upload(torch.tensor([s.length for s in sequences]), device)
         if not plain(sequences):
             return sample(
                 logits_BV,
                 SamplingBatch.of(sequences, self.model.spec.vocab_size, device),
                 lengths_B,
             )
-        keys_B = torch.tensor([signed(s.noise_key) for s in sequences], device=device)
-        temperature_B = torch.tensor(
-            [s.request.temperature or 1.0 for s in sequences], device=device
-        )
-        greedy_B = torch.tensor([s.request.temperature == 0 for s in sequences], device=device)
+        keys_B = upload(torch.tensor([signed(s.noise_key) for s in sequences]), device)
+        temperature = torch.tensor([s.request.temperature or 1.0 for s in sequences])
+        temperature_B = upload(temperature, device)
+        greedy_B = upload(torch.tensor([s.request.temperature == 0 for s in sequences]), device)
         return draw(logits_BV, keys_B, lengths_B, temperature_B, greedy_B)
 
     @torch.inference_mode()
@@ -270,33 +315,38 @@ class Runner:
         return logp_T, ids_TK, top_TK
 
     def _forward(
-        self, prefills: list[PrefillChunk], checks: list[Check]
+        self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
     ) -> tuple[Tensor, list[int]]:
-        """Hidden states of the tokens of chunks, then of checks, and for each chunk the row of its
-        last token."""
+        """Hidden states of the last tokens of `beside`, of the tokens of chunks, then of checks, and
+        for each chunk the row of its last token."""
         pieces = [(c.sequence, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in prefills]
         pieces += [(c.sequence, c.sequence.position, c.ids) for c in checks]
         chunks = [Chunk(at, at + len(some), s.pages, s.slot) for s, at, some in pieces]
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []
-        positions: list[int] = []
         last_rows = [0] * len(chunks)
         for i in (*fresh, *later):
-            chunk = chunks[i]
             ids += pieces[i][2]
-            positions += range(chunk.start, chunk.stop)
             last_rows[i] = len(ids) - 1
-        attend = PagedAttention(
+        prompts = PagedAttention(
             self.cache,
             [chunks[i] for i in fresh],
             [chunks[i] for i in later],
             self.decoder.watcher,
         )
         model = self.large_batch_model or self.model
-        ids_T = torch.tensor(ids, device=model.device)
-        pos_T = torch.tensor(positions, device=model.device)
-        return model(ids_T, pos_T, attend), last_rows[: len(prefills)]
+        ids_T = upload(torch.tensor(ids), model.device)
+        pos_T = upload(
+            torch.cat([torch.arange(c.start, c.stop) for c in prompts.chunks]), model.device
+        )
+        last_rows = last_rows[: len(prefills)]
+        if not beside:
+            return model(ids_T, pos_T, prompts), last_rows
+        ids_B, rows = self.decoder.place(beside)
+        attend = Together(PagedDecode(self.cache, rows), prompts)
+        hidden_TD = model(torch.cat([ids_B, ids_T]), torch.cat([rows.positions_B, pos_T]), attend)
+        return hidden_TD, [len(ids_B) + row for row in last_rows]
 
 
 def _table(pages: list[list[int]]) -> Tensor:

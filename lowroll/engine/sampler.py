@@ -40,6 +40,7 @@ from torch import Tensor
 
 from lowroll.engine.sequence import Place, Sequence
 from lowroll.kernels.sampling.draw import inverse_cdf, uniform
+from lowroll.model.attention import upload
 from lowroll.model.logprobs import log_probs
 
 RANKED_ROWS = 64  # rows whose tokens are put in order at a time
@@ -95,7 +96,7 @@ class SamplingBatch:
         ]
 
         def put(values: Collection[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+            return upload(torch.tensor(values, dtype=dtype), device)
 
         def columns(
             rows: Collection[tuple[float, ...]], *dtypes: torch.dtype
@@ -183,7 +184,7 @@ class Ranks:
             device = logits_BV.device
             rows = [self._sequences[i] for i in self.asking]
             params = SamplingBatch.of(rows, logits_BV.shape[-1], device)
-            self._batch = torch.tensor(self.asking, device=device), params
+            self._batch = upload(torch.tensor(self.asking), device), params
         rows_A, params = self._batch
         logp_AV = distribution(logits_BV[rows_A], params)
         most = max(self._sequences[i].request.top_logprobs for i in self.asking)

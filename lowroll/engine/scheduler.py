@@ -366,15 +366,16 @@ class Scheduler:
         # tokens at the end always run, the last for its logits: their pages are never taken from
         # the cache
         served = max(0, len(prompt_ids) - self.kv.window)
-        keys = page_keys(prompt_ids[:served], page_size, self.salt)
-        hits = self.pool.match(keys)
+        if group.page_keys is None or group.salt != self.salt:
+            group.page_keys = page_keys(prompt_ids, page_size, self.salt)
+            group.salt = self.salt
+        hits = self.pool.match(group.page_keys[: served // page_size])
         missing = need.prompt - sum(self.pool.refcount(page) > 0 for page in hits)
         if missing + need.compacted + need.writer > self._available():
             return False
         self.pool.reuse(hits)
         group.prompt_pages = hits + self.pool.allocate(need.prompt - len(hits))
         group.compacted_pages = self.pool.allocate(need.compacted)
-        group.salt = self.salt
         group.num_prefilled = len(hits) * page_size
         leader = group.tail_writer = group.leader
         leader.slot = group.state_slot = self._free_slots.pop()
@@ -551,9 +552,8 @@ class Scheduler:
     def _publish_prompt(self, group: LiveGroup) -> None:
         """Offer the full prompt pages to later requests, unless the behaviour changed while the
         prompt ran."""
-        if group.salt == self.salt:
-            keys = page_keys(group.request.prompt_ids, self.pool.page_size, group.salt)
-            self.pool.publish(group.leader.pages[: len(keys)], keys)
+        if group.salt == self.salt and group.page_keys is not None:
+            self.pool.publish(group.leader.pages[: len(group.page_keys)], group.page_keys)
 
     # -- the end of a sample -----------------------------------------------------------------------
 

@@ -96,6 +96,7 @@ class LiveGroup:
     num_open: int = 0  # samples that have not ended
     tail_writer: Sequence | None = None  # who may append to the partial last prompt page
     salt: bytes = b""  # the prefix cache's salt when the prompt was admitted
+    page_keys: list[bytes] | None = None  # of its full prompt pages under that salt
 
     @property
     def leader(self) -> Sequence:

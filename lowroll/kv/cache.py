@@ -5,7 +5,7 @@ is one token a row over the row's page table: all of it lives on the device, not
 `PagedAttention` is built for the prompts of one step: it writes their keys and values to their
 slots; prompts that start at position 0 attend over their own fresh keys as the cache holds them,
 which without a rounding is exactly what the learner does, later chunks of a prompt gather all their
-sequence's tokens.
+sequence's tokens. `Together` is both in one pass.
 
 Where a cache policy drops keys, `KVCache.keep` moves those that stay, between two runs of steps.
 How keys and values are stored is known to `KVCache` alone: another storage (`kv.fp8`) has the same
@@ -95,7 +95,7 @@ class KVCache:
         """Copy whole pages (source, target) in every layer."""
         if not pairs:
             return
-        sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(1)
+        sources, targets = upload(torch.tensor(pairs), self.keys[0].device).unbind(1)
         for buffer in self._all():
             buffer[targets] = buffer[sources]
 
@@ -290,6 +290,25 @@ class PagedAttention:
         if self.selector is not None:
             self.selector.prefilled(layer, q_THd, self.chunks)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@dataclass(frozen=True)
+class Together:
+    """`attend` for rows of one token each, and for the prompts of a step behind them."""
+
+    rows: PagedDecode
+    prompts: PagedAttention
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        count = len(self.rows.rows.lengths_B)
+        drawn, read = (
+            attend(layer, q_THd[part], k_TGd[part], v_TGd[part])
+            for attend, part in (
+                (self.rows, slice(None, count)),
+                (self.prompts, slice(count, None)),
+            )
+        )
+        return torch.cat([drawn, read])
 
 
 def _portions(chunks: list[Chunk]) -> Iterator[list[Chunk]]:

@@ -21,7 +21,7 @@ adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,12 +33,17 @@ from lowroll.quant.formats import QTensor
 
 
 class Adapter(nn.Module):
-    """Low-rank update of some parts of a linear layer: A [R, K], B [N_part, R] a part, float32."""
+    """Low-rank update of some parts of a linear layer: A [R, K], B [N_part, R] a part, float32.
+
+    An engine's may hold one of a lower rank, or of fewer parts (`hold`): the rest is zero then.
+    """
 
     def __init__(self, rank: int, alpha: float) -> None:
         super().__init__()
         self.rank = rank
         self.alpha = alpha
+        self.held_rank = rank
+        self.held: frozenset[str] | None = None  # parts; None: all
         self.enabled = True
         self.version = 0  # how often the parameters are known to have changed
         self.a = nn.ParameterDict()
@@ -49,7 +54,25 @@ class Adapter(nn.Module):
 
     @property
     def scaling(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / self.held_rank
+
+    def hold(self, rank: int, alpha: float, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Take (A [rank, K], B [N_part, rank]) of parts in place, with zeros where it has more.
+        rank is at most its own."""
+        self.held_rank, self.alpha, self.held = rank, alpha, frozenset(pairs)
+        for part, a_RK in self.a.items():
+            b_NR = self.b[part]
+            a_RK.zero_()
+            b_NR.zero_()
+            if part in pairs:
+                a_RK[:rank].copy_(pairs[part][0])
+                b_NR[:, :rank].copy_(pairs[part][1])
+
+    def holding(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(part, A, B) of what is not zero for good."""
+        for part, a_RK in self.a.items():
+            if self.held is None or part in self.held:
+                yield part, a_RK[: self.held_rank], self.b[part][:, : self.held_rank]
 
     def blocks(self, parts: Mapping[str, int]) -> list[tuple[str, slice, slice]]:
         """(part, its rows of B [N, L], its columns) of every part that has an adapter."""
@@ -74,7 +97,7 @@ class Adapter(nn.Module):
         made_of = (
             dtype,
             masters[0].device,
-            self.alpha,
+            self.scaling,
             self.version,
             *(p._version for p in masters),
         )

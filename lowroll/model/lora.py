@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,28 @@ def unscaled(tensors: Mapping[str, Tensor], input_scale: float) -> dict[str, Ten
         name: tensor * input_scale if input_scale != 1 and name.endswith(_BEHIND_A_NORM) else tensor
         for name, tensor in tensors.items()
     }
+
+
+def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
+    """The tensors that an adapter of this rank has, for all parts that have one here."""
+    return {
+        name: (rank, p.shape[1]) if name.endswith(".lora_A.weight") else (p.shape[0], rank)
+        for name, p in _named(model)
+    }
+
+
+def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
+    """Whether what an adapter lacks is all that there is of some targets, and not all."""
+    targets = {name.split(".")[-3] for name in lacking}
+    return lacking == {name for name in every if name.split(".")[-3] in targets} != every
+
+
+def pairs(
+    linear: str, adapter: Adapter, tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(A, B) of those parts of a linear layer that are among an adapter's tensors."""
+    names = {part: _names(linear, part) for part in adapter.a}
+    return {part: (tensors[a], tensors[b]) for part, (a, b) in names.items() if a in tensors}
 
 
 def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:

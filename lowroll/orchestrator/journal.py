@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import naming, read_file, sync_folder, write_all
 from lowroll.checkpoint.seal import seal, unseal
 
@@ -109,6 +110,7 @@ class Journal:
         with naming(self.path):
             write_all(self._file, seal(line, self._lines + 1) + b"\n")
         self._note(entry)
+        faultpoint(f"ledger.{event}")
 
     def sync(self) -> None:
         """On the disk when this returns."""

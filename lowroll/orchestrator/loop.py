@@ -186,10 +186,11 @@ class Orchestrator:
             for pool, share in zip(POOLS, shares, strict=True)
         }
 
-    def recall(self) -> int:
+    def recall(self, for_good: bool = False) -> int:
         """Give up what is in flight, for an evaluation or another engine: it stays open, and the
-        next step asks for it again. Returns how many groups."""
-        return self.supply.recall()
+        next step asks for it again. `for_good`: the engine ends, and nothing comes back of it.
+        Returns how many groups."""
+        return self.supply.recall(for_good)
 
     def retract(self, version: int) -> int:
         """Draw again what is open and has tokens of weights after `version`, which their learner
@@ -303,16 +304,17 @@ class Orchestrator:
             self._sift(ledger, harvest, version)
             ready = supply.ready(ledger)
             self._tell("generate", min(len(ready), wanted), wanted)
-            if len(ready) >= wanted:
-                break
-            if settings.filters_groups and landed >= settings.max_rounds * wanted:
-                break
-            missing = settings.num_open - len(ledger.open)
-            if missing > 0:
-                supply.plan(ledger, missing, step, temperature)
-                harvest.rounds += 1
+            full = len(ready) >= wanted
+            spent = settings.filters_groups and landed >= settings.max_rounds * wanted
             began = time.monotonic()
-            supply.send(ledger)
+            if settings.carries or not (full or spent):
+                missing = settings.num_open - len(ledger.open)
+                if missing > 0 and not spent:
+                    supply.plan(ledger, missing, step, temperature)
+                    harvest.rounds += 1
+                supply.send(ledger)  # the engines go on while a full batch is made
+            if full or spent:
+                break
             answers = supply.turn()
             harvest.seconds["time/generate"] += time.monotonic() - began
             landed += len(answers)
@@ -560,7 +562,11 @@ class Orchestrator:
             for group in dropped
             for sample in group.samples
         ]
-        stats = {name: value for name, value in batch.stats.items() if not name.startswith("time/")}
+        stats = {
+            name: value
+            for name, value in batch.stats.items()
+            if not name.startswith(("time/", "perf/"))
+        }
         self.rollout_log(replace(batch, samples=batch.samples + unused, stats=stats))
 
     def _progress(self, phase: str) -> Progress | None:

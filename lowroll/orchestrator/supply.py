@@ -171,12 +171,15 @@ class Supply:
         self._given_up.add(handle)
         self.engine.abort(handle)
 
-    def recall(self) -> int:
+    def recall(self, for_good: bool = False) -> int:
         """Give up everything in flight. The groups stay open, and `send` asks for them again.
-        Returns how many."""
+        `for_good`: this engine answers nothing more, and another one counts handles anew. Returns
+        how many."""
         flying = list(self._flights.values())
         for one in flying:
             self.give_up(one)
+        if for_good:
+            self._given_up.clear()
         return len(flying)
 
     def retract(self, version: int) -> int:

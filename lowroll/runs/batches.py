@@ -167,7 +167,7 @@ class Batches:
             drawn |= {f"kv/{name}": value for name, value in saving(kv, lengths).items()}
         return drawn | {
             "perf/generate_tokens_per_second": batch.stats["rollout/tokens"]
-            / max(batch.stats["time/generate"], 1e-9),
+            / max(batch.stats["time/generate"], 1e-3),
             "perf/kv_pages_peak": float(stats.pages_peak),
             "perf/prefix_hits": float(stats.prefix_hits),
             **self.more(batch),

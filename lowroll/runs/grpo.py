@@ -132,7 +132,7 @@ class Run:
             partial(home.keep_batch, "rollouts"),
             stack,
         )
-        self.rollouts.recall = self.batches.orchestrator.recall
+        self.rollouts.before_end = partial(self.batches.orchestrator.recall, for_good=True)
         self.learner = Learner(
             home,
             self.checkpoints,
@@ -229,5 +229,5 @@ class Run:
     def finish(self, step: int) -> None:
         """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
         folder."""
-        self.rollouts.recall()
+        self.batches.orchestrator.recall()
         self.learner.finish(step)

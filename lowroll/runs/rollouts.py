@@ -58,7 +58,8 @@ class RolloutEngine:
         self.cfg = engines.with_cache(cfg, self.cache_tokens)
         self.noise = trainer.noise(cfg)
         self.in_flight: InFlight = "replay" if cfg.asynchrony.partial == "replay" else "keep"
-        self.recall: Callable[[], object] = lambda: None  # takes back what is in flight
+        # called before another engine takes the place of this one
+        self.before_end: Callable[[], object] = lambda: None
         self.watch = self._watch()
 
     def close(self) -> None:
@@ -119,7 +120,7 @@ class RolloutEngine:
         what comes next has the bits of a fresh engine, where the engine has such a thing."""
         noisy = self.engine.behavior.noise_sigma > 0
         if noisy:
-            self.engine.update_weights(self._update(version))
+            self.engine.update_weights(self._update(version), in_flight=self.in_flight)
         yield
         if self.cfg.rollout.engine == "native":
             self.engine.reset_prefix_cache()
@@ -153,7 +154,7 @@ class RolloutEngine:
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))
-        self.recall()
+        self.before_end()
         self.engine.close()
         del self.engine, self.watch
         gc.collect()  # the engine and its scheduler hold each other

@@ -20,6 +20,7 @@ from lowroll.types import Group, Request
 
 T = TypeVar("T")
 Tree = dict[str, Any]
+_AT_ONCE = 1 << 15  # bytes that a connection takes without a wait: half of what asyncio buffers
 _compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
@@ -161,10 +162,19 @@ class _Events:
         await self.response.write_eof()
 
     async def _write(self, data: str) -> None:
+        event = f"data: {data}\n\n".encode()
+        transport = self.request.transport
+        if (
+            transport is not None
+            and not self.turn.locked()
+            and transport.get_write_buffer_size() + len(event) < _AT_ONCE
+        ):
+            await self.response.write(event)  # without a wait: there is room for it
+            return
         async with self.turn:
             try:
                 async with asyncio.timeout(self.patience_s):
-                    await self.response.write(f"data: {data}\n\n".encode())
+                    await self.response.write(event)
             except TimeoutError:
                 if self.request.transport is not None:
                     self.request.transport.abort()

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from aiohttp import web
 
+from lowroll.checkpoint.faults import faultpoint
 from lowroll.engine.base import Engine, InFlight
 from lowroll.server.errors import Refused
 from lowroll.server.guard import read_json
@@ -117,6 +118,8 @@ async def _take(
     except TimeoutError:
         raise Stalled(f"weights: {version} was not read in {limit:g} s") from None
 
+    faultpoint(f"serve.read/{version}")
+
     def take(engine: Engine) -> BehaviorTag:
         if in_flight == "replay" and serving.loop.streams:
             told = f"in_flight: {serving.loop.streams} requests in flight are streams"
@@ -124,6 +127,7 @@ async def _take(
         for one, update in updates:
             engine.update_weights(update, in_flight=in_flight)
             shelf.current = one  # also when nobody waits for the answer any more
+            faultpoint(f"serve.took/{one.name}")
         return engine.behavior
 
     if updates:

@@ -8,7 +8,9 @@
         group = await ticket.group()
 
 The thread takes turns: first what was asked of it since the last turn (`call`, `submit`, aborts),
-then one step of the engine, then what the step drew goes to the tickets. It waits for no reader:
+then one step of the engine. First tokens go to the tickets at once; what else the step drew goes
+while the device works on the next one: their event loop would take Python's lock from the thread
+before. It waits for no reader:
 what piles up for a slow one is merged, and is never more than the response. The event loop waits
 for the thread with a deadline, and says what the thread is busy with when that passes.
 
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
 State = Literal["running", "draining", "paused"]
+News = tuple[Ticket, list[Delta], Group | Exception | None]
+FEW = 8  # tickets that have news: their event loop is done with it before it is in the way
 ASKED_S = 0.02  # of a turn, for what was asked: then what is in flight goes on
 FAILURES = 3  # steps that fail one after the other before the engine counts as broken
 
@@ -99,11 +103,13 @@ class EngineLoop:
         # of the event loop alone
         self._open: set[Ticket] = set()
         self._samples = 0  # of them
+        self._watch: asyncio.TimerHandle | None = None  # of the thread, while requests are open
         self._probe: asyncio.Task[Health | Stalled] | None = None
         # of the thread alone
         self._flights: dict[int, Flight] = {}  # by handle
         self._unseen: deque[Flight] = deque()  # without a token, as far as is known
         self._held: deque[Flight] = deque()  # that came while others were waited for
+        self._news: list[News] = []  # that was not sent yet
         self._state: State = "running"
         self._drained: Future[None] | None = None
         self._failures = 0
@@ -133,6 +139,8 @@ class EngineLoop:
         ticket = Ticket(self, request, stream)
         self._open.add(ticket)
         self._samples += request.n
+        if self._watch is None:
+            self._watch = ticket.events.call_later(self._turn_s, self._look)
         try:
             await self.call(lambda engine: self._begin(ticket.flight), "a new request")
         except BaseException:
@@ -147,7 +155,7 @@ class EngineLoop:
         had not begun by then never will."""
         job: Future[T] = Future()
         answer = asyncio.wrap_future(job)
-        self._check(what)
+        self.check(what)
         self.post(lambda: self._do(job, fn, what, allowed_s))
         try:
             await self.patiently(lambda: asyncio.wait([answer]), what)
@@ -234,6 +242,18 @@ class EngineLoop:
             self._open.remove(ticket)
             self._samples -= ticket.request.n
 
+    def _look(self) -> None:
+        """One clock for all open requests: who waits for one is told when the thread hangs."""
+        try:
+            self.check("a request")
+        except Stalled:
+            for ticket in self._open:
+                ticket.wake()
+        self._watch = None
+        if self._open:
+            events = asyncio.get_running_loop()
+            self._watch = events.call_later(self._turn_s, self._look)
+
     async def patiently(self, wait: Callable[[], Awaitable[Any]], what: str) -> None:
         """Wait as long as the thread takes its turns; else Stalled."""
         while True:
@@ -242,9 +262,9 @@ class EngineLoop:
                     await wait()
                 return
             except TimeoutError:
-                self._check(what)
+                self.check(what)
 
-    def _check(self, what: str) -> None:
+    def check(self, what: str) -> None:
         """Stalled when waiting for the thread is no use."""
         if not self._thread.is_alive():
             raise Stalled(f"{what}: the engine's thread does not run")
@@ -277,8 +297,9 @@ class EngineLoop:
             self._take()
             if self._can_step():
                 self._now("a step")
-                ended = self._engine.step()
+                ended = self._engine.step(self._tell)
                 self._failures = 0
+                self._tell()
                 self._deliver(ended)
             if self._state == "draining" and not self._flights:
                 self._end_drain()
@@ -295,6 +316,8 @@ class EngineLoop:
             self._admit(self._held.popleft())
         try:
             busy = self._stopping or self._can_step() or self._state == "draining"
+            if not self._can_step():
+                self._tell()
             wait_s = 0.0 if busy else self._turn_s
             job = self._inbox.get(timeout=wait_s)
             until = time.monotonic() + ASKED_S
@@ -350,25 +373,34 @@ class EngineLoop:
         try:
             self._add(flight)
         except ValueError as error:
-            self._send([(flight.ticket, [], error)])
+            self._send((flight.ticket, [], error))
+            self._tell()
 
     def _deliver(self, ended: list[tuple[int, Group]]) -> None:
-        news: list[tuple[Ticket, list[Delta], Group | Exception | None]] = []
         for handle, group in ended:
             flight = self._flights.pop(handle, None)
             if flight is not None:
                 deltas = flight.last(group)
                 self.metrics.ended(flight, group)
-                news.append((flight.ticket, deltas, group))
+                self._send((flight.ticket, deltas, group))
         streams = [
             (flight, flight.moved(self._engine.so_far(handle)))
             for handle, flight in self._flights.items()
             if flight.stream
         ]
+        firsts = [one for one in streams if one[1] and one[0].first_at is None]
         self.metrics.moved(streams)
-        news += [(flight.ticket, deltas, None) for flight, deltas in streams if deltas]
+        if firsts:  # they are waited for
+            later, self._news = self._news, []
+            self._send(*((flight.ticket, deltas, None) for flight, deltas in firsts))
+            self._tell()
+            self._news = later
+            begun = {flight for flight, _ in firsts}
+            streams = [one for one in streams if one[0] not in begun]
         self._see_first_tokens()
-        self._send(news)
+        self._send(*((flight.ticket, deltas, None) for flight, deltas in streams if deltas))
+        if len(self._news) <= FEW:
+            self._tell()
 
     def _see_first_tokens(self) -> None:
         """Of whole answers, for the metrics. They begin in the order in which they came."""
@@ -381,15 +413,18 @@ class EngineLoop:
                 self.metrics.first(flight)
             self._unseen.popleft()
 
-    def _send(self, news: list[tuple[Ticket, list[Delta], Group | Exception | None]]) -> None:
-        """Hand news to the tickets in their event loops, one wake-up for all."""
-        loops: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
-        for ticket, deltas, end in news:
-            calls = loops.setdefault(ticket.events, [])
-            calls.append(lambda t=ticket, d=deltas, e=end: t.arrive(d, e))  # type: ignore[misc]
-        for events, calls in loops.items():
+    def _send(self, *news: News) -> None:
+        self._news += news
+
+    def _tell(self) -> None:
+        """Hand the news to the tickets in their event loops, one wake-up for all."""
+        news, self._news = self._news, []
+        loops: dict[asyncio.AbstractEventLoop, list[News]] = {}
+        for one in news:
+            loops.setdefault(one[0].events, []).append(one)
+        for events, some in loops.items():
             if not events.is_closed():
-                events.call_soon_threadsafe(_each, calls)
+                events.call_soon_threadsafe(_arrive, some)
 
     async def _ask_health(self) -> Health | Stalled:
         try:
@@ -417,6 +452,7 @@ class EngineLoop:
             drained.set_result(None)
 
     def _end_drain(self) -> None:
+        self._tell()
         self._state = "paused"
         self._answer_drain(None)
 
@@ -467,9 +503,10 @@ class EngineLoop:
         self._flights.clear()
         for flight in flights:
             self.metrics.failed(flight)
-        self._send([(flight.ticket, [], error) for flight in flights])
+        self._send(*((flight.ticket, [], error) for flight in flights))
+        self._tell()
 
 
-def _each(calls: list[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
+def _arrive(news: list[News]) -> None:
+    for ticket, deltas, end in news:
+        ticket.arrive(deltas, end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -56,12 +56,12 @@ class Home(Protocol):
 
     def forget(self, ticket: Ticket) -> None: ...
 
-    async def patiently(self, wait: Callable[[], Awaitable[Any]], what: str) -> None: ...
+    def check(self, what: str) -> None: ...
 
 
 class Ticket:
     """Read it in the event loop that submitted it. Leaving its `async with` block aborts what is
-    left of the request."""
+    left of the request. Its waits end: `EngineLoop` watches the thread for all of them."""
 
     def __init__(self, home: Home, request: Request, stream: bool) -> None:
         self.request = request
@@ -95,12 +95,18 @@ class Ticket:
                 self._result()
                 return
             self._news.clear()
-            await self._home.patiently(self._news.wait, "a request")
+            await self._news.wait()
+            if not self._pending and self._end is None:
+                self._home.check("a request")
 
     async def group(self) -> Group:
         """The finished group. EngineFailed, Stalled; ValueError for a request that was held back
         and turned out to be wrong."""
-        await self._home.patiently(self._over.wait, "a request")
+        while self._end is None:
+            self._over.clear()
+            await self._over.wait()
+            if self._end is None:
+                self._home.check("a request")
         return self._result()
 
     def abort(self) -> None:
@@ -120,6 +126,11 @@ class Ticket:
             self._over.set()
             self._home.forget(self)
         self._news.set()
+
+    def wake(self) -> None:
+        """Have who waits see whether it is any use."""
+        self._news.set()
+        self._over.set()
 
     def _result(self) -> Group:
         assert self._end is not None

@@ -25,7 +25,7 @@ from lowroll.types import Batch, printable
 log = logging.getLogger(__name__)
 
 _FILE = re.compile(r"step_([0-9]{6,15})\.frame")
-_END = "end.json"
+END = "end.json"
 CURSOR = "cursor.json"
 DAMAGED = ".damaged"  # behind the name of a frame that was set aside
 
@@ -74,7 +74,7 @@ class Spool:
                 f"{self.folder}: the batch of step {batch.step} does not follow step {steps[-1]}"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._unlink([self.folder / _END])
+        self._unlink([self.folder / END])
         write_file(self.path(batch.step), data)
 
     def get(self, step: int) -> bytes:
@@ -177,12 +177,12 @@ class Spool:
         """Say that no batch follows the newest, and why. A batch that is put takes it back."""
         line = seal(json.dumps({"run": self.run, "reason": reason}).encode())
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self.folder / _END, line + b"\n")
+        write_file(self.folder / END, line + b"\n")
 
     def ended(self) -> str | None:
         """The reason why no batch follows; None while some may."""
         try:
-            data = read_file(self.folder / _END)
+            data = read_file(self.folder / END)
             content, sealed = unseal(data.removesuffix(b"\n"))
             found = json.loads(content)
             if not data.endswith(b"\n"):
@@ -190,14 +190,14 @@ class Spool:
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError) as error:
-            raise DamagedFrame(f"{self.folder / _END}: {error}") from error
+            raise DamagedFrame(f"{self.folder / END}: {error}") from error
         if not sealed or not isinstance(found, dict) or found.get("run") != self.run:
-            raise DamagedFrame(f"{self.folder / _END}: not of run {self.run!r}")
+            raise DamagedFrame(f"{self.folder / END}: not of run {self.run!r}")
         return str(found.get("reason"))
 
     def reopen(self) -> None:
         """Take `end` back."""
-        self._unlink([self.folder / _END])
+        self._unlink([self.folder / END])
 
     def _unlink(self, paths: list[Path]) -> None:
         gone = [path for path in paths if path.exists()]

@@ -241,7 +241,8 @@ def digest(model: Transformer) -> str:
     """32 hex digits over every weight's bytes, name, shape and dtype, computed where the weights
     live.
 
-    The scaling of an adapter counts as a weight: it changes the policy as one does. Of an aligned
+    The scaling of an adapter counts as a weight: it changes the policy as one does. What an engine
+    has room for and its adapter does not fill does not count. Of an aligned
     learner the codes count and not the masters behind them, because its forward runs on the codes.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
@@ -252,7 +253,12 @@ def digest(model: Transformer) -> str:
             tensors.pop(f"{name}.weight", None)
             tensors.update({f"{name}.weight.{part}": t for part, t in weight.tensors.items()})
         if linear.adapter is not None:
-            scalings[f"{name}.adapter.scaling"] = linear.adapter.scaling
+            for part in linear.adapter.a:
+                for half in "ab":
+                    tensors.pop(f"{name}.adapter.{half}.{part}")
+            for part, a, b in linear.adapter.holding():
+                tensors |= {f"{name}.adapter.a.{part}": a, f"{name}.adapter.b.{part}": b}
+                scalings[f"{name}.adapter.scaling"] = linear.adapter.scaling
     return fingerprint(tensors, scalings)
 
 

@@ -8,7 +8,7 @@ travels: a dense model, or an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -78,12 +78,8 @@ class Receiver:
                 f"update: input_scale: the weights carry s = {update.input_scale}, and the "
                 f"engine's model {scale}"
             )
-        alphas = {linear.adapter.alpha for _, linear in self.rollout.linears() if linear.adapter}
-        if alphas and {update.lora_alpha} != alphas:
-            raise ValueError(
-                f"update: lora_alpha: it is {update.lora_alpha}, and the engine was made with "
-                f"{alphas.pop()}"
-            )
+        if update.kind == "adapter" and update.lora_alpha is None:
+            raise ValueError("update: lora_alpha: not said")
 
     @torch.no_grad()
     def _change(self, update: WeightUpdate, changes: Changes) -> None:
@@ -99,13 +95,16 @@ class Receiver:
     def _write_adapter(self, update: WeightUpdate) -> None:
         """Write what an adapter's stream holds, and the noise on the norms of its base."""
         rollout = self.rollout
-        targets = lora.state(rollout)
-        wanted = {name: tuple(target.shape) for name, target in targets.items()}
-        arrived = dict(arrivals(update, wanted, rollout.device))
+        rank = _rank(update, max(one.adapter.rank for _, one in rollout.linears() if one.adapter))
+        wanted = lora.wanted(rollout, rank)
+        arrived = dict(arrivals(update, wanted, rollout.device, lora.are_whole_targets))
         check_content(update, arrived)
         drawn = drawn_noise(update.noise, rollout)
-        for name, target in targets.items():
-            target.copy_(arrived[name])
+        alpha = update.lora_alpha
+        assert alpha is not None
+        for name, linear in rollout.linears():
+            if linear.adapter is not None:
+                linear.adapter.hold(rank, alpha, lora.pairs(name, linear.adapter, arrived))
         norms = dict(rollout.named_parameters())
         for name, clean in self._norms.items():
             norms[name].copy_(clean + drawn[name] if name in drawn else clean)
@@ -138,17 +137,34 @@ def gather(
     return staging
 
 
+def _rank(update: WeightUpdate, room: int) -> int:
+    """Of the adapter in a stream, by its first A. ValueError when it is higher than there is room
+    for."""
+    shapes = (t.shape for name, t in update.tensors() if name.endswith(".lora_A.weight"))
+    shape = next(shapes, None)
+    rank = room if not shape else shape[0]
+    if not 0 < rank <= room:
+        raise ValueError(
+            f"update: the adapter has rank {rank}, and this engine has room for {room} "
+            "(max_lora_rank, --lora-rank)"
+        )
+    return rank
+
+
 def arrivals(
-    update: WeightUpdate, wanted: Mapping[str, tuple[int, ...]], device: Device
+    update: WeightUpdate,
+    wanted: Mapping[str, tuple[int, ...]],
+    device: Device,
+    may_lack: Callable[[Set[str], Set[str]], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a stream on a device. ValueError unless they are exactly those of `wanted`,
-    name to shape."""
+    name to shape, but for what may be lacking among them."""
     unseen = set(wanted)
     for name, tensor in update.tensors():
         _check(name, tensor, wanted, unseen)
         unseen.remove(name)
         yield name, tensor.detach().to(device).contiguous()
-    if unseen:
+    if unseen and not (may_lack and may_lack(unseen, wanted.keys())):
         raise ValueError(f"update: missing tensors: {some(sorted(unseen))}")
 
 

@@ -11,18 +11,8 @@ from bench import arrivals
 from bench.arrivals import Closed, set_looks
 from bench.shapes import SHAPES
 from tests.fixtures.engines import engine_of
+from tests.fixtures.shapes import TINY
 from tests.fixtures.tiny import hf_folder
-
-TINY = {
-    **SHAPES["qwen2.5-1.5b"],
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-}
 
 
 def test_every_client_has_its_requests_answered(tmp_path: Path) -> None:

@@ -18,8 +18,11 @@ from typing import Any
 
 import pytest
 
+from lowroll import Engine
 from lowroll.cli import serve
 from lowroll.cli.main import main
+from lowroll.config.schema import TrainConfig
+from lowroll.engine.native import pick_device
 from lowroll.server.serving import SERVING
 
 ANYWHERE = ".".join("0000")
@@ -113,6 +116,28 @@ def test_the_options_reach_the_engine_and_the_limits(
     assert ("POST", "/weights") in {(r.method, r.resource.canonical) for r in app.router.routes()}
     stats = serving.loop._engine.stats()
     assert (stats.weights, stats.cache_tokens) == ("int8", 2048)
+
+
+def test_an_adapter_is_scaled_as_a_runs(model: Path) -> None:
+    given = serve.parser().parse_args([str(model), "--lora-rank", "2"])
+    adapted = serve.adapted(model, pick_device("cpu"), given)
+    scales = {
+        linear.adapter.scaling for _, linear in adapted.linears() if linear.adapter is not None
+    }
+    assert scales == {TrainConfig().lora_alpha / 2}
+
+
+def test_prompts_run_beside_rows_on_a_gpu_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = serve.parser().parse_args([str(model), "--device", "cpu", "--cache-tokens", "512"])
+    engine = serve.make_engine(given, model, None)
+    assert (engine.scheduler.lookahead, engine.scheduler.gather) == (1, 0)
+    assert not engine.runner.one_pass
+    engine = Engine(model, device="cpu", cache_tokens=512, lookahead=8, **serve.PROMPTS)
+    assert engine.scheduler.gather == serve.PROMPTS["gather"]
+    assert engine.scheduler.max_prefill_tokens == serve.PROMPTS["max_prefill_tokens"]
+    assert engine.runner.one_pass == serve.PROMPTS["one_pass"]
 
 
 def test_what_was_loaded_is_never_collected_while_requests_wait(

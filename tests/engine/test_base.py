@@ -48,7 +48,9 @@ def test_the_native_engine_has_every_method_of_the_protocols(protocol: type) -> 
 def test_what_the_orchestrator_asks_is_part_of_the_protocol() -> None:
     whole, narrow = methods(base.Engine), methods(EngineClient)
     for name, signature in narrow.items():
-        assert list(whole[name].parameters) == list(signature.parameters)
+        asked, has = list(signature.parameters), list(whole[name].parameters.values())
+        assert [one.name for one in has[: len(asked)]] == asked
+        assert all(one.default is not one.empty for one in has[len(asked) :])
 
 
 def test_stats_follow_the_work(folder: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowroll.engine.decoder import Decoder
-from lowroll.engine.sequence import Sequence
+from lowroll.engine.decoder import Decoder, Steps
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
@@ -42,14 +41,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that the decoder took between two looks."""
     taken: list[int] = []
-    run = Decoder.run
+    read = Decoder.read
 
-    def counted(decoder: Decoder, sequences: list[Sequence], steps: int) -> Any:
-        drawn = run(decoder, sequences, steps)
+    def counted(decoder: Decoder, begun: Steps) -> Any:
+        drawn = read(decoder, begun)
         taken.append(len(drawn[0][0]))
         return drawn
 
-    monkeypatch.setattr(Decoder, "run", counted)
+    monkeypatch.setattr(Decoder, "read", counted)
     return taken
 
 

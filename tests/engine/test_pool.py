@@ -441,13 +441,16 @@ def test_all_take_a_version_and_what_is_in_flight_goes_on(tmp_path: Path) -> Non
         assert a.orders == b.orders == ["step_000001"], "once is enough"
 
 
-def test_a_laggard_is_fenced_and_takes_the_version_before_it_works_again(tmp_path: Path) -> None:
+def test_a_laggard_is_named_fenced_and_takes_the_version_before_it_works_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.take_s = 60.0
         began = time.monotonic()
         pool.update(first)
         assert time.monotonic() - began < 2 * QUICK
+        assert f"engine {a.url} has not answered for" in caplog.text
         groups = pool.generate(asked(6, ignore_eos=True))
         assert [drawn(group) for group in groups] == [expected(r, 1) for r in asked(6)]
         assert not a.bodies

@@ -489,9 +489,9 @@ def test_long_drafts_run_in_pieces_and_stop_where_they_differ(
     engine = engine_of(folder)
     run = engine.runner.run
 
-    def watched(plan: Any) -> Any:
+    def watched(plan: Any, *args: Any) -> Any:
         pieces.extend(len(check.ids) for check in plan.checks)
-        return run(plan)
+        return run(plan, *args)
 
     engine.runner.run = watched  # type: ignore[method-assign]
     request = Request(prompt(5), max_tokens=60, seed=1, ignore_eos=True, top_logprobs=2)

@@ -111,3 +111,35 @@ def test_scores_with_the_likeliest_are_the_scores(folder: Path) -> None:
         assert (found.logprobs_T <= found.top_logprobs_TK[:, 0]).all()
     (whole,) = score(hf.load(folder, "cuda", torch.bfloat16), sequences[:1], lens[:1], 0.7)
     assert (plain[0] - whole.cpu()).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize("samplers", SAMPLERS)
+def test_nothing_waits_for_the_device_before_it_has_all_of_a_turn(
+    folder: Path, samplers: str, one_pass: bool
+) -> None:
+    """A turn with rows, prompts and a later piece of one is launched without a synchronisation."""
+    engine = engine_of(folder, weights="bf16", lookahead=4, one_pass=one_pass, prefill_chunk=16)
+    launched: list[bool] = []
+
+    def read() -> None:
+        launched.append(torch.cuda.get_sync_debug_mode() == 2)
+        torch.cuda.set_sync_debug_mode("default")
+
+    def turn(mode: str) -> None:
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            engine.step(read)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for request in requests_of(samplers):
+        engine.add(request)
+    for _ in range(3):  # compiles and captures
+        turn("default")
+    for _ in range(4):
+        engine.add(replace(BASE, prompt_ids=prompt(40)))
+        turn("error")
+    assert launched[3:] == [True] * 4
+    while engine.has_work:
+        turn("default")

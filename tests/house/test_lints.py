@@ -94,6 +94,8 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("runs/preflight.py", "_ask"): "an environment's own code: it becomes a line of the dry run",
 }
 ENDLESS = {  # waits without a time, and what looks like one
+    ("server/ticket.py", "__aiter__"): "`EngineLoop` wakes it when the engine's thread hangs",
+    ("server/ticket.py", "group"): "the same",
     ("engine/remote/desk.py", "_done"): "of a task that has ended",
     ("engine/remote/wire.py", "happens"): "inside of a timeout",
     ("engine/remote/client.py", "_serve"): "the thread of the client itself, which `close` ends",

@@ -302,6 +302,48 @@ def test_recall_and_retract_draw_again():
     assert sorted(counts.values())[-flying:] == [2] * flying
 
 
+def test_another_engine_counts_its_handles_anew():
+    first, second = LaggingEngine(seed=3, pace=1), LaggingEngine(seed=4, pace=1)
+    orchestrator = made(first, oversampling_factor=2.0, partial="keep", max_off_policy_steps=0)
+    orchestrator.step(1, 0)
+    assert orchestrator.recall(for_good=True) > 0
+    orchestrator.engine = orchestrator.supply.engine = second
+    batch = orchestrator.step(2, 0)
+    assert len(batch.samples) == 8 and batch.stats["rollout/dropped_stale"] == 0
+    assert len(set(second.asked)) == len(second.asked)
+
+
+def test_a_recalled_group_begins_its_age_anew():
+    engine = LaggingEngine(pace=1, longest=12)
+    orchestrator = made(engine, oversampling_factor=2.0, partial="keep", max_off_policy_steps=1)
+    orchestrator.step(1, 0)
+    engine.version = 1
+    orchestrator.supply.swap(1)
+    assert {one.swaps for one in orchestrator.supply._flights.values()} == {1}
+    orchestrator.recall()
+    orchestrator.supply.send(orchestrator.ledger)
+    assert {one.swaps for one in orchestrator.supply._flights.values()} == {0}
+
+
+def test_a_surplus_that_is_back_waits_and_the_earliest_planned_go_first():
+    engine = LaggingEngine(pace=None)  # all end at once, in any order
+    orchestrator = made(engine, oversampling_factor=2.0, partial="keep")
+    for step in range(1, 5):
+        batch = orchestrator.step(step, 0)
+        assert ids(batch) == [f"train/a/{i}/train-{i}" for i in range(4 * step - 4, 4 * step)]
+
+
+def test_what_comes_back_together_is_scored_in_planned_order():
+    seen = []
+
+    def rule(prompt, text):
+        seen.append(prompt.info["index"])
+        return vowels(prompt, text)
+
+    made(LaggingEngine(seed=1, pace=None), oversampling_factor=2.0, rule=rule).step(1, 0)
+    assert seen == sorted(seen) and len(seen) == 16
+
+
 def test_a_state_of_format_1_goes_on():
     orchestrator = made()
     state = json.loads(json.dumps(orchestrator.state()))

@@ -13,7 +13,7 @@ import pytest
 from lowroll.metrics.record import read
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.types import Rollout
-from tests.fixtures.runs import copy_stopped_after, run_session, settings, train
+from tests.fixtures.runs import copy_stopped_after, fingerprint, run_session, settings, train
 
 
 def tree(model: Path, out: Path, partial: str, **changes: Any) -> dict[str, Any]:
@@ -111,3 +111,22 @@ def test_an_evaluation_may_have_the_engine_alone(model: Path, tmp_path: Path, ca
     with ExitStack() as stack:
         run = run_session(tree(model, tmp_path / "run", "keep", eval=asked), stack, steps=1)
         assert (run.batches.orchestrator.supply.in_flight == 0) == cancel
+
+
+def test_oversampling_at_level_0_repeats_itself_bit_for_bit_over_a_restart(
+    model: Path, tmp_path: Path
+) -> None:
+    def tree(name: str) -> dict:
+        changes = {
+            "asynchrony": {"oversampling_factor": 1.5},
+            "train": {"max_steps": 6, "learning_rate": 1e-3},
+        }
+        return settings(model, tmp_path / name, **changes)
+
+    whole = train(tree("whole")).folder
+    for record in read(whole):
+        assert record["rollout/num_groups"] == 2 and record["rollout/dropped_oversampled"] == 1
+        assert record["rollout/staleness_0"] == 1 and record["rollout/open_groups"] == 0
+    copy_stopped_after(whole, 3, tmp_path / "again")
+    again = train(tree("again"), resume=True).folder
+    assert fingerprint(again) == fingerprint(whole)

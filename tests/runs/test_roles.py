@@ -4,6 +4,7 @@ over either transport, through kills, stops and resumption."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from lowroll.runs.roles.place import Place
 from lowroll.transport.base import PeerSilent
 from lowroll.transport.broadcasts import Broadcasts
 from lowroll.types import printable
-from tests.fixtures.processes import alive, eventually
+from tests.fixtures.processes import eventually, of_sessions
 from tests.fixtures.roles import by_hand, heart, outcome, reached, started, strike, write
 from tests.fixtures.runs import copy_stopped_after, settings, train
 
@@ -103,17 +104,21 @@ def test_a_run_goes_on_from_one_process_to_roles_and_back(model: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_the_launcher_starts_again_the_role_that_is_lost(
-    model: Path, tmp_path: Path, how: str
-) -> None:
-    longer = {"train": {**STEPS, "max_steps": 8}}
+@pytest.mark.timeout(600)
+def test_roles_that_are_lost_are_started_again(model: Path, tmp_path: Path) -> None:
+    """By real children; `tests.torture --suites roles` has the points between them."""
+    longer = {"train": {**STEPS, "max_steps": 8}, "rollout_transport": ZMQ}
     train(settings(model, tmp_path / "one", **longer))
     run, log = tmp_path / "roles", tmp_path / "launcher.log"
     file = write(settings(model, run, **longer), tmp_path / "run.yaml")
     words = ("grpo", str(file), "launcher=local")
     with started(log, *words, LOWROLL_SILENT_S="5") as launcher:
-        for step, role in ((2, "trainer"), (4, "orchestrator"), (6, "engine-0")):
+        for step, role, how in (
+            (2, "trainer", "kill"),
+            (3, "orchestrator", "kill"),
+            (4, "engine-0", "kill"),
+            (5, "orchestrator", "stop"),
+        ):
             strike(reached(run, role, step, launcher), how)
             said = "killed by SIGKILL" if how == "kill" else "gives no sign of life"
             named = lambda role=role, said=said: any(  # noqa: E731
@@ -123,6 +128,23 @@ def test_the_launcher_starts_again_the_role_that_is_lost(
         assert launcher.wait(timeout=300) == 0, log.read_text()
     assert outcome(run) == outcome(tmp_path / "one")
     assert audit.check(run / "orchestrator" / "ledger.jsonl", None) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_loss_at_a_named_point_is_made_good(level: int, tmp_path: Path) -> None:
+    """In a process that has imported everything once (`tests.torture`)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fixtures.losses", str(tmp_path), str(level)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("good") == 6, done.stdout
 
 
 @pytest.mark.slow
@@ -156,7 +178,7 @@ def test_roles_end_with_their_launcher_and_a_second_one_is_refused(
             assert f"is in use by pid {pid} on" in by_itself.stderr, by_itself.stderr
         launcher.kill()
         launcher.wait(timeout=10)
-        assert eventually(lambda: not any(alive(pid) for pid in pids), 10)
+        assert eventually(lambda: not of_sessions(set(pids)), 10)
 
 
 @pytest.mark.slow
@@ -177,6 +199,33 @@ def test_a_signal_stops_the_roles_with_a_checkpoint(model: Path, tmp_path: Path)
         assert launcher.wait(timeout=300) == 0, log.read_text()
     found, wanted = outcome(run), outcome(tmp_path / "one")
     assert found == wanted
+
+
+@pytest.mark.slow
+def test_whoever_stops_is_named_by_those_that_wait_for_it(model: Path, tmp_path: Path) -> None:
+    """By hand, without a launcher."""
+    run = tmp_path / "roles"
+    tree = settings(model, run, train={**STEPS, "max_steps": 100_000})
+    file, quick = write(tree, tmp_path / "run.yaml"), {"LOWROLL_SILENT_S": "3"}
+    logs = {role: tmp_path / f"{role}.log" for role in ("trainer", "orchestrator", "engine-0")}
+    with (
+        started(logs["engine-0"], "serve", str(file), "serve.port=0", **quick),
+        started(logs["orchestrator"], "orchestrate", str(file), **quick),
+        started(logs["trainer"], "train", str(file), **quick) as trainer,
+    ):
+        for role, by, words in (
+            ("orchestrator", "trainer", "the orchestrator (process {pid} on "),
+            ("trainer", "orchestrator", "the trainer (process {pid} on "),
+            ("engine-0", "orchestrator", "engine {url}"),
+        ):
+            reached(run, role, heart(run, "trainer").get("step", 0) + 1, trainer)
+            said = heart(run, role)
+            os.kill(said["pid"], signal.SIGSTOP)
+            named = words.format(pid=said["pid"], url=said.get("url"))
+            seen = eventually(lambda by=by, named=named: named in logs[by].read_text(), 60)
+            assert seen, (role, logs[by].read_text())
+            os.kill(said["pid"], signal.SIGCONT)
+        reached(run, "trainer", heart(run, "trainer")["step"] + 2, trainer)
 
 
 # -- parts -----------------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ def adapted(model: Path, seed: int | None, rank: int = 4, weights: str | None = 
 def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         lora.save(adapted(model, seed), tmp_path / f"pol-v{seed}", base=str(model))
-    lora.save(adapted(model, 4, rank=2), tmp_path / "rank-2", base=str(model))
+    lora.save(adapted(model, 4, rank=5), tmp_path / "rank-5", base=str(model))
     lora.save(adapted(model, 5, weights="int8"), tmp_path / "int8", base=str(model))
     hf.save(hf.load(model), tmp_path / "full_4")
     engine = Engine(adapted(model, None), weights="fp32", device="cpu", cache_tokens=2048)
@@ -376,7 +376,7 @@ def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None:
                 assert found["choices"][0]["token_ids"] == wanted.token_ids
             before = await get(client, "/weights")
             for version, says in (
-                ("rank-2", "lora_alpha"),
+                ("rank-5", "the adapter has rank 5, and this engine has room for 4"),
                 ("int8", "it learned on int8, and this engine's are fp32"),
                 ("full_4", "kind 'full': this engine takes updates of kind adapter"),
             ):

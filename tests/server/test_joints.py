@@ -145,7 +145,7 @@ def quiet(engine: Engine) -> None:
 def slow_url(model: Path) -> Iterator[str]:
     engine = engine_of(model)
     step = engine.step
-    engine.step = lambda: (time.sleep(0.01), step())[1]  # type: ignore[method-assign]
+    engine.step = lambda *told: (time.sleep(0.01), step(*told))[1]  # type: ignore[method-assign]
     tokens = Tokens(admin=ADMIN)
     with serving(engine, tokenizer=engine.tokenizer, tokens=tokens) as url:
         yield url
@@ -214,11 +214,11 @@ class Renewed:
         self.other = hf.load(other)
         self.left = after
 
-    def step(self) -> Any:
+    def step(self, meanwhile: Any = lambda: None) -> Any:
         self.left -= 1
         if self.left == 0:
             self.engine.update_weights(WeightUpdate.local(self.other, 1))
-        return self.engine.step()
+        return self.engine.step(meanwhile)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

@@ -631,3 +631,60 @@ def test_the_end_waits_for_those_in_flight_as_long_as_it_may(engine: NativeEngin
             assert time.monotonic() - began < 1
 
     run(body)
+
+
+class Waits(Moody):
+    """Its steps from the one called `hold` on wait for `go` after they have said that the device
+    works; `silent` ones say nothing."""
+
+    def __init__(self, engine: NativeEngine, hold: int, silent: bool) -> None:
+        super().__init__(engine)
+        self.hold = hold
+        self.silent = silent
+        self.at_work = threading.Event()
+        self.go = threading.Event()
+
+    def step(self, meanwhile: Any = lambda: None) -> Any:
+        ended = self.engine.step()
+        self.steps += 1
+        if self.steps >= self.hold:
+            if not self.silent:
+                meanwhile()
+            self.at_work.set()
+            assert self.go.wait(30)
+        return ended
+
+
+@pytest.mark.parametrize(
+    ("hold", "few", "silent", "seen"),
+    [
+        (2, 0, True, 1),  # a first token goes at once
+        (5, 0, True, 3),  # others when the device works, or after the step that does not say so
+        (5, 0, False, 4),
+        (5, 8, True, 4),  # a few at once
+    ],
+)
+def test_news_goes_out_while_the_device_works(
+    engine: NativeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: int,
+    few: int,
+    silent: bool,
+    seen: int,
+) -> None:
+    """Each step draws a token; of the one that waits nobody knows yet."""
+    monkeypatch.setattr("lowroll.server.loop.FEW", few)
+
+    async def body() -> None:
+        waits = Waits(engine, hold, silent)
+        async with looped(waits) as loop:
+            ticket = await loop.submit(ask(3, 4, max_tokens=LONG), stream=True)
+            assert await asyncio.to_thread(waits.at_work.wait, 30)
+            await asyncio.sleep(0.05)
+            assert [len(delta.token_ids) for delta in ticket._pending.values()] == [seen]
+            waits.go.set()
+            group = await ticket.group()
+            assert len(group.rollouts[0].token_ids) == LONG
+            assert joined(await pieces(ticket), 1) == numbers(group)
+
+    run(body)

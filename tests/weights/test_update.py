@@ -313,6 +313,25 @@ def test_an_adapter_is_taken_whole_or_not_at_all(folders: dict[str, Path], chang
     engine.update_weights(sent)
 
 
+@pytest.mark.parametrize("targets", [lora.TARGETS[:4], ["o_proj"]])
+def test_an_engine_with_more_room_takes_a_smaller_adapter(
+    folders: dict[str, Path], targets: list[str]
+) -> None:
+    """The same policy: its digest, and its tokens; log-probs but for the order of sums."""
+    room = lora.attach(hf.load(folders["qwen3"]), rank=8, alpha=16.0)
+    wide, places = engine_on(room), pointers(room)
+    for version, (rank, alpha) in enumerate([(3, 7.0), (8, 1.0), (2, 4.0)], 1):
+        learner = lora.attach(hf.load(folders["qwen3"]), rank, alpha, targets)
+        sent = WeightUpdate.local(nudge(learner, version), version)
+        near, tag = engine_on(learner), wide.update_weights(travelled(sent, version))
+        assert tag.policy[0].digest == near.update_weights(sent).policy[0].digest
+        for (ids, logprobs), (theirs, others) in zip(drawn(wide), drawn(near), strict=True):
+            assert ids == theirs and logprobs == pytest.approx(others, abs=1e-4)
+        assert pointers(room) == places
+    high = lora.attach(hf.load(folders["qwen3"]), rank=9, alpha=9.0)
+    refused(wide, travelled(WeightUpdate.local(high, 4)), "has rank 9, .* has room for 8")
+
+
 def test_streams_for_another_engine_are_refused(folders: dict[str, Path]) -> None:
     folder = folders["qwen3"]
     full = travelled(WeightUpdate.local(nudge(hf.load(folder), 1), 1))
@@ -323,7 +342,7 @@ def test_streams_for_another_engine_are_refused(folders: dict[str, Path]) -> Non
     codes = WeightUpdate.local(quantize_base(hf.load(folder), "int8"), 1)
     assert codes.kind == "codes"
     refused(dense, travelled(codes), "kind 'codes': this engine takes streams of kind 'full'")
-    refused(low, replace(adapter, lora_alpha=7.0), "lora_alpha: it is 7.0, .* with 6.0")
+    refused(low, replace(adapter, lora_alpha=None), "lora_alpha: not said")
     refused(dense, replace(full, input_scale=1.5), "input_scale: .* s = 1.5, .* model 1.0")
     coarse = engine_on(hf.load(folder), dtype=torch.bfloat16)
     for engine, sent in ((coarse, full), (low, adapter)):

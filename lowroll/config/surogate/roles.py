@@ -22,7 +22,7 @@ from typing import Any, Literal
 import yaml
 
 from lowroll.config.document import ConfigDumper, ConfigError, Document, Mark, Path
-from lowroll.config.load import Overrides, build, override_pairs, read
+from lowroll.config.load import Overrides, build, override_pairs, read, validate
 from lowroll.config.schema import RunConfig
 from lowroll.config.surogate.read import MODELS, combine, load_sections
 
@@ -142,6 +142,7 @@ def _given(orch: Document, cfg: RunConfig, overrides: list[tuple[str, Any]]) -> 
 def _train(train: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
     """The trainer, with what the orchestrator was given."""
     _required(train, "model")
+    validate(MODELS["train"], train)  # before the orchestrator is waited for
     outer = dict(overrides).get("output_dir", train.value.get("output_dir", "output"))
     if not isinstance(outer, str):
         mark = train.marks.get(("output_dir",), Mark("override", "output_dir"))

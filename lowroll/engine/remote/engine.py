@@ -153,8 +153,9 @@ class RemoteEngine:
         self._validate(request, "")
         return self._send(request)
 
-    def step(self) -> list[tuple[int, Group]]:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
         """Wait a moment for answers. Returns the requests that have ended, by handle."""
+        meanwhile()
         if not self._ended:
             self._turn()
         ended = list(self._ended.items())

@@ -166,7 +166,11 @@ class Member:
         assert self.peer is not None
         async with self._taking:
             in_use = {flight.arrivals.model for flight in self.flights}
-            held = await self.peer.take(broadcast, self.terms.update_s, in_use)
+            late = asyncio.get_running_loop().call_later(self.terms.silent_s, self._tell_late)
+            try:
+                held = await self.peer.take(broadcast, self.terms.update_s, in_use)
+            finally:
+                late.cancel()
             if held.version != broadcast.version:
                 raise ServerError(
                     f"{self.url} was told version {broadcast.version} and acknowledges "
@@ -266,6 +270,14 @@ class Member:
                 moved, tokens = clock(), now
             elif clock() - moved > (MISSED - 0.5) * beat:
                 return f"has drawn nothing for {clock() - moved:.1f} s"
+
+    def _tell_late(self) -> None:
+        log.warning(
+            "engine %s has not answered for %g s, since it was told to take weights: it is stopped, "
+            "hangs or reads a large model. Waiting for it",
+            self.url,
+            self.terms.silent_s,
+        )
 
     async def _beat(self, beat: float) -> tuple[str, int]:
         """(status, drawn tokens). EngineLost when it is not to be reached twice."""

@@ -192,7 +192,7 @@ async def _read(
             if whole:
                 raise ServerError(f"{what}: the answer is longer than {most:,} bytes")
             return bytes(kept[:most])
-        if on_line is not None:
+        if on_line is not None and b"\n" in chunk:  # else a long line goes on: it is not read again
             *lines, rest = bytes(kept).split(b"\n")
             kept = bytearray(rest)
             for line in lines:

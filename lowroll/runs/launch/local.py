@@ -24,7 +24,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lowroll.checkpoint.files import write_file
-from lowroll.checkpoint.lock import RunLock
+from lowroll.checkpoint.lock import LOCK, RunLock, RunLockedError, refuse_locked
 from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import METRICS_FILE, read
@@ -40,6 +40,7 @@ from lowroll.types import RunFailed
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
+DYING_S = 5.0  # for the trainer of a launcher that was killed
 ENDING_S = 30.0  # for a role that has nothing more to do
 STOPPING_S = 590.0  # for the trainer's step and checkpoint
 USERS_MISTAKE = 2  # the exit code of commands
@@ -49,15 +50,19 @@ def launch(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     """Make a run by its roles; returns the run folder and its records. The folder is treated as by
     `lowroll.run`.
 
-    RunLockedError names who launches a run in the folder already; RunFailed the role that could not
+    RunLockedError names who makes or launches a run in the folder already; RunFailed the role that could not
     be kept alive, with its own last error.
     """
     resolved = cfg.resolved()
     refuse(resolved)
     place = Place(cfg.output_dir)
-    RunFolder(resolved, "grpo", alone=False).check(resume, overwrite)
+    home = RunFolder(resolved, "grpo", alone=False)
+    if not (place.roles / LAUNCHER / LOCK).exists():
+        home.check(resume, overwrite)  # a folder that nobody has touched is not even given a lock
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock(place.roles / LAUNCHER))
+        _free(place.run)
+        home.check(resume, overwrite)
         stack.enter_context(log_file(place.run, lock.attempt, LAUNCHER))
         settings = place.roles / "launch.yaml"
         write_file(settings, cfg.dump().encode())
@@ -72,6 +77,19 @@ def launch(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         stack.callback(launcher.close)
         number = launcher.run()
     return RunResult(place.run, read(place.run), signal=number)
+
+
+def _free(folder: Path) -> None:
+    """RunLockedError when a process makes a run there that no launcher started; the roles of one
+    that has just died may still have a moment to go."""
+    until = time.monotonic() + DYING_S
+    while True:
+        try:
+            return refuse_locked(folder)
+        except RunLockedError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(LOOK_S)
 
 
 class Launcher:
@@ -105,8 +123,8 @@ class Launcher:
             role = f"{ENGINE}-0"
             words = ["serve", str(settings), "serve.host=127.0.0.1", *meet]
             self.engines.append(self._child(role, words, env | last | {ROLE: role}))
-        for role in place.engines():  # of another launch: nobody is to look for them
-            place.heart(role).unlink(missing_ok=True)
+        for role in (TRAINER, ORCHESTRATOR, *place.engines()):  # of another launch
+            place.heart(role).unlink(missing_ok=True)  # nobody is to take them for alive or ended
         if resume and (place.run / METRICS_FILE).is_file():
             self.shown = max((record["step"] for record in read(place.run)), default=0)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.store import Store
@@ -45,6 +46,7 @@ from lowroll.runs.stop import polite_stop
 from lowroll.runs.terminal import tell
 from lowroll.transport.base import Cursor, wait_until
 from lowroll.transport.broadcasts import Broadcasts
+from lowroll.transport.spool import END
 from lowroll.types import Batch
 
 log = logging.getLogger(__name__)
@@ -142,8 +144,10 @@ class Orchestration:
         self.chat = ChatTokenizer(FileTokenizer(folder))
         self.tasks = Tasks(cfg)
         heart.say(phase="waiting", doing="for the trainer")
+        tell(f"waiting for the trainer in {place.run} (lowroll train)")
         self._meet_trainer()
         heart.say(doing="for engines")
+        tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
         capabilities.check(cfg, self.pool.capabilities)
         cached = self.pool.dialect.cache_tokens or None
@@ -181,6 +185,7 @@ class Orchestration:
 
     def _phase(self, name: str, done: int, total: int) -> None:
         self.heart.progress(name, done, total)
+        faultpoint(f"orchestrate.{name}")
         self.stopped()
 
     def _meet_trainer(self) -> None:
@@ -188,7 +193,8 @@ class Orchestration:
 
         def has_begun() -> bool:
             alive, said = self.trainer.alive, self.trainer.said or {}
-            has_ended = said.get("phase") == "ended" and said.get("step") == self.last
+            is_over = said.get("step") == self.last or (self.place.spool / END).exists()
+            has_ended = said.get("phase") == "ended" and is_over
             return has_ended or (alive and said.get("phase") not in ("starting", "ended"))
 
         wait_until(
@@ -272,6 +278,7 @@ class Orchestration:
         if step == 1:
             self._evaluate_before()
         self.heart.say(phase="generating", doing="")
+        faultpoint(f"orchestrate.step/{step}")
         self.batches.step(step, step - 1)
         self._commit()
 

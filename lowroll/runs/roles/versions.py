@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lowroll.checkpoint.faults import faultpoint
 from lowroll.engine.base import Drawn, EngineStats
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.kv.policy.base import CachePolicy
@@ -67,6 +68,7 @@ class Versions:
         if self.held != broadcast:
             self.pool.update(broadcast)
             self.held = broadcast
+            faultpoint(f"orchestrate.took/{broadcast.version}")
         return broadcast.version
 
 
