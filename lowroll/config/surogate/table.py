@@ -125,7 +125,7 @@ INFER: Mapping[str, Row] = {
     "enable_lora": Row(("train.lora",), "must be true where train.yaml learns an adapter"),
     "max_lora_rank": Row(
         ("rollout.vllm.max_lora_rank",),
-        "at least train.lora_rank; lowroll's own engine has no other use for it",
+        "at least train.lora_rank; an engine by hand takes adapters up to it",
     ),
     "enable_prefix_caching": Row(
         ("rollout.prefix_caching", "rollout.vllm.serve_args"), "null: it is on"

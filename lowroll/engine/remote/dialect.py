@@ -60,6 +60,7 @@ class VllmDialect:
     vocab_size: int
     eos_ids: frozenset[int]
     weight_bits: float
+    cache_tokens: int = 0  # of its KV cache; 0: /metrics say it (`stats`)
 
     def check(self, request: Request) -> None:
         """ValueError names a field that vLLM would not heed as lowroll does."""
