@@ -199,7 +199,8 @@ class Orchestrator:
 
     def committed(self, step: int) -> None:
         """The learner's checkpoint holds everything up to this step."""
-        if self.journal is not None and self._settled:
+        if self.journal is not None:
+            self._settle()  # of one that was started again when all was sent, or whose step failed
             self.journal.write("consumed", step=step)
             self.journal.sync()
 

@@ -304,6 +304,9 @@ class Service:
         if step in steps:
             try:
                 piece, size = self.spool.piece(step, ask.offset, PIECE)
+            except FrameGone:  # dropped since: who asks for it has not said its last word
+                self._tell(peer, ask, "gone", step=steps[-1])
+                return
             except OSError as error:
                 self._tell(peer, ask, "refused", text=printable(error, 200))
                 return

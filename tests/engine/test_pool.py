@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lowroll.engine.remote.discovery import Elastic
+from lowroll.engine.remote.member import Member
 from lowroll.engine.remote.pool import EnginePool, PoolStats
 from lowroll.engine.remote.probe import ADAPTERS, RELOAD
 from lowroll.engine.remote.wire import ServerError
@@ -650,7 +651,7 @@ class Names:
     def __call__(self, host: str, port: int) -> list[str]:
         self.asked += 1
         time.sleep(self.hang_s)
-        if isinstance(self.addresses, OSError):
+        if isinstance(self.addresses, Exception):
             raise self.addresses
         return self.addresses
 
@@ -691,6 +692,42 @@ def test_a_resolver_that_fails_or_hangs_changes_nothing() -> None:
         assert len(pool.generate(asked(3))) == 3
         names.hang_s = 0.5
         assert len(pool.generate(asked(3))) == 3
+
+
+def test_when_all_have_left_a_new_one_is_waited_for() -> None:
+    names = Names("127.0.0.1")
+    with FakeEngine() as fake, elastic(names, fake.port) as pool:
+        context = pool.capabilities.context_length
+        names.addresses = ["127.0.0.9"]  # nobody is there
+        assert eventually(lambda: [one.requests for one in pool.stats().engines] == [0])
+        assert pool.capabilities.context_length == context
+        request, given_up = asked(2, ignore_eos=True)
+        handles = [pool.add(request), pool.add(given_up)]
+        assert pool.abort(handles[1])
+        names.addresses = ["127.0.0.1"]
+        groups = finish(pool, handles)
+        assert drawn(groups[0]) == expected(request)
+        assert {one.finish_reason for one in groups[1].rollouts} == {"abort"}
+
+
+def test_an_engine_that_nobody_watches_any_more_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def broken(self: Member, beat: float) -> tuple[str, int]:
+        raise OverflowError("cannot convert float infinity to integer")
+
+    with engines(1) as fakes, pooled(fakes) as pool:
+        fakes[0].mood.slow = 0.5
+        monkeypatch.setattr(Member, "_beat", broken)
+        with pytest.raises(ServerError, match=rf"{fakes[0].port} is not watched any more: Overfl"):
+            pool.generate(asked(2, tokens=40, ignore_eos=True))
+
+
+def test_a_name_that_no_host_can_have_is_told_as_such() -> None:
+    names = Names()
+    names.addresses = UnicodeError("label too long")  # type: ignore[assignment]
+    with pytest.raises(ServerError, match="engines: label too long"):
+        elastic(names, 8000, start_s=0.5)
 
 
 def test_a_name_that_leads_nowhere_is_told() -> None:

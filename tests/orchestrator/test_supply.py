@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from lowroll.orchestrator import InvalidRollout, Sampling, Settings, TemperatureSchedule
-from lowroll.orchestrator.audit import Audit, check
+from lowroll.orchestrator.audit import Audit, balance, check
 from lowroll.orchestrator.journal import Journal, read
 from lowroll.orchestrator.supply import Stalled
 from lowroll.transport.codec import decode_batch, encode_batch
@@ -377,6 +377,20 @@ def test_progress_and_buffer_can_be_left_behind():
     assert resumed.ledger.cursors == {"a": 0} and resumed.ledger.pools.count("easy") == 1
     resumed.restore(state, skip_buffer=True)
     assert resumed.ledger.cursors != {"a": 0} and resumed.ledger.pools.count("easy") == 0
+
+
+def test_what_was_consumed_is_in_the_ledger_of_one_that_began_again(tmp_path):
+    path = tmp_path / "l.jsonl"
+    settings = replace(PLAIN, oversampling_factor=1.5)
+    first = build(settings, engine=LaggingEngine(), rule=vowels, journal=Journal(path))
+    state = first.step(1, 0).orchestrator
+    first.journal.close()
+    again = build(settings, engine=LaggingEngine(), rule=vowels, journal=Journal(path))
+    again.restore(json.loads(json.dumps(state)))
+    again.committed(1)  # it was killed when all had been sent, before the last commit
+    again.journal.close()
+    assert check(path) == []
+    assert balance(read(path)[0])["consumed_through"] == 1
 
 
 # -- random schedules

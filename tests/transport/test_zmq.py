@@ -326,3 +326,13 @@ def test_words_are_read_strictly() -> None:
         decode_word(Ask, encode_record(ask, "ask"))
     with pytest.raises(ValueError, match="at most"):
         decode_word(Ask, encode_word(Ask("r" * 5000, 1, 1, 1)))
+
+
+def test_a_batch_that_is_dropped_while_it_is_asked_for_ends_nothing(
+    stack: ExitStack, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = sender_of(stack, tmp_path)
+    monkeypatch.setattr(sender.service.spool, "steps", lambda: [1, 2])  # as it was a moment before
+    with pytest.raises(FrameGone, match="needs the batch of step 1"):
+        receiver_of(stack, sender.address, 1).receive(5)
+    sender.service.check()

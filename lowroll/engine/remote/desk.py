@@ -89,6 +89,7 @@ class Desk:
         self.versions = versions
         self.terms = terms
         self._answer = answer
+        self.known: Dialect | None = None  # of the engine that was met last
         self._waiting: deque[Ticket] = deque()
         self._parts: deque[Part] = deque()
         self._flights: dict[int, Flight] = {}  # by handle
@@ -105,6 +106,13 @@ class Desk:
         self.pump()
 
     @property
+    def dialect(self) -> Dialect:
+        """Of the first engine that was met; when all have left, of the last one."""
+        found = next((m.peer.dialect for m in [*self.members] if m.peer is not None), self.known)
+        assert found is not None, "no engine was met"
+        return found
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is to be done."""
         return not (self._waiting or self._parts or self._flights)
@@ -118,7 +126,7 @@ class Desk:
             self._drop(flight)
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
-        dialect = next(m.peer.dialect for m in self.members if m.peer is not None)
+        dialect = self.dialect
         arrivals = self._arrivals(ticket, dialect)
         self._end(ticket, arrivals.aborted(_origin(ticket.request, dialect)))
         self._parts = deque(part for part in self._parts if not part.ended)

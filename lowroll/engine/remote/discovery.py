@@ -84,12 +84,12 @@ class Discovery:
         name = self.elastic.hostname
         if self._asking is not None and self._asking.is_alive():
             return  # the last question still hangs
-        answer: list[Sequence[str] | OSError] = []
+        answer: list[Sequence[str] | Exception] = []
 
         def ask() -> None:
             try:
                 answer.append(self._resolver(name, self.elastic.port))
-            except OSError as error:
+            except (OSError, ValueError) as error:  # UnicodeError: a label that no name can have
                 answer.append(error)
 
         self._asking = threading.Thread(target=ask, name="resolver", daemon=True)
@@ -97,8 +97,8 @@ class Discovery:
         self._asking.join(timeout=self._answer_s)
         if not answer:
             return self._failed(f"{name}: no answer of the resolver within {self._answer_s:g} s")
-        if isinstance(answer[0], OSError):
-            why = answer[0].strerror or answer[0]
+        if isinstance(answer[0], Exception):
+            why = getattr(answer[0], "strerror", None) or answer[0]
             return self._failed(f"{name}: {printable(why)}")
         urls = sorted({self._url(address) for address in answer[0]})
         if not urls:

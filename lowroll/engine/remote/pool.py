@@ -314,7 +314,7 @@ class EnginePool:
         return self._dialect()
 
     def _dialect(self) -> Any:
-        return next(m.peer.dialect for m in self._members if m.peer is not None)
+        return self._desk.dialect
 
     def _dialect_pauses(self) -> bool:
         return all(m.peer is None or isinstance(m.peer, OwnPeer) for m in self._members)
@@ -404,7 +404,18 @@ class EnginePool:
                 raise ValueError(f"client.base_url: {printable(url)} is named twice")
             self._members.append(member)
         for member in self._members:
-            self._lives[member] = asyncio.ensure_future(member.live())
+            self._begin_life(member)
+
+    def _begin_life(self, member: Member) -> None:
+        life = self._lives[member] = asyncio.ensure_future(member.live())
+
+        def over(life: asyncio.Task[None]) -> None:
+            if not life.cancelled() and (error := life.exception()) is not None:
+                told = ServerError(f"engine {member.url} is not watched any more: {error!r}")
+                told.__cause__ = error
+                self._answer(-1, told)
+
+        life.add_done_callback(over)
 
     async def _until_ready(self) -> None:
         """One engine answers; the others had a moment to do so, too."""
@@ -447,7 +458,7 @@ class EnginePool:
             if url not in known:
                 member = Member(url, self, self._terms, named=False)
                 self._members.append(member)
-                self._lives[member] = asyncio.ensure_future(member.live())
+                self._begin_life(member)
         self._say_goodbye()
         self._desk.pump()
 
@@ -547,6 +558,8 @@ class EnginePool:
                 )
 
     def admitted(self, member: Member) -> None:
+        assert member.peer is not None
+        self._desk.known = member.peer.dialect
         log.info("engine %s works", member.url)
         self._note()
         self._desk.pump()
