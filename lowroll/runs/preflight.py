@@ -28,6 +28,7 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.memory import fit
 from lowroll.runs.memory.plan import Plan, Planner, plan_sft
+from lowroll.runs.roles.orchestrate import refuse
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.sft import encode_all
 from lowroll.types import Prompt, Score, ScoreError
@@ -60,6 +61,8 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     cfg = cfg.resolved()
     found = Findings()
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
+    if cfg.launcher == "local":
+        found.attempt(lambda: refuse(cfg))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
     chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None

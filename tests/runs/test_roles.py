@@ -3,6 +3,7 @@ over either transport, through kills, stops and resumption."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,11 +14,15 @@ from typing import Any
 
 import pytest
 
-from lowroll.checkpoint.lock import RunLock
+from lowroll.checkpoint.lock import RunLock, RunLockedError
+from lowroll.config import from_mapping
+from lowroll.config.surogate.roles import GIVEN
 from lowroll.metrics.record import add_evaluation, read, read_evaluations
 from lowroll.orchestrator import audit
 from lowroll.runs.launch.child import MOST_RESTARTS, Child
+from lowroll.runs.preflight import look_at_run
 from lowroll.runs.roles.heart import Heart, Watch
+from lowroll.runs.roles.orchestrate import orchestrate
 from lowroll.runs.roles.place import Place
 from lowroll.transport.base import PeerSilent
 from lowroll.transport.broadcasts import Broadcasts
@@ -278,6 +283,35 @@ def test_a_child_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
     assert child.process is not None and child.process.wait(timeout=60) == 2
     assert "unknown command 'no-such-command'" in child.last_words()
     assert printable(tmp_path / "log") in child.last_words()
+
+
+def test_a_child_that_ended_in_its_start_was_never_ready(tmp_path: Path) -> None:
+    """Else a user's mistake is started again five times, the trainer with --resume."""
+    child = Child("trainer", ["no-such-command"], os.environ, tmp_path / "h", tmp_path / "log")
+    child.start()
+    assert child.process is not None
+    said = {"role": "trainer", "pid": child.process.pid, "phase": "ended"}
+    for beat, (phase, ready) in enumerate(
+        [("starting", False), ("ended", False), ("waiting", True), ("ended", True)]
+    ):
+        (tmp_path / "h").write_text(json.dumps({**said, "phase": phase, "beat": beat}))
+        child.look()
+        assert child.ready == ready, phase
+    child.kill()
+
+
+def test_an_orchestrator_that_is_refused_leaves_what_another_was_given(
+    model: Path, tmp_path: Path
+) -> None:
+    cfg = from_mapping(settings(model, tmp_path / "run")).with_given("mine")
+    with RunLock(Place(tmp_path / "run").roles / "orchestrator"), pytest.raises(RunLockedError):
+        orchestrate(cfg)
+    assert not (tmp_path / "run" / GIVEN).exists()
+
+
+def test_a_dry_run_refuses_what_the_roles_refuse(model: Path, tmp_path: Path) -> None:
+    tree = settings(model, tmp_path / "run", launcher="local", guard={"action": "fallback"})
+    assert any("guard.action" in told for told in look_at_run(from_mapping(tree)).problems)
 
 
 def test_evaluations_of_an_orchestrator_are_read_with_the_records(

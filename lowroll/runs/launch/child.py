@@ -68,8 +68,9 @@ class Child:
 
     def look(self) -> None:
         """See its sign of life."""
-        if self.watch.look() and self._is_mine() and self.watch.said["phase"] != "starting":  # type: ignore[index]
-            self.ready = True
+        if self.watch.look() and self._is_mine():
+            # "ended" says nothing: a user's mistake ends a role in its start, too
+            self.ready |= self.watch.said["phase"] not in ("starting", "ended")  # type: ignore[index]
 
     def _is_mine(self) -> bool:
         said, process = self.watch.said, self.process

@@ -65,12 +65,12 @@ def orchestrate(cfg: RunConfig) -> int:
     cfg = cfg.resolved()
     refuse(cfg)
     place = Place(cfg.output_dir)
-    if cfg.given is not None:  # for a trainer that has its own file alone
-        path = place.run / GIVEN
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, cfg.given.encode())
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock(place.roles / ORCHESTRATOR))
+        if cfg.given is not None:  # for a trainer that has its own file alone
+            path = place.run / GIVEN
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, cfg.given.encode())
         stack.enter_context(log_file(place.run, lock.attempt, ORCHESTRATOR))
         heart = stack.enter_context(
             Heart(place.heart(ORCHESTRATOR), ORCHESTRATOR, lock.attempt, phase="starting")
