@@ -114,7 +114,7 @@ def test_a_dry_run_prints_settings_that_load_again(
 ) -> None:
     assert main(["grpo", run_yaml, "--dry-run", "eval.interval=2", "eval.num_examples=2000"]) == 0
     assert (
-        "# evaluation before step 1, every 2 steps and after the last: up to 2,000"
+        "# evaluation before step 1, every 2 steps and after the last: at most 2,000"
         in capsys.readouterr().out
     )
     assert main(["grpo", run_yaml, "train.max_steps=3", "--dry-run", "train.minibatches=2"]) == 0
@@ -538,7 +538,7 @@ def test_a_demo_that_only_got_sharper_fails(
 
 def test_commands_in_other_words(capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
-        (["train", "x.yaml"], "did you mean grpo?"),
+        (["finetune", "x.yaml"], "did you mean sft?"),
         (["merge"], "did you mean export RUN OUT --as"),
         (["run.yaml", "seed=1"], "did you mean lowroll grpo run.yaml seed=1?"),
     ):

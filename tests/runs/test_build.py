@@ -130,6 +130,7 @@ def test_the_orchestrator_has_its_sections() -> None:
         env=[{"id": "reverse-text", "weight": 2.5}],
         rollout={
             "max_tokens": 32,
+            "seed": 7,
             "temp_scheduler": {
                 "type": "cosine",
                 "start_temperature": 1.1,
@@ -168,6 +169,7 @@ def test_the_orchestrator_has_its_sections() -> None:
         "sampling": orchestrator.sampling(cfg),
         "temperature_schedule": TemperatureSchedule(1.1, 0.6, 40, "cosine"),
         "seed": 11,
+        "sampling_seed": 7,
         "env_weights": {"reverse-text": 2.5},
         "advantage": "grpo",
         "max_prompt_tokens": 32,
