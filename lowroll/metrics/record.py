@@ -112,9 +112,9 @@ def read(folder: Path) -> list[Record]:
     so.
     """
     folder = Path(folder)
+    saved = _newest_checkpoint(folder)  # before the records: a run that goes on writes those first
     found = _scan(folder / METRICS_FILE)
-    last = max([*found.lines, _newest_checkpoint(folder)], default=-1)
-    lost = found.lost(last)
+    lost = found.lost(max([*found.lines, saved], default=-1))
     if lost:
         log.warning("%s: the records of %s are lost", folder / METRICS_FILE, spans(lost))
     records = [json.loads(unseal(line)[0]) for line in found.lines.values()]

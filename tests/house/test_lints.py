@@ -99,6 +99,7 @@ ENDLESS = {  # waits without a time, and what looks like one
     ("engine/remote/desk.py", "_done"): "of a task that has ended",
     ("engine/remote/wire.py", "happens"): "inside of a timeout",
     ("engine/remote/client.py", "_serve"): "the thread of the client itself, which `close` ends",
+    ("engine/remote/pool.py", "over"): "of a task that is done: it calls this",
     ("envs/outcome.py", "judge"): "in a worker, which the pool ends at its deadline",
     ("kernels/launch.py", "early"): "a ContextVar's get",
     ("model/recompute.py", "get"): "a tensor that is made again, not a queue",

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from lowroll.metrics import METRICS, Recorder, find, read, reproducible, table
+from lowroll.metrics import record as records
 from lowroll.metrics.live import LiveView, duration, kv_words, sparkline
 from lowroll.metrics.record import write_about
 
@@ -495,3 +496,22 @@ def test_a_reader_who_goes_away_is_an_error_like_others(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stdout", Gone())
     with pytest.raises(BrokenPipeError), LiveView(2, "run") as view:
         view.note("a word")
+
+
+def test_a_step_that_ends_while_records_are_read_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that goes on writes the record of a step, then its checkpoint."""
+    recorder = Recorder(tmp_path)
+    recorder.write(1, {"reward/mean": 1.0})
+    scan = records._scan
+
+    def scan_before_the_next_step(path: Path) -> object:
+        found = scan(path)
+        recorder.write(2, {"reward/mean": 2.0})
+        (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+        return found
+
+    monkeypatch.setattr(records, "_scan", scan_before_the_next_step)
+    assert [one["step"] for one in read(tmp_path)] == [1]
+    assert "are lost" not in caplog.text

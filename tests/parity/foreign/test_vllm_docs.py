@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -17,17 +16,7 @@ from lowroll.model import hf
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from tests.fixtures.served import CONFIG
-
-ROOT = Path(__file__).parents[3]
-PYTHON = os.environ.get("LOWROLL_VLLM_PYTHON", "")
-MINUTES = 240
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs/vllm.md").read_text(), re.DOTALL)
-CPU = ["--enforce-eager", "--dtype", "float32", "--skip-tokenizer-init"]  # of this test's machine
-
-
-def block(language: str, index: int, model: Path, port: int) -> str:
-    text = [body for name, body in BLOCKS if name == language][index]
-    return text.replace("path/to/model", str(model)).replace("8000", str(port))
+from tests.fixtures.vllm_docs import CPU, MINUTES, PYTHON, ROOT, block, free_port, listens
 
 
 def program(text: str) -> str:
@@ -40,11 +29,6 @@ def program(text: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 def model_folder(folder: Path) -> Path:
@@ -88,8 +72,3 @@ def test_a_server_that_runs_already(tmp_path: Path) -> None:
         finally:
             server.terminate()
             server.wait(timeout=60)
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -16,7 +16,7 @@ from lowroll.runs import demo
 from tests.fixtures.quick_start import ORCH, TRAIN
 from tests.fixtures.roles import started
 from tests.fixtures.runs import TINY
-from tests.parity.foreign.test_vllm_docs import CPU, MINUTES, PYTHON, block, free_port, listens
+from tests.fixtures.vllm_docs import CPU, MINUTES, PYTHON, block, free_port, listens
 
 SIZES = ["train.max_steps=3", "batch_size=8", "rollouts_per_example=4", "rollout.max_tokens=8"]
 HEAD = 32  # vLLM on a CPU takes no heads of 16
