@@ -128,11 +128,11 @@ def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], lis
             )
     draw = engine.runner.run
 
-    def scripted(plan: Plan) -> list[Run]:
+    def scripted(plan: Plan, meanwhile: Callable[[], None]) -> list[Run]:
         """What the runner drew, with each sample's last token replaced by the stop id, and no stop
         before it."""
         drawn = []
-        for row in draw(plan):
+        for row in draw(plan, meanwhile):
             past = len(row.sequence.token_ids) + 1
             end = length_of[row.sequence.request.id, row.sequence.sample]
             drawn.append(
