@@ -3,7 +3,7 @@ STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 
-.PHONY: setup demo test quick goldens vllm test-clients fuzz torture lint mutants bench bench-gpu
+.PHONY: setup demo test quick long goldens vllm test-clients fuzz torture lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -27,6 +27,10 @@ test: $(STAMP)
 # A minute between two changes: some tests of every room.
 quick: $(STAMP)
 	$(PYTEST) -m "not slow and not interpreted and not gpu"
+
+# Roles at every level, by every way, in every order, and in full: half an hour.
+long: $(STAMP)
+	$(PYTEST) -m long --timeout 900
 
 # Do small runs through every room still compute what they did, bit for bit? Ends with 2 on another machine than the one
 # that stored the digests: `python -m tests.goldens --against COMMIT` asks there.

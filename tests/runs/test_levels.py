@@ -81,6 +81,7 @@ def test_level_one_is_at_most_one_step_behind(model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(

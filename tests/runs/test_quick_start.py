@@ -105,6 +105,7 @@ def test_by_hand(home: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "order", [["infer", "orch", "train"], ["orch", "train", "infer"], ["orch", "infer", "train"]]
@@ -116,6 +117,7 @@ def test_by_hand_in_any_order(home: Path, order: list[str], way: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_by_hand_in_full(home: Path, way: str) -> None:
     """40 steps of 128 rollouts."""
