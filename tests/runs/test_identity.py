@@ -125,7 +125,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "dapo.no_signal": [{"dapo": {"no_signal": "go_on"}}],
     "rollout.release_cache": [{"rollout": {"release_cache": True}}],
     "rollout.vllm": [{"rollout": {"vllm": {"max_concurrent": 3}}}],
-    "client": [{"client": {"base_url": ["http://127.0.0.1:1/v1"], "timeout": 5.0}}],
+    "client": [{"client": {"timeout": 5.0}}],
     "serve": [{"serve": {"port": 1}}],
     "rollout_transport": [{"rollout_transport": {"type": "zmq"}}],
     "weight_broadcast": [{"weight_broadcast": {"timeout": 5.0}}],
