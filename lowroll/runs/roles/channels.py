@@ -9,20 +9,21 @@ from lowroll.config import RunConfig
 from lowroll.runs.roles.place import Place
 from lowroll.transport import filesystem
 from lowroll.transport.base import PeerSilent, RolloutReceiver
+from lowroll.transport.queue import DurableSender
 from lowroll.types import Batch
 
 Alive = Callable[[], None]
 SEND_S = 86400.0  # for room: `alive` names a trainer that is silent long before
 
 
-def sender(cfg: RunConfig, place: Place, attempt: int, alive: Alive) -> filesystem.Sender:
+def sender(cfg: RunConfig, place: Place, attempt: int, alive: Alive) -> DurableSender:
     """The orchestrator's end."""
     way = cfg.rollout_transport
     if way.type == "filesystem":
         return filesystem.Sender(place.spool, way.hwm, SEND_S, alive=alive)
     from lowroll.transport import zmq
 
-    made: filesystem.Sender = zmq.Sender(  # type: ignore[assignment]
+    return zmq.Sender(
         place.spool,
         way.host,
         way.port,
@@ -33,7 +34,6 @@ def sender(cfg: RunConfig, place: Place, attempt: int, alive: Alive) -> filesyst
         alive=alive,
         token=secret(place),
     )
-    return made
 
 
 def receiver(
