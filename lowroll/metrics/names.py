@@ -136,11 +136,11 @@ METRICS: tuple[Metric, ...] = (
         "0",
     ),
     _M("rollout/temperature", "", "sampling temperature of the step"),
-    _M("rollout/policy_version", "version", "newest policy version that drew a token of the step"),
+    _M("rollout/policy_version", "version", "newest policy version that drew a token of the batch"),
     _M(
         "rollout/staleness",
         "versions",
-        "learner's version minus the oldest version that drew a token",
+        "learner's version minus the oldest version that drew a token of the batch",
         "0 in a synchronous run",
     ),
     _M(

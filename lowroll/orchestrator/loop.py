@@ -478,9 +478,11 @@ class Orchestrator:
         for group in harvest.groups:
             flags.update(group.flags)
         generated = [sample.rollout for group in harvest.groups for sample in group.samples]
+        learned = [sample.rollout for sample in samples]
         stats = (
             statistics.reward_stats(harvest.groups)
-            | statistics.rollout_stats(generated, version)
+            | statistics.rollout_stats(generated)
+            | statistics.version_stats(learned, version)
             | {
                 "rollout/num_samples": float(len(samples)),
                 "rollout/num_groups": float(len(harvest.kept)),
@@ -494,7 +496,7 @@ class Orchestrator:
                 for name, count in flags.items()
             }
             | statistics.buffer_stats(self.ledger, ledger, self.settings)
-            | self._asynchrony_stats(harvest, [sample.rollout for sample in samples], version)
+            | self._asynchrony_stats(harvest, learned, version)
         )
         return Batch(
             step=step, samples=samples, temperature=temperature, stats=stats | harvest.seconds

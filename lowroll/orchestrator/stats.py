@@ -63,12 +63,10 @@ def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
     return {name: fmean(values[name]) for name in sorted(values)}
 
 
-def rollout_stats(rollouts: Sequence[Rollout], version: int | None) -> dict[str, float]:
-    """Lengths, endings, versions, sampled entropy. `version` is the learner's; None stands for the
-    newest seen."""
+def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Lengths, endings, sampled entropy of what came back."""
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     logprobs = [logprob for rollout in rollouts for logprob in rollout.logprobs]
-    versions = [span.version for rollout in rollouts for span in rollout.behavior.policy]
     endings = [rollout.finish_reason for rollout in rollouts]
     return {
         "rollout/tokens": float(sum(lengths)),
@@ -78,9 +76,18 @@ def rollout_stats(rollouts: Sequence[Rollout], version: int | None) -> dict[str,
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated_fraction": endings.count("length") / len(endings),
         "rollout/stop_fraction": endings.count("stop") / len(endings),
-        "rollout/policy_version": float(max(versions)),
-        "rollout/staleness": float((max(versions) if version is None else version) - min(versions)),
         "rollout/entropy_estimate": -fmean(logprobs) if logprobs else 0.0,
+    }
+
+
+def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str, float]:
+    """Whose the rollouts of a batch are. `learner` is its version; None stands for the newest
+    seen."""
+    versions = [span.version for rollout in rollouts for span in rollout.behavior.policy]
+    newest = max(versions) if learner is None else learner
+    return {
+        "rollout/policy_version": float(max(versions)),
+        "rollout/staleness": float(newest - min(versions)),
     }
 
 

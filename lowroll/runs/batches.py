@@ -138,7 +138,11 @@ class Batches:
 
     def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
         """Go on after a step. resumed: somebody asked for it, so that what `ckpt`, `buffer` and
-        `eval` say of a resumption holds. ValueError names what is not of this run's plan."""
+        `eval` say of a resumption holds. ValueError names what is not of this run's plan, and a
+        state of another step."""
+        stated = state.get("step", step)  # the oldest states do not say it
+        if stated != step:
+            raise ValueError(f"orchestrator state: it is of step {stated}, and not of step {step}")
         self.enter(step)
         ckpt = self.cfg.ckpt
         self.orchestrator.restore(

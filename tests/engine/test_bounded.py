@@ -226,9 +226,9 @@ def test_full_rows_wait_while_the_others_take_their_steps(
     cache nor to the policy's state."""
     waited, run = [], Runner.run
 
-    def watched(runner: Runner, plan: Plan) -> Any:
+    def watched(runner: Runner, plan: Plan, *more: Any) -> Any:
         waited.append(bool(plan.limits) and min(plan.limits) < plan.steps)
-        return run(runner, plan)
+        return run(runner, plan, *more)
 
     monkeypatch.setattr(Runner, "run", watched)
     for kind in POLICIES:

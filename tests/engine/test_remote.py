@@ -869,9 +869,9 @@ def test_spans_of_an_update_in_flight_come_over_the_wire(folder: Path) -> None:
 
     step = inside.step
 
-    def stepping() -> Any:
+    def stepping(*told: Any) -> Any:
         update(inside)
-        return step()
+        return step(*told)
 
     inside.step = stepping  # type: ignore[method-assign]
     with serving(inside) as url, connect(url) as engine:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lowroll.engine import base
+from lowroll.engine.base import InFlight
 from lowroll.engine.native import NativeEngine
 from lowroll.runs.build import engines
 from lowroll.weights.update import WeightUpdate
@@ -30,13 +31,13 @@ class Distant:
             raise AttributeError(f"{name} is not in the protocol")
         return getattr(self._engine, name)
 
-    def update_weights(self, update: WeightUpdate) -> Any:
+    def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> Any:
         if self._streams and update.kind in self.capabilities.updates:
             self.num_streams += 1
             sent = update.as_stream()
             arrived = [(name, tensor.clone()) for name, tensor in sent.tensors()]
             update = replace(sent, tensors=lambda: iter(arrived))
-        return self._engine.update_weights(update)
+        return self._engine.update_weights(update, in_flight=in_flight)
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
         context_length=int(stated["context_length"]),
         updates=frozenset(),
         updates_in_flight=bool(stated["updates_in_flight"]),
-        noise=False,
+        noise=bool(stated["noise"]),
         scores=bool(stated["scores"]),
         exact_logprobs=bool(stated["exact_logprobs"]),
         sampler=frozenset(map(str, stated["sampler"])),
