@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -68,6 +69,8 @@ class Environment(ABC):
     exact = False  # True: there are no partial rewards, so a perturbed answer must score 0
     # of a response that takes longer than the pool's limit; None: that is an error
     overtaxed: Score | None = None
+    # JSON schemas of the functions that the model may call, which its chat template shows it
+    tools: Sequence[dict[str, Any]] = ()
 
     def __init__(
         self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}"

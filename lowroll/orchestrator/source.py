@@ -219,7 +219,7 @@ def draw_at(
         raise ValueError(
             f"environment {name!r}: prompt {prompt.id!r} says it belongs to {prompt.env!r}"
         )
-    prompt_ids = list(tokenizer.encode_chat(prompt.messages))
+    prompt_ids = encode(env, prompt, tokenizer)
     if not prompt_ids:
         raise ValueError(f"environment {name!r}: prompt {prompt.id!r} has no tokens")
     return Draw(
@@ -233,3 +233,14 @@ def draw_at(
         ),
         position,
     )
+
+
+def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a prompt in the chat template, with the environment's tools where it has some.
+    ValueError names an environment whose tools the template cannot show."""
+    if not env.tools:
+        return list(tokenizer.encode_chat(prompt.messages))
+    try:
+        return list(tokenizer.encode_chat(prompt.messages, tools=env.tools))
+    except ValueError as error:
+        raise ValueError(f"environment {env.name!r}: {error}") from error
