@@ -272,8 +272,9 @@ def _call(value: Any) -> Call:
         raise IllFormed('"arguments" must be a JSON object')
     _check(arguments)
     id = value.get("id")
-    named = isinstance(id, str) and len(id) <= MOST_NAME and id.isprintable()
-    return Call(name, arguments, id if named else "")
+    if not isinstance(id, str) or len(id) > MOST_NAME or not id.isprintable():
+        id = ""
+    return Call(name, arguments, id)
 
 
 def _check(arguments: dict[str, Any]) -> None:
