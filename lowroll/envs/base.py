@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from lowroll.envs.curriculum import Curriculum
 from lowroll.envs.outcome import Outcome, judge
 from lowroll.types import Prompt, Score
 
@@ -71,6 +72,7 @@ class Environment(ABC):
     overtaxed: Score | None = None
     # JSON schemas of the functions that the model may call, which its chat template shows it
     tools: Sequence[dict[str, Any]] = ()
+    curriculum: Curriculum | None = None  # levels of its tasks; their `info` says "level"
 
     def __init__(
         self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}"

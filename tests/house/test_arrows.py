@@ -61,7 +61,15 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # transformers makes the JSON schemas of functions, where a run begins
     "envs": (
         {"types", "machine", "tool_calls"},
-        {"transformers", "verifiers", "math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "datasets"},
+        {
+            "transformers",
+            "verifiers",
+            "math_verify",
+            "latex2sympy2_extended",
+            "sympy",
+            "reasoning_gym",
+            "datasets",
+        },
     ),
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
     "transport": ({"types", "checkpoint"}, {"zmq"}),
