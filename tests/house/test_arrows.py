@@ -69,6 +69,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "sympy",
             "reasoning_gym",
             "datasets",
+            "pyarrow",
         },
     ),
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
