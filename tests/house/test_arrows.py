@@ -64,6 +64,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {
             "transformers",
             "verifiers",
+            "mcp",
             "math_verify",
             "latex2sympy2_extended",
             "sympy",

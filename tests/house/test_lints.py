@@ -85,6 +85,10 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("envs/generator.py", "main"): "the other side of the pipe raises it",
     ("envs/outcome.py", "_show"): "a value's own repr",
     ("envs/tools.py", "_answer"): "a tool's own code: the model is told, and goes on",
+    (
+        "envs/verifiers/tasksets.py",
+        "_call",
+    ): "a tool's own code: the model is told, and goes on",
     ("envs/worker.py", "score_item"): "a scorer's own code: it becomes a ScoreError",
     ("envs/worker.py", "serve"): "reported to the pool, which raises it",
     ("model/template_child.py", "main"): "reported to the parent, which raises it",

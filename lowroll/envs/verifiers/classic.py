@@ -106,7 +106,10 @@ class _Script(Client):
         if said is None:
             raise Asked(messages[len(self.told) :])
         calls = [ToolCall(**call) for call in _calls(said)] or None
-        self.told = [*messages, plain(vf.AssistantMessage(content=said["content"], tool_calls=calls))]
+        self.told = [
+            *messages,
+            plain(vf.AssistantMessage(content=said["content"], tool_calls=calls)),
+        ]
         message = ResponseMessage(
             content=said["content"], tool_calls=calls, finish_reason="stop", is_truncated=False
         )

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import verifiers.v1 as vf
-from pydantic import ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects import parse_message
 from verifiers.v1.episode import EnvInfo
@@ -54,7 +53,11 @@ class Tasksets:
 
     def _refuse_runtimes(self, env_id: str) -> None:
         task = self.task_class
-        needs = [name for name in ("setup", "finalize") if getattr(task, name) is not getattr(vf.Task, name)]
+        needs = [
+            name
+            for name in ("setup", "finalize")
+            if getattr(task, name) is not getattr(vf.Task, name)
+        ]
         if task.NEEDS_CONTAINER or needs:
             what = f"its task's {' and '.join(needs)}" if needs else "its task"
             raise ValueError(
@@ -91,7 +94,9 @@ class Tasksets:
         trace = await self._run(task, turns, scored=True)
         missing = [name for name, reward in trace.rewards.items() if reward is None]
         if missing or not trace.rewards:
-            raise ValueError(f"verifiers computed no reward ({', '.join(missing) or 'it has none'})")
+            raise ValueError(
+                f"verifiers computed no reward ({', '.join(missing) or 'it has none'})"
+            )
         scores = {name: reward.score for name, reward in trace.rewards.items()}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         return Score(float(trace.reward), {**metrics, **scores})
@@ -104,7 +109,9 @@ class Tasksets:
         await self.env.setup(agents)
         await self.env.run(task, agents)
         if len(seat.traces) != 1:
-            raise ValueError(f"the environment ran its agent {len(seat.traces)} times; 1 is known here")
+            raise ValueError(
+                f"the environment ran its agent {len(seat.traces)} times; 1 is known here"
+            )
         (trace,) = episode.traces = seat.traces
         if scored:
             for fn in (*seat.task.hooks("reward"), *seat.task.hooks("metric")):
@@ -118,8 +125,10 @@ class Tasksets:
 def _config(env_id: str, args: dict[str, Any]) -> Any:
     try:
         return vf.resolve_env_config({"taskset": {"id": env_id, **args}})
-    except ValidationError as error:
-        first = error.errors()[0]
+    except ValueError as error:
+        if not hasattr(error, "errors"):
+            raise
+        first = error.errors()[0]  # pydantic's
         path = ".".join(map(str, first["loc"])).removeprefix("taskset.")
         raise ValueError(f"{env_id}: {path}: {first['msg']}") from error
 
@@ -189,7 +198,8 @@ class _Talk:
             if said is None:
                 return self._ended(begin)
             self._add(
-                vf.AssistantMessage(content=said["content"], tool_calls=calls_of(said) or None), True
+                vf.AssistantMessage(content=said["content"], tool_calls=calls_of(said) or None),
+                True,
             )
             self.over = await self._stops()
             if self.over or not (said.get("tool_calls") or said.get("ill_formed")):
@@ -204,7 +214,8 @@ class _Talk:
             last = max((i for i, node in enumerate(nodes) if node.sampled), default=-1)
             raise Asked(
                 [
-                    plain(nodes[i].message) | ({"failed": self.failed[i]} if i in self.failed else {})
+                    plain(nodes[i].message)
+                    | ({"failed": self.failed[i]} if i in self.failed else {})
                     for i in range(last + 1, len(nodes))
                 ]
             )
@@ -230,7 +241,9 @@ class _Talk:
     async def _stops(self) -> bool:
         """Whether a @stop hook of the task ends the exchange."""
         hooks = self.task.hooks("stop")
-        found = await invoke_all(hooks, {"task": self.task.data, "trace": self.trace, vf.Trace: self.trace})
+        found = await invoke_all(
+            hooks, {"task": self.task.data, "trace": self.trace, vf.Trace: self.trace}
+        )
         for hook, stops in zip(hooks, found, strict=True):
             if stops:
                 self.trace.stop(hook.__name__)
