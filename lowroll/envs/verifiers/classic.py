@@ -18,8 +18,7 @@ from verifiers.clients import Client
 from verifiers.types import Response, ResponseMessage, ToolCall
 
 from lowroll.envs.verifiers.source import Asked, calls_of, plain
-from lowroll.tool_calls import Message
-from lowroll.types import Score
+from lowroll.types import Message, Score
 
 
 class Classic:

@@ -13,8 +13,7 @@ from lowroll.envs.blame import describe
 from lowroll.envs.outcome import awaited
 from lowroll.envs.tools import with_counts
 from lowroll.envs.verifiers.source import Source, refuse_missing
-from lowroll.tool_calls import Message
-from lowroll.types import Prompt, Score
+from lowroll.types import Message, Prompt, Score
 
 MOST_TURNS = 8  # of an environment that states no bound
 MOST_TASKS = 1_000_000  # of a data set that ends

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from lowroll.tool_calls import Message
-from lowroll.types import Score
+from lowroll.types import Message, Score
 
 
 class Asked(BaseException):

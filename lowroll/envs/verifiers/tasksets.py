@@ -23,8 +23,7 @@ from verifiers.v1.utils.decorators import invoke_all
 from lowroll.envs.outcome import awaited
 from lowroll.envs.tools import MALFORMED
 from lowroll.envs.verifiers.source import Asked, calls_of, plain
-from lowroll.tool_calls import Message
-from lowroll.types import Score
+from lowroll.types import Message, Score
 
 
 class Tasksets:
