@@ -98,7 +98,7 @@ def test_a_run_with_tools_and_its_resumption(folder: Path, tmp_path: Path) -> No
             tmp_path / out,
             env=[{"id": CALCULATOR, "name": "calc", "args": {"max_turns": 2}}],
             rollout={"weights": "int8", "max_tokens": 8, "cache_tokens": 16384},
-            train={"max_steps": steps},
+            train={"max_steps": steps, "warmup_steps": 0, "lr_scheduler_type": "constant"},
             score={"memory_limit_mb": 8192},
         )
 
