@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from lowroll.envs.curriculum import Curriculum
 from lowroll.envs.outcome import Outcome, Reply, judge
 from lowroll.types import Message, Prompt, Score
 
@@ -71,7 +73,9 @@ class Environment(ABC):
     max_turns = 1  # of the assistant in one conversation; with 1 `respond` is never asked
     # tokens of a whole conversation, its prompt included; None: as many as the run has room for
     max_sequence_tokens: int | None = None
-    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas that the chat template is shown
+    # JSON schemas of the functions that the model may call, which its chat template shows it
+    tools: Sequence[dict[str, Any]] = ()
+    curriculum: Curriculum | None = None  # levels of its tasks; their `info` says "level"
 
     def __init__(
         self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}"

@@ -45,17 +45,18 @@ def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
     keep a client open.
     """
     if isinstance(said, str):
-        return as_score(_awaited(env.score(prompt, said)))
-    return as_score(_awaited(env.score_conversation(prompt, said)))
+        return as_score(awaited(env.score(prompt, said)))
+    return as_score(awaited(env.score_conversation(prompt, said)))
 
 
 def answer(env: Environment, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
     """What the environment says to a conversation; None: it is done. InvalidReply says what came in
     its place; what it raises goes through."""
-    return as_messages(_awaited(env.respond(prompt, messages)))
+    return as_messages(awaited(env.respond(prompt, messages)))
 
 
-def _awaited(value: Any) -> Any:
+def awaited(value: Any) -> Any:
+    """A value, or the result of an awaitable."""
     if not inspect.isawaitable(value):
         return value
     thread, runner = _loop()

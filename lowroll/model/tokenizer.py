@@ -10,12 +10,14 @@ turn may not depend on them, which `check_turns` asks before a run begins.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lowroll.model.folder import MOST_TOKENIZER, read_json, regular
 from lowroll.model.template import template
+from lowroll.tool_calls import FORMATS, format_of, read
 from lowroll.types import Message, Turn, printable
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -111,19 +113,35 @@ class ChatTokenizer:
     text.
 
     ValueError for a tokenizer without a chat template. Templates are rendered in a child with
-    bounds (`model.template`)."""
+    bounds (`model.template`). tool_format: how the model writes calls of tools (`tool_calls`); None:
+    as the template shows it."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tool_format: str | None = None) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "tokenizer: it has no chat template (chat_template.jinja or tokenizer_config.json)"
             )
         self.tokenizer = tokenizer
+        self._tool_format = tool_format
 
-    def encode_chat(self, messages: list[Message], open_turn: bool = True) -> list[int]:
-        """Ids of a conversation; open_turn: with the header that opens the assistant's turn.
-        ValueError says what the template objects to."""
-        return self._encode(self._render(messages, open_turn))
+    @property
+    def source(self) -> str:
+        """The chat template's text."""
+        source = self.tokenizer.get_chat_template()
+        if not isinstance(source, str):
+            raise ValueError(f"chat template: expected a text, got {printable(repr(source))}")
+        return source
+
+    def encode_chat(
+        self,
+        messages: list[Message],
+        open_turn: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
+        """Ids of a conversation; open_turn: with the header that opens the assistant's turn; tools:
+        JSON schemas of those that the model may call. ValueError says what the template objects to,
+        and when it cannot show tools."""
+        return self._encode(self._render(messages, open_turn, tools))
 
     def encode_turn(
         self, messages: list[Message], after: Turn, said: Message | None = None
@@ -197,15 +215,44 @@ class ChatTokenizer:
             )
         return behind
 
-    def _render(self, messages: list[Message], open_turn: bool) -> str:
-        source = self.tokenizer.get_chat_template()
-        if not isinstance(source, str):
-            raise ValueError(f"chat template: expected a text, got {printable(repr(source))}")
+    def _render(
+        self,
+        messages: list[Message],
+        open_turn: bool,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
+        source = self.source
+        if tools and "tools" not in source:
+            raise ValueError(
+                "chat template: it says nothing of `tools`, so this model cannot be shown any; take "
+                "a model whose template does, or describe them in the prompt"
+            )
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        return template(source, tuple(variables.items())).render(messages, open_turn)
+        return template(source, tuple(variables.items())).render(messages, open_turn, tools)
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    @property
+    def tool_format(self) -> str:
+        """How the model writes calls of tools. ValueError when nothing says it."""
+        found = self._tool_format or format_of(self.source)
+        if found is None:
+            raise ValueError(
+                "chat template: it shows none of the known formats of tool calls; name one "
+                f"(rollout.tool_call_parser: {', '.join(FORMATS)})"
+            )
+        return found
+
+    def turn(self, token_ids: list[int], tools: bool = False) -> Message:
+        """A response as a chat message, all of its text as its content; tools: with the calls that
+        it makes, and why others are none (`tool_calls.Spoken.message`)."""
+        content = self.decode(token_ids)
+        if not tools:
+            return {"role": "assistant", "content": content}
+        # the marks of some formats are special tokens
+        marked = str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        return read(self.tool_format, marked).message(content)
 
     def encode_response(self, text: str) -> list[int]:
         """Ids of an assistant turn, its end-of-sequence id included. ValueError when the tokenizer

@@ -4,7 +4,7 @@ channel."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from lowroll.types import Batch, Group, Message, Prompt, Request, Score, ScoreError, Turn
 
@@ -66,13 +66,20 @@ class WeightsWatch(Protocol):
 class Tokenizer(Protocol):
     """The chat template and the way back to text."""
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
-        """Ids of the conversation, with the header that opens the assistant's turn."""
+    def encode_chat(
+        self, messages: list[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """Ids of the conversation, with the header that opens the assistant's turn; tools: JSON
+        schemas of those that the model may call."""
         ...
 
     def encode_turn(self, messages: list[Message], after: Turn, said: Message) -> list[int]:
         """Ids that the template puts behind a drawn turn for these messages, up to the header that
         opens the assistant's next one. `said`: the turn as a message."""
+        ...
+
+    def turn(self, token_ids: list[int], tools: bool = False) -> Message:
+        """A drawn turn as a message; tools: with the calls that it makes."""
         ...
 
     def decode(self, token_ids: list[int]) -> str:
