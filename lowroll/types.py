@@ -243,7 +243,7 @@ class Sample:
     temperature: float | None = field(default=None, metadata=OMITTED)
     # of a conversation: what was said after the prompt, and why no more
     messages: list[Message] | None = field(default=None, metadata=OMITTED)
-    ended: Ended | None = field(default=None, metadata=OMITTED)
+    ended: str | None = field(default=None, metadata=OMITTED)  # one of `Ended`
 
 
 @dataclass

@@ -141,11 +141,6 @@ class ChatTokenizer:
         """Ids of a conversation; open_turn: with the header that opens the assistant's turn; tools:
         JSON schemas of those that the model may call. ValueError says what the template objects to,
         and when it cannot show tools."""
-        if tools and "tools" not in self.source:
-            raise ValueError(
-                "chat template: it says nothing of `tools`, so this model cannot be shown any; take "
-                "a model whose template does, or describe them in the prompt"
-            )
         return self._encode(self._render(messages, open_turn, tools))
 
     def encode_turn(
@@ -221,10 +216,19 @@ class ChatTokenizer:
         return behind
 
     def _render(
-        self, messages: list[Message], open_turn: bool, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: list[Message],
+        open_turn: bool,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> str:
+        source = self.source
+        if tools and "tools" not in source:
+            raise ValueError(
+                "chat template: it says nothing of `tools`, so this model cannot be shown any; take "
+                "a model whose template does, or describe them in the prompt"
+            )
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        return template(self.source, tuple(variables.items())).render(messages, open_turn, tools)
+        return template(source, tuple(variables.items())).render(messages, open_turn, tools)
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -78,8 +78,8 @@ class Tokenizer(Protocol):
         opens the assistant's next one. `said`: the turn as a message."""
         ...
 
-    def turn(self, token_ids: list[int], *, tools: bool = False) -> Message:
-        """A drawn turn as the assistant's message; tools: with the calls that it makes."""
+    def turn(self, token_ids: list[int], tools: bool = False) -> Message:
+        """A drawn turn as a message; tools: with the calls that it makes."""
         ...
 
     def decode(self, token_ids: list[int]) -> str:

@@ -54,7 +54,7 @@ class Dialogue(Request):
     prompt: Prompt | None = None
     max_turns: int = 1
     max_sequence_tokens: int | None = None
-    has_tools: bool = False  # that a turn may call
+    tools: bool = False  # whether the model may call some
 
     @property
     def first(self) -> Request:
@@ -323,12 +323,7 @@ class Conversations:
             raise InvalidRollout(
                 f"request {talk.request.id!r}: {len(rollouts)} rollouts, expected 1"
             )
-        if talk.dialogue.has_tools:
-            said = self.tokenizer.turn(rollouts[0].token_ids, tools=True)
-        else:
-            content = self.tokenizer.decode(rollouts[0].token_ids)
-            said = {"role": "assistant", "content": content}
-        talk.take(rollouts[0], said)
+        talk.take(rollouts[0], self.tokenizer.turn(rollouts[0].token_ids, talk.dialogue.tools))
 
     def _answer(self, talks: Sequence[Talk]) -> list[Talk]:
         """Have the environments answer what has not ended. Returns those that go on."""

@@ -274,7 +274,7 @@ def draw_at(
             prompt=prompt,
             max_turns=env.max_turns,
             max_sequence_tokens=most,
-            has_tools=bool(env.tools),
+            tools=bool(env.tools),
         )
     return Draw(prompt, request, position)
 
