@@ -83,14 +83,14 @@ class Verifiers(Environment):
         info = {"task": [split, place], "digest": _digest(source.key(task))}
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
-    async def respond(  # type: ignore[override]
+    async def respond(
         self, prompt: Prompt, messages: list[Message]
     ) -> list[Message] | None:
         """What verifiers' loop says to the turns so far."""
         task, source = self._task(prompt)
         return await source.play(task, _turns(prompt, messages))
 
-    async def score_conversation(  # type: ignore[override]
+    async def score_conversation(
         self, prompt: Prompt, messages: list[Message]
     ) -> Score:
         """The environment's own judgement of all turns; with calls counted where it has tools."""
@@ -100,7 +100,7 @@ class Verifiers(Environment):
         assert isinstance(found, Score)
         return found
 
-    async def score(self, prompt: Prompt, text: str) -> Score:  # type: ignore[override]
+    async def score(self, prompt: Prompt, text: str) -> Score:
         """The same of a conversation of one turn."""
         said = {"role": "assistant", "content": text}
         return await self.score_conversation(prompt, [*prompt.messages, said])
