@@ -25,6 +25,13 @@ from lowroll.config.buffer import (
     resolved_advantage,
 )
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
+from lowroll.config.data import (
+    DataSection,
+    RewardFunctions,
+    RewardWeights,
+    data_problems,
+    environments,
+)
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
@@ -261,6 +268,11 @@ class RunConfig(Section):
     # auto: float32 on the CPU, bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
+    data: DataSection | None = None  # in the place of env: a data set of your own
+    # how its responses are scored: path/to/file.py:function; []: answer, whether the final answer
+    # is the gold one
+    reward_funcs: RewardFunctions = ()
+    reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each
     logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
     batch_size: Count = 64  # rollouts a step
     rollouts_per_example: GroupSize = 8  # G, the group's size
@@ -324,6 +336,11 @@ class RunConfig(Section):
     def num_groups(self) -> int:
         """Prompts a step."""
         return self.batch_size // self.rollouts_per_example
+
+    @property
+    def is_env_given(self) -> bool:
+        """Was an environment written?"""
+        return "env" in self.model_fields_set
 
     @property
     def has_critic(self) -> bool:
@@ -396,7 +413,10 @@ class RunConfig(Section):
                 "loss": self.loss.model_copy(update=loss),
                 "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
                 "dapo": self.dapo.model_copy(update={"dynamic_sampling": sampling}),
-                "env": tuple(named(env) for env in self.env),
+                "env": tuple(named(env) for env in environments(self)),
+                "data": None,
+                "reward_funcs": (),
+                "reward_weights": None,
                 "eval": self.eval.model_copy(
                     update={"env": self.eval.env and tuple(map(named, self.eval.env))}
                 ),
@@ -513,6 +533,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
                 f"{key}.warmup_steps ({section.warmup_steps}) is more than the {steps} steps of the run",
             )
     yield from env_problems(cfg.env, cfg.eval)
+    yield from data_problems(cfg)
 
 
 def _batch_problems(cfg: RunConfig) -> Iterator[Problem]:
