@@ -70,8 +70,8 @@ class Columns:
             prompt = prompt[:-1]
         if not prompt:
             raise ValueError(f"{where}: column {name!r}: nothing is asked in it")
-        columns = {key: plain for key in row if (plain := _plain(row[key])) is not _ODD}
-        if (gold := _plain(answer)) is _ODD:
+        columns = {key: value for key in row if (value := plain(row[key])) is not ODD}
+        if (gold := plain(answer)) is ODD:
             raise ValueError(f"{where}: the answer must be text, a number or a list of such")
         return Task(prompt, gold, completion, columns)
 
@@ -136,9 +136,9 @@ def _message(value: Any, where: str) -> Message:
             raise ValueError(f"{where}: its content must be text, got {type(content).__name__}")
         content = ""
     more = {
-        key: plain
+        key: found
         for key in value
-        if value[key] is not None and (plain := _plain(value[key])) is not _ODD
+        if value[key] is not None and (found := plain(value[key])) is not ODD
     }
     return {**more, "content": content}
 
@@ -154,11 +154,11 @@ def _said(value: Any, where: str) -> str | None:
     return last["content"] if last["role"] == "assistant" else None
 
 
-_ODD = object()
+ODD = object()
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON data, null for a number that is none; `_ODD` for what is no data, such as an
+def plain(value: Any) -> Any:
+    """A value as JSON data, null for a number that is none; ODD for what is no data, such as an
     image."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -167,13 +167,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (datetime, date, time)):
         return value.isoformat()
     if isinstance(value, Mapping):
-        found = {str(key): _plain(inner) for key, inner in value.items()}
-        return _ODD if any(inner is _ODD for inner in found.values()) else found
+        found = {str(key): plain(inner) for key, inner in value.items()}
+        return ODD if any(inner is ODD for inner in found.values()) else found
     if isinstance(value, (list, tuple)):
-        items = [_plain(inner) for inner in value]
-        return _ODD if any(item is _ODD for item in items) else items
+        items = [plain(inner) for inner in value]
+        return ODD if any(item is ODD for item in items) else items
     try:
         json.dumps(value)
     except (TypeError, ValueError):
-        return _ODD
+        return ODD
     return value

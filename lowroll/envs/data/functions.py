@@ -161,11 +161,12 @@ class RewardFunction:
             return None
         if not isinstance(value, Real):
             raise InvalidScore(f"{self.where} returned {_kind(value)}; it must be a number or None")
-        if not math.isfinite(value) or abs(value) > MAX_REWARD:
+        number = float(value)
+        if not math.isfinite(number) or abs(number) > MAX_REWARD:
             raise InvalidScore(
-                f"{self.where} returned {float(value)}; it must be finite, {MAX_REWARD:g} at most"
+                f"{self.where} returned {number}; it must be finite, {MAX_REWARD:g} at most"
             )
-        return float(value)
+        return number
 
 
 def load(ids: Sequence[str]) -> list[RewardFunction]:
@@ -216,9 +217,11 @@ def _module(file: Path | None, home: str) -> ModuleType:
         ) from error
 
 
-def answer(text: str, answer: str) -> float:
+def answer(text: str, answer: str | None = None) -> float:
     r"""1 when the final answer of a response, in `\boxed{}` or after `####`, equals the gold one;
     else 0."""
+    if answer is None:
+        raise ValueError("the row has no answer; give reward_funcs, or name its column")
     found = last_answer(bounded(text))
     try:
         return float(found is not None and equal(answer, found))
