@@ -43,7 +43,7 @@ def judge(env: Environment, prompt: Prompt, text: str) -> Score:
 
 
 def awaited(value: Any) -> Any:
-    """A value, or what an awaitable gives."""
+    """A value, or the result of an awaitable."""
     if not inspect.isawaitable(value):
         return value
     thread, runner = _loop()
