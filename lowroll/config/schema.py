@@ -37,6 +37,7 @@ from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems
 from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
+from lowroll.config.noise import NoiseConfig, noise_problems
 from lowroll.config.roles import (
     AsynchronyConfig,
     ClientConfig,
@@ -188,21 +189,6 @@ class TrainConfig(Section):
     lora_target_modules: Annotated[
         tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(_unique)
     ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-class NoiseConfig(Section):
-    """QeRL's noise on the norms of the rollout engine: sigma falls from start to end over the run,
-    in stages."""
-
-    sigma_start: NotNegative = 1e-2  # standard deviation of the first stage with noise
-    sigma_end: NotNegative = 1e-4  # and of the last
-    num_stages: Count = 10  # stages of the run
-    # its course between them
-    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
-    # num_stages counts the silent first stage, or does not
-    variant: Literal["code", "paper"] = "code"
-    # shared: the learner's norms carry the same noise
-    learner: Literal["clean", "shared"] = "clean"
 
 
 class ScoreConfig(Section):
@@ -519,15 +505,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from critic_problems(
         cfg.algorithm, cfg.advantage, cfg.dapo.dynamic_sampling, cfg.critic, cfg.train.max_steps
     )
-    if (
-        cfg.noise is not None
-        and cfg.noise.schedule == "exponential"
-        and ((cfg.noise.sigma_start > 0) != (cfg.noise.sigma_end > 0))
-    ):
-        yield (
-            (("noise", "sigma_end"), ("noise", "sigma_start")),
-            "an exponential never reaches or leaves 0; set both sigmas above 0, or another noise.schedule",
-        )
+    yield from noise_problems(cfg.noise)
     for section, key in ((cfg.train, "train"), (cfg.sft, "sft")):
         steps = cfg.train.max_steps if section is cfg.train else cfg.sft.steps
         if section.warmup_steps > steps:
