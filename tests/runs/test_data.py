@@ -19,6 +19,7 @@ import lowroll
 from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
 from lowroll.config.document import ConfigError
+from lowroll.metrics.record import read
 from lowroll.runs import demo
 from tests.fixtures.runs import TINY
 
@@ -226,3 +227,45 @@ def test_the_short_form_and_the_long_one_are_the_same(tmp_path: Path) -> None:
 def test_mistakes_in_the_settings(tree: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         from_mapping({"model": "m", **tree})
+
+
+@pytest.mark.slow
+def test_prompts_that_are_too_long_are_said_and_counted(
+    model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"prompt": "x" * (90 if i % 3 == 0 else 5)} for i in range(12)]
+    (tmp_path / "rewards.py").write_text("def short(text): return 1 / (1 + len(text))\n")
+    tree = {
+        "model": str(model),
+        "output_dir": str(tmp_path / "run"),
+        "data": {"path": rows, "held_out": 0},
+        "reward_funcs": [str(tmp_path / "rewards.py") + ":short"],
+        "device": "cpu",
+        "batch_size": 16,
+        "rollouts_per_example": 2,
+        "rollout": {"max_tokens": 4, "max_model_len": 64},
+        "train": {"max_steps": 1},
+        "score": {"workers": 1},
+    }
+    record = lowroll.run(tree).metrics
+    said = "4 of the first 12 prompts have more than 60 tokens and are passed over"
+    assert caplog.text.count(said) == 1 and "(rollout.max_model_len: 64, of which" in caplog.text
+    assert record["rollout/passed_over_prompts"] >= 1
+    words = [str(tmp_path / "run" / "config.yaml"), "--dry-run", "--overwrite"]
+    assert main(["grpo", *words]) == 0 and said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_demonstrations_are_learnt_from_the_same_section(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}?", "completion": f"{i}!"} for i in range(8)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {model}\noutput_dir: {tmp_path / 'run'}\ndevice: cpu\ndata: rows.json\n"
+        "sft: {steps: 1, batch_size: 4, num_examples: 7}\n"
+    )
+    assert main(["sft", str(tmp_path / "run.yaml")]) == 0
+    (record,) = read(tmp_path / "run")
+    assert record["sft/tokens"] == 4 * 3
