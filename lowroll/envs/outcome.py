@@ -28,6 +28,10 @@ class InvalidScore(ValueError):
     """A scorer returned what is no score."""
 
 
+class ScorerFailed(Exception):
+    """What a scorer's code raised, with its place, in words."""
+
+
 def judge(env: Environment, prompt: Prompt, text: str) -> Score:
     """The score of a response. InvalidScore says what came in its place; what the scorer raises
     goes through.

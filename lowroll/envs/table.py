@@ -30,6 +30,7 @@ TABLE = {
     "gsm8k": "lowroll.envs.gsm8k:GSM8K",
     "math": "lowroll.envs.math:Math",
     "code": "lowroll.envs.code:Code",
+    "data": "lowroll.envs.data.environment:Data",
 }
 REASONING_GYM = "reasoning-gym/"
 
@@ -111,7 +112,7 @@ def _class_at(place: str) -> type[Environment]:
 def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
     if not file.is_file():
         raise ValueError(f"environment file {file} does not exist")
-    module = _import_file(file)
+    module = import_file(file)
     own = {
         key: value
         for key, value in vars(module).items()
@@ -148,7 +149,8 @@ def _lacks(file: Path, cls: type[Environment]) -> str:
     return f"{file}: class {cls.__name__} lacks {', '.join(missing)}{hint}"
 
 
-def _import_file(file: Path) -> ModuleType:
+def import_file(file: Path) -> ModuleType:
+    """Run a user's own file. ValueError names its line that fails."""
     if (folder := str(file.parent)) not in sys.path:
         sys.path.append(folder)  # last, so that modules beside the file are found and hide none
     key = f"lowroll_env_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
@@ -157,7 +159,7 @@ def _import_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module  # dataclasses look their module up while the file is being run
     try:
-        with blamed("the environment cannot be imported", str(file)):
+        with blamed("it cannot be imported", str(file)):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[key]
