@@ -3,8 +3,9 @@ from the first. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +32,69 @@ class Measured:
     def shares(self) -> dict[str, float]:
         """The share of solved responses of each example with a score, by its id."""
         return {one.id: fmean(one.solved) for one in self.examples if one.solved}
+
+
+def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The rows as a table for people: (head, cells). Shares are in percent; a column that says
+    nothing is left out."""
+    about = [key for key in ("weights", "kv", "server", "model") if any(key in row for row in rows)]
+    several = any((row.get("n") or 1) > 1 for row in rows)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "set": lambda row: str(row["env"]),
+        **{key: partial(_word, key) for key in about},
+        "examples": partial(_number, "examples"),
+        "k": partial(_number, "n"),
+        "avg@k %": partial(_percent, "pass_at_1"),
+        "95 %": lambda row: _bounds(row, "low", "high"),
+        "pass@k %": partial(_percent, "pass_at_k"),
+        "maj@k %": partial(_percent, "maj_at_k"),
+        "difference": _difference,
+        "reward": partial(_figures, "reward"),
+        "tokens": partial(_number, "length_mean"),
+        "cut %": partial(_percent, "truncated"),
+        "no answer %": partial(_percent, "no_answer"),
+        "unscored %": partial(_percent, "unscored"),
+        "too long": partial(_number, "left_out"),
+        "seconds": partial(_number, "seconds"),
+    }
+    idle = {} if several else {"k", "pass@k %", "maj@k %"}
+    silent = {"-": ("difference", "maj@k %", "no answer %"), "0": ("too long",), "0.0": ("unscored %",)}
+    head, cells = [], []
+    for name, cell in columns.items():
+        column = [cell(row) for row in rows]
+        said = {text for text in column if name not in silent.get(text, ())} - {"-"}
+        if name not in idle and said:
+            head.append(name)
+            cells.append(column)
+    return head, [list(line) for line in zip(*cells, strict=True)]
+
+
+def _word(key: str, row: dict[str, Any]) -> str:
+    return str(row.get(key, "-"))
+
+
+def _number(key: str, row: dict[str, Any]) -> str:
+    return "-" if row.get(key) is None else f"{row[key]:,.0f}"
+
+
+def _figures(key: str, row: dict[str, Any]) -> str:
+    return "-" if row.get(key) is None else f"{row[key]:.4g}"
+
+
+def _percent(key: str, row: dict[str, Any]) -> str:
+    return "-" if row.get(key) is None else f"{100 * row[key]:.1f}"
+
+
+def _bounds(row: dict[str, Any], low: str, high: str) -> str:
+    return f"{100 * row[low]:.1f} to {100 * row[high]:.1f}" if low in row else "-"
+
+
+def _difference(row: dict[str, Any]) -> str:
+    """ "-1.2 (-3.0 to 0.5)", in points of percent."""
+    if "difference" not in row:
+        return "-"
+    bounds = _bounds(row, "difference_low", "difference_high")
+    return f"{100 * row['difference']:+.1f} ({bounds})"
 
 
 def rows_of(measured: Sequence[Measured], seed: int = 0) -> list[dict[str, Any]]:

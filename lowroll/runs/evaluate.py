@@ -4,7 +4,8 @@ several caches, or of what a server serves."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from lowroll.checkpoint.lock import RunLock
 from lowroll.config import RunConfig
 from lowroll.config.env import EnvConfig, default_name
 from lowroll.config.kv import KvConfig
@@ -27,6 +29,7 @@ from lowroll.orchestrator.evaluate import check_errors, plan
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.comparison import Measured, rows_of
+from lowroll.runs.findings import folder_of, leave
 from lowroll.runs.responses import Responses
 from lowroll.runs.server import Server
 
@@ -76,7 +79,7 @@ def evaluate(
             held = {"cache": cache.resolved().model_dump(mode="json")}
             asker = _Asker(cfg, chosen, envs, scorer, each or {}, out, on_phase, held)
             measured += asker.ask(engine, chat, most, about)
-    return rows_of(measured, cfg.seed)
+    return _finished(cfg, measured, out)
 
 
 def evaluate_server(
@@ -101,7 +104,22 @@ def evaluate_server(
     about = {"server": server.url, "model": server.model}
     with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
         asker = _Asker(cfg, chosen, envs, scorer, each or {}, out, on_phase)
-        return rows_of(asker.ask(server.engine, server.chat, most, about), cfg.seed)
+        return _finished(cfg, asker.ask(server.engine, server.chat, most, about), out)
+
+
+@contextmanager
+def place(
+    cfg: RunConfig, each: Mapping[str, int], given: Path | None, server: Server | None = None
+) -> Iterator[Path]:
+    """The folder of an evaluation, which nobody else writes to meanwhile: the given one, or that of
+    the model and how it is asked. RunLockedError when it is in use."""
+    if given is None and server is None:
+        given = folder_of(cfg, each, hf.resolve(cfg.model))
+    elif given is None and server is not None:
+        given = folder_of(cfg, each, None, f"{server.url} {server.model}")
+    assert given is not None
+    with RunLock(given):
+        yield given
 
 
 @dataclass(frozen=True)
@@ -179,6 +197,13 @@ class _Asker:
             return None
         side = quote(",".join(about.values()), safe=",+")
         return self.out / "responses" / side / f"{quote(env, safe='')}.jsonl"
+
+
+def _finished(cfg: RunConfig, measured: Sequence[Measured], out: Path | None) -> Rows:
+    rows = rows_of(measured, cfg.seed)
+    if out is not None:
+        leave(out, cfg, measured, rows)
+    return rows
 
 
 def _under(cfg: RunConfig, kv: KvConfig) -> RunConfig:

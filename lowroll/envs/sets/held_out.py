@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from lowroll.envs.base import Environment, bounded
-from lowroll.envs.sets.rows import read
+from lowroll.envs.sets.rows import Located, read
 from lowroll.envs.sets.table import SETS
 from lowroll.types import Prompt
 
@@ -41,12 +42,13 @@ class HeldOut(Environment):
         template: str | None = None,
         test_path: str | None = None,
         split: str | None = None,
+        subset: str | None = None,
     ) -> None:
         self.row = SETS[set]
         super().__init__(
             name=name, seed=seed, system=system, template=template or self.row.template
         )
-        self.test_path, self.split = test_path, split
+        self.test_path, self.split, self.subset = test_path, split, subset
 
     @abstractmethod
     def convert(self, row: dict[str, Any], where: str) -> Task | None:
@@ -56,7 +58,7 @@ class HeldOut(Environment):
     @cached_property
     def tasks(self) -> list[Task]:
         """The usable rows, in the order of the file. ValueError when there are none."""
-        found = [self.convert(row, where) for where, row in self.rows()]
+        found = [self.convert(row, where) for where, row in self.located()]
         usable = [task for task in found if task is not None]
         origin = self.test_path or self.row.path
         if not usable:
@@ -71,9 +73,9 @@ class HeldOut(Environment):
             )
         return usable
 
-    def rows(self) -> Any:
+    def located(self) -> Iterator[Located]:
         """(place, row) of every row."""
-        return read(self.name, self.row, self.test_path, self.split)
+        return read(self.row, self.test_path, self.split, self.subset)
 
     def size(self, split: str = "train") -> int:
         """Usable rows of the test split; 0 of any other."""

@@ -5,21 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lowroll.envs.rows import read_jsonl
+from lowroll.envs.data.rows import Source, located, missing
 from lowroll.envs.sets.table import EvalSet
 
 Row = dict[str, Any]
+Located = tuple[str, Row]
 
 
 def read(
-    name: str, found: EvalSet, path: str | None = None, split: str | None = None
-) -> Iterator[tuple[str, Row]]:
-    """(place, row) of every row of a set: of a local file or another hub id, or of the hub's. A
-    place is what an error says."""
-    if path is not None and path.endswith(".jsonl"):
-        yield from read_jsonl(path)
-        return
-    raise NotImplementedError
+    found: EvalSet, path: str | None = None, split: str | None = None, subset: str | None = None
+) -> Iterator[Located]:
+    """(place, row) of every row of a set: of the hub's, or of what lies at `path`. ValueError says
+    what to name in its place."""
+    if path is not None:
+        if reason := missing(path):
+            raise ValueError(f"set {found.name!r}: {path!r} {reason}")
+        return located(Source(path, split or found.split, subset))
+    return _of_hub(found, Source(found.path, split or found.split, subset or found.subset))
+
+
+def _of_hub(found: EvalSet, source: Source) -> Iterator[Located]:
+    try:
+        yield from located(source)
+    except ValueError as error:
+        raise ValueError(
+            f"set {found.name!r}: {error}; a file in its published shape does as well: --data "
+            f"{found.name}=FILE"
+        ) from None
 
 
 def column(row: Row, found: EvalSet, role: str, where: str) -> str:
@@ -28,9 +40,8 @@ def column(row: Row, found: EvalSet, role: str, where: str) -> str:
     wanted = found.columns[role]
     key = next((key for key in wanted if key in row), None)
     if key is None:
-        raise ValueError(
-            f"{where}: no column {' or '.join(wanted)}; it has: {', '.join(map(str, row)) or 'none'}"
-        )
+        there = ", ".join(key for key in row if isinstance(key, str)) or "none"
+        raise ValueError(f"{where}: no column {' or '.join(wanted)}; it has: {there}")
     return key
 
 
