@@ -190,7 +190,9 @@ def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[
             name, path = (next(iter(by_name)), word) if len(by_name) == 1 else (name, path)
         if name not in by_name:
             asked = ", ".join(by_name) or "nothing; add --suite or --env"
-            raise ValueError(f"--data {word}: is for none of what is asked: write NAME=FILE ({asked})")
+            raise ValueError(
+                f"--data {word}: is for none of what is asked: write NAME=FILE ({asked})"
+            )
         by_name[name]["args"] = {"test_path": path}
     return envs
 

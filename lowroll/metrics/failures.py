@@ -8,7 +8,7 @@ Responses are data from a stranger: every text is escaped and cut.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def failure_page(
     title: str,
     facts: Sequence[tuple[str, str]],
     table: tuple[Sequence[str], Sequence[Sequence[str]]],
-    failures: dict[str, Sequence[Failure]],
+    failures: Mapping[str, Sequence[Failure]],
 ) -> str:
     """The document. `failures` by set; those on which engines part come first."""
     listed = "".join(f"<dt>{escape(k, 80)}</dt><dd>{escape(v, 400)}</dd>" for k, v in facts)
@@ -81,9 +81,7 @@ def _set(name: str, failures: Sequence[Failure]) -> str:
     parted = sum(one.parted for one in failures)
     split = f"; engines part on {parted}" if parted else ""
     head = f"{escape(name, 80)}: {len(failures)} not always solved{split}{tail}"
-    return (
-        f"<details class=step open><summary>{head}</summary>{''.join(map(_failure, first))}</details>"
-    )
+    return f"<details class=step open><summary>{head}</summary>{''.join(map(_failure, first))}</details>"
 
 
 def _failure(one: Failure) -> str:

@@ -1,5 +1,6 @@
 """How good the policy is on tasks that it is not trained on: pass@1, pass@k and avg@k
-(`orchestrator.estimates`) over the scored rollouts of each example, averaged over examples. With k = n, avg@k is pass@1; they differ when more rollouts were made than k.
+(`orchestrator.estimates`) over the scored rollouts of each example, averaged over examples. With
+k = n, avg@k is pass@1; they differ when more rollouts were made than k.
 """
 
 from __future__ import annotations
@@ -129,9 +130,7 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
     return metrics
 
 
-def check_errors(
-    scores: Sequence[Score | ScoreError], max_error_rate: float = 0.05
-) -> None:
+def check_errors(scores: Sequence[Score | ScoreError], max_error_rate: float = 0.05) -> None:
     """Raises ScoringFailed by the rule of the training loop, and when all are errors."""
     errors = [score for score in scores if isinstance(score, ScoreError)]
     if len(errors) == len(scores):

@@ -58,7 +58,11 @@ def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         "seconds": partial(_number, "seconds"),
     }
     idle = {} if several else {"k", "pass@k %", "maj@k %"}
-    silent = {"-": ("difference", "maj@k %", "no answer %"), "0": ("too long",), "0.0": ("unscored %",)}
+    silent = {
+        "-": ("difference", "maj@k %", "no answer %"),
+        "0": ("too long",),
+        "0.0": ("unscored %",),
+    }
     head, cells = [], []
     for name, cell in columns.items():
         column = [cell(row) for row in rows]
@@ -164,9 +168,7 @@ def _powers(n: int) -> list[int]:
     return sorted({n, *(1 << power for power in range(n.bit_length()))})
 
 
-def _average(
-    side: Sequence[Measured], rows: Sequence[dict[str, Any]], seed: int
-) -> dict[str, Any]:
+def _average(side: Sequence[Measured], rows: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
     """The mean over environments, each as heavy as any other."""
     low, high = interval([list(one.shares.values()) for one in side], seed)
     row: dict[str, Any] = {"env": AVERAGE, **side[0].about}

@@ -183,9 +183,7 @@ class _Asker:
         on_vote = partial(self.on_phase, f"{label}: vote")
         won = responses_of.votes(found, env, self.scorer, on_vote) if n > 1 else None
         left_out = self.cfg.eval.count(env.size("test")) - len(draws)
-        return Measured(
-            env.name, dict(about), found, won, time.monotonic() - began, left_out
-        )
+        return Measured(env.name, dict(about), found, won, time.monotonic() - began, left_out)
 
     def _environment(self, name: str) -> dict[str, Any]:
         """Its id and arguments."""

@@ -142,6 +142,6 @@ def _score_line(score: Score | ScoreError | None) -> dict[str, Any]:
 
 def _digest(draw: Draw) -> str:
     """Of the prompt's ids and how many responses it is asked for."""
-    return hashlib.sha256(json.dumps([draw.request.prompt_ids, draw.request.n]).encode()).hexdigest()[
-        :16
-    ]
+    return hashlib.sha256(
+        json.dumps([draw.request.prompt_ids, draw.request.n]).encode()
+    ).hexdigest()[:16]

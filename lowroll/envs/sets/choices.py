@@ -36,7 +36,10 @@ class Choices(HeldOut):
             return None
         if not gold < len(options) <= len(LETTERS):
             raise ValueError(f"{where}: {len(options)} options, and the right one is {gold + 1}")
-        listed = "\n".join(f"{letter}) {text}" for letter, text in zip(LETTERS, options))
+        listed = "\n".join(
+            f"{letter}) {text}"
+            for letter, text in zip(LETTERS[: len(options)], options, strict=True)
+        )
         info = {"answer": LETTERS[gold], "options": len(options)}
         return Task(f"{question}\n\n{listed}", info)
 
@@ -69,15 +72,21 @@ def _given(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], in
     key = column(row, env.row, "options", where)
     raw, labels = row[key], list(LETTERS)
     if isinstance(raw, dict):  # ARC: {"text": [...], "label": [...]}
-        raw, labels = raw.get("text"), [str(label) for label in raw.get("label", ())]
+        labels = [str(label) for label in raw.get("label", ())]
+        raw = raw.get("text")
     if not isinstance(raw, list) or not all(isinstance(one, str) for one in raw):
         raise ValueError(f"{where}: column {key!r} must hold a list of texts")
+    labels = labels[: len(raw)]
     right = str(row[column(row, env.row, "answer", where)]).strip()
     if not right:
         return raw, None
-    if right not in labels[: len(raw)]:
-        raise ValueError(f"{where}: answer {right!r} is none of the labels {labels[: len(raw)]}")
-    kept = [(label, one) for label, one in zip(labels, raw) if one != ABSENT or label == right]
+    if right not in labels or len(labels) < len(raw):
+        raise ValueError(f"{where}: answer {right!r} is none of the labels {labels}")
+    kept = [
+        (label, one)
+        for label, one in zip(labels, raw, strict=True)
+        if one != ABSENT or label == right
+    ]
     return [one for _, one in kept], [label for label, _ in kept].index(right)
 
 

@@ -79,7 +79,8 @@ class HeldOut(Environment):
 
     def size(self, split: str = "train") -> int:
         """Usable rows of the test split; 0 of any other."""
-        return len(self.tasks) if split == "test" else 0
+        usable = len(self.tasks)  # whatever is asked: bad data is an error at once
+        return usable if split == "test" else 0
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
         """Question number `index` of the test split."""

@@ -24,9 +24,10 @@ def cases(column: str) -> list[dict[str, Any]]:
     ValueError says what is wrong with it."""
     if len(column) > MAX_ENCODED:
         raise ValueError(f"{len(column)} characters of test cases, more than {MAX_ENCODED}")
-    text = column if column.lstrip()[:1] in ("[", "") else pickled_text(_inflated(column))
+    plain = column.strip() or "[]"
+    text = plain if plain.startswith("[") else pickled_text(_inflated(plain))
     try:
-        found = json.loads(text or "[]")
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"test cases are no JSON: {error}") from None
     if not isinstance(found, list) or not all(map(_is_case, found)):
