@@ -192,7 +192,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
     assert [(env.name, env.args) for env in cfg.eval.env] == [
         ("gsm8k", {}),
         ("aime24", {"test_path": "a.jsonl"}),
-        (None, {}),
+        ("math", {}),
     ]
     assert asked("m", "--env", "math", "--data", "x=1.jsonl").eval.env[0].args == {
         "test_path": "x=1.jsonl"
