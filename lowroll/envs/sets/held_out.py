@@ -1,4 +1,5 @@
-"""What all held-out sets share: a row of the table, its rows read once, a test split alone."""
+"""A held-out set of the papers, from the hub or a file: its rows are read once, and there is no train
+split."""
 
 from __future__ import annotations
 
