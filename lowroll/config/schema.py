@@ -57,6 +57,7 @@ from lowroll.config.section import (
     Section,
     Temperature,
     Text,
+    ToolFormat,
     Weights,
 )
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
@@ -97,6 +98,8 @@ class RolloutConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Penalty = 1.0  # on tokens that stand in the text already; 1 is off
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
+    # how the model writes calls of tools; null: as its chat template shows it
+    tool_call_parser: ToolFormat | None = None
     page_size: Count = 16  # tokens in a page of the KV cache
     max_batch: Count = 256  # sequences decoded together
     # a second format, used while many rows decode

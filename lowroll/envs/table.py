@@ -54,6 +54,7 @@ def make(
     env = construct(id, name=name, args=args, seed=seed)
     with blamed(f"env {env.name!r}", own_file(type(env))):
         env.size("train")  # reads the data, so that a bad file is an error now
+        _ = env.tools  # as is a function that cannot be described
     return env
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lowroll.config import RunConfig
 from lowroll.envs import Environment
 from lowroll.envs.tasks import prompt_at
+from lowroll.orchestrator.source import encode
 from lowroll.runs.build import caches
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> li
     """Tokens of the first prompts of a split."""
     size = env.size(split)
     return [
-        len(chat.encode_chat(prompt_at(env, i, split).messages))
-        for i in range(min(count, size or count))
+        len(encode(env, prompt_at(env, i, split), chat)) for i in range(min(count, size or count))
     ]
 
 
