@@ -30,6 +30,7 @@ TABLE = {
     "chain": "lowroll.envs.chain:Chain",
     "gsm8k": "lowroll.envs.gsm8k:GSM8K",
     "math": "lowroll.envs.math:Math",
+    "code": "lowroll.envs.code:Code",
 }
 REASONING_GYM = "reasoning-gym/"
 
