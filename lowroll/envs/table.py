@@ -20,6 +20,7 @@ from typing import Any
 
 from lowroll.envs.base import Environment
 from lowroll.envs.blame import blamed
+from lowroll.envs.sets.table import CLASSES, PREFIX, named
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,10 @@ def construct(
     elif id.startswith(REASONING_GYM):
         cls = _class_at("lowroll.envs.reasoning_gym:ReasoningGym")
         args |= {"generator": id.removeprefix(REASONING_GYM)}
+    elif id.startswith(PREFIX):
+        held_out = named(id.removeprefix(PREFIX))
+        cls = _class_at(CLASSES[held_out.rule])
+        args |= {"set": held_out.name}
     elif id in TABLE:
         cls = _class_at(TABLE[id])
     else:
