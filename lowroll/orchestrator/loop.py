@@ -194,7 +194,8 @@ class Orchestrator:
 
     def retract(self, version: int) -> int:
         """Draw again what is open and has tokens of weights after `version`, which their learner
-        has taken back. Returns how many groups."""
+        has taken back; whoever watches the weights calls it (`WeightsWatch`). Returns how many
+        groups."""
         return self.supply.retract(version)
 
     def committed(self, step: int) -> None:
@@ -266,7 +267,7 @@ class Orchestrator:
         if self.settings.strict_async_level:
             taken = self.weights.exactly(oldest)
         else:
-            taken = self.weights.at_least(oldest)
+            taken = self.weights.at_least(oldest, step - 1)
         self._waits["time/wait_weights"] += time.monotonic() - began
         return self.supply.swap(taken)
 
@@ -320,7 +321,7 @@ class Orchestrator:
             harvest.seconds["time/generate"] += time.monotonic() - began
             landed += len(answers)
             self._land(answers, ledger, errors, harvest.seconds)
-            self._drop(ledger, harvest, self._take_newer(), "stale")
+            self._drop(ledger, harvest, self._take_newer(step), "stale")
         chosen = ready[:wanted]
         harvest.kept = [one.scored for one in chosen if one.scored is not None]
         harvest.stats = supply.stats(step, chosen)
@@ -375,13 +376,13 @@ class Orchestrator:
             harvest.dropped.append(Drop(one.id, reason, one.scored))
         self.supply.close(ledger, groups)
 
-    def _take_newer(self) -> list[Open]:
+    def _take_newer(self, step: int) -> list[Open]:
         """Have the engines take weights that have come meanwhile. Returns the groups that are too
         old for them."""
         settings = self.settings
         if self.weights is None or settings.strict_async_level or not settings.max_async_level:
             return []
-        newer = self.weights.newer()
+        newer = self.weights.newer(step - 1)
         return [] if newer is None else self.supply.swap(newer)
 
     def _judge(self, harvest: Harvest) -> None:

@@ -152,6 +152,11 @@ class Broadcaster:
             self.shadow.renew(version)
         return metrics
 
+    def forget_after(self, version: int) -> None:
+        """Retire later versions: the learner went back to this one, and they may come out as others."""
+        with self._lock:
+            self._forget_after(version)
+
     def close(self) -> None:
         """The end of the direct way: the version that it offers stays in the folder, as files."""
         if self.offers is None:
@@ -237,6 +242,7 @@ class Broadcaster:
             publish_folder(dest, payload.write, meta)
         elif self._replace(dest, payload.write, meta):
             log.warning("%s: written again with other bytes, by attempt %d", dest, self.attempt)
+            self._forget_after(version)
         if not _is_stable(dest):
             marker = encode_marker(
                 version, self.attempt, payload.kind, manifest_digest(dest), noise
@@ -267,6 +273,14 @@ class Broadcaster:
         os.rename(path, target)
         sync_folder(self.folder)
         faultpoint(f"broadcast.retired/{path.name}")
+
+    def _forget_after(self, version: int) -> None:
+        for path in sorted(self.folder.iterdir(), reverse=True):
+            number = number_of(path.name)
+            if number is not None and number > version and not path.is_symlink():
+                log.warning("%s: of a future that the run does not have any more; retired", path)
+                self._retire(path)
+        self._clean()
 
     def _retain(self, newest: int) -> None:
         """Retire what no engine asks for any more. A disk that refuses costs space, not the run."""

@@ -31,6 +31,7 @@ from lowroll.runs.roles.orchestrate import refuse
 from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
 from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed, RolloutReceiver
+from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 from lowroll.weights.broadcast import Broadcaster
 from lowroll.weights.changes import Shadow
@@ -137,6 +138,10 @@ class Training:
         """Continue from the newest undamaged checkpoint, or learn from the first batch on when there
         is none; returns the next step."""
         saved = self.learner.restore()
+        spool = Spool(self.place.spool)
+        if not spool.reaches(0 if saved is None else saved.step):
+            self.publisher.forget_after(0 if saved is None else saved.step)
+        spool.reopen()  # who ended the run says so again
         if saved is None:
             return self._begin(again=True)
         step = self.learner.go_on(saved)
@@ -261,6 +266,11 @@ class Broadcasting:
 
     def update(self, version: int) -> None:
         self.publish(version)
+
+    def forget_after(self, version: int) -> None:
+        """Have nobody draw from later versions: batches that they were learned from are gone, and
+        those that are made in their place may be others."""
+        self.broadcaster.forget_after(version)
 
     def close(self) -> None:
         """Nothing is offered any more; the last version lies in the folder."""
