@@ -82,6 +82,11 @@ class Queue:
         if cursor is None:
             return len(steps) < self.hwm
         self._refuse_gap(cursor, [*steps, step])
+        if cursor.received >= step:
+            raise FrameGone(
+                f"{self.spool.folder}: the batch of step {step} that the trainer has received is not "
+                "here any more"
+            )
         return step - 1 - cursor.received < self.hwm
 
     def check(self, listen: Listen) -> None:

@@ -242,7 +242,6 @@ class Broadcaster:
             publish_folder(dest, payload.write, meta)
         elif self._replace(dest, payload.write, meta):
             log.warning("%s: written again with other bytes, by attempt %d", dest, self.attempt)
-            self._forget_after(version)
         if not _is_stable(dest):
             marker = encode_marker(
                 version, self.attempt, payload.kind, manifest_digest(dest), noise
@@ -259,6 +258,7 @@ class Broadcaster:
         if _is_same(dest, candidate):
             shutil.rmtree(candidate)
             return False
+        self._forget_after(meta["version"])
         self._retire(dest)
         os.rename(candidate, dest)
         sync_folder(self.folder)
@@ -280,7 +280,6 @@ class Broadcaster:
             if number is not None and number > version and not path.is_symlink():
                 log.warning("%s: of a future that the run does not have any more; retired", path)
                 self._retire(path)
-        self._clean()
 
     def _retain(self, newest: int) -> None:
         """Retire what no engine asks for any more. A disk that refuses costs space, not the run."""

@@ -47,10 +47,10 @@ def receiver(
     """The trainer's end."""
     way = cfg.rollout_transport
     if way.type == "filesystem":
-        return _Patient(filesystem.Receiver(place.spool, attempt, committed, alive=alive), alive)
+        return Patient(filesystem.Receiver(place.spool, attempt, committed, alive=alive), alive)
     from lowroll.transport import zmq
 
-    return _Patient(
+    return Patient(
         zmq.Receiver(place.address, attempt, committed, alive=alive, token=secret(place)), alive
     )
 
@@ -60,7 +60,7 @@ def secret(place: Place) -> str:
     return hashlib.sha256(f"rollouts {place.tokens()[0]}".encode()).hexdigest()[:32]
 
 
-class _Patient:
+class Patient:
     """A receiver that waits for an orchestrator that is started again, or that goes back with this
     trainer to make batches again: `alive` says for how long."""
 
