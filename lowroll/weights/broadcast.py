@@ -152,6 +152,11 @@ class Broadcaster:
             self.shadow.renew(version)
         return metrics
 
+    def check(self) -> None:
+        """TransportError when the direct way has ended by itself, with the reason."""
+        if self.offers is not None:
+            self.offers.check()
+
     def forget_after(self, version: int) -> None:
         """Retire later versions: the learner went back to this one, and they may come out as others."""
         with self._lock:

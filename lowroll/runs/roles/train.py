@@ -35,6 +35,7 @@ from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 from lowroll.weights.broadcast import Broadcaster
 from lowroll.weights.changes import Shadow
+from lowroll.weights.device_link import secret
 from lowroll.weights.noise import share
 from lowroll.weights.offers import Offers
 from lowroll.weights.publish import digest, publish, rollout_copy
@@ -160,6 +161,7 @@ class Training:
         if self.stop:
             raise StepDropped
         self.orchestrator.check()
+        self.publisher.check()
 
     def step(self, step: int) -> Record:
         """Learn from the batch of a step, and record it."""
@@ -267,6 +269,10 @@ class Broadcasting:
     def update(self, version: int) -> None:
         self.publish(version)
 
+    def check(self) -> None:
+        """TransportError when engines get no weights any more, with the reason."""
+        self.broadcaster.check()
+
     def forget_after(self, version: int) -> None:
         """Have nobody draw from later versions: batches that they were learned from are gone, and
         those that are made in their place may be others."""
@@ -309,9 +315,12 @@ def _offers(cfg: RunConfig, compute: Compute, place: Place) -> Offers | None:
     if way.type == "filesystem":
         return None
     try:
-        made = Offers(way.type, compute.device, way.host, way.port, way.timeout)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"weight_broadcast: {error}") from None
+        token = secret(place.tokens()[1])
+        made = Offers(way.type, compute.device, way.host, way.port, way.timeout, token)
+    except ValueError as error:
+        raise ValueError(f"weight_broadcast.{error}") from None
+    except OSError as error:
+        raise ValueError(f"weight_broadcast: {way.host}:{way.port}: {error}") from None
     place.direct.parent.mkdir(parents=True, exist_ok=True)
     write_file(place.direct, json.dumps({"host": way.host, "port": made.port}).encode())
     return made
