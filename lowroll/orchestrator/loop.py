@@ -548,6 +548,11 @@ class Orchestrator:
         """Warn of numbers out of bounds and, every `canary_interval` steps, of known answers scored
         wrongly."""
         warnings = alarms(batch.stats)
+        if not any(any(sample.loss_mask) for sample in batch.samples):
+            warnings.append(
+                f"nothing is learned: all {len(batch.samples)} rollouts of the batch are flagged by "
+                "filters, or cut off and masked (rollout/flagged_*_fraction says by which)"
+            )
         interval = self.settings.canary_interval
         if self.settings.skip_verification:
             interval = None

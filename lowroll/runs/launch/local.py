@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -50,8 +51,9 @@ def launch(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
     """Make a run by its roles; returns the run folder and its records. The folder is treated as by
     `lowroll.run`.
 
-    RunLockedError names who makes or launches a run in the folder already; RunFailed the role that could not
-    be kept alive, with its own last error.
+    RunLockedError names who makes or launches a run in the folder already; ValueError has what a role
+    says of the settings or the folder, RunFailed names the one that could not be kept alive, with its own
+    last error.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -162,7 +164,7 @@ class Launcher:
         if child is self.trainer:
             more = ["--resume"] if child.ready else self.flags
         elif child in self.engines:
-            more = [f"serve.port={self._port(child)}"]
+            more = [f"serve.port={self._free_port(child)}"]
         child.start(*more)
         pid = child.process.pid if child.process else 0
         log.info("%s: process %d: lowroll %s", child.role, pid, " ".join(child.command))
@@ -171,6 +173,21 @@ class Launcher:
         """One that is free at first; then the one that the orchestrator knows."""
         url = (engine.watch.said or {}).get("url") if engine.ready else None
         return urlsplit(str(url)).port or 0 if url else 0
+
+    def _free_port(self, engine: Child) -> int:
+        """Its port, or, where somebody else has that now, a new one: then the orchestrator is started
+        again, which asks the engines where they are."""
+        port = self._port(engine)
+        if not port or is_free("127.0.0.1", port):
+            return port
+        log.warning(
+            "%s: its port %d was taken by another process: it gets a new one, and the orchestrator is "
+            "started again to find it",
+            engine.role,
+            port,
+        )
+        self.orchestrator.kill()
+        return 0
 
     def _look(self, child: Child) -> None:
         """Start again what has ended or hangs. RunFailed when that does not help."""
@@ -186,33 +203,43 @@ class Launcher:
             child.kill()
             self._again(child, hangs)
         elif not child.alive():
-            code = child.process.returncode if child.process else 0
-            if code == 0 and child not in self.engines:
+            child.kill()  # what is left of its group
+            if child.code == 0 and child not in self.engines:
                 child.done = True
                 return
-            child.kill()  # what is left of its group
-            self._again(child, f"{child.role} has ended ({_ended(code)}): {child.last_words()}")
+            told = f"{child.role} has ended ({_ended(child.code)}): {child.last_words()}"
+            self._again(child, told)
 
     def _again(self, child: Child, why: str) -> None:
-        code = child.process.returncode if child.process else 0
         pause = child.pause()
-        if pause is None or (code == USERS_MISTAKE and not child.ready):
-            times = "" if pause is not None else f" after {len(child.starts) - 1} restarts"
-            raise RunFailed(f"{child.role}: stopped{times}: {why}")
+        if child.code == USERS_MISTAKE and not child.ready:
+            raise ValueError(f"{child.role}: {child.last_words().removeprefix('error: ')}")
+        if pause is None:
+            raise RunFailed(
+                f"{child.role}: stopped after {len(child.starts) - 1} restarts: {why}"
+            )
         log.warning("%s; it is started again in %.1f s", why, pause)
         child.again_at = time.monotonic() + pause
+        if child is self.trainer and self.orchestrator.done:  # it may need batches once more
+            self.orchestrator.done = False
+            self.orchestrator.again_at = child.again_at
 
     def _stop(self) -> int:
         """A signal came: the trainer finishes its step, then all end."""
         self.trainer.signal(signal.SIGTERM)
         until = time.monotonic() + STOPPING_S
         while self.trainer.alive() and time.monotonic() < until:
+            self.trainer.look()
+            if (hangs := self.trainer.hangs()) is not None:
+                log.warning("%s; it is ended, and --resume goes on from its checkpoint", hangs)
+                break
             for engine in self.engines:
                 self._look(engine)
             if not self.orchestrator.done:
                 self._look(self.orchestrator)
             self._show()
             time.sleep(LOOK_S)
+        self.trainer.kill()
         for child in (self.orchestrator, *self.engines):
             child.end(ENDING_S)
         return self.stop.signal
@@ -238,6 +265,17 @@ class Launcher:
         """Nothing of it is left."""
         for child in reversed(self.children):
             child.kill()
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there, so that a server could."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def _ended(code: int | None) -> str:

@@ -15,9 +15,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import write_file
@@ -120,6 +122,21 @@ def refuse(cfg: RunConfig) -> None:
         )
     if cfg.rollout.release_cache:
         raise ValueError("rollout.release_cache: engines of other processes keep their memory")
+
+
+def overheard(urls: Sequence[str]) -> list[str]:
+    """Those that lead to another machine without encryption."""
+    found = []
+    for url in urls:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        try:
+            is_here = ip_address(host).is_loopback
+        except ValueError:
+            is_here = host == "localhost"
+        if parts.scheme != "https" and not is_here:
+            found.append(url)
+    return found
 
 
 class Orchestration:
@@ -226,6 +243,11 @@ class Orchestration:
         token, admin = self.place.tokens()
         if client.base_url or elastic is not None:  # engines that others started
             token = os.environ.get(client.api_key_var) or token
+            for url in overheard(urls or [f"http://{client.elastic.hostname}"]):
+                tell(
+                    f"warning: the admin's token goes to {url} unencrypted: whoever reads it there can "
+                    "give the engine other weights; use a private network, or https before the engine"
+                )
         return EnginePool(
             urls,
             token=token,
