@@ -314,7 +314,9 @@ def _check_address(host: str, token: str) -> None:
             "that it shares with them (127.0.0.1 where all are on it)"
         )
     if not found.is_loopback and not token:
-        raise ValueError(f"host: others reach {host}, and weights are offered there only by a token")
+        raise ValueError(
+            f"host: others reach {host}, and weights are offered there only by a token"
+        )
 
 
 def _gone(wanted: Any, offer: Offer | None) -> str:

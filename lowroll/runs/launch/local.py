@@ -215,9 +215,7 @@ class Launcher:
         if child.code == USERS_MISTAKE and not child.ready:
             raise ValueError(f"{child.role}: {child.last_words().removeprefix('error: ')}")
         if pause is None:
-            raise RunFailed(
-                f"{child.role}: stopped after {len(child.starts) - 1} restarts: {why}"
-            )
+            raise RunFailed(f"{child.role}: stopped after {len(child.starts) - 1} restarts: {why}")
         log.warning("%s; it is started again in %.1f s", why, pause)
         child.again_at = time.monotonic() + pause
         if child is self.trainer and self.orchestrator.done:  # it may need batches once more
