@@ -37,6 +37,7 @@ def launcher_of(tmp_path: Path, **roles: Any) -> Launcher:
     made.trainer = roles.get("trainer") or child_of(tmp_path, "trainer")
     made.orchestrator = roles.get("orchestrator") or child_of(tmp_path, "orchestrator")
     made.engines = [roles.get("engine") or child_of(tmp_path, "engine-0")]
+    made.ports = {}
     made.flags, made.stop = [], SimpleNamespace(signal=15)  # type: ignore[assignment]
     made._show = lambda: None  # type: ignore[method-assign]
     return made
@@ -86,11 +87,25 @@ def test_an_engine_whose_port_was_taken_gets_another(
     launcher.orchestrator.kill = lambda: killed.append(1)  # type: ignore[method-assign]
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        engine.ready = True
-        engine.watch.said = {"url": f"http://127.0.0.1:{port}"}
-        assert launcher._free_port(engine) == 0 and killed == [1]
+        assert launcher._port(engine) == 0, "the system chooses"
+        engine.ready, engine.again_at = True, time.monotonic() + 60
+        engine.heart.write_text(json.dumps({"beat": 1, "url": f"http://127.0.0.1:{port}"}))
+        launcher._look(engine)
+        assert launcher._port(engine) == 0 and killed == [1]
         assert f"engine-0: its port {port} was taken by another process" in caplog.text
-    assert launcher._free_port(engine) == port and killed == [1]
+
+
+def test_an_engine_that_is_lost_while_it_starts_again_keeps_its_port(tmp_path: Path) -> None:
+    """The orchestrator looks for it there."""
+    launcher = launcher_of(tmp_path)
+    engine = launcher.engines[0]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    engine.ready, engine.again_at = True, time.monotonic() + 60
+    for beat, said in enumerate([{"url": f"http://127.0.0.1:{port}"}, {"phase": "starting"}]):
+        engine.heart.write_text(json.dumps({"beat": beat, **said}))
+        launcher._look(engine)
+        assert launcher._port(engine) == port
 
 
 def test_an_orchestrator_that_had_ended_comes_back_with_its_trainer(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ class Launcher:
         self.view = view
         self.stop = stop
         self.flags = ["--resume"] if resume else ["--overwrite"] if overwrite else []
+        self.ports: dict[str, int] = {}  # of engines that have served, by role
         self.shown = 0  # the last step whose record was shown
         self._size = -1
         env = dict(os.environ) | {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
@@ -164,20 +165,16 @@ class Launcher:
         if child is self.trainer:
             more = ["--resume"] if child.ready else self.flags
         elif child in self.engines:
-            more = [f"serve.port={self._free_port(child)}"]
+            more = [f"serve.port={self._port(child)}"]
         child.start(*more)
         pid = child.process.pid if child.process else 0
         log.info("%s: process %d: lowroll %s", child.role, pid, " ".join(child.command))
 
     def _port(self, engine: Child) -> int:
-        """One that is free at first; then the one that the orchestrator knows."""
-        url = (engine.watch.said or {}).get("url") if engine.ready else None
-        return urlsplit(str(url)).port or 0 if url else 0
-
-    def _free_port(self, engine: Child) -> int:
-        """Its port, or, where somebody else has that now, a new one: then the orchestrator is started
-        again, which asks the engines where they are."""
-        port = self._port(engine)
+        """One that is free at first (0); then the one that the orchestrator knows, or, where somebody
+        else has that now, a new one: then the orchestrator is started again, which asks the engines
+        where they are."""
+        port = self.ports.get(engine.role, 0)
         if not port or is_free("127.0.0.1", port):
             return port
         log.warning(
@@ -187,6 +184,7 @@ class Launcher:
             port,
         )
         self.orchestrator.kill()
+        del self.ports[engine.role]
         return 0
 
     def _look(self, child: Child) -> None:
@@ -194,6 +192,9 @@ class Launcher:
         if child.done:
             return
         child.look()
+        url = (child.watch.said or {}).get("url") if child.ready else None
+        if url:  # one that is lost while it starts again says none
+            self.ports[child.role] = urlsplit(str(url)).port or 0
         if child.again_at:
             if time.monotonic() >= child.again_at:
                 child.again_at = 0.0
