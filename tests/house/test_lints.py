@@ -90,6 +90,7 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("envs/worker.py", "ask"): "a scorer's own code: it becomes a ScoreError",
     ("envs/worker.py", "serve"): "reported to the pool, which raises it",
     ("model/template_child.py", "main"): "reported to the parent, which raises it",
+    ("weights/offers.py", "_run"): "kept for the trainer, whose next look raises it",
     ("server/guard.py", "door"): "the client gets a plain 500 and the log the reason",
     ("server/loop.py", "_do"): "raised where the call was made",
     ("server/loop.py", "_give_up"): "after a failure: it is logged, and the thread goes on",
