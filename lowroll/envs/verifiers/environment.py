@@ -83,16 +83,12 @@ class Verifiers(Environment):
         info = {"task": [split, place], "digest": _digest(source.key(task))}
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
-    async def respond(
-        self, prompt: Prompt, messages: list[Message]
-    ) -> list[Message] | None:
+    async def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
         """What verifiers' loop says to the turns so far."""
         task, source = self._task(prompt)
         return await source.play(task, _turns(prompt, messages))
 
-    async def score_conversation(
-        self, prompt: Prompt, messages: list[Message]
-    ) -> Score:
+    async def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
         """The environment's own judgement of all turns; with calls counted where it has tools."""
         task, source = self._task(prompt)
         score = await source.judge(task, _turns(prompt, messages))
