@@ -33,6 +33,10 @@ class InvalidScore(ValueError):
     """A scorer returned what is no score."""
 
 
+class ScorerFailed(Exception):
+    """What a scorer's code raised, with its place, in words."""
+
+
 class InvalidReply(InvalidScore):
     """An environment answered what are no messages."""
 

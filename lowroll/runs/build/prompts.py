@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from lowroll.runs.build import caches
 if TYPE_CHECKING:
     from lowroll.model.spec import ModelSpec
     from lowroll.model.tokenizer import ChatTokenizer
+
+log = logging.getLogger(__name__)
 
 LOOKED_AT = 128  # prompts of an environment whose lengths size the KV cache
 
@@ -82,7 +85,8 @@ def check(
     split: str = "train",
 ) -> None:
     """ValueError naming the setting to which all of an environment's first prompts are too long, and
-    what a conversation does not go with."""
+    what a conversation does not go with. A line in the log says how many are too long, where some
+    fit."""
     check_turns(chat, envs)
     talking = [env.name for env in envs.values() if env.max_turns > 1]
     if cfg.train.replay_kv and talking:
@@ -93,6 +97,8 @@ def check(
         )
     for now in cfg.each_stage():
         most = longest(now, spec)
+        for line in passed_over(now, spec, chat, envs, split):
+            log.warning("%s", line)
         for env in envs.values():
             found = lengths(env, split, LOOKED_AT, chat)
             if found and min(found) > most:
@@ -103,6 +109,27 @@ def check(
                     f"prompts of env {env.name!r} has {min(found)} and rollout.max_tokens is "
                     f"{response}, which makes {min(found) + response}"
                 )
+
+
+def passed_over(
+    cfg: RunConfig,
+    spec: ModelSpec,
+    chat: ChatTokenizer,
+    envs: Mapping[str, Environment],
+    split: str = "train",
+) -> list[str]:
+    """A line for each environment of which some of the first prompts are too long to be asked."""
+    most, tokens, key, _ = _limit(cfg, spec)
+    lines = []
+    for env in envs.values():
+        found = lengths(env, split, LOOKED_AT, chat)
+        if many := sum(length > most for length in found):
+            lines.append(
+                f"env {env.name!r}: {many} of the first {len(found)} prompts have more than {most} "
+                f"tokens and are passed over ({key}: {tokens}, of which a response may take "
+                f"{cfg.rollout.max_tokens}); rollout/passed_over_prompts counts them"
+            )
+    return lines
 
 
 def check_stages(cfg: RunConfig, spec: ModelSpec) -> None:
