@@ -28,6 +28,7 @@ TABLE = {
     "reverse-text": "lowroll.envs.reverse_text:ReverseText",
     "arithmetic": "lowroll.envs.arithmetic:Arithmetic",
     "chain": "lowroll.envs.chain:Chain",
+    "guess": "lowroll.envs.guess:Guess",
     "gsm8k": "lowroll.envs.gsm8k:GSM8K",
     "math": "lowroll.envs.math:Math",
     "code": "lowroll.envs.code:Code",
