@@ -320,7 +320,7 @@ def test_the_page_escapes_what_a_model_says() -> None:
     assert page.index("test/1") < page.index("test/0")  # where engines part comes first
 
 
-TWICE = '''
+TWICE = """
 from lowroll.envs import Environment
 
 
@@ -343,7 +343,7 @@ class Twice(Environment):
         raise NotImplementedError
 
     perturbed = gold
-'''
+"""
 
 
 @pytest.mark.slow
