@@ -125,14 +125,18 @@ def test_tokens_and_logprobs_are_those_of_the_engine(model: Path, weights: str) 
                 assert choice["index"] == sample and choice["prompt_token_ids"] == ids
                 assert choice["text"] == reference.text(rollout)
 
-            bare = {k: v for k, v in asked.items() if k != "logprobs"} | {"packed": True}
-            whole = answer(url, COMPLETIONS, bare)["choices"]
-            parts = events(url + COMPLETIONS, bare)
-            for sample, (rollout, choice) in enumerate(zip(group.rollouts, whole, strict=True)):
+            bare = {k: v for k, v in many.items() if k != "logprobs"} | {"packed": True}
+            group = drawn(prompt(n + 300))
+            choices = answer(url, COMPLETIONS, {**bare, "prompt": prompt(n + 300)})["choices"]
+            for rollout, choice in zip(group.rollouts, choices, strict=True):
                 assert unpack(choice["packed"]) == (rollout.token_ids, rollout.logprobs)
-                assert unpacked(parts, sample) == (rollout.token_ids, rollout.logprobs)
                 assert choice["lowroll"]["behavior"] == as_json(rollout)
                 assert choice.keys().isdisjoint({"token_ids", "logprobs"}) and not choice["text"]
+            group = drawn(prompt(n + 400))
+            parts = events(url + COMPLETIONS, {**bare, "prompt": prompt(n + 400)})
+            for sample, rollout in enumerate(group.rollouts):
+                assert unpacked(parts, sample) == (rollout.token_ids, rollout.logprobs)
+                assert parts[-1]["lowroll"][sample]["behavior"] == as_json(rollout)
 
             text = known.decode(prompt(n + 100))
             group = drawn(known.encode(text))
