@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from lowroll.envs.curriculum import Curriculum
 from lowroll.envs.outcome import Outcome, judge
 from lowroll.types import Prompt, Score
 
@@ -68,6 +70,9 @@ class Environment(ABC):
     exact = False  # True: there are no partial rewards, so a perturbed answer must score 0
     # of a response that takes longer than the pool's limit; None: that is an error
     overtaxed: Score | None = None
+    # JSON schemas of the functions that the model may call, which its chat template shows it
+    tools: Sequence[dict[str, Any]] = ()
+    curriculum: Curriculum | None = None  # levels of its tasks; their `info` says "level"
 
     def __init__(
         self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}"

@@ -42,7 +42,7 @@ def evaluate(
     distinct = {cache.name: cache for cache in kv or (own.another("dense"), own)}
     caches = sorted(distinct.values(), key=lambda cache: cache.evicts)
     compute = Compute.of(cfg)
-    chat = models.tokenizer(cfg.model)
+    chat = models.tokenizer(cfg.model, cfg.rollout.tool_call_parser)
     model = hf.load(cfg.model, compute.device, compute.dtype)
     chosen = cfg.eval.env or cfg.env
     envs = environments.make(chosen, cfg.seed)
