@@ -325,6 +325,27 @@ def test_a_child_that_ended_in_its_start_was_never_ready(tmp_path: Path) -> None
     child.kill()
 
 
+@pytest.mark.parametrize(("phase", "patience"), [("learning", 30.0), ("ended", 120.0)])
+def test_a_child_that_has_said_its_end_may_take_a_while(
+    tmp_path: Path, phase: str, patience: float
+) -> None:
+    """A machine that is busy, or memory of a large model: it must not learn its last steps again."""
+    now = [0.0]
+    child = Child("trainer", [], os.environ, tmp_path / "h", tmp_path / "log")
+    child.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    child.watch = Watch(tmp_path / "h", clock=lambda: now[0])
+    try:
+        said = {"role": "trainer", "pid": child.process.pid, "phase": phase, "beat": 1}
+        (tmp_path / "h").write_text(json.dumps(said))
+        child.look()
+        now[0] = patience - 1
+        assert child.hangs() is None
+        now[0] = patience + 1
+        assert "gives no sign of life" in (child.hangs() or "")
+    finally:
+        child.kill()
+
+
 def test_an_orchestrator_that_is_refused_leaves_what_another_was_given(
     model: Path, tmp_path: Path
 ) -> None:
