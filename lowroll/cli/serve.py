@@ -11,7 +11,7 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowroll.quant.table import DEFAULT, FORMATS
 
@@ -149,6 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if arguments.model.endswith((".yaml", ".yml")):
             role = Role(arguments, stack)
+            if role.cfg.rollout.engine == "vllm":
+                role.serve_vllm()
             arguments = role.arguments
         elif arguments.settings:
             raise ValueError(f"{arguments.settings[0]}: a setting is of a run's YAML file")
@@ -168,7 +170,10 @@ def run(arguments: argparse.Namespace) -> int:
             if role is not None:
                 role.show(address)
 
-        number = asyncio.run(run(app, listening, ready, GRACE_S))
+        try:
+            number = asyncio.run(run(app, listening, ready, GRACE_S))
+        finally:
+            gc.unfreeze()  # what is never collected Triton reports as leaked
     return 128 + number
 
 
@@ -178,6 +183,7 @@ class Role:
     def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
         from lowroll.cli.settings import read_role
         from lowroll.runs.roles import serve
+        from lowroll.runs.roles.limits import refuse_engine
         from lowroll.runs.roles.parent import die_with_parent
         from lowroll.runs.roles.place import Place
         from lowroll.server.guard import Tokens
@@ -186,11 +192,7 @@ class Role:
         arguments.settings = [arguments.model, *arguments.settings]
         self.stack = stack
         self.cfg = read_role("serve", arguments).resolved()
-        if self.cfg.rollout.engine != "native":
-            raise ValueError(
-                "rollout.engine: lowroll serve has lowroll's own engine; start vLLM by itself and "
-                "name its address in client.base_url"
-            )
+        refuse_engine(self.cfg)
         self.place = Place(self.cfg.output_dir)
         self.name, self.attempt = serve.take_role(self.place, stack, os.environ.get(serve.ROLE))
         self.arguments = serve.arguments_of(self.cfg, arguments)
@@ -201,6 +203,12 @@ class Role:
         from lowroll.runs.roles import serve
 
         return serve.engine(self.cfg)
+
+    def serve_vllm(self) -> NoReturn:
+        """Until a signal."""
+        from lowroll.runs.roles import vllm
+
+        vllm.serve(self.cfg, self.place, self.name, self.heart)
 
     def show(self, address: str) -> None:
         """Have the orchestrator find it."""

@@ -85,6 +85,7 @@ class RolloutConfig(Section):
 
     engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
     vllm: VllmConfig = VllmConfig()  # read by engine: vllm alone
+    engines: Count = 1  # that a run with roles has, each a process (on a GPU of its own)
     weights: Weights = DEFAULT  # format of the linear weights; dense: the run's dtype
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
@@ -293,6 +294,7 @@ class RunConfig(Section):
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     _notes: tuple[str, ...] = ()
     _given: str | None = None
+    _source: str = "settings"
     _chosen: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -319,6 +321,11 @@ class RunConfig(Section):
         """What an orchestrator that was started with orch.yaml alone leaves in the run's folder for
         a trainer that has train.yaml alone (YAML text, for `surogate.roles.GIVEN`); else None."""
         return self._given
+
+    @property
+    def source(self) -> str:
+        """The file that it was read from, for messages."""
+        return self._source
 
     @property
     def num_groups(self) -> int:
@@ -361,6 +368,12 @@ class RunConfig(Section):
         """A copy that carries these notes too."""
         copy = self.model_copy()
         copy._notes = self._notes + tuple(line for line in lines if line not in self._notes)
+        return copy
+
+    def with_source(self, name: str) -> RunConfig:
+        """A copy that was read from this file."""
+        copy = self.model_copy()
+        copy._source = name
         return copy
 
     def with_given(self, text: str) -> RunConfig:
