@@ -1,32 +1,35 @@
-"""Rows of a data set: a JSONL file, or a data set of the Hugging Face hub through the optional
-package `datasets`.
+"""The train and test rows of a data set: of a file, a folder, or a data set of the Hugging Face hub
+(`lowroll.envs.data.rows`).
 
 The train split is read in a fresh seeded permutation each epoch, without end; the test split in
 file order. Rows are read when first asked for. A bad line is an error that names file and line; a
 row without a gold answer is skipped, counted and reported once.
+
+The test rows are those of `test_path`, or another split of the same data set. Where there is
+neither, a share `held_out` of the train rows is kept for them, chosen by the digests of the rows:
+equal rows fall on the same side, whatever their order.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
+
+from lowroll.envs.data.rows import Source, located, missing, test_split
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
 
 class Rows(Generic[T]):
     """The rows of the train and test splits, each converted by `convert(row, where)`; None means:
-    skip this row."""
+    skip this row. `more`: fields of both sources (`subset`, `revision`, `streaming`, `rows`)."""
 
     def __init__(
         self,
@@ -35,32 +38,48 @@ class Rows(Generic[T]):
         *,
         path: str | None,
         test_path: str | None,
-        subset: str | None = None,
         seed: int = 0,
+        split: str = "train",
+        test_split: str | None = None,
+        held_out: float = 0.0,
+        **more: Any,
     ) -> None:
         if path is None and test_path is None:
             raise ValueError(
-                f"env {name!r}: needs 'path' (a .jsonl file or a hub id) or 'test_path'"
+                f"env {name!r}: needs 'path' (a .jsonl, .json, .csv or .parquet file, a folder or a "
+                "hub id) or 'test_path'"
             )
-        if test_path is None and path is not None and _is_hub_id(path):
-            test_path = path  # a hub data set holds both splits
         for key, value in (("path", path), ("test_path", test_path)):
-            if value is not None and not _is_hub_id(value) and not Path(value).is_file():
-                raise ValueError(f"env {name!r}: {key} {value!r} is neither a file nor a hub id")
-        self.name, self.convert, self.subset, self.seed = name, convert, subset, seed
-        self.paths = {"train": path, "test": test_path}
+            if value is not None and (reason := missing(value)):
+                raise ValueError(f"env {name!r}: {key} {value!r} {reason}")
+        if not 0 <= held_out < 1:
+            raise ValueError(
+                f"env {name!r}: held_out must be a share from 0 to below 1, got {held_out}"
+            )
+        self.name, self.convert, self.seed, self.held_out = name, convert, seed, held_out
+        self.test_split = test_split
+        self.sources = {
+            "train": None if path is None else Source(path, split, **more),
+            "test": None if test_path is None else Source(test_path, test_split or "test", **more),
+        }
         self.skipped = {"train": 0, "test": 0}
         self._order: tuple[int, list[int]] = (-1, [])
 
     @cached_property
     def train(self) -> list[T]:
         """The usable rows of the train split, in file order."""
-        return self._load("train")
+        return self._parts[0]
 
     @cached_property
     def test(self) -> list[T]:
         """The usable rows of the test split, in file order."""
-        return self._load("test")
+        source = self._test_source
+        return self._parts[1] if source is None else self._load("test", source)
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the test rows are a share of the train split's."""
+        return self.held_out > 0 and self._test_source is None
 
     def __getitem__(self, split: str) -> list[T]:
         return self.train if split == "train" else self.test
@@ -81,77 +100,62 @@ class Rows(Generic[T]):
             self._order = (epoch, order)
         return self._order[1][position]
 
-    def _load(self, split: str) -> list[T]:
-        path = self.paths[split]
-        if path is None:
-            return []
-        if _is_hub_id(path):
-            source = _read_hub(path, self.subset, split, self.name)
-        else:
-            source = read_jsonl(path)
-        converted = [self.convert(row, where) for where, row in source]
+    @cached_property
+    def _test_source(self) -> Source | None:
+        """Where the test rows are; None: among the train split's."""
+        train, test = self.sources["train"], self.sources["test"]
+        if test is not None or train is None:
+            return test
+        name = self.test_split or test_split(train)
+        return None if name is None else replace(train, split=name, rows=None)
+
+    @cached_property
+    def _parts(self) -> tuple[list[T], list[T]]:
+        """The usable rows of the train split, and those of them that are held out."""
+        source = self.sources["train"]
+        if source is None:
+            return [], []
+        rows = self._load("train", source)
+        if not self.is_held_out:
+            return rows, []
+        digests = [hashlib.sha256(_text(row)).digest() for row in rows]
+        kept = sorted(set(digests))
+        if len(kept) < 2:
+            raise ValueError(
+                f"env {self.name!r}: {source.path} has one row, and none can be held out; write "
+                "held_out: 0, or a 'test_path'"
+            )
+        last = kept[max(1, round(self.held_out * len(kept))) - 1]
+        parts: tuple[list[T], list[T]] = ([], [])
+        for row, digest in zip(rows, digests, strict=True):
+            parts[digest <= last].append(row)
+        logger.warning(
+            "env %s: %s has no test split: %d of its %d rows are held out for evaluation (held_out: "
+            "0 trains on all)",
+            self.name,
+            source.path,
+            len(parts[1]),
+            len(rows),
+        )
+        return parts
+
+    def _load(self, split: str, source: Source) -> list[T]:
+        converted = [self.convert(row, where) for where, row in located(source)]
         rows = [row for row in converted if row is not None]
         self.skipped[split] = len(converted) - len(rows)
         if not rows:
-            raise ValueError(f"env {self.name!r}: {path} has no usable row")
+            raise ValueError(f"env {self.name!r}: {source.path} has no usable row")
         if self.skipped[split]:
             logger.warning(
                 "env %s: skipped %d of %d rows of %s: no gold answer",
                 self.name,
                 self.skipped[split],
                 len(converted),
-                path,
+                source.path,
             )
         return rows
 
 
-def no_text(error: UnicodeEncodeError) -> str:
-    """What is wrong with a string that UTF-8 cannot hold."""
-    return f"a lone surrogate ({ascii(error.object[error.start])[1:-1]}) is no text"
-
-
-def read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:line", object) for every non-empty line. ValueError names the line that is not a
-    JSON object, or whose text is not Unicode."""
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(text := line.decode())
-                if SURROGATE.search(text):
-                    json.dumps(row, ensure_ascii=False).encode()
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 text (byte {error.start})") from None
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{where}: {no_text(error)}") from None
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON: {error}") from error
-            except RecursionError:
-                raise ValueError(f"{where}: nested too deep") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-            yield where, row
-
-
-def _is_hub_id(path: str) -> bool:
-    return (
-        HUB_ID.fullmatch(path) is not None
-        and not path.endswith((".json", ".jsonl"))
-        and not Path(path).exists()
-    )
-
-
-def _read_hub(
-    path: str, subset: str | None, split: str, name: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"env {name!r}: the hub data set {path!r} needs the package 'datasets' (pip install "
-            "'lowroll[data]'), or give a .jsonl file"
-        ) from error
-    for number, row in enumerate(datasets.load_dataset(path, subset, split=split)):
-        yield f"{path}[{split}]:{number}", dict(row)
+def _text(row: object) -> bytes:
+    """What a converted row says, whatever the order of its keys."""
+    return json.dumps(row, sort_keys=True, default=vars).encode()

@@ -7,7 +7,7 @@ import json
 
 from lowroll.envs.base import Environment
 from lowroll.envs.blame import blamed
-from lowroll.envs.rows import no_text
+from lowroll.envs.data.files import no_text
 from lowroll.envs.table import own_file
 from lowroll.types import Prompt
 

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lowroll.envs.rows import read_jsonl
+from lowroll.envs.data.files import read_jsonl
 from lowroll.model.tokenizer import ChatTokenizer
 
 _CHARACTERS_PER_TOKEN = 32  # of a plain text no more is read than could be needed

@@ -14,9 +14,10 @@ from lowroll.envs import base as envs_base
 from lowroll.envs import make
 from lowroll.envs.arithmetic import Arithmetic, apply
 from lowroll.envs.base import Environment, GeneratedEnvironment, Validation, bounded, split_of
+from lowroll.envs.data.files import read_jsonl
 from lowroll.envs.reasoning_gym import ReasoningGym
 from lowroll.envs.reverse_text import ReverseText
-from lowroll.envs.rows import Rows, read_jsonl
+from lowroll.envs.rows import Rows
 from lowroll.envs.table import construct
 from lowroll.types import Prompt, Score
 
@@ -308,11 +309,9 @@ def test_rows_need_a_path_that_is_there(tmp_path: Path) -> None:
     assert held["train"] == ["x"] and held.skipped == {"train": 1, "test": 0}
     with pytest.raises(ValueError, match="has no usable row"):
         _ = rows(path=write(tmp_path / "b.jsonl", '{"other": 1}')).train
-    assert rows(path="owner/data").paths == {
-        "train": "owner/data",
-        "test": "owner/data",
-    }  # a hub id holds both
-    assert rows(path="owner/data", test_path=file).paths["test"] == file
+    assert rows(path="owner/data").sources["test"] is None  # a hub id may hold both
+    test = rows(path="owner/data", test_path=file).sources["test"]
+    assert test is not None and test.path == file
 
 
 # -- reasoning-gym's answers, perturbed

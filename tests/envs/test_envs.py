@@ -386,11 +386,15 @@ def test_epochs_of_gsm8k():
 def test_hub_data_set_through_datasets(monkeypatch):
     calls = []
 
-    def load_dataset(path, subset, split):
+    def load_dataset(path, subset, split, revision, streaming):
         calls.append((path, subset, split))
         return [{"question": f"{split} q", "answer": "#### 4"}]
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    def names(path, subset, revision):
+        return ["test", "train"]
+
+    known = SimpleNamespace(load_dataset=load_dataset, get_dataset_split_names=names)
+    monkeypatch.setitem(sys.modules, "datasets", known)
     env = make("gsm8k", args={"path": "openai/gsm8k", "subset": "main"})
     assert env.prompt(0, "test").messages[0]["content"].startswith("test q")
     assert calls == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]

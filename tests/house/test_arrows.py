@@ -59,7 +59,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "advantages": (set(), set()),
     "envs": (
         {"types", "machine"},
-        {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "datasets"},
+        {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "datasets", "pyarrow"},
     ),
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
     "transport": ({"types", "checkpoint"}, {"zmq"}),

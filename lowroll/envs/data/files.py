@@ -1,0 +1,126 @@
+"""The rows of files that the standard library reads (JSON lines, JSON, CSV), and of parquet.
+
+Each row comes with where it stands: `file:line` in JSON lines and CSV, `file[3]` (counted from 0)
+elsewhere. ValueError names it when a row is none, and nothing of a file is run: no scripts, no
+pickle.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Located = tuple[str, dict[str, Any]]
+
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+LONGEST_CELL = 1 << 24  # characters of a CSV cell
+NEEDS_DATASETS = "needs the package 'datasets' (pip install 'lowroll[data]')"
+
+
+def no_text(error: UnicodeEncodeError) -> str:
+    """What is wrong with a string that UTF-8 cannot hold."""
+    return f"a lone surrogate ({ascii(error.object[error.start])[1:-1]}) is no text"
+
+
+def read_jsonl(path: str) -> Iterator[Located]:
+    """Yield ("file:line", object) for every non-empty line. ValueError names the line that is not a
+    JSON object, or whose text is not Unicode."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                where = f"{path}:{number}"
+                yield where, _object(_parsed(line, where), where)
+
+
+def read_json(path: str) -> Iterator[Located]:
+    """The objects of a JSON list, also of one in an object of a single list (`{"data": [...]}`); a
+    file of JSON lines is read as such, whatever it is called."""
+    text = Path(path).read_bytes()
+    first, _, more = text.strip().partition(b"\n")
+    if first.startswith(b"{") and first.endswith(b"}") and more.startswith(b"{"):
+        yield from read_jsonl(path)
+        return
+    rows = _parsed(text, path)
+    if isinstance(rows, dict):
+        lists = [value for value in rows.values() if isinstance(value, list)]
+        rows = lists[0] if len(rows) == len(lists) == 1 else [rows]
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}")
+    for number, row in enumerate(rows):
+        where = f"{path}[{number}]"
+        yield where, _object(row, where)
+
+
+def read_csv(path: str) -> Iterator[Located]:
+    """The rows of a CSV file (of a .tsv one, between tabs) under its first line; all values are
+    text."""
+    csv.field_size_limit(LONGEST_CELL)
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
+        try:
+            header = next(lines, [])
+            if len(set(header)) < len(header) or "" in header:
+                raise ValueError(f"{path}:1: the columns must have names, each another one")
+            for cells in lines:
+                where = f"{path}:{lines.line_num}"
+                if cells and len(cells) != len(header):
+                    raise ValueError(f"{where}: {len(cells)} cells, and {len(header)} columns")
+                if cells:
+                    yield where, dict(zip(header, cells, strict=True))
+        except csv.Error as error:
+            raise ValueError(f"{path}:{lines.line_num}: not CSV: {error}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
+
+
+def read_parquet(path: str) -> Iterator[Located]:
+    """The rows of a parquet file, read in pieces."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ValueError(f"{path}: parquet {NEEDS_DATASETS}") from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    yield f"{path}[{number}]", row
+                    number += 1
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as parquet: {error}") from error
+
+
+READERS: dict[str, Callable[[str], Iterator[Located]]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
+}
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        value = json.loads(decoded := text.decode("utf-8-sig"))
+        if SURROGATE.search(decoded):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text (byte {error.start})") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: {no_text(error)}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{where}: nested too deep") from None
+    return value
+
+
+def _object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return row

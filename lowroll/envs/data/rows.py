@@ -1,0 +1,155 @@
+"""The rows of a data set, wherever it lies: files (JSON lines, JSON, CSV, parquet; a pattern such
+as `data/train-*.parquet` is all that match), a folder that `datasets` saved, a folder of data files,
+or a data set of the Hugging Face hub.
+
+    read("rows.jsonl")
+    read({"path": "openai/gsm8k", "subset": "main", "split": "test", "streaming": True})
+
+Files, JSON and CSV, need no package; the others need `datasets`. No loading script is run.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lowroll.envs.data.files import NEEDS_DATASETS, READERS, Located
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One split of a data set. A file is one split, whatever `split` says."""
+
+    path: str  # a file, a pattern of files, a folder or a hub id
+    split: str = "train"
+    subset: str | None = None  # a configuration of the hub's data set, such as "main"
+    revision: str | None = None  # of the hub's data set: a branch, tag or commit
+    streaming: bool = False  # rows come as they are read, and nothing is kept on the disk
+    rows: int | None = None  # the first so many; None: all
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.rows < 1:
+            raise ValueError(f"rows: must be at least 1, is {self.rows}")
+
+
+def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of a split. spec: a path, or the keys of a `Source`; keys that say what to do with
+    rows (`prompt`, `answer`, ...) may stand beside. ValueError names the file and the row that is
+    none, and a data set that cannot be read."""
+    keys = [field.name for field in fields(Source)]
+    given: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
+    source = Source(**{key: given[key] for key in keys if given.get(key) is not None})
+    return (row for _, row in located(source))
+
+
+def located(source: Source) -> Iterator[Located]:
+    """(where it stands, row) for each row of a split."""
+    return islice(_all(source), source.rows)
+
+
+def missing(path: str) -> str:
+    """Why there can be no data at a path; "" if there may."""
+    kinds = ", ".join(READERS)
+    if is_hub_id(path) or Path(path).is_dir():
+        return ""
+    files = _files(path)
+    if not files:
+        return "is neither a file nor a hub id"
+    if odd := [file for file in files if Path(file).suffix not in READERS]:
+        return f"is of no known kind ({Path(odd[0]).name}; known: {kinds}, a folder, a hub id)"
+    return ""
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path names a data set of the hub: `owner/name`, and nothing that is here."""
+    return (
+        HUB_ID.fullmatch(path) is not None
+        and not path.endswith(tuple(READERS))
+        and not Path(path).exists()
+    )
+
+
+def splits(source: Source) -> list[str]:
+    """The names of the splits of a data set; [] for files, which have none."""
+    if not is_hub_id(source.path) and not Path(source.path).is_dir():
+        return []
+    if (Path(source.path) / "state.json").is_file():
+        return []
+    with _library(source.path) as datasets:
+        if (Path(source.path) / "dataset_dict.json").is_file():
+            return list(datasets.load_from_disk(source.path))
+        return list(
+            datasets.get_dataset_split_names(source.path, source.subset, revision=source.revision)
+        )
+
+
+def test_split(source: Source) -> str | None:
+    """The split that a data set is measured on, beside the one that is given; None: it has none."""
+    names = splits(source)
+    return next((name for name in TEST_SPLITS if name in names and name != source.split), None)
+
+
+def _all(source: Source) -> Iterator[Located]:
+    path = Path(source.path)
+    if is_hub_id(source.path) or path.is_dir():
+        yield from _by_library(source)
+        return
+    if reason := missing(source.path):
+        raise ValueError(f"{source.path!r} {reason}")
+    for file in _files(source.path):
+        yield from READERS[Path(file).suffix](file)
+
+
+def _files(path: str) -> list[str]:
+    return [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
+
+
+def _by_library(source: Source) -> Iterator[Located]:
+    where = f"{source.path}[{source.split}]"
+    with _library(where) as datasets:
+        if (Path(source.path) / "state.json").is_file():
+            rows, where = datasets.load_from_disk(source.path), source.path
+        elif (Path(source.path) / "dataset_dict.json").is_file():
+            rows = _one_of(datasets.load_from_disk(source.path), source)
+        else:
+            rows = datasets.load_dataset(
+                source.path,
+                source.subset,
+                split=source.split,
+                revision=source.revision,
+                streaming=source.streaming,
+            )
+    for number, row in enumerate(rows):
+        yield f"{where}[{number}]", dict(row)
+
+
+def _one_of(parts: Mapping[str, Any], source: Source) -> Any:
+    if source.split not in parts:
+        raise ValueError(f"{source.path}: has no split {source.split!r}; it has {', '.join(parts)}")
+    return parts[source.split]
+
+
+@contextmanager
+def _library(where: str) -> Iterator[Any]:
+    """The package `datasets`; what it says of a data set that it cannot read becomes one line."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{where}: this data set {NEEDS_DATASETS}, or give a .jsonl, .json or .csv file"
+        ) from error
+    try:
+        yield datasets
+    except (ValueError, OSError, RuntimeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        said = lines[0] if lines[0].startswith(where) else f"{where}: {lines[0]}"
+        raise ValueError(said) from error
