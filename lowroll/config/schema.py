@@ -24,6 +24,7 @@ from lowroll.config.buffer import (
     buffer_problems,
     resolved_advantage,
 )
+from lowroll.config.ckpt import CkptConfig
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
@@ -59,6 +60,7 @@ from lowroll.config.section import (
     Text,
     Weights,
 )
+from lowroll.config.sft import SftConfig
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
@@ -218,38 +220,6 @@ class FilterConfig(Section):
     logprob_offset: NotNegative = 2.0  # gibberish: nats below the uniform log-prob
     window: Count = 3000  # repetition: consecutive near-certain tokens
     prob_threshold: Probability = 0.99  # repetition: what near-certain means
-
-
-class CkptConfig(Section):
-    """A checkpoint every `interval` steps; the newest `keep_last` stay (null: all), as does every
-    `keep_interval`th."""
-
-    interval: Count = 50  # steps between two
-    keep_last: Count | None = 3  # the newest that stay; null: all
-    keep_interval: Count | None = None  # every so many steps one stays for good
-    # seconds that a full disk may last
-    wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
-    # go on from this step's checkpoint (-1: the newest); null: as --resume says
-    resume_step: Annotated[int, Field(ge=-1)] | None = None
-    # seconds that a resumed role waits for weights to draw from; null: as weight_broadcast.timeout
-    wait_for_weights_timeout: Positive | None = None
-    skip_progress: bool = False  # begin at step 1 with the weights of the checkpoint
-    skip_buffer: bool = False  # leave the pools by difficulty of the checkpoint
-
-
-class SftConfig(Section):
-    """`lowroll sft`: supervised warm start. Everything that is not here (LoRA, decay, packing, ...)
-    is `train`'s."""
-
-    data: Text | None = None  # a JSONL of {"messages": [...]}; null: env demonstrations
-    num_examples: Count = 4096  # demonstrations drawn from the environments
-    steps: Count = 200  # optimiser updates
-    batch_size: Count = 32  # examples a step
-    learning_rate: Rate = 1e-4  # after the warm-up
-    lr_scheduler_type: Schedule = "cosine"  # its course from then on
-    warmup_steps: Annotated[int, Field(ge=0)] = 0  # steps in which it rises
-    # where linear and cosine end, over learning_rate
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class RunConfig(Section):

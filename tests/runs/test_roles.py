@@ -136,6 +136,26 @@ def test_roles_that_are_lost_are_started_again(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_one_of_several_engines_is_started_again_alone(model: Path, tmp_path: Path) -> None:
+    """What they draw at level 0 is the same every time, whatever happens to one of them."""
+    runs = [tmp_path / "whole", tmp_path / "killed"]
+    for run in runs:
+        tree = settings(model, run, train=STEPS)
+        tree["rollout"]["engines"] = 2
+        file, log = write(tree, tmp_path / "run.yaml"), tmp_path / f"{run.name}.log"
+        with started(log, "grpo", str(file), "launcher=local") as launcher:
+            if run.name == "killed":
+                strike(reached(run, "engine-1", 2, launcher), "kill")
+            assert launcher.wait(timeout=300) == 0, log.read_text()
+    assert outcome(runs[0]) == outcome(runs[1])
+    attempts = [heart(runs[1], role)["attempt"] for role in ("engine-0", "engine-1", "trainer")]
+    assert attempts == [1, 2, 1]
+    assert "engine-1 has ended (killed by SIGKILL)" in (tmp_path / "killed.log").read_text()
+    for role in ("engine-0", "engine-1"):
+        assert "serving model at" in (runs[1] / "logs" / f"{role}.log").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_loss_at_a_named_point_is_made_good(level: int, tmp_path: Path) -> None:
     """In a process that has imported everything once (`tests.torture`)."""
