@@ -32,6 +32,20 @@ LOOKAHEAD = 8  # decode steps on a GPU between two looks at new requests and str
 PROMPTS: dict[str, Any] = {"gather": 0, "max_prefill_tokens": 4096, "one_pass": True}
 SWITCH_S = 0.001  # the engine's thread waits so long for Python's lock, instead of 5 ms
 SHORTEST_TOKEN = 16  # characters
+# options that are settings of a run's file, or of its roles
+SETTINGS = {
+    "host": "serve.host",
+    "port": "serve.port",
+    "device": "device",
+    "weights": "rollout.weights",
+    "kv": "rollout.kv.policy",
+    "cache_tokens": "rollout.cache_tokens",
+    "max_batch": "rollout.max_batch",
+    "lora_rank": "train.lora_rank",
+    "lora_alpha": "train.lora_alpha",
+    "uaq_scale": "train.uaq_scale",
+}
+OF_MODEL = ("lookahead", "noisy", "token_env", "admin_token_env")  # and follow from a run
 LORA_ALPHA = 32.0  # `train.lora_alpha` of a run that does not say
 
 
@@ -189,6 +203,7 @@ class Role:
         from lowroll.server.guard import Tokens
 
         die_with_parent()
+        _refuse_options(arguments)
         arguments.settings = [arguments.model, *arguments.settings]
         self.stack = stack
         self.cfg = read_role("serve", arguments).resolved()
@@ -213,6 +228,21 @@ class Role:
     def show(self, address: str) -> None:
         """Have the orchestrator find it."""
         self.heart.say(url=address, phase="serving")
+
+
+def _refuse_options(arguments: argparse.Namespace) -> None:
+    """ValueError for an option of a model beside a run's file, which says it otherwise."""
+    for name in (*SETTINGS, *OF_MODEL):
+        value = getattr(arguments, name)
+        if value == parser().get_default(name):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if name in SETTINGS:
+            raise ValueError(f"{option}: with a run's file write {SETTINGS[name]}={value}")
+        tokens = "; tokens are LOWROLL_TOKEN and LOWROLL_ADMIN_TOKEN (docs/roles.md)"
+        raise ValueError(
+            f"{option}: it is for a model; a run's file says it{tokens if 'token' in name else ''}"
+        )
 
 
 def credentials(arguments: argparse.Namespace) -> Tokens:

@@ -292,6 +292,18 @@ def test_the_tokens_of_a_folder_are_made_once_and_for_this_user(tmp_path: Path) 
     assert (tmp_path / "roles" / "tokens.json").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("given", [{"TOKEN": "a" * 32}, {"TOKEN": "a" * 32, "ADMIN_TOKEN": "b"}])
+def test_one_token_alone_is_refused(
+    tmp_path: Path, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a role has those of the folder, and the others do not know them."""
+    monkeypatch.delenv("LOWROLL_ADMIN_TOKEN", raising=False)
+    for name, token in given.items():
+        monkeypatch.setenv(f"LOWROLL_{name}", token)
+    with pytest.raises(ValueError, match="^LOWROLL_ADMIN_TOKEN: expected at least 16 characters"):
+        Place(tmp_path).tokens()
+
+
 def test_a_child_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
     child = Child("trainer", ["no-such-command"], os.environ, tmp_path / "h", tmp_path / "log")
     pauses = []
