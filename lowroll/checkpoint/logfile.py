@@ -12,6 +12,7 @@ _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S")
 # of errors that point at another one
 _ECHO = re.compile(r"root cause|EngineDeadError|See stack trace|RequestCancelled|CancelledError")
 _MOST = 1 << 18  # bytes of the log's end that are looked at
+_NUMBER = re.compile(r"[0-9.]+(e[-+]?[0-9]+)?", re.ASCII)
 _LOUD = re.compile(r"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)$")
 
 
@@ -31,15 +32,26 @@ def last_error(log: Path, since: int = 0) -> str:
 
 
 class Warnings:
-    """The warnings and errors of logs of lowroll's own, `<name>_<attempt>.log`, each line once."""
+    """The warnings and errors of logs of lowroll's own, `<name>_<attempt>.log`: the first of each
+    kind, which is its text without numbers."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
         self._read = {path: path.stat().st_size for path in self._logs()}
+        self._kinds: set[str] = set()
 
     def new(self) -> list[str]:
         """Those that were written since the last call; none of what was there at first."""
+        found = []
+        for line in self._written():
+            kind = _NUMBER.sub("", line)
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                found.append(line)
+        return found
+
+    def _written(self) -> list[str]:
         found: list[str] = []
         for path in self._logs():
             begin = self._read.get(path, 0)

@@ -22,7 +22,6 @@ from typing import Any
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import write_file
-from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig
 from lowroll.config.surogate.roles import GIVEN
@@ -34,7 +33,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.tokens import FileTokenizer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.journal import Journal
-from lowroll.runs.attempt import log_file
+from lowroll.runs.attempt import log_file, own
 from lowroll.runs.batches import Batches, Tasks
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
@@ -68,7 +67,7 @@ def orchestrate(cfg: RunConfig) -> int:
     refuse(cfg)
     place = Place(cfg.output_dir)
     with ExitStack() as stack:
-        lock = stack.enter_context(RunLock(place.roles / ORCHESTRATOR))
+        lock = stack.enter_context(own(place.roles / ORCHESTRATOR))
         if cfg.given is not None:  # for a trainer that has its own file alone
             path = place.run / GIVEN
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,6 +198,7 @@ class Orchestration:
             elastic=elastic,
             start_s=GONE_S,
             silent_s=silent_s(),
+            alive=self.stopped,
             in_flight="replay" if cfg.asynchrony.partial == "replay" else "keep",
         )
 
