@@ -20,6 +20,7 @@ from typing import Any
 
 from lowroll.envs.base import Environment
 from lowroll.envs.blame import blamed
+from lowroll.envs.sets.table import CLASSES, PREFIX, named
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,10 @@ TABLE = {
     "chain": "lowroll.envs.chain:Chain",
     "gsm8k": "lowroll.envs.gsm8k:GSM8K",
     "math": "lowroll.envs.math:Math",
+    "code": "lowroll.envs.code:Code",
+    "data": "lowroll.envs.data.environment:Data",
 }
+LIMITS = ("max_turns", "max_sequence_tokens")  # arguments of every environment
 REASONING_GYM = "reasoning-gym/"
 
 
@@ -53,6 +57,7 @@ def make(
     env = construct(id, name=name, args=args, seed=seed)
     with blamed(f"env {env.name!r}", own_file(type(env))):
         env.size("train")  # reads the data, so that a bad file is an error now
+        _ = env.tools  # as is a function that cannot be described
     return env
 
 
@@ -68,6 +73,10 @@ def construct(
     elif id.startswith(REASONING_GYM):
         cls = _class_at("lowroll.envs.reasoning_gym:ReasoningGym")
         args |= {"generator": id.removeprefix(REASONING_GYM)}
+    elif id.startswith(PREFIX):
+        held_out = named(id.removeprefix(PREFIX))
+        cls = _class_at(CLASSES[held_out.rule])
+        args |= {"set": held_out.name}
     elif id in TABLE:
         cls = _class_at(TABLE[id])
     else:
@@ -75,6 +84,7 @@ def construct(
             f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>'])}; "
             f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, path/to/file.py[:Class]"
         )
+    limits = _limits(cls, name, args)
     _check_args(cls, id, args)
     with blamed(f"env {name!r}", own_file(cls)):
         env = cls(name=name, seed=seed, **args)
@@ -83,6 +93,9 @@ def construct(
             f"env {name!r}: {cls.__name__}.__init__ must call super().__init__(name=name, "
             f"seed=seed)"
         )
+    for key, value in limits.items():
+        setattr(env, key, value)
+    _check_turns(env)
     return env
 
 
@@ -109,7 +122,7 @@ def _class_at(place: str) -> type[Environment]:
 def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
     if not file.is_file():
         raise ValueError(f"environment file {file} does not exist")
-    module = _import_file(file)
+    module = import_file(file)
     own = {
         key: value
         for key, value in vars(module).items()
@@ -146,7 +159,8 @@ def _lacks(file: Path, cls: type[Environment]) -> str:
     return f"{file}: class {cls.__name__} lacks {', '.join(missing)}{hint}"
 
 
-def _import_file(file: Path) -> ModuleType:
+def import_file(file: Path) -> ModuleType:
+    """Run a user's own file. ValueError names its line that fails."""
     if (folder := str(file.parent)) not in sys.path:
         sys.path.append(folder)  # last, so that modules beside the file are found and hide none
     key = f"lowroll_env_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
@@ -155,12 +169,34 @@ def _import_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module  # dataclasses look their module up while the file is being run
     try:
-        with blamed("the environment cannot be imported", str(file)):
+        with blamed("it cannot be imported", str(file)):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[key]
         raise
     return module
+
+
+def _limits(cls: type[Environment], name: str, args: dict[str, Any]) -> dict[str, int]:
+    """The limits of a conversation, taken out of the arguments: every environment has them."""
+    own = inspect.signature(cls).parameters
+    found = {key: args.pop(key) for key in LIMITS if key in args and key not in own}
+    for key, value in found.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"env {name!r}: {key}: expected a number of at least 1, got {value!r}")
+    return found
+
+
+def _check_turns(env: Environment) -> None:
+    if type(env.max_turns) is not int or env.max_turns < 1:
+        raise ValueError(
+            f"env {env.name!r}: max_turns: expected a number of at least 1, got {env.max_turns!r}"
+        )
+    if env.max_turns > 1 and type(env).respond is Environment.respond:
+        raise ValueError(
+            f"env {env.name!r}: max_turns is {env.max_turns}, but the environment answers nothing: "
+            f"{type(env).__name__} has no respond"
+        )
 
 
 def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:

@@ -9,6 +9,9 @@ checkpoint keeps: it moves on only when a batch has really been handed over.
 Of a data set of finite size, prompts can be passed over that are too easy or too hard (the ledger's
 pools), and all but the first of those that have the same `hash_keys`. What is a duplicate is a
 function of the data alone: positions before the one in question are read again after a restart.
+
+Where an environment has a curriculum, its cursor counts tasks, and the position says the level, too
+(`envs.curriculum`).
 """
 
 from __future__ import annotations
@@ -16,13 +19,16 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from lowroll.envs.curriculum import Progress
 from lowroll.envs.tasks import prompt_at
 from lowroll.orchestrator.client import Tokenizer
+from lowroll.orchestrator.conversations import Dialogue
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.ledger import Ledger, Planned
 from lowroll.orchestrator.settings import Sampling, Settings
@@ -49,6 +55,12 @@ class Draw:
     prompt: Prompt
     request: Request
     position: int = 0  # of the prompt in its environment
+
+    def is_longer(self, limit: int | None) -> bool:
+        """Whether the prompt has more tokens than this, or leaves a conversation no room."""
+        if isinstance(self.request, Dialogue) and not self.request.fits:
+            return True
+        return limit is not None and len(self.request.prompt_ids) > limit
 
 
 class PromptSource:
@@ -79,15 +91,15 @@ class PromptSource:
         limit = self.settings.max_prompt_tokens
         while len(drawn) < count:
             name = self.choose(ledger.draws)
-            position = ledger.cursors.get(name, 0)
+            position = self._position(ledger, name)
             ledger.draws += 1
-            ledger.cursors[name] = position + 1
+            ledger.cursors[name] = ledger.cursors.get(name, 0) + 1
             if self._is_unwanted(ledger, name, position):
                 unwanted += 1
                 self._refuse_emptiness(ledger, unwanted)
                 continue
             drawing = self._at(name, position, temperature)
-            if limit is not None and len(drawing.request.prompt_ids) > limit:
+            if drawing.is_longer(limit):
                 ledger.passed_over += 1
                 too_long += 1
                 if too_long >= MAX_PASSED_OVER:
@@ -122,6 +134,28 @@ class PromptSource:
         """Whether an environment's prompts come again."""
         return self._sizes[name] is not None
 
+    def learn(self, ledger: Ledger, groups: Sequence[tuple[Prompt, list[float]]]) -> None:
+        """Move the levels of curricula by the rewards of a batch's groups."""
+        for name, env in self.envs.items():
+            rule = env.curriculum
+            if rule is None:
+                continue
+            now = ledger.levels.get(name, Progress(rule.start))
+            means = [
+                fmean(rewards)
+                for prompt, rewards in groups
+                if prompt.env == name and prompt.info["level"] == now.level and rewards
+            ]
+            ledger.levels[name] = now.after(rule, means)
+
+    def _position(self, ledger: Ledger, name: str) -> int:
+        """Of an environment's next prompt."""
+        number, rule = ledger.cursors.get(name, 0), self.envs[name].curriculum
+        if rule is None:
+            return number
+        level = ledger.levels.get(name, Progress(rule.start)).level
+        return rule.position(number, min(level, rule.levels - 1))
+
     def _at(self, name: str, position: int, temperature: float) -> Draw:
         settings = self.settings
         return draw_at(
@@ -133,6 +167,7 @@ class PromptSource:
             replace(settings.sampling, temperature=temperature),
             settings.rollouts_per_example,
             settings.seed if settings.sampling_seed is None else settings.sampling_seed,
+            settings.max_sequence_tokens,
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
@@ -208,9 +243,11 @@ def draw_at(
     sampling: Sampling,
     n: int,
     run_seed: int,
+    max_sequence_tokens: int | None = None,
 ) -> Draw:
     """The prompt of an environment at a position and its request, whose id and seed are the same
-    whenever it is sent.
+    whenever it is sent. Where the environment answers, it asks for conversations, of
+    max_sequence_tokens at most.
 
     Raises ValueError when the prompt says it belongs to another environment or has no tokens.
     """
@@ -219,17 +256,35 @@ def draw_at(
         raise ValueError(
             f"environment {name!r}: prompt {prompt.id!r} says it belongs to {prompt.env!r}"
         )
-    prompt_ids = list(tokenizer.encode_chat(prompt.messages))
+    prompt_ids = encode(env, prompt, tokenizer)
     if not prompt_ids:
         raise ValueError(f"environment {name!r}: prompt {prompt.id!r} has no tokens")
-    return Draw(
-        prompt,
-        Request(
-            prompt_ids=prompt_ids,
-            n=n,
-            seed=seed_of(run_seed, split, name, prompt.id, position),
-            id=f"{split}/{name}/{position}/{prompt.id}",
-            **vars(sampling),
-        ),
-        position,
+    request = Request(
+        prompt_ids=prompt_ids,
+        n=n,
+        seed=seed_of(run_seed, split, name, prompt.id, position),
+        id=f"{split}/{name}/{position}/{prompt.id}",
+        **vars(sampling),
     )
+    if env.max_turns > 1:
+        bounds = [most for most in (max_sequence_tokens, env.max_sequence_tokens) if most]
+        most = min(bounds, default=None)
+        request = Dialogue(
+            **vars(request),
+            prompt=prompt,
+            max_turns=env.max_turns,
+            max_sequence_tokens=most,
+            tools=bool(env.tools),
+        )
+    return Draw(prompt, request, position)
+
+
+def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a prompt in the chat template, with the environment's tools where it has some.
+    ValueError names an environment whose tools the template cannot show."""
+    if not env.tools:
+        return list(tokenizer.encode_chat(prompt.messages))
+    try:
+        return list(tokenizer.encode_chat(prompt.messages, tools=env.tools))
+    except ValueError as error:
+        raise ValueError(f"environment {env.name!r}: {error}") from error

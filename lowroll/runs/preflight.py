@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lowroll.config import EnvConfig, RunConfig
+from lowroll.config.roles import one_process_notes, one_process_problems
 from lowroll.envs import Environment, child
 from lowroll.kv.capacity import Workload
 from lowroll.model import claims, hf, lora
@@ -63,6 +64,9 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
     if cfg.launcher == "local":
         found.attempt(lambda: refuse(cfg))
+    else:
+        found.problems.extend(one_process_problems(cfg))
+        found.notes.extend(one_process_notes(cfg))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
     chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None
@@ -81,6 +85,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
             found.attempt(lambda env=env: _has_tests(env))  # type: ignore[misc]
     if compute is None or model is None or chat is None or found.problems:
         return found
+    found.notes += found.attempt(lambda: prompts.passed_over(cfg, model.spec, chat, envs)) or []
     beside = found.attempt(lambda: _beside(cfg, compute, model, chat))
     works = found.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
     if cfg.rollout.engine != "native":

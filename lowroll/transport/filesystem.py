@@ -52,6 +52,10 @@ class Sender(DurableSender):
             self._cursor = cursor
         return self._cursor
 
+    def go_back(self, cursor: Cursor) -> None:
+        super().go_back(cursor)
+        self._cursor = None
+
 
 class Receiver:
     """The trainer's end. committed: the step of the checkpoint that it goes on from, 0 at the
@@ -102,6 +106,7 @@ class Receiver:
 
     def _is_decided(self, step: int) -> bool:
         """Whether the batch is there, or will never be."""
+        self.spool.check(self._cursor.attempt)
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True
         oldest = min(self.spool.steps(), default=step)
