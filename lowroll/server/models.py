@@ -33,6 +33,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
                 "weight_bits": health.stats.weight_bits,
                 "cache_tokens": health.stats.cache_tokens,
             },
+            "packs": True,
         },
     }
     return to_json({"object": "list", "data": [model]})

@@ -3,7 +3,7 @@
     orchestrator   step_000012.frame      whole or absent, never changed
     trainer        cursor.json            what it has received and committed, replaced whole
 
-Nothing else passes between them. Each side learns of the other by looking again, ten times a second
+Nothing else passes between them. Each side learns of the other by looking again, fifty times a second
 at most; who is not there any more is found out by `alive`, which the caller gives.
 """
 

@@ -41,6 +41,8 @@ LORA = {"lora": True, "lora_rank": 4}
 STEPS = {"max_steps": 4, "learning_rate": 1e-2, "minibatches": 2}
 EVALUATED = {"interval": 2, "num_examples": 4, "temperature": 1.0}
 ZMQ = {"type": "zmq", "port": 0}
+NOISE = {"sigma_start": 0.05, "num_stages": 3}
+LONG = pytest.mark.long
 
 
 @pytest.mark.slow
@@ -48,15 +50,19 @@ ZMQ = {"type": "zmq", "port": 0}
     "changes",
     [
         {"eval": EVALUATED},
-        {"rollout_transport": ZMQ, "train": {**STEPS, **LORA}},
-        {
-            "dtype": "bfloat16",
-            "rollout_transport": ZMQ,
-            "rollout": {"max_tokens": 6, "cache_tokens": 1024, "weights": "bf16"},
-        },
-        {"train": {**STEPS, **LORA}, "noise": {"sigma_start": 0.05, "num_stages": 3}},
+        {"rollout_transport": ZMQ, "train": {**STEPS, **LORA}, "noise": NOISE},
+        pytest.param({"rollout_transport": ZMQ, "train": {**STEPS, **LORA}}, marks=LONG),
+        pytest.param(
+            {
+                "dtype": "bfloat16",
+                "rollout_transport": ZMQ,
+                "rollout": {"max_tokens": 6, "cache_tokens": 1024, "weights": "bf16"},
+            },
+            marks=LONG,
+        ),
+        pytest.param({"train": {**STEPS, **LORA}, "noise": NOISE}, marks=LONG),
     ],
-    ids=["int8-evaluated", "lora-zmq", "bf16-zmq", "lora-noise"],
+    ids=["int8-evaluated", "lora-noise-zmq", "lora-zmq", "bf16-zmq", "lora-noise"],
 )
 def test_roles_by_hand_are_one_process_bit_for_bit(
     model: Path, tmp_path: Path, changes: dict[str, Any]
@@ -71,6 +77,7 @@ def test_roles_by_hand_are_one_process_bit_for_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_whole_models_go_from_device_to_device(model: Path, tmp_path: Path) -> None:
     """By gloo on a CPU, which nccl stands for there."""
     tree = {"train": {**STEPS, "max_steps": 2}}
@@ -87,7 +94,11 @@ def test_whole_models_go_from_device_to_device(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"train": {"uaq_scale": 1.5}}], ids=["", "scaled"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=LONG), {"train": {"uaq_scale": 1.5}}],
+    ids=["", "scaled"],
+)
 def test_what_an_aligned_learner_changes_travels_alone(
     model: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -102,34 +113,48 @@ def test_what_an_aligned_learner_changes_travels_alone(
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_one_process_to_roles_and_back(model: Path, tmp_path: Path) -> None:
-    tree = settings(model, tmp_path / "whole", train={**STEPS, "max_steps": 12})
+    tree = settings(model, tmp_path / "whole", train={**STEPS, "max_steps": 5})
     train(tree)
     whole = tmp_path / "whole"
-    copy_stopped_after(whole, 9, tmp_path / "roles")
+    copy_stopped_after(whole, 3, tmp_path / "roles")
     file = write({**tree, "output_dir": str(tmp_path / "roles")}, tmp_path / "run.yaml")
     by_hand(file, tmp_path, "--resume")
     assert outcome(tmp_path / "roles") == outcome(whole)
-    copy_stopped_after(tmp_path / "roles", 10, tmp_path / "back")
+    copy_stopped_after(tmp_path / "roles", 4, tmp_path / "back")
     train({**tree, "output_dir": str(tmp_path / "back")}, resume=True)
     assert outcome(tmp_path / "back") == outcome(whole)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_roles_that_are_lost_are_started_again(model: Path, tmp_path: Path) -> None:
-    """By real children; `tests.torture --suites roles` has the points between them."""
-    longer = {"train": {**STEPS, "max_steps": 8}, "rollout_transport": ZMQ}
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [(2, "trainer", "kill")],
+        pytest.param(
+            [
+                (2, "trainer", "kill"),
+                (3, "orchestrator", "kill"),
+                (4, "engine-0", "kill"),
+                (5, "orchestrator", "stop"),
+            ],
+            marks=LONG,
+        ),
+    ],
+    ids=["one", "all"],
+)
+def test_roles_that_are_lost_are_started_again(
+    model: Path, tmp_path: Path, losses: list[tuple[int, str, str]]
+) -> None:
+    """By real children; of the others and of the points between them there are the tests below, and
+    `tests.torture --suites roles`."""
+    longer = {"train": {**STEPS, "max_steps": 3 + len(losses)}, "rollout_transport": ZMQ}
     train(settings(model, tmp_path / "one", **longer))
     run, log = tmp_path / "roles", tmp_path / "launcher.log"
     file = write(settings(model, run, **longer), tmp_path / "run.yaml")
     words = ("grpo", str(file), "launcher=local")
     with started(log, *words, LOWROLL_SILENT_S="5") as launcher:
-        for step, role, how in (
-            (2, "trainer", "kill"),
-            (3, "orchestrator", "kill"),
-            (4, "engine-0", "kill"),
-            (5, "orchestrator", "stop"),
-        ):
+        for step, role, how in losses:
             strike(reached(run, role, step, launcher), how)
             said = "killed by SIGKILL" if how == "kill" else "gives no sign of life"
             named = lambda role=role, said=said: any(  # noqa: E731
@@ -336,6 +361,27 @@ def test_a_child_that_ended_in_its_start_was_never_ready(tmp_path: Path) -> None
         child.look()
         assert child.ready == ready, phase
     child.kill()
+
+
+@pytest.mark.parametrize(("phase", "patience"), [("learning", 30.0), ("ended", 120.0)])
+def test_a_child_that_has_said_its_end_may_take_a_while(
+    tmp_path: Path, phase: str, patience: float
+) -> None:
+    """A machine that is busy, or memory of a large model: it must not learn its last steps again."""
+    now = [0.0]
+    child = Child("trainer", [], os.environ, tmp_path / "h", tmp_path / "log")
+    child.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    child.watch = Watch(tmp_path / "h", clock=lambda: now[0])
+    try:
+        said = {"role": "trainer", "pid": child.process.pid, "phase": phase, "beat": 1}
+        (tmp_path / "h").write_text(json.dumps(said))
+        child.look()
+        now[0] = patience - 1
+        assert child.hangs() is None
+        now[0] = patience + 1
+        assert "gives no sign of life" in (child.hangs() or "")
+    finally:
+        child.kill()
 
 
 def test_an_orchestrator_that_is_refused_leaves_what_another_was_given(

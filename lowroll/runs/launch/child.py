@@ -21,6 +21,7 @@ WINDOW_S = 600.0
 FIRST_PAUSE_S = 0.5  # before a restart; then twice as long each time
 LONGEST_PAUSE_S = 10.0
 LOOK_S = 0.05
+ENDING_S = 120.0  # from its last sign of life to its end: it gives a large model's memory back
 START_S = 900.0  # until the first sign of life: loading a large model takes minutes
 
 
@@ -83,7 +84,9 @@ class Child:
         """Why it counts as hanging; None when it does not."""
         if not self.alive():
             return None
-        limit = self.watch.silent_s if self._is_mine() else START_S
+        limit = START_S
+        if (said := self.watch.said) is not None and self._is_mine():
+            limit = ENDING_S if said["phase"] == "ended" else self.watch.silent_s
         if self.watch.silent_for <= limit:
             return None
         return (
