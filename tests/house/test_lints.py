@@ -85,6 +85,10 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("envs/generator.py", "main"): "the other side of the pipe raises it",
     ("envs/outcome.py", "_show"): "a value's own repr",
     ("envs/tools.py", "_answer"): "a tool's own code: the model is told, and goes on",
+    (
+        "envs/verifiers/tasksets.py",
+        "_call",
+    ): "a tool's own code: the model is told, and goes on",
     ("envs/sandbox/inside.py", "be_the_program"): "a model's program: its last words, and a status",
     ("envs/sandbox/inside.py", "_end"): "what a model's program left to do at its end",
     ("envs/worker.py", "ask"): "a scorer's own code: it becomes a ScoreError",
