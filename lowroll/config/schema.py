@@ -251,6 +251,10 @@ class SftConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
+Tracker = Literal["wandb", "tensorboard", "trackio", "mlflow"]
+HubName = Annotated[Text, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+
+
 class RunConfig(Section):
     """One run. Load it with `lowroll.config.load`; every field but `model` has a default."""
 
@@ -262,6 +266,11 @@ class RunConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
     logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
+    # what shows the records elsewhere too; the extra of that name installs it
+    track: Annotated[tuple[Tracker, ...], Strict(False), AfterValidator(_unique)] = ()
+    track_project: Text = "lowroll"  # the project, or experiment, of the run there
+    # ORG/NAME on the hub: where final/ goes at the end, as a private repository
+    push_to_hub: HubName | None = None
     batch_size: Count = 64  # rollouts a step
     rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()
