@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lowroll.quant.formats import formats as formats
     from lowroll.quant.formats import quantize as quantize
     from lowroll.runs.grpo import run as run
+    from lowroll.runs.python import train as train
     from lowroll.weights.update import WeightUpdate as WeightUpdate
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "quantize",
     "run",
     "score",
+    "train",
 ]
 
 # Between two parallel loops OpenMP's threads spin for a millisecond, and beside a busy process each
@@ -51,6 +53,7 @@ _HOMES = {
     "formats": "quant.formats.formats",
     "quantize": "quant.formats.quantize",
     "run": "runs.grpo.run",
+    "train": "runs.python.train",
 }
 
 

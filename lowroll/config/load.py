@@ -141,6 +141,8 @@ def _override(document: Document, key: str, value: Any, mark: Mark) -> None:
     path = tuple(int(part) if part.isdecimal() else part for part in parts)
     if path[0] == "env" and len(path) > 1 and "env" not in document.value:
         document.value["env"] = [{"id": "reverse-text"}]
+    if path[0] == "data" and len(path) > 1 and isinstance(document.value.get("data"), str):
+        document.value["data"] = {"path": document.value["data"]}
     if (
         len(path) > 1
         and isinstance(path[1], int)

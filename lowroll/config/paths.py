@@ -9,6 +9,8 @@ directory.
 
 from __future__ import annotations
 
+import glob
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path as FilePath
 from typing import Any
@@ -21,7 +23,12 @@ READ: tuple[Path, ...] = (
     ("critic", "model"),
     ("sft", "data"),
     ("rollout", "vllm", "python"),
+    ("data",),
+    ("data", "path"),
+    ("data", "test_path"),
 )
+FUNCTIONS: Path = ("reward_funcs",)
+FUNCTION = re.compile(r"\S+\.py:[A-Za-z_]\w*")
 KWARGS: Path = ("advantage_function", "kwargs")
 ENVIRONMENTS = (("env",), ("eval", "env"))
 
@@ -31,6 +38,9 @@ def anchor(document: Document) -> None:
     for path in READ:
         _replace(document, path, _beside)
     _replace(document, ("advantage_function", "import_path"), _code)
+    _replace(document, FUNCTIONS, _code)
+    for inside in _texts(_get(document.value, FUNCTIONS), FUNCTIONS):
+        _replace(document, inside, _code)
     for inside in _texts(_get(document.value, KWARGS), KWARGS):
         _replace(document, inside, _argument)
     for path in ENVIRONMENTS:
@@ -93,10 +103,12 @@ def _file(text: str, folders: list[FilePath]) -> str:
 
 
 def _argument(text: str, folders: list[FilePath]) -> str | None:
-    """A text that looks like a path, and is one: of a file, or with a slash in it of a folder
-    too."""
+    """A text that looks like a path, and is one: of a file, with a slash in it of a folder too, or
+    of a file's function."""
     if "/" not in text and "." not in text:
         return None
+    if FUNCTION.fullmatch(text):
+        return _code(text, folders)
     found = _beside(text, folders)
     if found is not None and "/" not in text and FilePath(found).is_dir():
         return None
@@ -104,8 +116,9 @@ def _argument(text: str, folders: list[FilePath]) -> str | None:
 
 
 def _exists(path: FilePath) -> bool:
+    """Is it there; of a pattern, does it match?"""
     try:
-        return path.exists()
+        return path.exists() or any(c in path.name for c in "*?[") and any(glob.iglob(str(path)))
     except (OSError, ValueError):  # a text too long for a name
         return False
 

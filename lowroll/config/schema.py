@@ -25,11 +25,19 @@ from lowroll.config.buffer import (
     resolved_advantage,
 )
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
+from lowroll.config.data import (
+    DataSection,
+    RewardFunctions,
+    RewardWeights,
+    data_problems,
+    environments,
+)
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
 from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
+from lowroll.config.noise import NoiseConfig, noise_problems
 from lowroll.config.roles import (
     AsynchronyConfig,
     ClientConfig,
@@ -57,6 +65,7 @@ from lowroll.config.section import (
     Section,
     Temperature,
     Text,
+    ToolFormat,
     Weights,
 )
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
@@ -97,6 +106,8 @@ class RolloutConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Penalty = 1.0  # on tokens that stand in the text already; 1 is off
     stop: Annotated[tuple[Text, ...], Strict(False)] = ()  # stop strings
+    # how the model writes calls of tools; null: as its chat template shows it
+    tool_call_parser: ToolFormat | None = None
     page_size: Count = 16  # tokens in a page of the KV cache
     max_batch: Count = 256  # sequences decoded together
     # a second format, used while many rows decode
@@ -180,21 +191,6 @@ class TrainConfig(Section):
     ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class NoiseConfig(Section):
-    """QeRL's noise on the norms of the rollout engine: sigma falls from start to end over the run,
-    in stages."""
-
-    sigma_start: NotNegative = 1e-2  # standard deviation of the first stage with noise
-    sigma_end: NotNegative = 1e-4  # and of the last
-    num_stages: Count = 10  # stages of the run
-    # its course between them
-    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
-    # num_stages counts the silent first stage, or does not
-    variant: Literal["code", "paper"] = "code"
-    # shared: the learner's norms carry the same noise
-    learner: Literal["clean", "shared"] = "clean"
-
-
 class ScoreConfig(Section):
     """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures
     stop the run."""
@@ -265,6 +261,11 @@ class RunConfig(Section):
     # auto: float32 on the CPU, bfloat16 on a GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
+    data: DataSection | None = None  # in the place of env: a data set of your own
+    # how its responses are scored: path/to/file.py:function; []: answer, whether the final answer
+    # is the gold one
+    reward_funcs: RewardFunctions = ()
+    reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each
     logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
     # what shows the records elsewhere too; the extra of that name installs it
     track: Annotated[tuple[Tracker, ...], Strict(False), AfterValidator(_unique)] = ()
@@ -333,6 +334,11 @@ class RunConfig(Section):
     def num_groups(self) -> int:
         """Prompts a step."""
         return self.batch_size // self.rollouts_per_example
+
+    @property
+    def is_env_given(self) -> bool:
+        """Was an environment written?"""
+        return "env" in self.model_fields_set
 
     @property
     def has_critic(self) -> bool:
@@ -405,7 +411,10 @@ class RunConfig(Section):
                 "loss": self.loss.model_copy(update=loss),
                 "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
                 "dapo": self.dapo.model_copy(update={"dynamic_sampling": sampling}),
-                "env": tuple(named(env) for env in self.env),
+                "env": tuple(named(env) for env in environments(self)),
+                "data": None,
+                "reward_funcs": (),
+                "reward_weights": None,
                 "eval": self.eval.model_copy(
                     update={"env": self.eval.env and tuple(map(named, self.eval.env))}
                 ),
@@ -505,15 +514,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from critic_problems(
         cfg.algorithm, cfg.advantage, cfg.dapo.dynamic_sampling, cfg.critic, cfg.train.max_steps
     )
-    if (
-        cfg.noise is not None
-        and cfg.noise.schedule == "exponential"
-        and ((cfg.noise.sigma_start > 0) != (cfg.noise.sigma_end > 0))
-    ):
-        yield (
-            (("noise", "sigma_end"), ("noise", "sigma_start")),
-            "an exponential never reaches or leaves 0; set both sigmas above 0, or another noise.schedule",
-        )
+    yield from noise_problems(cfg.noise)
     for section, key in ((cfg.train, "train"), (cfg.sft, "sft")):
         steps = cfg.train.max_steps if section is cfg.train else cfg.sft.steps
         if section.warmup_steps > steps:
@@ -522,6 +523,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
                 f"{key}.warmup_steps ({section.warmup_steps}) is more than the {steps} steps of the run",
             )
     yield from env_problems(cfg.env, cfg.eval)
+    yield from data_problems(cfg)
 
 
 def _batch_problems(cfg: RunConfig) -> Iterator[Problem]:

@@ -5,5 +5,6 @@ from __future__ import annotations
 
 from lowroll.envs.base import Environment, GeneratedEnvironment, Validation
 from lowroll.envs.table import ids, make
+from lowroll.envs.tools import ToolEnvironment
 
-__all__ = ["Environment", "GeneratedEnvironment", "Validation", "ids", "make"]
+__all__ = ["Environment", "GeneratedEnvironment", "ToolEnvironment", "Validation", "ids", "make"]

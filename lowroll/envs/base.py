@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from lowroll.envs.curriculum import Curriculum
 from lowroll.envs.outcome import Outcome, judge
 from lowroll.types import Prompt, Score
 
@@ -68,6 +70,9 @@ class Environment(ABC):
     exact = False  # True: there are no partial rewards, so a perturbed answer must score 0
     # of a response that takes longer than the pool's limit; None: that is an error
     overtaxed: Score | None = None
+    # JSON schemas of the functions that the model may call, which its chat template shows it
+    tools: Sequence[dict[str, Any]] = ()
+    curriculum: Curriculum | None = None  # levels of its tasks; their `info` says "level"
 
     def __init__(
         self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}"
@@ -95,6 +100,11 @@ class Environment(ABC):
     def perturbed(self, prompt: Prompt) -> str:
         """A wrong response, as near to the gold one as possible. NotImplementedError if none is
         known."""
+
+    def matching(self, prompt: Prompt, text: str) -> Prompt | None:
+        """The task whose right answer is that of the response `text`: majorities are counted by it.
+        None where the answers of two responses are not compared."""
+        return None
 
     def size(self, split: str = "train") -> int | None:
         """Number of tasks in a split; None when they are generated without end, 0 when there is no

@@ -1,11 +1,12 @@
-"""An environment class of a notebook or script as a file of its own, which the scoring workers can
-import.
+"""What a notebook or script puts into its settings (an environment class, a reward function, rows)
+as files of their own, which the scoring workers can read.
 
 Workers are fresh processes that know nothing of a notebook, and nothing is pickled. So the text of
-the class is written to a file, with the text of the functions and classes of the notebook that it
-uses, imports of what comes from modules, and plain constants. What has no such text (an open
-client, a tensor, a lambda) is refused by name: make it in __init__. Not seen is what is changed in
-a class or constant after its cell has run and without its name in the class's text.
+the class or function is written to a file, with the text of the functions and classes of the
+notebook that it uses, imports of what comes from modules, and plain constants. What has no such
+text (an open client, a tensor, a lambda) is refused by name: make it in __init__, or in the
+function. Rows become a file of JSON lines. Not seen is what is changed in a class or constant after
+its cell has run and without its name in the class's text.
 """
 
 from __future__ import annotations
@@ -15,66 +16,146 @@ import ast
 import builtins
 import hashlib
 import inspect
+import json
 import linecache
 import re
 import symtable
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowroll.envs.base import Environment
+from lowroll.envs.data.columns import ODD, plain
+from lowroll.envs.data.rows import TEST_SPLITS
 
 MAIN = "__main__"
 
 
-def replaced(tree: Any, write: Callable[[type[Environment]], str]) -> Any:
-    """A configuration in which `write(class)` stands for every Environment class: as `id`, or alone
-    in its place."""
+ROWS = ("data", "path", "test_path")  # keys whose values may be rows
+
+
+@dataclass(frozen=True)
+class Named:
+    """What stands for a value in the settings: an id or a path; and the file to write for it."""
+
+    id: str
+    file: Path | None = None
+    text: str = ""
+
+
+def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
+    """A configuration in which `write(value)` stands for every Environment class (as `id`, or alone
+    in its place), every function, and rows at the keys that may hold them."""
     if isinstance(tree, Mapping):
-        found = {
-            key: write(value)
-            if _is_environment(value) and str(key).rpartition(".")[2] == "id"
-            else replaced(value, write)
-            for key, value in tree.items()
-        }
+        found = {key: _value(str(key).rpartition(".")[2], tree[key], write) for key in tree}
         return {"name": tree["id"].__name__, **found} if _is_environment(tree.get("id")) else found
     if isinstance(tree, list | tuple):
         return [replaced(value, write) for value in tree]
+    if callable(tree) and not isinstance(tree, type):
+        return write(tree)
     return {"id": write(tree), "name": tree.__name__} if _is_environment(tree) else tree
+
+
+def _value(key: str, value: Any, write: Callable[[Any], str]) -> Any:
+    if _is_environment(value) and key == "id":
+        return write(value)
+    if isinstance(value, Path):
+        return str(value)
+    if key in ROWS and value is not None and not isinstance(value, str | Mapping):
+        return write(value)
+    if key == "data" and isinstance(value, Mapping) and "train" in value:  # several splits
+        test = next((name for name in TEST_SPLITS if name in value), None)
+        beside = {} if test is None else {"test_path": write(value[test])}
+        return {"path": write(value["train"]), **beside}
+    return replaced(value, write)
 
 
 def _is_environment(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Environment)
 
 
-def as_file(cls: type[Environment], folder: Path) -> tuple[Path, str | None]:
-    """The file of an environment class; of a class of a notebook or script the one that it needs in
-    `folder`, and the text to write there.
+def named(value: Any, folder: Path) -> Named:
+    """The id of an environment class or function, the path of rows; with the file that it needs in
+    `folder`, whose name has a digest of its text, so that no other one is replaced.
 
-    The file's name has a digest of its text, so no other one is replaced. ValueError when the class
-    has no text, or uses what has none.
+    ValueError when it has no text, uses what has none, or cannot be found by its name.
     """
-    if cls.__module__ != MAIN:
-        return Path(inspect.getfile(cls)).resolve(), None
-    text = source(cls)
-    return (
-        folder.absolute() / f"{cls.__name__}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py",
-        text,
-    )
+    if not callable(value):
+        return _as_rows(value, folder)
+    if not isinstance(value, type):
+        _refuse_nameless(value)
+        module = sys.modules.get(value.__module__)
+        if getattr(module, "__package__", ""):
+            return Named(f"{value.__module__}:{value.__name__}")
+    path, text = as_file(value, folder)
+    return Named(f"{path}:{value.__qualname__}", path if text is not None else None, text or "")
 
 
-def source(cls: type[Environment]) -> str:
-    """The text of a module with the class and all that it uses."""
+def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tuple[Path, str | None]:
+    """The file of a class or function; of one of a notebook or script the one that it needs in
+    `folder`, and the text to write there."""
+    if value.__module__ != MAIN:
+        return Path(inspect.getfile(value)).resolve(), None
+    text = source(value)
+    return _file(folder, value.__name__, text, ".py"), text
+
+
+def _file(folder: Path, name: str, text: str, suffix: str) -> Path:
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return folder.absolute() / f"{name}_{digest}{suffix}"
+
+
+def _refuse_nameless(value: Any) -> None:
+    """ValueError for what a worker could not find again."""
+    if not isinstance(value, types.FunctionType):
+        raise ValueError(
+            f"reward_funcs: {value!r} is no function of its own, and workers find functions by name; "
+            "write one with def that calls it"
+        )
+    if value.__name__ == "<lambda>":
+        raise ValueError(
+            "reward_funcs: a lambda has no name by which the scoring workers could find it; write it "
+            "with def"
+        )
+    if "<locals>" in value.__qualname__:
+        held = ", ".join(value.__code__.co_freevars)
+        inside = f"; make constants beside it of what it takes from there ({held})" if held else ""
+        raise ValueError(
+            f"reward_funcs: {value.__name__} stands inside another function "
+            f"({value.__qualname__}), where the scoring workers cannot find it: move it to the top "
+            f"level{inside}"
+        )
+
+
+def _as_rows(value: Any, folder: Path) -> Named:
+    """Rows, of a list or a data set, as JSON lines."""
+    if hasattr(value, "to_dict") and hasattr(value, "iterrows"):  # a frame of pandas
+        value = value.to_dict("records")
+    lines = []
+    for number, row in enumerate(value):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"data[{number}]: expected a mapping, got {type(row).__name__}")
+        lines.append(json.dumps({k: v for k in row if (v := plain(row[k])) is not ODD}) + "\n")
+    text = "".join(lines)
+    if not lines:
+        raise ValueError("data: it has no rows")
+    path = _file(folder, "data", text, ".jsonl")
+    return Named(str(path), path, text)
+
+
+def source(value: type[Environment] | types.FunctionType) -> str:
+    """The text of a module with the class or function and all that it uses."""
     parts: dict[str, str] = {}
-    _collect(cls.__name__, cls, cls.__name__, parts)
+    _collect(value.__name__, value, value.__name__, parts)
     imports = [text for text in parts.values() if text.startswith(("import ", "from "))]
     others = [text for text in parts.values() if text not in imports]
-    head = f"# The class {cls.__name__} of a notebook or script, and what it uses; written by lowroll.run."
+    head = f"# {value.__name__} of a notebook or script, and what it uses; written by lowroll.run."
     if any(
         found.__code__.co_flags & __future__.annotations.compiler_flag
-        for found in vars(cls).values()
+        for found in (value, *vars(value).values())
         if isinstance(found, types.FunctionType)
     ):
         head += "\nfrom __future__ import annotations\n"
@@ -108,7 +189,7 @@ def _collect(name: str, value: object, user: str, parts: dict[str, str]) -> None
     else:
         raise ValueError(
             f"{user} uses {name}, a {type(value).__name__} of the notebook, which has no text to copy: "
-            "make it in __init__, or put the environment into a file"
+            "make it in __init__ (of a function: inside it), or put all into a file"
         )
 
 
@@ -158,7 +239,7 @@ def _text(value: type | types.FunctionType) -> str:
             return "".join(lines[first - 1 : node.end_lineno]).rstrip()
     raise ValueError(
         f"the text of {value.__qualname__} cannot be found (a plain Python prompt keeps none, and it must "
-        "stand at the top level of a cell): put the environment into a file"
+        "stand at the top level of a cell): put it into a file"
     )
 
 

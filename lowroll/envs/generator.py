@@ -6,6 +6,10 @@ over sets of strings, so that their items also depend on Python's hash seed, whi
 processes. There a child process with a fixed hash seed makes the items, the same in every run; in
 the scoring workers, whose hash seed is the same, no child is needed.
 
+A level of difficulty is an option like any other, `curriculum_level`: reasoning-gym's own curriculum of
+the generator, with all its attributes at that level, says what it stands for; of a composite each
+part's own. Levels whose options the generator itself refuses are left out, and counting goes on.
+
 Some of the scorers evaluate the response as Python or sympy source. For those the answer must be a
 sentence of a small language (`LANGUAGES`) in which nothing but the task's own functions can be
 called; anything else is wrong, unread.
@@ -31,6 +35,7 @@ from typing import Any, Protocol
 from lowroll.envs import child
 from lowroll.envs.table import nearest
 
+LEVEL = "curriculum_level"
 BLOCK = 256  # items of one list: some generators prepare data for each item at construction
 CHILD_LIMIT = 60.0  # seconds for a child to answer
 KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed child
@@ -72,6 +77,14 @@ class ItemSource(Protocol):
 
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
         """The generator's reward for an answer to it."""
+
+
+def levels(name: str, options: dict[str, Any]) -> int:
+    """Levels of a generator's curriculum; of a composite those of the part that has most. ValueError
+    for one that has none, or an option that the curriculum moves."""
+    if sys.flags.hash_randomization:
+        return int(_server.ask(name, options, 0, "levels"))
+    return _num_levels(name, options)
 
 
 def source(name: str, options: dict[str, Any], seed: int) -> ItemSource:
@@ -221,6 +234,8 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
         ) from error
     if name not in DATASETS:
         raise ValueError(f"reasoning-gym has no generator {name!r}{nearest(name, list(DATASETS))}")
+    if LEVEL in options:
+        options = _at_level(name, options, options[LEVEL])
     config = DATASETS[name][1]
     known = [field.name for field in fields(config) if field.name not in ("seed", "size")]
     for key in options:
@@ -243,22 +258,88 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def _num_levels(name: str, options: dict[str, Any]) -> int:
+    if name == "composite":
+        _checked(name, options)
+        return max(len(_steps(part["name"])) for part in options["datasets"])
+    steps = _steps(name)
+    _checked(name, _at_level(name, options, len(steps) - 1))
+    return len(steps)
+
+
+def _at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
+    """The options of a level; above the last one that of the last."""
+    own = {key: value for key, value in options.items() if key != LEVEL}
+    if name == "composite":
+        parts = [
+            part | {"config": _at_level(part["name"], part.get("config", {}), level)}
+            for part in own["datasets"]
+        ]
+        return own | {"datasets": parts}
+    steps = _steps(name)
+    moved = steps[min(level, len(steps) - 1)]
+    if clash := sorted(moved.keys() & own.keys()):
+        raise ValueError(
+            f"reasoning-gym/{name}: {', '.join(clash)} is moved by the curriculum; leave it out, or "
+            "the curriculum"
+        )
+    return own | moved
+
+
+@lru_cache(maxsize=128)
+def _steps(name: str) -> list[dict[str, Any]]:
+    """What each level of a generator's curriculum sets."""
+    from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
+
+    if name not in DATASETS:
+        raise ValueError(f"reasoning-gym has no generator {name!r}{nearest(name, list(DATASETS))}")
+    if name not in CURRICULA:
+        raise ValueError(f"reasoning-gym/{name} has no curriculum")
+    curriculum = create_curriculum(name)
+    most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
+    plain = vars(DATASETS[name][1]())
+    found = []
+    for level in range(most):
+        curriculum.set_global_level(level)
+        try:
+            config = curriculum.generate_configuration()
+            if hasattr(config, "validate"):
+                config.validate()
+        except (AssertionError, ValueError):
+            continue
+        own = {k: v for k, v in vars(config).items() if k not in ("seed", "size")}
+        found.append({k: v for k, v in own.items() if v != plain[k] or _moves(curriculum, k)})
+    return found
+
+
+def _moves(curriculum: Any, key: str) -> bool:
+    names = ("field_name", "lower_field_name", "upper_field_name")
+    return any(
+        key == getattr(attribute, name, None)
+        for attribute in curriculum.attributes.values()
+        for name in names
+    )
+
+
 @lru_cache(maxsize=128)
 def _generator(key: str) -> Generator:
     return Generator(*json.loads(key))
 
 
 def main() -> None:
-    """The child. A request line is [name, options, seed, "check" | "item" | "score", arguments...];
-    one reply each."""
+    """The child. A request line is [name, options, seed, verb, arguments...], the verb
+    "check", "levels", "item" or "score"; one reply each."""
     child.die_with(int(sys.argv[1]))
     requests, replies = child.private_streams()
     for line in requests:
         name, options, seed, verb, *arguments = json.loads(line)
         reply: dict[str, Any] = {}
         try:
-            generator = _generator(json.dumps([name, options, seed]))
-            if verb != "check":
+            if verb == "levels":
+                reply["result"] = _num_levels(name, options)
+            else:
+                generator = _generator(json.dumps([name, options, seed]))
+            if verb not in ("check", "levels"):
                 reply["result"] = (
                     generator.item(*arguments) if verb == "item" else generator.score(*arguments)
                 )

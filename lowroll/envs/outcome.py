@@ -28,6 +28,10 @@ class InvalidScore(ValueError):
     """A scorer returned what is no score."""
 
 
+class ScorerFailed(Exception):
+    """What a scorer's code raised, with its place, in words."""
+
+
 def judge(env: Environment, prompt: Prompt, text: str) -> Score:
     """The score of a response. InvalidScore says what came in its place; what the scorer raises
     goes through.
@@ -35,11 +39,15 @@ def judge(env: Environment, prompt: Prompt, text: str) -> Score:
     An `async def score` runs on an event loop that lives as long as this process, so that it may
     keep a client open.
     """
-    value = env.score(prompt, text)
-    if inspect.isawaitable(value):
-        thread, runner = _loop()
-        value = thread.submit(runner.run, _result(value)).result()
-    return as_score(value)
+    return as_score(awaited(env.score(prompt, text)))
+
+
+def awaited(value: Any) -> Any:
+    """A value, or the result of an awaitable."""
+    if not inspect.isawaitable(value):
+        return value
+    thread, runner = _loop()
+    return thread.submit(runner.run, _result(value)).result()
 
 
 @cache

@@ -4,16 +4,22 @@ optional package).
 Task `index` is the first of the draws (split, 0, index), (split, 1, index), ... whose question's
 hash lies in the split. The scorer makes the item anew from those numbers, so whatever a generator
 keeps in it never crosses a pipe; a digest proves that it made the same one.
+
+`curriculum: true`, or a mapping of `envs.curriculum.Curriculum`'s settings: the level of difficulty
+follows the reward.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import fields
 from typing import Any
 
 from lowroll.envs.base import Environment, bounded, split_of
-from lowroll.envs.generator import source
+from lowroll.envs.curriculum import Curriculum
+from lowroll.envs.generator import LEVEL, ItemSource, levels, source
+from lowroll.envs.table import nearest
 from lowroll.types import Prompt, Score
 
 SYSTEM = "Think step by step. Then give the final answer, and nothing else, between <answer> and </answer>."
@@ -34,28 +40,43 @@ class ReasoningGym(Environment):
         generator: str,
         system: str | None = SYSTEM,
         template: str = "{text}",
+        curriculum: bool | dict[str, Any] = False,
         **options: Any,
     ) -> None:
         super().__init__(name=name, seed=seed, system=system, template=template)
-        self.generator = generator
+        self.generator, self.options = generator, options
+        self._at_level: dict[int | None, ItemSource] = {}
         try:
-            self.items = source(generator, options, seed)
+            self.curriculum = _rule(curriculum, generator, options)
+            self.items(None if self.curriculum is None else self.curriculum.start)
         except ValueError as error:
             raise ValueError(f"env {name!r}: {error}") from error
+
+    def items(self, level: int | None) -> ItemSource:
+        """The items of a level; None: of the options as they are."""
+        if level not in self._at_level:
+            options = self.options if level is None else {**self.options, LEVEL: level}
+            self._at_level[level] = source(self.generator, options, self.seed)
+        return self._at_level[level]
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
         """Question number `index` of a split. ValueError when the generator has too few different
         questions."""
         self.rng(split, index)  # checks both
+        number, level = index, None
+        if self.curriculum is not None:
+            number, level = divmod(index, self.curriculum.levels)
+        items = self.items(level)
         for draw in range(MAX_DRAWS):
-            question, answer = self.items.item(split, draw, index)
+            question, answer = items.item(split, draw, number)
             # an empty answer is a slip of the generator
             if split_of(question) == split and answer != "":
                 info = {
-                    "item": [split, draw, index],
+                    "item": [split, draw, number],
                     "digest": _digest(question, answer),
                     "answer": answer,
                 }
+                info |= {} if level is None else {"level": level}
                 return self.ask(question, index, split, info)
         raise ValueError(
             f"env {self.name!r}: no {split} task in {MAX_DRAWS} draws: too few different questions"
@@ -64,16 +85,20 @@ class ReasoningGym(Environment):
     def score(self, prompt: Prompt, text: str) -> Score:
         """The generator's own reward, in [0, 1]; 0 without an answer tag. ValueError if it makes
         another item."""
+        level = prompt.info.get("level")
+        metrics = {} if level is None else {"level": float(level)}
         found = ANSWER.findall(bounded(text))
         if not found:
-            return Score(0.0, {"has_answer": 0.0})
+            return Score(0.0, {"has_answer": 0.0} | metrics)
         split, draw, index = prompt.info["item"]
-        if _digest(*self.items.item(split, draw, index)) != prompt.info["digest"]:
+        items = self.items(level)
+        if _digest(*items.item(split, draw, index)) != prompt.info["digest"]:
             raise ValueError(
                 f"{self.generator} does not make the item of {prompt.id} again: another version of "
                 "reasoning-gym, or not reproducible"
             )
-        return Score(self.items.score(split, draw, index, found[-1].strip()), {"has_answer": 1.0})
+        reward = items.score(split, draw, index, found[-1].strip())
+        return Score(reward, {"has_answer": 1.0} | metrics)
 
     def gold(self, prompt: Prompt) -> str:
         """The stored answer; NotImplementedError for the few generators that store none."""
@@ -98,6 +123,27 @@ class ReasoningGym(Environment):
         if prompt.info["answer"] is None:
             raise NotImplementedError(f"reasoning-gym/{self.generator} stores no answer")
         return prompt.info["answer"]
+
+
+def _rule(
+    asked: bool | dict[str, Any], generator: str, options: dict[str, Any]
+) -> Curriculum | None:
+    """The curriculum that is asked for. ValueError names what is wrong with it."""
+    if asked is False or asked is None:
+        return None
+    if asked is not True and not isinstance(asked, dict):
+        raise ValueError(f"curriculum: expected true or a mapping, got {asked!r}")
+    settings = {} if asked is True else asked
+    known = [field.name for field in fields(Curriculum)]
+    for key in settings:
+        if key not in known:
+            raise ValueError(
+                f"curriculum: no setting {key!r}{nearest(key, known)}; known: {', '.join(known)}"
+            )
+    most = levels(generator, options)
+    if settings.get("levels", 1) > most:
+        raise ValueError(f"curriculum: levels: reasoning-gym/{generator} has {most}")
+    return Curriculum(**{"levels": most, **settings})
 
 
 def _digest(question: str, answer: str | None) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from lowroll.envs.base import Environment
 from lowroll.envs.blame import blamed
+from lowroll.envs.sets.table import CLASSES, PREFIX, named
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ TABLE = {
     "gsm8k": "lowroll.envs.gsm8k:GSM8K",
     "math": "lowroll.envs.math:Math",
     "code": "lowroll.envs.code:Code",
+    "data": "lowroll.envs.data.environment:Data",
 }
 REASONING_GYM = "reasoning-gym/"
 
@@ -54,6 +56,7 @@ def make(
     env = construct(id, name=name, args=args, seed=seed)
     with blamed(f"env {env.name!r}", own_file(type(env))):
         env.size("train")  # reads the data, so that a bad file is an error now
+        _ = env.tools  # as is a function that cannot be described
     return env
 
 
@@ -69,6 +72,10 @@ def construct(
     elif id.startswith(REASONING_GYM):
         cls = _class_at("lowroll.envs.reasoning_gym:ReasoningGym")
         args |= {"generator": id.removeprefix(REASONING_GYM)}
+    elif id.startswith(PREFIX):
+        held_out = named(id.removeprefix(PREFIX))
+        cls = _class_at(CLASSES[held_out.rule])
+        args |= {"set": held_out.name}
     elif id in TABLE:
         cls = _class_at(TABLE[id])
     else:
@@ -110,7 +117,7 @@ def _class_at(place: str) -> type[Environment]:
 def _class_in_file(file: Path, class_name: str | None) -> type[Environment]:
     if not file.is_file():
         raise ValueError(f"environment file {file} does not exist")
-    module = _import_file(file)
+    module = import_file(file)
     own = {
         key: value
         for key, value in vars(module).items()
@@ -147,7 +154,8 @@ def _lacks(file: Path, cls: type[Environment]) -> str:
     return f"{file}: class {cls.__name__} lacks {', '.join(missing)}{hint}"
 
 
-def _import_file(file: Path) -> ModuleType:
+def import_file(file: Path) -> ModuleType:
+    """Run a user's own file. ValueError names its line that fails."""
     if (folder := str(file.parent)) not in sys.path:
         sys.path.append(folder)  # last, so that modules beside the file are found and hide none
     key = f"lowroll_env_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
@@ -156,7 +164,7 @@ def _import_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[key] = module  # dataclasses look their module up while the file is being run
     try:
-        with blamed("the environment cannot be imported", str(file)):
+        with blamed("it cannot be imported", str(file)):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[key]

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from lowroll.envs import blame, child
 from lowroll.envs.base import Environment
 from lowroll.envs.keeper import keep
-from lowroll.envs.outcome import InvalidScore, judge
+from lowroll.envs.outcome import InvalidScore, ScorerFailed, judge
 from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt
 
@@ -51,6 +51,8 @@ def score_item(env: Environment, prompt: Prompt, text: str) -> dict[str, Any]:
         return {"error": "memory", "message": "the scorer ran out of memory"}
     except InvalidScore as error:
         return {"error": "invalid", "message": str(error)}
+    except ScorerFailed as error:
+        return {"error": "exception", "message": str(error)[:MAX_MESSAGE]}
     except (Exception, SystemExit) as error:
         file = own_file(type(env))
         where = f" ({blame.place(error, file)})" if file else ""

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,14 @@ class Template:
         self.child: subprocess.Popen[bytes] | None = None
         self.lock = threading.Lock()
 
-    def render(self, messages: list[dict[str, Any]], open_turn: bool = True) -> str:
-        """The text of a conversation; open_turn: with the header that opens the assistant's turn.
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        open_turn: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
+        """The text of a conversation; open_turn: with the header that opens the assistant's turn;
+        tools: what the template is to show of them, JSON schemas.
 
         ValueError in one line for what the template raises, and when it takes too long or too much
         memory."""
@@ -63,7 +70,11 @@ class Template:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
-        asked = {"messages": messages, "add_generation_prompt": open_turn}
+        asked = {
+            "messages": messages,
+            "add_generation_prompt": open_turn,
+            "tools": list(tools) or None,
+        }
         with self.lock:
             served = self.child is not None
             try:

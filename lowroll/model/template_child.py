@@ -1,7 +1,7 @@
 """The child that renders a chat template: `python template_child.py`. `model.template` starts it.
 
 One JSON object a line. In: first {"template", "variables", "memory_mb", "seconds"}, then
-{"messages", "add_generation_prompt"}. Out: {"ready": true} or {"error": why}, then {"text"} or
+{"messages", "add_generation_prompt", "tools"}. Out: {"ready": true} or {"error": why}, then {"text"} or
 {"error"} a request.
 
 The parent ends a child that takes too long. One whose parent has died reads the end of its input;
@@ -150,7 +150,7 @@ def main() -> None:
             asked = json.loads(line)
             text = template.render(
                 messages=asked["messages"],
-                tools=None,
+                tools=asked["tools"],
                 documents=None,
                 add_generation_prompt=asked["add_generation_prompt"],
                 **setup["variables"],

@@ -3,11 +3,13 @@ takes seconds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lowroll.model.folder import MOST_TOKENIZER, read_json, regular
 from lowroll.model.template import template
+from lowroll.tool_calls import FORMATS, Message, format_of, read
 from lowroll.types import printable
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -99,24 +101,64 @@ class ChatTokenizer:
     text.
 
     ValueError for a tokenizer without a chat template. Templates are rendered in a child with
-    bounds (`model.template`)."""
+    bounds (`model.template`). tool_format: how the model writes calls of tools (`tool_calls`); None:
+    as the template shows it."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tool_format: str | None = None) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "tokenizer: it has no chat template (chat_template.jinja or tokenizer_config.json)"
             )
         self.tokenizer = tokenizer
+        self._tool_format = tool_format
 
-    def encode_chat(self, messages: list[dict[str, Any]], open_turn: bool = True) -> list[int]:
-        """Ids of a conversation; open_turn: with the header that opens the assistant's turn.
-        ValueError says what the template objects to."""
+    @property
+    def source(self) -> str:
+        """The chat template's text."""
         source = self.tokenizer.get_chat_template()
         if not isinstance(source, str):
             raise ValueError(f"chat template: expected a text, got {printable(repr(source))}")
+        return source
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        open_turn: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
+        """Ids of a conversation; open_turn: with the header that opens the assistant's turn; tools:
+        JSON schemas of those that the model may call. ValueError says what the template objects to,
+        and when it cannot show tools."""
+        source = self.source
+        if tools and "tools" not in source:
+            raise ValueError(
+                "chat template: it says nothing of `tools`, so this model cannot be shown any; take "
+                "a model whose template does, or describe them in the prompt"
+            )
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        text = template(source, tuple(variables.items())).render(messages, open_turn)
+        text = template(source, tuple(variables.items())).render(messages, open_turn, tools)
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    @property
+    def tool_format(self) -> str:
+        """How the model writes calls of tools. ValueError when nothing says it."""
+        found = self._tool_format or format_of(self.source)
+        if found is None:
+            raise ValueError(
+                "chat template: it shows none of the known formats of tool calls; name one "
+                f"(rollout.tool_call_parser: {', '.join(FORMATS)})"
+            )
+        return found
+
+    def turn(self, token_ids: list[int], tools: bool = False) -> Message:
+        """A response as a chat message, all of its text as its content; tools: with the calls that
+        it makes, and why others are none (`tool_calls.Spoken.message`)."""
+        content = self.decode(token_ids)
+        if not tools:
+            return {"role": "assistant", "content": content}
+        # the marks of some formats are special tokens
+        marked = str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        return read(self.tool_format, marked).message(content)
 
     def encode_response(self, text: str) -> list[int]:
         """Ids of an assistant turn, its end-of-sequence id included. ValueError when the tokenizer

@@ -4,7 +4,7 @@ channel."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from lowroll.types import Batch, Group, Prompt, Request, Score, ScoreError
 
@@ -66,8 +66,11 @@ class WeightsWatch(Protocol):
 class Tokenizer(Protocol):
     """The chat template and the way back to text."""
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of the conversation, with the header that opens the assistant's turn."""
+    def encode_chat(
+        self, messages: list[dict[str, str]], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """Ids of the conversation, with the header that opens the assistant's turn; tools: JSON
+        schemas of those that the model may call."""
         ...
 
     def decode(self, token_ids: list[int]) -> str:

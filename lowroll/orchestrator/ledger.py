@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from lowroll.envs.curriculum import Progress
 from lowroll.orchestrator.settings import Settings
 
 COUNTS = ("draws", "planned", "consumed", "dropped", "passed_over", "duplicates", "pooled")
@@ -129,29 +130,36 @@ class Ledger:
     pooled: int = 0  # prompts of the easy or the hard pool
     open: list[Planned] = field(default_factory=list)  # in planned order
     pools: Pools = field(default_factory=Pools)
+    levels: dict[str, Progress] = field(default_factory=dict)  # of environments with a curriculum
 
     def copy(self) -> Ledger:
         """An independent ledger to plan on."""
         return replace(
-            self, cursors=dict(self.cursors), open=list(self.open), pools=self.pools.copy()
+            self,
+            cursors=dict(self.cursors),
+            open=list(self.open),
+            pools=self.pools.copy(),
+            levels=dict(self.levels),
         )
 
     def state(self) -> dict[str, Any]:
         """JSON form of the ledger."""
         done = self.consumed + self.dropped + len(self.open)
         assert self.planned == done, "ledger: planned != consumed + dropped + open"
+        levels = {name: vars(one) for name, one in sorted(self.levels.items())}
         return {
             **{name: getattr(self, name) for name in COUNTS},
             "cursors": dict(self.cursors),
             "open": [vars(one) for one in self.open],
             "pools": self.pools.state(),
+            **({"levels": levels} if levels else {}),
         }
 
     @classmethod
     def of(cls, state: Mapping[str, Any], env_names: set[str]) -> Ledger:
         """The ledger of a state. Raises ValueError naming the field that does not fit."""
-        names = set(cls.__dataclass_fields__)
-        if set(state) != names:
+        names = set(cls.__dataclass_fields__) - {"levels"}  # of runs with a curriculum alone
+        if set(state) - {"levels"} != names:
             raise ValueError(f"ledger: expected the fields {sorted(names)}, got {sorted(state)}")
         cursors, opened = state["cursors"], state["open"]
         if not isinstance(cursors, Mapping) or set(cursors) != env_names:
@@ -161,6 +169,9 @@ class Ledger:
         for name, count in _counts(state):
             if type(count) is not int or count < 0:
                 raise ValueError(f"ledger.{name}: expected a count, got {count!r}")
+        levels = state.get("levels", {})
+        if not isinstance(levels, Mapping) or not set(levels) <= env_names:
+            raise ValueError(f"ledger.levels: expected environments, got {levels!r}")
         if not isinstance(opened, list):
             raise ValueError(f"ledger.open: expected a list, got {opened!r}")
         if state["planned"] != state["consumed"] + state["dropped"] + len(opened):
@@ -170,6 +181,7 @@ class Ledger:
             cursors=dict(cursors),
             open=[Planned.of(one, env_names) for one in opened],
             pools=Pools.of(state["pools"]),
+            levels={name: Progress.of(one) for name, one in levels.items()},
         )
 
 

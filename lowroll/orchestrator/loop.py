@@ -249,6 +249,8 @@ class Orchestrator:
             prompt, scores = group.samples[0].prompt, group.scores()
             if scores and self.source.is_finite(prompt.env):
                 ledger.pools.place(prompt.env, prompt.id, scores, self.settings)
+        scored = [(group.samples[0].prompt, group.scores()) for group in harvest.groups]
+        self.source.learn(ledger, scored)
         batch = self._batch(step, temperature, harvest, ledger, version)
         self._watch(batch)
         self._log(batch, harvest.lost)

@@ -9,6 +9,9 @@ checkpoint keeps: it moves on only when a batch has really been handed over.
 Of a data set of finite size, prompts can be passed over that are too easy or too hard (the ledger's
 pools), and all but the first of those that have the same `hash_keys`. What is a duplicate is a
 function of the data alone: positions before the one in question are read again after a restart.
+
+Where an environment has a curriculum, its cursor counts tasks, and the position says the level, too
+(`envs.curriculum`).
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from lowroll.envs.curriculum import Progress
 from lowroll.envs.tasks import prompt_at
 from lowroll.orchestrator.client import Tokenizer
 from lowroll.orchestrator.errors import NoSignal
@@ -79,9 +84,9 @@ class PromptSource:
         limit = self.settings.max_prompt_tokens
         while len(drawn) < count:
             name = self.choose(ledger.draws)
-            position = ledger.cursors.get(name, 0)
+            position = self._position(ledger, name)
             ledger.draws += 1
-            ledger.cursors[name] = position + 1
+            ledger.cursors[name] = ledger.cursors.get(name, 0) + 1
             if self._is_unwanted(ledger, name, position):
                 unwanted += 1
                 self._refuse_emptiness(ledger, unwanted)
@@ -121,6 +126,28 @@ class PromptSource:
     def is_finite(self, name: str) -> bool:
         """Whether an environment's prompts come again."""
         return self._sizes[name] is not None
+
+    def learn(self, ledger: Ledger, groups: Sequence[tuple[Prompt, list[float]]]) -> None:
+        """Move the levels of curricula by the rewards of a batch's groups."""
+        for name, env in self.envs.items():
+            rule = env.curriculum
+            if rule is None:
+                continue
+            now = ledger.levels.get(name, Progress(rule.start))
+            means = [
+                fmean(rewards)
+                for prompt, rewards in groups
+                if prompt.env == name and prompt.info["level"] == now.level and rewards
+            ]
+            ledger.levels[name] = now.after(rule, means)
+
+    def _position(self, ledger: Ledger, name: str) -> int:
+        """Of an environment's next prompt."""
+        number, rule = ledger.cursors.get(name, 0), self.envs[name].curriculum
+        if rule is None:
+            return number
+        level = ledger.levels.get(name, Progress(rule.start)).level
+        return rule.position(number, min(level, rule.levels - 1))
 
     def _at(self, name: str, position: int, temperature: float) -> Draw:
         settings = self.settings
@@ -219,7 +246,7 @@ def draw_at(
         raise ValueError(
             f"environment {name!r}: prompt {prompt.id!r} says it belongs to {prompt.env!r}"
         )
-    prompt_ids = list(tokenizer.encode_chat(prompt.messages))
+    prompt_ids = encode(env, prompt, tokenizer)
     if not prompt_ids:
         raise ValueError(f"environment {name!r}: prompt {prompt.id!r} has no tokens")
     return Draw(
@@ -233,3 +260,14 @@ def draw_at(
         ),
         position,
     )
+
+
+def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a prompt in the chat template, with the environment's tools where it has some.
+    ValueError names an environment whose tools the template cannot show."""
+    if not env.tools:
+        return list(tokenizer.encode_chat(prompt.messages))
+    try:
+        return list(tokenizer.encode_chat(prompt.messages, tools=env.tools))
+    except ValueError as error:
+        raise ValueError(f"environment {env.name!r}: {error}") from error

@@ -28,7 +28,7 @@ from lowroll.metrics import trackers
 from lowroll.metrics.live import duration
 from lowroll.metrics.record import Record
 from lowroll.runs import hub
-from lowroll.runs.folder import LOGS, RunFolder
+from lowroll.runs.folder import FINAL, LOGS, RunFolder
 from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,16 @@ class RunResult:
     records: list[Record]
     ended: str = ""
     signal: int = 0
+
+    @property
+    def model(self) -> Path:
+        """The trained model, or adapter, as a Hugging Face folder; there once the run has finished."""
+        return self.folder / FINAL
+
+    @property
+    def metrics(self) -> Record:
+        """The record of the last step; {} before there is one."""
+        return self.records[-1] if self.records else {}
 
     @property
     def interrupted(self) -> bool:

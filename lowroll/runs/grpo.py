@@ -58,8 +58,8 @@ def run(
     """Train as a YAML file, a nested mapping of the same keys or a RunConfig says; returns the run
     folder and its records. overrides: dotted keys, {"train.max_steps": 20}.
 
-    In Python the `id` of an environment may be a class, also one of a notebook's cell: see
-    `lowroll.envs.cells`.
+    In Python the `id` of an environment may be a class, `reward_funcs` may be functions, also of a
+    notebook's cell, and `data` may be rows: see `lowroll.envs.cells`.
 
     ValueError names what is wrong with the configuration, the model, the data or the run folder,
     before training starts. A folder that holds a run with steps is refused; with `resume`, its
@@ -70,7 +70,7 @@ def run(
     cfg, texts = configuration.read(config, overrides or {})
     resume = resume or goes_on(cfg)
     if cfg.launcher == "local":
-        return launch(cfg, resume=resume, overwrite=overwrite)
+        return launch(cfg, texts, resume=resume, overwrite=overwrite)
     if problems := one_process_problems(cfg):
         raise ValueError("\n".join(problems))
     cfg = cfg.resolved()
@@ -110,7 +110,7 @@ class Run:
         outline = models.outline("model", given.model, self.compute)
         spec = outline.spec
         prompts.check_stages(given, spec)
-        chat = models.tokenizer(given.model)
+        chat = models.tokenizer(given.model, given.rollout.tool_call_parser)
         tasks = Tasks(given)
         planner = self._planner(given, outline, chat, tasks)
         cached = self.checkpoints.cache_tokens

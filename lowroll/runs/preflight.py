@@ -84,6 +84,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
             found.attempt(lambda env=env: _has_tests(env))  # type: ignore[misc]
     if compute is None or model is None or chat is None or found.problems:
         return found
+    found.notes += found.attempt(lambda: prompts.passed_over(cfg, model.spec, chat, envs)) or []
     beside = found.attempt(lambda: _beside(cfg, compute, model, chat))
     works = found.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
     if cfg.rollout.engine != "native":

@@ -40,16 +40,21 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What was asked, as chat messages, and the response to learn."""
+    """What was asked, as chat messages, the response to learn, and the JSON schemas of tools that
+    the prompt shows."""
 
     messages: list[dict[str, str]]
     response: str
+    tools: Sequence[dict[str, Any]] = ()
 
 
 class Demonstrator(Protocol):
     """What the warm start asks of an environment (`lowroll.envs.Environment` is one)."""
 
     name: str
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]: ...
 
     def size(self, split: str = "train") -> int | None: ...
 
@@ -198,7 +203,7 @@ def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
     )
     return Sample(
         Prompt("demonstration", "sft", example.messages),
-        tokenizer.encode_chat(example.messages),
+        tokenizer.encode_chat(example.messages, tools=example.tools),
         demonstrated,
         example.response,
         Score(1.0),
@@ -243,7 +248,7 @@ def demonstrations(
             continue
         prompt = env.prompt(index, "train")
         try:
-            found.append(Demonstration(prompt.messages, env.gold(prompt)))
+            found.append(Demonstration(prompt.messages, env.gold(prompt), env.tools))
         except NotImplementedError:
             continue
     if not found:

@@ -352,10 +352,10 @@ GOLD = "    def gold(self, prompt): return 'g'\n    def perturbed(self, prompt):
         ),
         (
             "import json\nimport nothing_like_it\n",
-            r"mine\.py:2: the environment cannot be imported: ModuleNotFoundError: "
+            r"mine\.py:2: it cannot be imported: ModuleNotFoundError: "
             r"No module named 'nothing_like_it'$",
         ),
-        ("x = 1\ndef f(:\n", r"mine\.py:2: the environment cannot be imported: SyntaxError: "),
+        ("x = 1\ndef f(:\n", r"mine\.py:2: it cannot be imported: SyntaxError: "),
         (
             HEAD
             + PROMPT

@@ -20,10 +20,11 @@ FILES = {
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "machine": (set(), set()),
+    "tool_calls": (set(), set()),
     # config -> types: what the engine can be asked for bounds what a file may ask for; quant, kv,
     # objectives, advantages: their tables are the words that it may ask with, and need no torch
     "config": (
-        {"types", "quant", "kv", "objectives", "advantages"},
+        {"types", "quant", "kv", "objectives", "advantages", "tool_calls"},
         {"pydantic", "pydantic_core", "yaml"},
     ),
     # quant -> kernels: a format multiplies by its kernel
@@ -32,7 +33,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # model -> checkpoint: folders of weights are published by the one atomic publisher, which knows
     # no model
     "model": (
-        {"quant", "kernels", "types", "machine", "checkpoint"},
+        {"quant", "kernels", "types", "machine", "checkpoint", "tool_calls"},
         {"torch", "safetensors", "transformers", "tokenizers", "huggingface_hub", "jinja2"},
     ),
     "kernels": (set(), {"torch", "triton"}),
@@ -52,14 +53,24 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # server -> weights, transport: new weights are read from a broadcast's folder and handed on as
     # updates
     "server": (
-        {"engine", "model", "types", "weights", "transport", "checkpoint", "machine"},
+        {"engine", "model", "types", "weights", "transport", "checkpoint", "machine", "tool_calls"},
         {"aiohttp", "prometheus_client", "pydantic"},
     ),
     "objectives": (set(), {"torch"}),
     "advantages": (set(), set()),
+    # transformers makes the JSON schemas of functions, where a run begins
     "envs": (
-        {"types", "machine"},
-        {"math_verify", "latex2sympy2_extended", "sympy", "reasoning_gym", "datasets", "pyarrow"},
+        {"types", "machine", "tool_calls"},
+        {
+            "transformers",
+            "verifiers",
+            "math_verify",
+            "latex2sympy2_extended",
+            "sympy",
+            "reasoning_gym",
+            "datasets",
+            "pyarrow",
+        },
     ),
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
     "transport": ({"types", "checkpoint"}, {"zmq"}),

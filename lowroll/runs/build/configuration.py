@@ -1,12 +1,14 @@
-"""The configuration of a run that Python code starts: an environment may be a class of it."""
+"""The configuration of a run that Python code starts: an environment may be a class of it, a reward
+function a function, and data may be rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from lowroll.config import RunConfig, as_config
-from lowroll.envs import Environment, cells
+from lowroll.envs import cells
 from lowroll.runs.folder import ENVIRONMENTS
 
 
@@ -14,23 +16,24 @@ def read(
     config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object]
 ) -> tuple[RunConfig, dict[Path, str]]:
     """The settings of a YAML file, a mapping or a RunConfig. An `env` may be, or have as its `id`,
-    an Environment class; one of a notebook or script needs a file in `output_dir/environments`.
-    Beside the settings the texts of these files, which are not written here."""
-    classes: list[type[Environment]] = []
+    an Environment class; `reward_funcs` may be functions; `data` may be rows. What a notebook or
+    script has of them needs a file in `output_dir/environments`. Beside the settings the texts of
+    these files, which are not written here."""
+    found: list[Any] = []
     texts: dict[Path, str] = {}
 
-    def made(write: Callable[[type[Environment]], str]) -> RunConfig:
+    def made(write: Callable[[Any], str]) -> RunConfig:
         return as_config(cells.replaced(config, write), cells.replaced(overrides, write))
 
-    def look(cls: type[Environment]) -> str:
-        classes.append(cls)
+    def look(value: Any) -> str:
+        found.append(value)
         return "reverse-text"
 
-    def name(cls: type[Environment]) -> str:
-        path, text = cells.as_file(cls, Path(cfg.output_dir) / ENVIRONMENTS)
-        if text is not None:
-            texts[path] = text
-        return f"{path}:{cls.__qualname__}"
+    def name(value: Any) -> str:
+        named = cells.named(value, Path(cfg.output_dir) / ENVIRONMENTS)
+        if named.file is not None:
+            texts[named.file] = named.text
+        return named.id
 
     cfg = made(look)
-    return made(name) if classes else cfg, texts
+    return made(name) if found else cfg, texts

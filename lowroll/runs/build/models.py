@@ -76,9 +76,9 @@ def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
     return found
 
 
-def tokenizer(source: str | Path) -> ChatTokenizer:
-    """The chat tokenizer of a model folder or hub id."""
-    return ChatTokenizer(load_tokenizer(hf.resolve(source, weights=False)))
+def tokenizer(source: str | Path, tool_format: str | None = None) -> ChatTokenizer:
+    """The chat tokenizer of a model folder or hub id. tool_format: as `ChatTokenizer`'s."""
+    return ChatTokenizer(load_tokenizer(hf.resolve(source, weights=False)), tool_format)
 
 
 def critic(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Critic | None:

@@ -3,17 +3,21 @@ torch."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lowroll.config import RunConfig
 from lowroll.envs import Environment
 from lowroll.envs.tasks import prompt_at
+from lowroll.orchestrator.source import encode
 from lowroll.runs.build import caches
 
 if TYPE_CHECKING:
     from lowroll.model.spec import ModelSpec
     from lowroll.model.tokenizer import ChatTokenizer
+
+log = logging.getLogger(__name__)
 
 LOOKED_AT = 128  # prompts of an environment whose lengths size the KV cache
 
@@ -22,8 +26,7 @@ def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> li
     """Tokens of the first prompts of a split."""
     size = env.size(split)
     return [
-        len(chat.encode_chat(prompt_at(env, i, split).messages))
-        for i in range(min(count, size or count))
+        len(encode(env, prompt_at(env, i, split), chat)) for i in range(min(count, size or count))
     ]
 
 
@@ -64,9 +67,12 @@ def check(
     envs: Mapping[str, Environment],
     split: str = "train",
 ) -> None:
-    """ValueError naming the setting to which all of an environment's first prompts are too long."""
+    """ValueError naming the setting to which all of an environment's first prompts are too long. A
+    line in the log says how many are, where some fit."""
     for now in cfg.each_stage():
         most = longest(now, spec)
+        for line in passed_over(now, spec, chat, envs, split):
+            log.warning("%s", line)
         for env in envs.values():
             found = lengths(env, split, LOOKED_AT, chat)
             if found and min(found) > most:
@@ -77,6 +83,27 @@ def check(
                     f"prompts of env {env.name!r} has {min(found)} and rollout.max_tokens is "
                     f"{response}, which makes {min(found) + response}"
                 )
+
+
+def passed_over(
+    cfg: RunConfig,
+    spec: ModelSpec,
+    chat: ChatTokenizer,
+    envs: Mapping[str, Environment],
+    split: str = "train",
+) -> list[str]:
+    """A line for each environment of which some of the first prompts are too long to be asked."""
+    most, tokens, key, _ = _limit(cfg, spec)
+    lines = []
+    for env in envs.values():
+        found = lengths(env, split, LOOKED_AT, chat)
+        if many := sum(length > most for length in found):
+            lines.append(
+                f"env {env.name!r}: {many} of the first {len(found)} prompts have more than {most} "
+                f"tokens and are passed over ({key}: {tokens}, of which a response may take "
+                f"{cfg.rollout.max_tokens}); rollout/passed_over_prompts counts them"
+            )
+    return lines
 
 
 def check_stages(cfg: RunConfig, spec: ModelSpec) -> None:

@@ -6,7 +6,8 @@ from lowroll.config import RunConfig
 from lowroll.config.critic import CriticConfig
 from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig
-from lowroll.config.schema import NoiseConfig, SftConfig, TrainConfig
+from lowroll.config.noise import NoiseConfig
+from lowroll.config.schema import SftConfig, TrainConfig
 from lowroll.objectives.objective import select
 from lowroll.runs.build.mirror import Mirror
 from lowroll.trainer.critic import CriticSettings

@@ -46,9 +46,15 @@ STOPPING_S = 590.0  # for the trainer's step and checkpoint
 USERS_MISTAKE = 2  # the exit code of commands
 
 
-def launch(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
+def launch(
+    cfg: RunConfig,
+    texts: Mapping[Path, str] | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> RunResult:
     """Make a run by its roles; returns the run folder and its records. The folder is treated as by
-    `lowroll.run`.
+    `lowroll.run`. texts: files of a notebook or script that the roles need.
 
     RunLockedError names who makes or launches a run in the folder already; RunFailed the role that could not
     be kept alive, with its own last error.
@@ -64,6 +70,7 @@ def launch(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> 
         _free(place.run)
         home.check(resume, overwrite)
         stack.enter_context(log_file(place.run, lock.attempt, LAUNCHER))
+        home.keep(texts or {})
         settings = place.roles / "launch.yaml"
         write_file(settings, cfg.dump().encode())
         stop = stack.enter_context(polite_stop())

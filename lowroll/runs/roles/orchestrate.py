@@ -141,7 +141,7 @@ class Orchestration:
         self.last = cfg.train.max_steps
         folder = resolve(cfg.model, weights=False)
         spec = read_spec(folder)
-        self.chat = ChatTokenizer(FileTokenizer(folder))
+        self.chat = ChatTokenizer(FileTokenizer(folder), cfg.rollout.tool_call_parser)
         self.tasks = Tasks(cfg)
         heart.say(phase="waiting", doing="for the trainer")
         tell(f"waiting for the trainer in {place.run} (lowroll train)")

@@ -1,0 +1,80 @@
+"""Difficulty that follows the measured reward.
+
+An environment with a curriculum has tasks of `levels` levels. Its position p asks for task
+p // levels of level p % levels, so that `prompt` stays a pure function, and the test split, whose
+positions come one after the other, holds all levels alike. Which level the training prompts are
+drawn from is state of the run: it lies in the ledger, and so in every checkpoint.
+
+The rule. After each batch the groups of the present level are counted, with their mean rewards. Once
+they are `window` or more, the level goes up by one if their mean is at least `raise_at`, down by one
+if it is at most `lower_at`, and the count begins anew. Groups of another level, which were drawn
+before it changed, count nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """levels: how many there are; start: the first one, from 0."""
+
+    levels: int
+    start: int = 0
+    window: int = 32  # groups
+    raise_at: float = 0.8  # mean rewards
+    lower_at: float = 0.2
+
+    def __post_init__(self) -> None:
+        counts = {"levels": self.levels, "start": self.start, "window": self.window}
+        for name, value in counts.items():
+            if type(value) is not int or value < (name != "start"):
+                raise ValueError(f"curriculum: {name} must be a count, got {value!r}")
+        if self.start >= self.levels:
+            raise ValueError(
+                f"curriculum: start is {self.start}, and the levels are 0 to {self.levels - 1}"
+            )
+        for name, share in (("raise_at", self.raise_at), ("lower_at", self.lower_at)):
+            if isinstance(share, bool) or not isinstance(share, int | float):
+                raise ValueError(f"curriculum: {name} must be a number, got {share!r}")
+        if not self.lower_at < self.raise_at:
+            raise ValueError(
+                f"curriculum: lower_at ({self.lower_at}) must lie below raise_at ({self.raise_at})"
+            )
+
+    def position(self, number: int, level: int) -> int:
+        """Of task `number` of a level."""
+        return number * self.levels + level
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The present level, and the groups that were counted in it: how many, and the sum of their mean
+    rewards."""
+
+    level: int
+    groups: int = 0
+    total: float = 0.0
+
+    def after(self, rule: Curriculum, means: Sequence[float]) -> Progress:
+        """With a batch's groups of this level."""
+        groups, total = self.groups + len(means), self.total + sum(means)
+        if groups < rule.window:
+            return Progress(self.level, groups, total)
+        step = int(total / groups >= rule.raise_at) - int(total / groups <= rule.lower_at)
+        return Progress(min(max(self.level + step, 0), rule.levels - 1))
+
+    @classmethod
+    def of(cls, state: Any) -> Progress:
+        """From its JSON form. ValueError names the field."""
+        if not isinstance(state, Mapping) or set(state) != set(cls.__dataclass_fields__):
+            raise ValueError(f"ledger.levels: expected {sorted(cls.__dataclass_fields__)}")
+        for name in ("level", "groups"):
+            if type(state[name]) is not int or state[name] < 0:
+                raise ValueError(f"ledger.levels.{name}: expected a count, got {state[name]!r}")
+        if type(state["total"]) not in (int, float) or state["total"] != state["total"]:
+            raise ValueError(f"ledger.levels.total: expected a number, got {state['total']!r}")
+        return cls(**state)

@@ -1,0 +1,179 @@
+"""Which column of a row is what: the prompt, the gold answer, the demonstration.
+
+A column that is named is taken; `reward_model.ground_truth` is a key inside a column. Those that
+are not named are found in the usual shapes:
+
+    prompt        prompt, question, problem, messages, query, instruction: a text, or chat messages
+    answer        reward_model.ground_truth, answer, expected_answer, final_answer, ground_truth,
+                  solution
+    completion    completion, response, or the last message of messages: what `lowroll sft` learns
+
+so rows of TRL, verl (with its data_source and extra_info), DAPO, GSM8K and MATH need no mapping.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, time
+from typing import Any
+
+PROMPTS = ("prompt", "question", "problem", "messages", "query", "instruction")
+ANSWERS = (
+    "reward_model.ground_truth",
+    "answer",
+    "expected_answer",
+    "final_answer",
+    "ground_truth",
+    "solution",
+)
+COMPLETIONS = ("completion", "response", "messages")
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row, read: the prompt as a text or as chat messages (without those of a demonstration),
+    what is right, and all its columns as JSON data."""
+
+    prompt: str | list[Message]
+    answer: Any = None  # as it stands in the row; None: the row has none
+    completion: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns to take; None: the first of the usual ones that a row has."""
+
+    prompt: str | None = None
+    answer: str | None = None
+    completion: str | None = None
+
+    def task(self, row: Mapping[str, Any], where: str) -> Task:
+        """Read one row. ValueError names its place, a column that is not there or holds something
+        else, and the columns that it has."""
+        name, asked = _find(row, self.prompt, PROMPTS, where, "prompt")
+        if name is None:
+            raise ValueError(
+                f"{where}: none of the columns {', '.join(PROMPTS)}; name one, as in prompt: "
+                f"{next(iter(row), 'text')}; it has: {', '.join(row)}"
+            )
+        prompt = _prompt(asked, f"{where}: column {name!r}")
+        _, answer = _find(row, self.answer, ANSWERS, where, "answer")
+        key, said = _find(row, self.completion, COMPLETIONS, where, "completion")
+        completion = _said(said, f"{where}: column {key!r}") if key is not None else None
+        if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+            prompt = prompt[:-1]
+        if not prompt:
+            raise ValueError(f"{where}: column {name!r}: nothing is asked in it")
+        columns = {key: value for key in row if (value := plain(row[key])) is not ODD}
+        if (gold := plain(answer)) is ODD:
+            raise ValueError(f"{where}: the answer must be text, a number or a list of such")
+        return Task(prompt, gold, completion, columns)
+
+
+def _find(
+    row: Mapping[str, Any], named: str | None, usual: Sequence[str], where: str, what: str
+) -> tuple[str | None, Any]:
+    """(column, value); (None, None) when none of the usual ones is there, or has a value."""
+    if named is not None:
+        return named, _at(row, named, where, what)
+    for name in usual:
+        head, _, inner = name.partition(".")
+        value = row.get(head)
+        if inner:
+            value = value.get(inner) if isinstance(value, Mapping) else None
+        if value is not None:
+            return name, value
+    return None, None
+
+
+def _at(row: Mapping[str, Any], path: str, where: str, what: str) -> Any:
+    """The value at a column, or at a dotted path inside one."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            known = [str(key) for key in (value if isinstance(value, Mapping) else row)]
+            near = difflib.get_close_matches(part, known, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(
+                f"{where}: {what}: no column {path!r}{hint}; it has: {', '.join(known)}"
+            )
+        value = value[part]
+    return value
+
+
+def _prompt(value: Any, where: str) -> str | list[Message]:
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"{where}: it is empty")
+        return value
+    if isinstance(value, list) and value:
+        return [_message(one, f"{where}: message {i}") for i, one in enumerate(value)]
+    raise ValueError(
+        f"{where}: must be a text or a list of chat messages, got {type(value).__name__}"
+    )
+
+
+def _message(value: Any, where: str) -> Message:
+    """A chat message; what a role has beside its content stays, but for what is null."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        raise ValueError(f"{where}: must be {{role, content}}, got {str(value)[:80]!r}")
+    content = value.get("content")
+    if isinstance(content, list):  # parts, as multimodal data has them
+        kinds = [part.get("type", "text") for part in content if isinstance(part, Mapping)]
+        if len(kinds) < len(content) or set(kinds) - {"text"}:
+            raise ValueError(f"{where}: only text can be asked, got parts of {sorted(set(kinds))}")
+        content = "".join(str(part.get("text") or "") for part in content)
+    if not isinstance(content, str):
+        if content is not None or not value.get("tool_calls"):
+            raise ValueError(f"{where}: its content must be text, got {type(content).__name__}")
+        content = ""
+    more = {
+        key: found
+        for key in value
+        if value[key] is not None and (found := plain(value[key])) is not ODD
+    }
+    return {**more, "content": content}
+
+
+def _said(value: Any, where: str) -> str | None:
+    """A demonstration: a text, or messages that end with the assistant's; None: messages without
+    one."""
+    if isinstance(value, str):
+        return value
+    prompt = _prompt(value, where)
+    last = prompt[-1]
+    assert isinstance(last, dict)
+    return last["content"] if last["role"] == "assistant" else None
+
+
+ODD = object()
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON data, null for a number that is none; ODD for what is no data, such as an
+    image."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        found = {str(key): plain(inner) for key, inner in value.items()}
+        return ODD if any(inner is ODD for inner in found.values()) else found
+    if isinstance(value, (list, tuple)):
+        items = [plain(inner) for inner in value]
+        return ODD if any(item is ODD for item in items) else items
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return ODD
+    return value

@@ -1,0 +1,200 @@
+"""data: rows of any data set, scored by reward functions of your own.
+
+The reward of a response is the weighted sum of what the functions say, each a number of its own
+beside it. Without functions it is `answer`: 1 when the final answer is the gold one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from lowroll.envs.base import Environment
+from lowroll.envs.data.columns import Columns, Message, Task
+from lowroll.envs.data.functions import ANSWER, Asked, load
+from lowroll.envs.outcome import InvalidScore
+from lowroll.envs.problems import final_answer, perturb
+from lowroll.envs.rows import Rows
+from lowroll.types import Prompt, Score
+
+logger = logging.getLogger(__name__)
+
+Said = str | list[Message]  # a response, or what was said after the prompt
+
+
+class Data(Environment):
+    """Prompts of `path`, a file, folder or hub id (`lowroll.envs.data.rows.Source`), by its columns
+    (`lowroll.envs.data.columns`), and `reward_funcs` (`lowroll.envs.data.functions`)."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        seed: int = 0,
+        path: str,
+        split: str = "train",
+        subset: str | None = None,
+        revision: str | None = None,
+        streaming: bool = False,
+        rows: int | None = None,
+        test_path: str | None = None,
+        test_split: str | None = None,
+        held_out: float = 0.05,
+        prompt: str | None = None,
+        answer: str | None = None,
+        completion: str | None = None,
+        system: str | None = None,
+        template: str = "{text}",
+        reward_funcs: Sequence[str] | str = (),
+        reward_weights: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(name=name, seed=seed, system=system, template=template)
+        ids = [reward_funcs] if isinstance(reward_funcs, str) else list(reward_funcs)
+        self.functions = load(ids or [ANSWER])
+        self.weights = [1.0] * len(self.functions) if reward_weights is None else reward_weights
+        if len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"env {name!r}: {len(self.weights)} reward_weights for {len(self.functions)} "
+                "reward_funcs"
+            )
+        self.is_graded = [function.name for function in self.functions] == [ANSWER]
+        if self.is_graded:
+            self.overtaxed = Score(0.0, {ANSWER: 0.0})
+        self.columns = Columns(prompt, answer, completion)
+        self.rows: Rows[Task] = Rows(
+            name,
+            self._task,
+            path=path,
+            test_path=test_path,
+            seed=seed,
+            split=split,
+            test_split=test_split,
+            held_out=held_out,
+            subset=subset,
+            revision=revision,
+            streaming=streaming,
+            rows=rows,
+        )
+        self._looked = False
+
+    def size(self, split: str = "train") -> int | None:
+        """Usable rows of the split. ValueError when a function takes what is no column."""
+        size = len(self.rows[split])
+        if size and not self._looked:
+            self._look(self.rows[split][0])
+        return size
+
+    def prompt(self, index: int, split: str = "train") -> Prompt:
+        """Row number `index` of a split, in a fresh order each epoch of the train split."""
+        self.rng(split, index)  # checks both
+        row = self.rows.at(split, index)
+        task = self.rows[split][row]
+        if isinstance(task.prompt, str):
+            messages = [{"role": "user", "content": self.template.replace("{text}", task.prompt)}]
+        else:
+            messages = self._in_template(task.prompt)
+        if self.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        info = {
+            "row": row,
+            "split": split,
+            "chat": not isinstance(task.prompt, str),
+            "columns": self._wanted(task),
+        }
+        if self.is_graded and task.answer is not None:
+            info["answer"] = _gold(task.answer)
+        return Prompt(f"{split}/{index}", self.name, messages, info)
+
+    def score(self, prompt: Prompt, text: str) -> Score:
+        """The weighted sum of the functions' rewards, each a metric of its own."""
+        (found,) = self.score_together(prompt, [text])
+        if isinstance(found, InvalidScore):
+            raise found
+        return found
+
+    def score_together(self, prompt: Prompt, said: Sequence[Said]) -> list[Score | InvalidScore]:
+        """The scores of several responses to one prompt, which a function may compare."""
+        asked = Asked(
+            prompt.messages if prompt.info["chat"] else prompt.messages[-1]["content"],
+            [[{"role": "assistant", "content": s}] if isinstance(s, str) else s for s in said],
+            prompt.info["columns"] | {k: prompt.info[k] for k in ("answer",) if k in prompt.info},
+        )
+        found = [function.rewards(asked) for function in self.functions]
+        return [self._sum([rewards[i] for rewards in found]) for i in range(len(said))]
+
+    def gold(self, prompt: Prompt) -> str:
+        """The demonstration of the row, or its answer where that alone is judged."""
+        task = self.rows[prompt.info["split"]][prompt.info["row"]]
+        if task.completion is not None:
+            return task.completion
+        if not self.is_graded:
+            raise NotImplementedError("reward functions say nothing of a response that they like")
+        raw = task.answer if isinstance(task.answer, str) else ""
+        return raw if "####" in raw or "\\boxed" in raw else f"\\boxed{{{_gold(task.answer)}}}"
+
+    def perturbed(self, prompt: Prompt) -> str:
+        """The gold answer with one digit changed."""
+        if not self.is_graded or "answer" not in prompt.info:
+            raise NotImplementedError("reward functions say nothing of a response that is wrong")
+        return f"\\boxed{{{perturb(prompt.info['answer'])}}}"
+
+    def _task(self, row: dict[str, Any], where: str) -> Task | None:
+        """One row; None where what is to be judged by its answer has an empty one."""
+        task = self.columns.task(row, where)
+        if not self.is_graded or task.completion is not None and task.answer is None:
+            return task
+        if task.answer is None:
+            raise ValueError(
+                f"{where}: no answer in it and no reward_funcs to judge without; name the column "
+                f"of the answer, as in answer: {next(reversed(row))}, or give reward_funcs; it has: "
+                f"{', '.join(row)}"
+            )
+        return task if _gold(task.answer) else None
+
+    def _look(self, task: Task) -> None:
+        self._looked = True
+        for function in self.functions:
+            if function.file is not None:
+                function.check(list(self._named(task)))
+        files = dict.fromkeys(f.file for f in self.functions if f.file is not None)
+        for file in files:
+            logger.warning("env %s: its reward functions are the code of %s", self.name, file)
+
+    def _named(self, task: Task) -> dict[str, Any]:
+        """The columns of a row, and its answer by the names that functions have for it."""
+        given = {} if task.answer is None else {"answer": task.answer, "ground_truth": task.answer}
+        return given | task.columns
+
+    def _wanted(self, task: Task) -> dict[str, Any]:
+        """Of the columns those that some function takes."""
+        named = self._named(task)
+        taken = [function.columns for function in self.functions]
+        if any(columns is None for columns in taken):
+            return named
+        return {key: named[key] for key in named if any(key in (c or ()) for c in taken)}
+
+    def _in_template(self, messages: list[Message]) -> list[Message]:
+        """The last message of the user, in the template."""
+        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
+        if last is None or self.template == "{text}":
+            return list(messages)
+        text = self.template.replace("{text}", messages[last]["content"])
+        return [*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :]]
+
+    def _sum(self, rewards: Sequence[float | None]) -> Score | InvalidScore:
+        pairs = list(zip(self.functions, rewards, self.weights, strict=True))
+        known = {f.name: reward for f, reward, _ in pairs if reward is not None}
+        if not known:
+            names = ", ".join(function.name for function in self.functions)
+            return InvalidScore(f"no reward function applies ({names} said None)")
+        return Score(sum(w * r for _, r, w in pairs if r is not None), known)
+
+
+def _gold(answer: Any) -> str:
+    """The final answer inside what a column holds."""
+    if isinstance(answer, list):
+        return ", ".join(filter(None, map(_gold, answer)))
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    return final_answer(str(answer))

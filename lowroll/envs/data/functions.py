@@ -1,0 +1,233 @@
+"""Reward functions: plain Python functions of responses, and how they are called.
+
+A function with a parameter `completions` is asked about several responses to one prompt at once, as
+in TRL, and returns as many rewards:
+
+    def brevity(completions, **columns) -> list[float]: ...
+
+Any other is asked about one response, and returns one reward:
+
+    def right(text, answer) -> float: ...
+    def right(rollout) -> float: ...        # a Response, which has all of it
+
+Both take what they want by name: `prompts` or `prompt`, and every column of the data. A completion
+is a text where the prompt is one, and a list of messages where the prompt is chat messages. None is
+"does not apply": the function counts neither for nor against that response. Either may be `async`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lowroll.envs.answers import Unjudged, equal, last_answer
+from lowroll.envs.base import bounded
+from lowroll.envs.blame import describe, place
+from lowroll.envs.data.columns import Message
+from lowroll.envs.outcome import MAX_REWARD, InvalidScore, ScorerFailed, awaited
+from lowroll.envs.table import import_file, nearest, split_file
+
+ANSWER = "answer"  # the function that comes along: is the final answer the gold one?
+TEXTS = ("text", "solution_str")  # names of a response's text; the second is verl's
+ONE = (*TEXTS, "completion", "prompt", "rollout")
+SEVERAL = ("completions", "prompts")
+UNKNOWN_HERE = {
+    "completion_ids": "the workers that score see text, and no token ids",
+    "trainer_state": "scores do not depend on the step",
+}
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a function of one `rollout` is given. `columns`: the row, and its `answer` under that
+    name. `messages`: all that was said after the prompt."""
+
+    text: str
+    prompt: str | list[Message]
+    messages: list[Message]
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Responses to one prompt, as functions see them."""
+
+    prompt: str | list[Message]
+    said: Sequence[list[Message]]
+    columns: dict[str, Any]
+
+    @property
+    def texts(self) -> list[str]:
+        """The last thing that was said in each."""
+        return [str(messages[-1].get("content") or "") for messages in self.said]
+
+    @property
+    def completions(self) -> list[Any]:
+        """Texts where the prompt is one, else lists of messages."""
+        return self.texts if isinstance(self.prompt, str) else [list(one) for one in self.said]
+
+
+class RewardFunction:
+    """A function, found by its name. `columns`: those that it takes; None: all of the row's."""
+
+    def __init__(self, name: str, function: Callable[..., Any], file: str | None) -> None:
+        self.name, self.function, self.file = name, function, file
+        parameters = inspect.signature(function).parameters.values()
+        self.takes_rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        if odd := [p.name for p in named if p.kind is p.POSITIONAL_ONLY]:
+            raise ValueError(f"{self.where}: {odd[0]} must be a parameter that can be named")
+        self.wanted = {p.name: p.default is p.empty for p in named}  # name: must it be given?
+        self.is_of_several = "completions" in self.wanted
+        self.own = SEVERAL if self.is_of_several else ONE
+
+    @property
+    def where(self) -> str:
+        """ "rewards.py:3: reward 'brevity'"."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        line = f"{self.file}:{code.co_firstlineno}: " if self.file and code else ""
+        return f"{line}reward {self.name!r}"
+
+    @property
+    def columns(self) -> frozenset[str] | None:
+        """The columns that it takes."""
+        return None if self.takes_rest else frozenset(self.wanted) - frozenset(self.own)
+
+    def check(self, columns: Sequence[str]) -> None:
+        """ValueError for a parameter that is no column."""
+        for name, needed in self.wanted.items():
+            if needed and name not in self.own and name not in columns:
+                why = UNKNOWN_HERE.get(name, "there is no such column")
+                known = [*self.own, *columns]
+                raise ValueError(
+                    f"{self.where} takes {name!r}, and {why}{nearest(name, known)}; it may take "
+                    f"{', '.join(known)}"
+                )
+
+    def rewards(self, asked: Asked) -> list[float | None]:
+        """One reward a response. InvalidScore for another return value, ScorerFailed for what the
+        function raises; both name it, its file and line."""
+        if self.is_of_several:
+            return self._of_several(asked)
+        return [self._of_one(asked, i) for i in range(len(asked.said))]
+
+    def _of_several(self, asked: Asked) -> list[float | None]:
+        count = len(asked.said)
+        known = {"completions": asked.completions, "prompts": [asked.prompt] * count}
+        rows = {key: [value] * count for key, value in asked.columns.items()}
+        found = self._call(rows | known)
+        if hasattr(found, "tolist"):  # an array or a tensor
+            found = found.tolist()
+        if not isinstance(found, (list, tuple)) or len(found) != count:
+            what = f"{len(found)}" if isinstance(found, (list, tuple)) else _kind(found)
+            raise InvalidScore(
+                f"{self.where} returned {what} for {count} completions; it must return a list with "
+                "a number or None for each"
+            )
+        return [self._number(one) for one in found]
+
+    def _of_one(self, asked: Asked, i: int) -> float | None:
+        text = asked.texts[i]
+        rollout = Response(text, asked.prompt, list(asked.said[i]), asked.columns)
+        known = {
+            **dict.fromkeys(TEXTS, text),
+            "completion": asked.completions[i],
+            "prompt": asked.prompt,
+            "rollout": rollout,
+        }
+        return self._number(self._call(asked.columns | known))
+
+    def _call(self, known: Mapping[str, Any]) -> Any:
+        given = {
+            key: value for key, value in known.items() if self.takes_rest or key in self.wanted
+        }
+        try:
+            return awaited(self.function(**given))
+        except MemoryError:
+            raise
+        except (Exception, SystemExit) as error:
+            at = f"{place(error, self.file)}: " if self.file else ""
+            raise ScorerFailed(f"{at}reward {self.name!r}: {describe(error)}") from error
+
+    def _number(self, value: object) -> float | None:
+        if value is None:
+            return None
+        if not isinstance(value, Real):
+            raise InvalidScore(f"{self.where} returned {_kind(value)}; it must be a number or None")
+        number = float(value)
+        if not math.isfinite(number) or abs(number) > MAX_REWARD:
+            raise InvalidScore(
+                f"{self.where} returned {number}; it must be finite, {MAX_REWARD:g} at most"
+            )
+        return number
+
+
+def load(ids: Sequence[str]) -> list[RewardFunction]:
+    """The functions that ids name: `rewards.py:brevity`, `package.module:brevity`, or `answer`. A
+    file is run once. ValueError for one that cannot be found, and for two of one name."""
+    modules: dict[str, ModuleType] = {}
+    found = [_load(id, modules) for id in ids]
+    names = [function.name for function in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"reward_funcs: two functions are called {name!r}; rename one")
+    return found
+
+
+def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction:
+    if id == ANSWER:
+        return RewardFunction(ANSWER, answer, None)
+    file, name = split_file(id)
+    home, _, word = id.rpartition(":")
+    name = name or word
+    if (file is None and not home) or not name:
+        raise ValueError(
+            f"reward_funcs: {id!r} names no function; write file.py:function, "
+            f"package.module:function, or {ANSWER}"
+        )
+    key = str(file or home)
+    if key not in modules:
+        modules[key] = _module(file, home)
+    function: Any = vars(modules[key]).get(name)
+    if not inspect.isfunction(function):
+        known = [k for k, v in vars(modules[key]).items() if inspect.isfunction(v)]
+        raise ValueError(
+            f"{key}: no function {name!r}{nearest(name, known)}; it has: {', '.join(known) or 'none'}"
+        )
+    return RewardFunction(name, function, function.__code__.co_filename)
+
+
+def _module(file: Path | None, home: str) -> ModuleType:
+    if file is not None:
+        if not file.is_file():
+            raise ValueError(f"reward_funcs: the file {file} does not exist")
+        return import_file(file)
+    try:
+        return importlib.import_module(home)
+    except Exception as error:
+        raise ValueError(
+            f"reward_funcs: module {home!r} cannot be imported: {describe(error)}"
+        ) from error
+
+
+def answer(text: str, answer: str | None = None) -> float:
+    r"""1 when the final answer of a response, in `\boxed{}` or after `####`, equals the gold one;
+    else 0."""
+    if answer is None:
+        raise ValueError("the row has no answer; give reward_funcs, or name its column")
+    found = last_answer(bounded(text))
+    try:
+        return float(found is not None and equal(answer, found))
+    except Unjudged:
+        return 0.0
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"{str(value)[:60]!r} ({type(value).__name__})"

@@ -1,0 +1,247 @@
+"""Python functions that a model may call while it answers.
+
+A function's JSON schema comes from its signature, type hints and docstring, by
+`transformers.utils.get_json_schema`. What the model calls is read from its text by
+`lowroll.tool_calls`, where the tokenizer is; here calls are made and answered. Whatever goes wrong
+with a call is an answer to the model: an unknown name, wrong arguments, an exception, too long a
+time, a call that cannot be read. Functions run in the scoring workers, whose limits of memory and
+time hold for them too, and should answer the same to the same arguments: a turn may be asked again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import cached_property
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lowroll.envs.base import Environment
+from lowroll.envs.outcome import Outcome, as_score, awaited
+from lowroll.tool_calls import Message, typed
+from lowroll.types import Prompt, Score
+
+Function = Callable[..., Any]
+CALL_SECONDS = 5.0
+MOST_OUTPUT = 2000  # characters of an answer
+MOST_TURNS = 8
+MALFORMED = "malformed"  # the id of a call that cannot be read; some templates want 9 characters
+
+
+class Overtime(BaseException):
+    """A call took too long. No Exception, so that no `except Exception` of a tool swallows it."""
+
+
+class Toolbox:
+    """Functions by name. call_seconds: what a call may take; most_output: characters of an answer.
+
+    ValueError names a function that is none, or whose name another one has."""
+
+    def __init__(
+        self,
+        functions: Sequence[Function],
+        call_seconds: float = CALL_SECONDS,
+        most_output: int = MOST_OUTPUT,
+    ) -> None:
+        for what, value in (("call_seconds", call_seconds), ("most_output", most_output)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{what}: expected a positive number, got {value!r}")
+        self.functions: dict[str, Function] = {}
+        for function in functions:
+            name = getattr(function, "__name__", None)
+            if not callable(function) or name is None or name == "<lambda>":
+                raise ValueError(f"tools: expected functions with a name, got {function!r}")
+            if name in self.functions:
+                raise ValueError(f"tools: two functions are called {name!r}")
+            self.functions[name] = function
+        self.call_seconds, self.most_output = call_seconds, int(most_output)
+
+    @cached_property
+    def schemas(self) -> tuple[dict[str, Any], ...]:
+        """JSON schemas as chat templates show them. ValueError names a function and what its
+        signature or docstring lacks."""
+        return tuple(_schema(function) for function in self.functions.values())
+
+    def answer(self, said: Message) -> list[Message]:
+        """The results of a turn's calls, in order, then what is wrong with those that cannot be
+        read; empty when it calls nothing."""
+        answers = [self._answer(call) for call in said.get("tool_calls", ())]
+        for why in said.get("ill_formed", ()):
+            text = f"error: this tool call cannot be read: {why}"
+            answers.append(self._message(None, MALFORMED, text, "form"))
+        return answers
+
+    def _answer(self, call: dict[str, Any]) -> Message:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        try:
+            text, failed = self._call(name, arguments), None
+        except Overtime:
+            text, failed = f"error: {name} took longer than {self.call_seconds:g} s", "call"
+        except _Refused as error:
+            text, failed = f"error: {error}", "call"
+        except (Exception, SystemExit) as error:  # a tool's own: the model may do better
+            text, failed = f"error: {type(error).__name__}: {error}", "call"
+        return self._message(name, call["id"], text, failed)
+
+    def _message(self, name: str | None, id: str, text: str, failed: str | None) -> Message:
+        if len(text) > self.most_output:
+            left_out = len(text) - self.most_output
+            text = f"{text[: self.most_output]}... ({left_out} more characters)"
+        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+        said: Message = {"role": "tool", "tool_call_id": id, "content": text}
+        if name is not None:
+            said["name"] = name
+        return said | ({"failed": failed} if failed else {})
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        function = self.functions.get(name)
+        if function is None:
+            raise _Refused(f"there is no tool {name!r}; there are: {', '.join(self.functions)}")
+        arguments = typed(arguments, _texts(function))
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise _Refused(f"{name}: {error}") from None
+        with limited(self.call_seconds):
+            value = function(**arguments)
+            if inspect.isawaitable(value):
+                value = awaited(_within(value, self.call_seconds))
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class _Refused(ValueError):
+    """A call that no function can take."""
+
+
+def _texts(function: Function) -> set[str]:
+    """The parameters that may be a text, by their type hints; those without one are."""
+    hints = get_type_hints(function)
+    names = inspect.signature(function).parameters
+    return {name for name in names if _admits_text(hints.get(name, Any))}
+
+
+def _admits_text(hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return any(isinstance(value, str) for value in get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return any(map(_admits_text, get_args(hint)))
+    return hint in (str, Any) or (isinstance(hint, type) and issubclass(hint, Enum))
+
+
+async def _within(value: Any, seconds: float) -> Any:
+    import asyncio  # only who waits pays for it
+
+    try:
+        return await asyncio.wait_for(value, seconds)
+    except TimeoutError:
+        raise Overtime from None
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Overtime in the block after so many seconds, where it runs Python in the main thread, as the
+    scoring workers do; elsewhere their own limit is the only one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise Overtime
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def counts(messages: Sequence[Message]) -> dict[str, float]:
+    """Calls of a conversation, those that failed, and those that could not be read."""
+    calls = sum(len(said.get("tool_calls", ())) for said in messages)
+    failed = sum(said.get("failed") == "call" for said in messages)
+    ill_formed = sum(len(said.get("ill_formed", ())) for said in messages)
+    return {
+        "tool_calls": float(calls),
+        "failed_tool_calls": float(failed),
+        "ill_formed_tool_calls": float(ill_formed),
+    }
+
+
+class ToolEnvironment(Environment):
+    """An environment whose answers may call functions: `functions` of the class, or those that are
+    given. It ends with a turn that calls nothing, or after `max_turns` turns. Subclasses say
+    `prompt` and `score`, which judges the last turn's text."""
+
+    functions: Sequence[Function] = ()
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        seed: int = 0,
+        system: str | None = None,
+        template: str = "{text}",
+        functions: Sequence[Function] | None = None,
+        max_turns: int = MOST_TURNS,
+        call_seconds: float = CALL_SECONDS,
+        most_output: int = MOST_OUTPUT,
+    ) -> None:
+        super().__init__(name=name, seed=seed, system=system, template=template)
+        if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
+            raise ValueError(f"env {name!r}: max_turns must be at least 1, got {max_turns!r}")
+        self.max_turns = max_turns
+        # plain functions of a class body are no methods here
+        own = [inspect.unwrap(f) for f in (self.functions if functions is None else functions)]
+        try:
+            self.toolbox = Toolbox(own, call_seconds, most_output)
+        except ValueError as error:
+            raise ValueError(f"env {name!r}: {error}") from None
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:  # type: ignore[override]
+        """The functions' JSON schemas."""
+        return self.toolbox.schemas
+
+    def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
+        """The results of the last turn's calls; None when it makes none."""
+        return self.toolbox.answer(messages[-1]) or None
+
+    def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
+        """The score of the last turn's text, with what was called as metrics."""
+        return with_counts(self.score(prompt, messages[-1]["content"]), messages)
+
+
+def with_counts(outcome: Outcome, messages: Sequence[Message]) -> Outcome:
+    """An outcome whose metrics say what was called, too."""
+    if inspect.isawaitable(outcome):
+        return _later(outcome, messages)
+    score = as_score(outcome)
+    return Score(score.reward, counts(messages) | score.metrics)
+
+
+async def _later(outcome: Any, messages: Sequence[Message]) -> Score:
+    score = as_score(await outcome)
+    return Score(score.reward, counts(messages) | score.metrics)
+
+
+def _schema(function: Function) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+    )
+
+    try:
+        return dict(get_json_schema(function))
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
+        raise ValueError(
+            f"tool {function.__name__!r}: {error}. A tool needs type hints, and a docstring that "
+            "says what it does and, under 'Args:', what each argument is"
+        ) from error

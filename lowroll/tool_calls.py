@@ -1,0 +1,336 @@
+"""Tool calls in what a model writes: one reader a format, and which format a chat template speaks.
+
+    hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Qwen2.5, Qwen3, Hermes
+    qwen3_coder   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+    llama3_json   {"name": "add", "parameters": {"a": 1}}    the whole turn; several with ";" between
+    mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or add{"a": 1} and
+                  add[ARGS]{"a": 1} behind the mark
+
+What a model writes may be anything: a call that cannot be read is a sentence in `errors`, never an
+exception, and the work is linear in the text. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+MOST_TEXT = 50_000  # characters of a turn that are looked at
+MOST_CALLS = 32  # of a turn
+MOST_NAME = 128  # characters of a tool's name, and of a call's id
+MOST_DEPTH = 64  # of arguments within arguments
+Message = dict[str, Any]
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION, _PARAMETER = "<function=", "<parameter="
+_MISTRAL, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_LLAMA = "<|python_tag|>"
+_SPACE = " \t\r\n"
+
+
+class IllFormed(ValueError):
+    """A call that cannot be read, and why."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool's name and its arguments, as JSON has them. `id`: "" where the model wrote none."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A turn in parts: the text before the first call, the calls, and why others are none."""
+
+    content: str
+    calls: tuple[Call, ...] = ()
+    errors: tuple[str, ...] = ()
+
+    def message(self, content: str) -> Message:
+        """The turn as a chat message with all its text: `tool_calls` and `ill_formed` (sentences)
+        are there when there are any."""
+        said: Message = {"role": "assistant", "content": content}
+        if self.calls:
+            said["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id or f"call{number:05d}",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for number, call in enumerate(self.calls)
+            ]
+        if self.errors:
+            said["ill_formed"] = list(self.errors)
+        return said
+
+
+@dataclass
+class _Found:
+    calls: list[Call] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        return len(self.calls) + len(self.errors) >= MOST_CALLS
+
+    def add(self, read: Callable[[], Call]) -> bool:
+        """Whether it was a call."""
+        try:
+            self.calls.append(read())
+        except IllFormed as error:
+            self.errors.append(str(error))
+            return False
+        return True
+
+
+def format_of(template: str) -> str | None:
+    """The format that a chat template, by its source, has its model write calls in; None for a
+    template that shows none of those known."""
+    if _MISTRAL in template:
+        return "mistral"
+    if _OPEN in template:
+        return "qwen3_coder" if _FUNCTION in template else "hermes"
+    if _LLAMA in template or ('"parameters"' in template and "ipython" in template):
+        return "llama3_json"
+    return None
+
+
+def read(format: str, text: str) -> Spoken:
+    """A turn's text in parts. ValueError for an unknown format, and for nothing that a text may
+    hold; of a longer one `MOST_TEXT` characters are looked at."""
+    if format not in FORMATS:
+        raise ValueError(f"tool calls: unknown format {format!r}; known: {', '.join(FORMATS)}")
+    return FORMATS[format](text[:MOST_TEXT])
+
+
+def typed(arguments: dict[str, Any], texts: Container[str]) -> dict[str, Any]:
+    """Arguments with those that are a text, and are none of `texts` (names of the parameters that
+    may be one), read as JSON where they are some: formats that write values as text need it."""
+    return {
+        key: _unquoted(value) if isinstance(value, str) and key not in texts else value
+        for key, value in arguments.items()
+    }
+
+
+def _unquoted(text: str) -> Any:
+    try:
+        return _json(text.strip())
+    except IllFormed:
+        return text
+
+
+def _tagged(text: str, call: Callable[[str], Call]) -> Spoken:
+    """Calls between <tool_call> and </tool_call>; the last one may lack its end."""
+    begin = text.find(_OPEN)
+    if begin < 0:
+        return Spoken(text)
+    found, at = _Found(), begin
+    while at >= 0 and not found.full:
+        end = text.find(_CLOSE, at)
+        inside = text[at + len(_OPEN) : end if end >= 0 else None]
+        found.add(lambda inside=inside: call(inside))  # type: ignore[misc]
+        at = text.find(_OPEN, end) if end >= 0 else -1
+    return _spoken(text[:begin], found)
+
+
+def _hermes(text: str) -> Spoken:
+    return _tagged(text, _json_call)
+
+
+def _json_call(inside: str) -> Call:
+    value, rest = _first_json(inside)
+    if rest.strip(_SPACE) and not rest.lstrip(_SPACE).startswith(
+        "<"
+    ):  # the end of the turn may follow
+        raise IllFormed("not JSON: more follows behind it")
+    return _call(value)
+
+
+def _qwen3_coder(text: str) -> Spoken:
+    return _tagged(text, _xml_call)
+
+
+def _xml_call(inside: str) -> Call:
+    begin = inside.find(_FUNCTION)
+    if begin < 0:
+        raise IllFormed("a tool call needs <function=NAME> inside")
+    name, closed, rest = inside[begin + len(_FUNCTION) :].partition(">")
+    if not closed:
+        raise IllFormed("<function= lacks its >")
+    inner, ended, _ = rest.partition("</function>")
+    if not ended:
+        raise IllFormed("the call lacks its </function>")
+    arguments: dict[str, Any] = {}
+    for piece in inner.split(_PARAMETER)[1:]:
+        key, closed, value = piece.partition(">")
+        if not closed:
+            raise IllFormed(f"{_PARAMETER} lacks its >")
+        value = value.rpartition("</parameter>")[0] if "</parameter>" in value else value
+        arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n")
+    return _call({"name": name.strip(), "arguments": arguments})
+
+
+def _llama3_json(text: str) -> Spoken:
+    before, marked, rest = text.partition(_LLAMA)
+    if not marked:
+        before, rest = "", text
+    if not marked and not _begins_with_name(rest):
+        return Spoken(text)
+    found = _Found()
+    while not found.full:
+        try:
+            value, rest = _first_json(rest)
+        except IllFormed as error:
+            found.errors.append(str(error))
+            break
+        found.add(lambda value=value: _call(value))  # type: ignore[misc]
+        rest = rest.lstrip(_SPACE)
+        if not rest.startswith(";"):
+            break
+        rest = rest[1:]
+    return _spoken(before, found)
+
+
+def _begins_with_name(text: str) -> bool:
+    """Whether a turn without a mark is a call: an object whose first key is that of one."""
+    inside = text.lstrip(_SPACE).removeprefix("{")
+    if inside == text.lstrip(_SPACE):
+        return False
+    return inside.lstrip(_SPACE).startswith(('"name"', '"type": "function"', '"parameters"'))
+
+
+def _mistral(text: str) -> Spoken:
+    before, marked, rest = text.partition(_MISTRAL)
+    if not marked:
+        return Spoken(text)
+    found = _Found()
+    for piece in rest.split(_MISTRAL):
+        if found.full:
+            break
+        if piece.lstrip(_SPACE).startswith(("[", "{")):
+            _take_list(piece, found)
+        else:
+            found.add(lambda piece=piece: _named_call(piece))  # type: ignore[misc]
+    return _spoken(before, found)
+
+
+def _take_list(piece: str, found: _Found) -> None:
+    try:
+        value, _ = _first_json(piece)
+    except IllFormed as error:
+        found.errors.append(str(error))
+        return
+    for one in value if isinstance(value, list) else [value]:
+        if found.full:
+            return
+        found.add(lambda one=one: _call(one))  # type: ignore[misc]
+
+
+def _named_call(piece: str) -> Call:
+    """NAME{...}, NAME[ARGS]{...} and NAME[CALL_ID]ID[ARGS]{...}."""
+    brace = piece.find("{")
+    if brace < 0:
+        raise IllFormed("a tool call needs its arguments as a JSON object behind its name")
+    name, _, id = piece[:brace].partition(_ARGS)[0].partition(_CALL_ID)
+    arguments, _ = _first_json(piece[brace:])
+    return _call({"name": name.strip(), "arguments": arguments, "id": id.strip()})
+
+
+FORMATS: dict[str, Callable[[str], Spoken]] = {
+    "hermes": _hermes,
+    "qwen3_coder": _qwen3_coder,
+    "llama3_json": _llama3_json,
+    "mistral": _mistral,
+}
+
+
+def _spoken(before: str, found: _Found) -> Spoken:
+    return Spoken(before.strip(), tuple(found.calls), tuple(found.errors))
+
+
+def _call(value: Any) -> Call:
+    """A JSON object as a call. IllFormed says what it lacks."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = {"id": value.get("id"), **value["function"]}
+    if not isinstance(value, dict):
+        raise IllFormed("a tool call must be a JSON object with name and arguments")
+    name = value.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or not name.isprintable():
+        raise IllFormed('a tool call needs "name", the name of a tool')
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):  # some models write their JSON as a text
+        arguments = _json(arguments)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise IllFormed('"arguments" must be a JSON object')
+    _check(arguments)
+    id = value.get("id")
+    if not isinstance(id, str) or len(id) > MOST_NAME or not id.isprintable():
+        id = ""
+    return Call(name, arguments, id)
+
+
+def _check(arguments: dict[str, Any]) -> None:
+    """IllFormed for what could not go on as JSON in UTF-8: half a surrogate pair, too deep."""
+    if any(depth > MOST_DEPTH for depth in _depths(arguments)):
+        raise IllFormed(f"the arguments are nested more than {MOST_DEPTH} deep")
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise IllFormed("the arguments hold half a surrogate pair, which is no text") from None
+
+
+def _depths(value: Any) -> Iterator[int]:
+    """How deep each value lies, without recursion."""
+    open = [(value, 1)]
+    while open:
+        inner, depth = open.pop()
+        yield depth
+        if depth <= MOST_DEPTH and isinstance(inner, dict | list):
+            parts = inner.values() if isinstance(inner, dict) else inner
+            open += [(part, depth + 1) for part in parts]
+
+
+def _refuse(word: str) -> NoReturn:
+    raise IllFormed(f"{word} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        _refuse(digits[:40])
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+
+
+def _first_json(text: str) -> tuple[Any, str]:
+    """The JSON value that a text begins with, and what follows it. IllFormed says where it ends
+    to be JSON."""
+    text = text.lstrip(_SPACE)
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except json.JSONDecodeError as error:
+        raise IllFormed(f"not JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise IllFormed("not JSON that can be read: nested too deep") from None
+    except IllFormed:
+        raise
+    except ValueError:  # an integer of thousands of digits
+        raise IllFormed("not JSON that can be read: a number is too long") from None
+    return value, text[end:]
+
+
+def _json(text: str) -> Any:
+    value, rest = _first_json(text)
+    if rest.strip(_SPACE):
+        raise IllFormed("not JSON: more follows behind it")
+    return value

@@ -1,0 +1,271 @@
+"""Whole runs of data and reward functions that people bring: from a file, a call, a notebook, in
+roles, and resumed."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+import lowroll
+from lowroll.cli.main import main
+from lowroll.config import from_mapping, load
+from lowroll.config.document import ConfigError
+from lowroll.metrics.record import read
+from lowroll.runs import demo
+from tests.fixtures.runs import TINY
+
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": f"{i} + {i}?"}],
+        "answer": f"twice {i}\n#### {2 * i}",
+        "level": i % 3,
+    }
+    for i in range(12)
+]
+REWARDS = '''
+def right(completions, answer, **columns):
+    """Does the response hold the number?"""
+    return [float(a.split()[-1] in m[-1]["content"]) for m, a in zip(completions, answer)]
+
+def brief(text, level):
+    return 1 / (1 + len(text)) if level < 2 else None
+'''
+SMALL = {
+    "device": "cpu",
+    "batch_size": 8,
+    "rollouts_per_example": 4,
+    "max_tokens": 6,
+    "cache_tokens": 1024,
+    "max_steps": 2,
+    "score": {"workers": 1},
+    "ckpt": {"interval": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo.build_model(tmp_path_factory.mktemp("data") / "model", 0, TINY)
+
+
+@pytest.fixture()
+def cell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Runs a cell as a notebook does, in the main module, with its text kept."""
+    notebook = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    monkeypatch.setattr(linecache, "cache", dict(linecache.cache))
+
+    def run(text: str) -> dict[str, Any]:
+        name = f"<cell {len(linecache.cache)}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        exec(compile(text, name, "exec", dont_inherit=True), vars(notebook))  # noqa: S102
+        return vars(notebook)
+
+    return run
+
+
+@pytest.mark.slow
+def test_ten_lines_of_yaml_on_chat_shaped_parquet(model: Path, tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "train.parquet")
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "run.yaml").write_text(
+        f"model: {model}\n"
+        f"output_dir: {tmp_path / 'run'}\n"
+        "data: {path: train.parquet, answer: answer}\n"
+        "reward_funcs: [rewards.py:right, rewards.py:brief]\n"
+        "reward_weights: [1, 0.2]\n"
+        "batch_size: 8\n"
+        "rollouts_per_example: 4\n"
+        "rollout: {weights: int8, max_tokens: 6, cache_tokens: 1024}\n"
+        "train: {max_steps: 2}\n"
+        "eval: {interval: 2, num_examples: 1}\n"
+    )
+    result = lowroll.run(tmp_path / "run.yaml", {"score.workers": 1})
+    record = result.metrics
+    assert record["step"] == 2 and result.model.is_dir() and record["eval/data/reward"] >= 0
+    assert 0 < record["reward/data/brief"] <= 1 and record["reward/data/right"] >= 0
+    kept = load(result.folder / "config.yaml")
+    assert kept.data is None and kept.env[0].args["reward_weights"] == [1.0, 0.2]
+    again = lowroll.run(result.folder / "config.yaml", {"train.max_steps": 3}, resume=True)
+    assert len(again.records) == 3
+
+
+@pytest.mark.slow
+def test_five_lines_of_a_notebook_train_and_resume(
+    model: Path, tmp_path: Path, cell: Callable[[str], dict[str, Any]]
+) -> None:
+    cell("import lowroll\nLEVELS = {'easy': 0}\n" + REWARDS)
+    cell("def easy(rollout):\n    return float(rollout.columns['level'] == LEVELS['easy'])\n")
+    out = tmp_path / "run"
+    call = (
+        f"result = lowroll.train(model={str(model)!r}, data=ROWS, reward_funcs=[right, easy],\n"
+        f"    reward_weights=[1, 0.2], weights='int8', output_dir={str(out)!r}, **more)\n"
+    )
+    known = cell("")
+    known |= {"ROWS": ROWS, "more": SMALL}
+    result = cell(call)["result"]
+    assert [record["step"] for record in result.records] == [1, 2] and result.model == out / "final"
+    files = sorted(path.name for path in (out / "environments").iterdir() if path.is_file())
+    assert [name.partition("_")[0] for name in files] == ["data", "easy", "right"]
+    assert "LEVELS = {'easy': 0}" in (out / "environments" / files[1]).read_text()
+    first = (out / "metrics.jsonl").read_text().splitlines()
+    known["more"] = SMALL | {"max_steps": 3, "resume": True}
+    assert len(cell(call)["result"].records) == 3
+    assert (out / "metrics.jsonl").read_text().splitlines()[:2] == first
+    words = [str(out / "config.yaml"), "train.max_steps=4", "--resume"]
+    assert main(["grpo", *words]) == 0
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.long
+def test_roles_see_the_functions_of_a_cell_too(
+    model: Path, tmp_path: Path, cell: Callable[[str], dict[str, Any]]
+) -> None:
+    right = cell(REWARDS)["right"]
+    more = SMALL | {"output_dir": str(tmp_path / "run"), "launcher": "local", "max_steps": 1}
+    result = lowroll.train(model, ROWS, right, **more)
+    assert len(result.records) == 1 and "reward/data/right" in result.metrics
+
+
+def test_what_workers_could_not_find_is_refused_with_the_fix(
+    tmp_path: Path, cell: Callable[[str], dict[str, Any]]
+) -> None:
+    def outer(gold: str) -> Callable[..., float]:
+        def inner(text: str) -> float:
+            return float(text == gold)
+
+        return inner
+
+    cells = cell(
+        REWARDS + "client = open(__import__('os').devnull)\ndef asks(text): return client\n"
+    )
+    for function, says in (
+        (lambda text: 1.0, "a lambda has no name .* write it with def"),
+        (
+            outer("5"),
+            r"inner stands inside another function .*: move it to the top level; .*\(gold\)",
+        ),
+        (len, "is no function of its own.*write one with def that calls it"),
+        (cells["asks"], "asks uses client, a TextIOWrapper .*of a function: inside it"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lowroll.train("m", ROWS, function, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
+    for data, says in (
+        ([], "data: it has no rows"),
+        ([{"prompt": "x"}, 3], r"data\[1\]: expected a mapping, got int"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lowroll.train("m", data, cells["right"], output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_of_the_call_go_to_their_sections() -> None:
+    from lowroll.config.schema import RolloutConfig, TrainConfig
+    from lowroll.runs.python import _placed
+
+    assert not set(RolloutConfig.model_fields) & set(TrainConfig.model_fields)
+    tree = _placed(
+        {"weights": "nf4", "max_steps": 3, "train": {"lora": True}, "batch_size": 8, "seed": 1}
+    )
+    assert tree == {
+        "train": {"lora": True, "max_steps": 3},
+        "batch_size": 8,
+        "seed": 1,
+        "rollout": {"weights": "nf4"},
+    }
+    for name, says in (
+        ("max_step", r"^max_step: unknown setting \(did you mean max_steps\?\)"),
+        ("num_generations", r"^num_generations: unknown setting \(here it is rollouts_per_example"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            _placed({name: 1})
+    with pytest.raises(ConfigError, match="max_steps: it is given twice, also as train.max_steps"):
+        _placed({"max_steps": 3, "train": {"max_steps": 4}})
+
+
+def test_the_short_form_and_the_long_one_are_the_same(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    short = "model: m\ndata: {path: rows.jsonl, prompt: q}\nreward_funcs: rewards.py:right\n"
+    long = (
+        "model: m\nenv: {id: data, args: {path: rows.jsonl, prompt: q, "
+        "reward_funcs: [rewards.py:right]}}\n"
+    )
+    found = []
+    for text in (short, long):
+        (tmp_path / "run.yaml").write_text(text)
+        found.append(load(tmp_path / "run.yaml").dump())
+    assert found[0] == found[1] and f"{tmp_path / 'rewards.py'}:right" in found[0]
+    (tmp_path / "run.yaml").write_text("model: m\ndata: rows.jsonl\n")
+    cfg = load(tmp_path / "run.yaml", ["data.path=" + str(tmp_path / "rows.jsonl")])
+    assert cfg.env[0].args == {"path": str(tmp_path / "rows.jsonl")}
+
+
+@pytest.mark.parametrize(
+    "tree, says",
+    [
+        (
+            {"data": {"path": "a", "promt": "q"}},
+            r"data.promt: unknown key \(did you mean prompt\?\)",
+        ),
+        ({"data": {"split": "x"}}, "data.path: .*required"),
+        ({"data": "a", "env": [{"id": "gsm8k"}]}, "data: is an environment of its own; to mix"),
+        ({"reward_funcs": ["a.py:f"]}, "reward_funcs: needs data beside it"),
+        ({"data": "a", "reward_weights": [1, 2]}, "reward_weights: 2 weights for 1 functions"),
+        ({"dataset_name": "a"}, "dataset_name: unknown key; here it is data.path"),
+        ({"reward_func": "a"}, r"reward_func: unknown key \(did you mean reward_funcs\?\)"),
+    ],
+)
+def test_mistakes_in_the_settings(tree: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_mapping({"model": "m", **tree})
+
+
+@pytest.mark.slow
+def test_prompts_that_are_too_long_are_said_and_counted(
+    model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"prompt": "x" * (90 if i % 3 == 0 else 5)} for i in range(12)]
+    (tmp_path / "rewards.py").write_text("def short(text): return 1 / (1 + len(text))\n")
+    tree = {
+        "model": str(model),
+        "output_dir": str(tmp_path / "run"),
+        "data": {"path": rows, "held_out": 0},
+        "reward_funcs": [str(tmp_path / "rewards.py") + ":short"],
+        "device": "cpu",
+        "batch_size": 16,
+        "rollouts_per_example": 2,
+        "rollout": {"max_tokens": 4, "max_model_len": 64},
+        "train": {"max_steps": 1},
+        "score": {"workers": 1},
+    }
+    record = lowroll.run(tree).metrics
+    said = "4 of the first 12 prompts have more than 60 tokens and are passed over"
+    assert caplog.text.count(said) == 1 and "(rollout.max_model_len: 64, of which" in caplog.text
+    assert record["rollout/passed_over_prompts"] >= 1
+    words = [str(tmp_path / "run" / "config.yaml"), "--dry-run", "--overwrite"]
+    assert main(["grpo", *words]) == 0 and said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_demonstrations_are_learnt_from_the_same_section(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}?", "completion": f"{i}!"} for i in range(8)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {model}\noutput_dir: {tmp_path / 'run'}\ndevice: cpu\ndata: rows.json\n"
+        "sft: {steps: 1, batch_size: 4, num_examples: 7}\n"
+    )
+    assert main(["sft", str(tmp_path / "run.yaml")]) == 0
+    (record,) = read(tmp_path / "run")
+    assert record["sft/tokens"] == 4 * 3
