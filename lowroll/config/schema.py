@@ -54,6 +54,7 @@ from lowroll.config.section import (
     Correction,
     Count,
     GroupSize,
+    HubName,
     LargeBatchWeights,
     NotNegative,
     Penalty,
@@ -66,18 +67,14 @@ from lowroll.config.section import (
     Temperature,
     Text,
     ToolFormat,
+    Trackers,
     Weights,
+    unique,
 )
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
 from lowroll.quant.table import DEFAULT, FORMATS, is_dense
-
-
-def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(items)) != len(items):
-        raise PydanticCustomError("duplicates", "the same entry stands twice")
-    return items
 
 
 class TemperatureConfig(Section):
@@ -187,7 +184,7 @@ class TrainConfig(Section):
     lora_alpha: Positive = 32.0  # their scale, times the rank
     # the matrices that have one
     lora_target_modules: Annotated[
-        tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(_unique)
+        tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(unique)
     ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -247,10 +244,6 @@ class SftConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
-Tracker = Literal["wandb", "tensorboard", "trackio", "mlflow"]
-HubName = Annotated[Text, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
-
-
 class RunConfig(Section):
     """One run. Load it with `lowroll.config.load`; every field but `model` has a default."""
 
@@ -268,7 +261,7 @@ class RunConfig(Section):
     reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each
     logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
     # what shows the records elsewhere too; the extra of that name installs it
-    track: Annotated[tuple[Tracker, ...], Strict(False), AfterValidator(_unique)] = ()
+    track: Trackers = ()
     track_project: Text = "lowroll"  # the project, or experiment, of the run there
     # ORG/NAME on the hub: where final/ goes at the end, as a private repository
     push_to_hub: HubName | None = None
