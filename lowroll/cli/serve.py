@@ -246,27 +246,30 @@ def application(
     if arguments.weights_dir is not None:
         if tokens.admin is None:
             raise ValueError("--weights-dir: POST /weights is a control route: --admin-token-env")
-        shelf = WeightShelf(arguments.weights_dir, folder, collector(arguments))
+        shelf = WeightShelf(arguments.weights_dir, folder, collector(arguments, tokens.admin))
     elif arguments.weights_from is not None:
         raise ValueError("--weights-from: the versions are those of --weights-dir")
     made = serving(arguments, folder, role)
     return make_app(made, tokens, shelf, loopback=is_loopback(arguments.host))
 
 
-def collector(arguments: argparse.Namespace) -> Collector | None:
-    """This engine's end of the trainer's direct way, if it has one."""
+def collector(arguments: argparse.Namespace, admin: str) -> Collector | None:
+    """This engine's end of the trainer's direct way, if it has one; the trainer has the same token of
+    the admin."""
     from lowroll.engine.native import pick_device
     from lowroll.weights.collector import Collector
+    from lowroll.weights.device_link import secret
 
+    token = secret(admin)
     if arguments.weights_from is None:
         return None
     if arguments.weights_from.endswith(".json"):
         file = Path(arguments.weights_from)
-        return Collector("", 0, pick_device(arguments.device), file=file)
+        return Collector("", 0, pick_device(arguments.device), file=file, token=token)
     host, _, port = arguments.weights_from.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"--weights-from: expected HOST:PORT, got {arguments.weights_from}")
-    return Collector(host, int(port), pick_device(arguments.device))
+    return Collector(host, int(port), pick_device(arguments.device), token=token)
 
 
 def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = None) -> Serving:

@@ -132,6 +132,17 @@ def one_process_problems(cfg: RunConfig) -> list[str]:
     return told
 
 
+def one_process_notes(cfg: RunConfig) -> list[str]:
+    """What a run in one process does otherwise than is asked for, a line each."""
+    level = cfg.asynchrony.max_async_level
+    if level == 0:
+        return []
+    return [
+        f"asynchrony.max_async_level: {level} has no effect: one process rolls out with the newest "
+        "weights (level 0); launcher=local has processes that do not wait for each other"
+    ]
+
+
 def role_notes(cfg: RunConfig) -> Iterator[str]:
     """Settings that nobody reads, or that deserve a second look."""
     level = cfg.asynchrony

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lowroll.config import EnvConfig, RunConfig
+from lowroll.config.roles import one_process_notes, one_process_problems
 from lowroll.envs import Environment, child
 from lowroll.kv.capacity import Workload
 from lowroll.metrics import trackers
@@ -66,6 +67,9 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
     if cfg.launcher == "local":
         found.attempt(lambda: refuse(cfg))
+    else:
+        found.problems.extend(one_process_problems(cfg))
+        found.notes.extend(one_process_notes(cfg))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
     chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None

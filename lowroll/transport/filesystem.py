@@ -62,6 +62,15 @@ class Sender:
             self._cursor = cursor
         return self._cursor
 
+    def check(self) -> None:
+        """FrameGone when the trainer has fallen back behind the oldest batch."""
+        self.queue.check(self.cursor)
+
+    def go_back(self, cursor: Cursor) -> None:
+        """Forget all that was sent, and fence a trainer that has received more than it committed."""
+        self.queue.go_back(cursor)
+        self._cursor = None
+
     def end(self, reason: str) -> None:
         """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
         self.queue.end(reason)
@@ -123,6 +132,7 @@ class Receiver:
 
     def _is_decided(self, step: int) -> bool:
         """Whether the batch is there, or will never be."""
+        self.spool.check(self._cursor.attempt)
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True
         oldest = min(self.spool.steps(), default=step)

@@ -24,6 +24,13 @@ class DurableSender(RolloutSender, Protocol):
     @property
     def spool(self) -> Spool: ...
 
+    def check(self) -> None:
+        """FrameGone when the trainer has fallen back behind the oldest batch that is here."""
+
+    def go_back(self, cursor: Cursor) -> None:
+        """Forget all that was sent: what follows the trainer's checkpoint is made again. One that has
+        received more than that is fenced, and the next word is of one that goes on from there."""
+
     def end(self, reason: str) -> None:
         """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
 
@@ -48,8 +55,8 @@ class Queue:
         self.deadline_s = check_deadline(deadline_s)
         self.alive = alive
         self.closed = False
+        self._ended: str | None = None  # why no batch follows
         spool.repair()
-        spool.reopen()
 
     def send(self, batch: Batch, listen: Listen) -> None:
         """Wait for room, then keep the batch. An error leaves nothing sent."""
@@ -74,17 +81,38 @@ class Queue:
         steps = self.spool.steps()
         if cursor is None:
             return len(steps) < self.hwm
-        oldest = min([*steps, step])
+        self._refuse_gap(cursor, [*steps, step])
+        if cursor.received >= step:
+            raise FrameGone(
+                f"{self.spool.folder}: the batch of step {step} that the trainer has received is not "
+                "here any more"
+            )
+        return step - 1 - cursor.received < self.hwm
+
+    def check(self, listen: Listen) -> None:
+        """FrameGone when the trainer needs what is not here any more."""
+        if (cursor := listen()) is not None:
+            self._refuse_gap(cursor, self.spool.steps())
+
+    def _refuse_gap(self, cursor: Cursor, steps: list[int]) -> None:
+        oldest = min(steps, default=0)
         if cursor.received + 1 < oldest:
             raise FrameGone(
                 f"{self.spool.folder}: the trainer needs the batch of step {cursor.received + 1}; "
                 f"the oldest is of step {oldest}"
             )
-        return step - 1 - cursor.received < self.hwm
+
+    def go_back(self, cursor: Cursor) -> None:
+        """See `DurableSender.go_back`."""
+        if cursor.received > cursor.committed:
+            self.spool.dismiss(cursor)
+        self.spool.drop_after(-1)
+        self.spool.reopen()
+        self.closed, self._ended = False, None
 
     def end(self, reason: str) -> None:
         """See `Spool.end`."""
-        self.closed = True
+        self.closed, self._ended = True, reason
         self.spool.end(reason)
 
     def drain(self, deadline_s: float, listen: Listen) -> None:
@@ -92,6 +120,9 @@ class Queue:
         last = max(self.spool.steps(), default=0)
 
         def done() -> bool:
+            if self._ended is not None and self.spool.ended() is None:
+                self.spool.end(self._ended)  # a trainer that was started again has taken it back
+            self.check(listen)
             cursor = listen()
             return last == 0 or (cursor is not None and cursor.committed >= last)
 

@@ -43,7 +43,7 @@ from lowroll.transport.base import (
 from lowroll.transport.codec import MAX_BYTES
 from lowroll.transport.frame import LONGEST_HEADER, decode_frame
 from lowroll.transport.queue import Queue
-from lowroll.transport.spool import Spool
+from lowroll.transport.spool import Spool, dismissal
 from lowroll.transport.words import (
     MOST_BYTES,
     Answer,
@@ -156,6 +156,15 @@ class Sender:
         self.service.check()
         return self.service.cursor
 
+    def check(self) -> None:
+        """FrameGone when the trainer has fallen back behind the oldest batch."""
+        self.queue.check(self.cursor)
+
+    def go_back(self, cursor: Cursor) -> None:
+        """Forget all that was sent, and fence a trainer that has received more than it committed."""
+        self.queue.go_back(cursor)
+        self.service.forget()
+
     def end(self, reason: str) -> None:
         """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
         self.queue.end(reason)
@@ -179,6 +188,7 @@ class Service:
         self.attempt = attempt
         self.token = token
         self.cursor = spool.cursor()
+        self.dismissed = spool.dismissed()  # attempt of the trainer
         self.turns = 0  # of the thread; for tests
         self._waiting: dict[bytes, Ask] = {}  # by peer: what is not there yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -212,6 +222,12 @@ class Service:
             os.write(self._bell, b"!")
         except BlockingIOError:
             pass  # it rings already
+
+    def forget(self) -> None:
+        """What the trainer has said, where it is to go back."""
+        self.dismissed = self.spool.dismissed()
+        self.cursor = self.spool.cursor()
+        self.wake()
 
     def check(self) -> None:
         """TransportError when the thread has failed."""
@@ -280,8 +296,13 @@ class Service:
         if ask.run != self.spool.run:
             text = f"the orchestrator is of run {self.spool.run!r}"
             self._tell(peer, ask, "refused", text=text)
-        elif self.cursor is not None and ask.attempt < self.cursor.attempt:
-            self._tell(peer, ask, "fenced", text=f"attempt {self.cursor.attempt}")
+        elif (cursor := self.cursor) is not None and ask.attempt < cursor.attempt:
+            text = (
+                f"attempt {cursor.attempt} of the trainer has taken over from attempt {ask.attempt}"
+            )
+            self._tell(peer, ask, "fenced", text=text)
+        elif ask.attempt <= self.dismissed:
+            self._tell(peer, ask, "fenced", text=dismissal(ask.attempt))
         else:
             self._note(ask.cursor)
             self._serve(peer, ask, again)
@@ -459,9 +480,7 @@ class Receiver:
         if answer.kind == "refused":
             raise TransportError(f"{where}: refused: {text}; this is run {self.run!r}")
         if answer.kind == "fenced":
-            raise Fenced(
-                f"{text} of the trainer has taken over from attempt {self._cursor.attempt}"
-            )
+            raise Fenced(text)
         if answer.kind == "gone":
             raise FrameGone(
                 f"{where}: the trainer needs the batch of step {step}; the oldest that the "

@@ -149,7 +149,7 @@ def test_a_loss_at_a_named_point_is_made_good(level: int, tmp_path: Path) -> Non
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("good") == 6, done.stdout
+    assert done.stdout.count("good") == 8, done.stdout
 
 
 @pytest.mark.slow

@@ -144,6 +144,22 @@ def test_other_bytes_replace_it_and_its_reader_is_told(
     assert names(tmp_path) == ["step_000003"]
 
 
+def test_a_future_that_is_undone_is_nobodys(
+    tmp_path: Path, learner: Transformer, caplog: pytest.LogCaptureFixture
+) -> None:
+    at = broadcaster(tmp_path, learner, keep=9)
+    for version in (1, 2, 3, 4):
+        at.publish(version)
+    again = broadcaster(tmp_path, learner, keep=9, attempt=2)
+    again.forget_after(3)
+    assert whole(tmp_path) == [1, 2, 3] and "step_000004: of a future" in caplog.text
+    again.publish(2)  # the same bytes
+    assert whole(tmp_path) == [1, 2, 3]
+    moved(learner, 2)
+    again.publish(2)
+    assert whole(tmp_path) == [1, 2], "what was learned after the other 2 does not stand"
+
+
 def test_other_noise_is_another_broadcast(tmp_path: Path, learner: Transformer) -> None:
     at = broadcaster(tmp_path, learner)
     at.publish(5)
@@ -251,8 +267,8 @@ def test_a_poller_never_sees_half_a_version(tmp_path: Path, folder: Path) -> Non
                     with reading(one):
                         verify_folder(one.path)
                         content = (one.path / "adapter_model.safetensors").read_bytes()
-                        if contents.setdefault(one.digest, content) != content:
-                            torn.append(one)
+                    if contents.setdefault(one.digest, content) != content:
+                        torn.append(one)
                     seen.add(one.digest)
                 except Replaced:
                     pass

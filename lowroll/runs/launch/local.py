@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -56,8 +57,9 @@ def launch(
     """Make a run by its roles; returns the run folder and its records. The folder is treated as by
     `lowroll.run`. texts: files of a notebook or script that the roles need.
 
-    RunLockedError names who makes or launches a run in the folder already; RunFailed the role that could not
-    be kept alive, with its own last error.
+    RunLockedError names who makes or launches a run in the folder already; ValueError has what a role
+    says of the settings or the folder, RunFailed names the one that could not be kept alive, with its own
+    last error.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -116,6 +118,7 @@ class Launcher:
         self.view = view
         self.stop = stop
         self.flags = ["--resume"] if resume else ["--overwrite"] if overwrite else []
+        self.ports: dict[str, int] = {}  # of engines that have served, by role
         self.shown = 0  # the last step whose record was shown
         self._size = -1
         env = dict(os.environ) | {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
@@ -175,15 +178,30 @@ class Launcher:
         log.info("%s: process %d: lowroll %s", child.role, pid, " ".join(child.command))
 
     def _port(self, engine: Child) -> int:
-        """One that is free at first; then the one that the orchestrator knows."""
-        url = (engine.watch.said or {}).get("url") if engine.ready else None
-        return urlsplit(str(url)).port or 0 if url else 0
+        """One that is free at first (0); then the one that the orchestrator knows, or, where somebody
+        else has that now, a new one: then the orchestrator is started again, which asks the engines
+        where they are."""
+        port = self.ports.get(engine.role, 0)
+        if not port or is_free("127.0.0.1", port):
+            return port
+        log.warning(
+            "%s: its port %d was taken by another process: it gets a new one, and the orchestrator is "
+            "started again to find it",
+            engine.role,
+            port,
+        )
+        self.orchestrator.kill()
+        del self.ports[engine.role]
+        return 0
 
     def _look(self, child: Child) -> None:
         """Start again what has ended or hangs. RunFailed when that does not help."""
         if child.done:
             return
         child.look()
+        url = (child.watch.said or {}).get("url") if child.ready else None
+        if url:  # one that is lost while it starts again says none
+            self.ports[child.role] = urlsplit(str(url)).port or 0
         if child.again_at:
             if time.monotonic() >= child.again_at:
                 child.again_at = 0.0
@@ -193,33 +211,41 @@ class Launcher:
             child.kill()
             self._again(child, hangs)
         elif not child.alive():
-            code = child.process.returncode if child.process else 0
-            if code == 0 and child not in self.engines:
+            child.kill()  # what is left of its group
+            if child.code == 0 and child not in self.engines:
                 child.done = True
                 return
-            child.kill()  # what is left of its group
-            self._again(child, f"{child.role} has ended ({_ended(code)}): {child.last_words()}")
+            told = f"{child.role} has ended ({_ended(child.code)}): {child.last_words()}"
+            self._again(child, told)
 
     def _again(self, child: Child, why: str) -> None:
-        code = child.process.returncode if child.process else 0
         pause = child.pause()
-        if pause is None or (code == USERS_MISTAKE and not child.ready):
-            times = "" if pause is not None else f" after {len(child.starts) - 1} restarts"
-            raise RunFailed(f"{child.role}: stopped{times}: {why}")
+        if child.code == USERS_MISTAKE and not child.ready:
+            raise ValueError(f"{child.role}: {child.last_words().removeprefix('error: ')}")
+        if pause is None:
+            raise RunFailed(f"{child.role}: stopped after {len(child.starts) - 1} restarts: {why}")
         log.warning("%s; it is started again in %.1f s", why, pause)
         child.again_at = time.monotonic() + pause
+        if child is self.trainer and self.orchestrator.done:  # it may need batches once more
+            self.orchestrator.done = False
+            self.orchestrator.again_at = child.again_at
 
     def _stop(self) -> int:
         """A signal came: the trainer finishes its step, then all end."""
         self.trainer.signal(signal.SIGTERM)
         until = time.monotonic() + STOPPING_S
         while self.trainer.alive() and time.monotonic() < until:
+            self.trainer.look()
+            if (hangs := self.trainer.hangs()) is not None:
+                log.warning("%s; it is ended, and --resume goes on from its checkpoint", hangs)
+                break
             for engine in self.engines:
                 self._look(engine)
             if not self.orchestrator.done:
                 self._look(self.orchestrator)
             self._show()
             time.sleep(LOOK_S)
+        self.trainer.kill()
         for child in (self.orchestrator, *self.engines):
             child.end(ENDING_S)
         return self.stop.signal
@@ -245,6 +271,17 @@ class Launcher:
         """Nothing of it is left."""
         for child in reversed(self.children):
             child.kill()
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there, so that a server could."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def _ended(code: int | None) -> str:

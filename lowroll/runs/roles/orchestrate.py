@@ -15,9 +15,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import write_file
@@ -26,7 +28,7 @@ from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig
 from lowroll.config.surogate.roles import GIVEN
 from lowroll.engine.remote.pool import Elastic, EnginePool
-from lowroll.metrics.record import add_evaluation, read_evaluations
+from lowroll.metrics.record import add_evaluation, forget_evaluations, read_evaluations
 from lowroll.model.folder import resolve
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
@@ -44,9 +46,10 @@ from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
 from lowroll.runs.roles.versions import Engines, Versions
 from lowroll.runs.stop import polite_stop
 from lowroll.runs.terminal import tell
-from lowroll.transport.base import Cursor, wait_until
+from lowroll.transport.base import Cursor, FrameGone, wait_until
 from lowroll.transport.broadcasts import Broadcasts
-from lowroll.transport.spool import END
+from lowroll.transport.rollout_log import truncate_rollouts
+from lowroll.transport.spool import END, dismissal
 from lowroll.types import Batch
 
 log = logging.getLogger(__name__)
@@ -121,6 +124,21 @@ def refuse(cfg: RunConfig) -> None:
         raise ValueError("rollout.release_cache: engines of other processes keep their memory")
 
 
+def overheard(urls: Sequence[str]) -> list[str]:
+    """Those that lead to another machine without encryption."""
+    found = []
+    for url in urls:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        try:
+            is_here = ip_address(host).is_loopback
+        except ValueError:
+            is_here = host == "localhost"
+        if parts.scheme != "https" and not is_here:
+            found.append(url)
+    return found
+
+
 class Orchestration:
     """The role, joined. alive: raises when the process is asked to stop."""
 
@@ -155,7 +173,7 @@ class Orchestration:
         self.cfg = cfg = cfg.model_copy(update={"rollout": sized})
         self.level = cfg.asynchrony.max_async_level
         patience = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
-        self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, patience)
+        self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.abreast, patience)
         self.channel = sender(cfg, place, attempt, self.alive)
         stack.callback(self.channel.close)
         place.ledger.parent.mkdir(parents=True, exist_ok=True)
@@ -173,6 +191,8 @@ class Orchestration:
             Journal(place.ledger),
             alone=False,
         )
+        self.versions.retract = self.batches.orchestrator.retract
+        self.begun = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))
         self.batches.more = self._pace
         self._waited = 0.0  # seconds, for the weights of this step, where the batches do not
@@ -182,6 +202,11 @@ class Orchestration:
         """For every wait for the trainer."""
         self.stopped()
         self.trainer.check()
+
+    def abreast(self) -> None:
+        """For every wait for its weights: FrameGone when it wants batches that are gone."""
+        self.alive()
+        self.channel.check()
 
     def _phase(self, name: str, done: int, total: int) -> None:
         self.heart.progress(name, done, total)
@@ -218,6 +243,11 @@ class Orchestration:
         token, admin = self.place.tokens()
         if client.base_url or elastic is not None:  # engines that others started
             token = os.environ.get(client.api_key_var) or token
+            for url in overheard(urls or [f"http://{client.elastic.hostname}"]):
+                tell(
+                    f"warning: the admin's token goes to {url} unencrypted: whoever reads it there can "
+                    "give the engine other weights; use a private network, or https before the engine"
+                )
         return EnginePool(
             urls,
             token=token,
@@ -254,8 +284,18 @@ class Orchestration:
 
     def run(self) -> None:
         """All batches, and the last evaluation."""
-        made = self._go_on()
+        while True:
+            try:
+                self._make_after(self._go_on())
+                break
+            except FrameGone as gone:  # a damaged checkpoint, and an older one was taken
+                log.warning("%s: what follows the trainer's checkpoint is made again", gone)
+        self._commit()
+
+    def _make_after(self, made: int) -> None:
         try:
+            if (ended := self.channel.spool.ended()) is not None:
+                raise NoSignal(ended)  # said before this process was started
             for step in range(made + 1, self.last + 1):
                 self._evaluate_after(step - 1)
                 self.step(step)
@@ -266,14 +306,13 @@ class Orchestration:
             self._evaluate_after(self.last)
         self.heart.say(phase="waiting", doing="for the last checkpoint")
         self.channel.drain(GONE_S * 48)
-        self._commit()
 
     def step(self, step: int) -> None:
         """The batch of a step, when its weights are there."""
         self.heart.say(step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}")
         if step == 1 or self.level == 0:  # else the batches wait for them
             began = time.monotonic()
-            self.versions.at_least(self.needs(step))
+            self.versions.at_least(self.needs(step), step - 1)
             self._waited = time.monotonic() - began
         if step == 1:
             self._evaluate_before()
@@ -307,14 +346,21 @@ class Orchestration:
 
     def _go_on(self) -> int:
         """Put back what the orchestrator knew; the step of the last batch that was sent."""
-        cursor = self._cursor()
-        newest = self.channel.spool.newest()
-        if newest is not None and newest.step >= cursor.received and newest.orchestrator:
+        cursor, spool = self._cursor(), self.channel.spool
+        newest = spool.newest()
+        if newest is not None and spool.reaches(cursor.received) and newest.orchestrator:
             self.batches.restore(newest.step, newest.orchestrator, resumed=True)
             log.info("going on after the batch of step %d in the spool", newest.step)
             return newest.step
-        self.channel.spool.drop_after(-1)
+        self.channel.go_back(cursor)
+        if cursor.received > cursor.committed:  # from batches that may come out as others
+            tell(dismissal(cursor.attempt))
+            cursor = self._cursor()
+        self.committed = cursor.committed
+        forget_evaluations(self.place.run, cursor.committed)
+        truncate_rollouts(self.place.run / "rollouts", cursor.committed)
         if cursor.committed == 0:
+            self.batches.restore(0, self.begun)
             return 0
         saved = Store(self.place.run / "checkpoints").load(cursor.committed, only=())
         state: Mapping[str, Any] = saved.state["orchestrator"]
@@ -323,8 +369,17 @@ class Orchestration:
         return saved.step
 
     def _cursor(self) -> Cursor:
+        """What the trainer that runs now has received, or said before it ended."""
+
+        def heard() -> bool:
+            self.trainer.look()
+            said, cursor = self.trainer.said or {}, self.channel.cursor()
+            if cursor is None:
+                return False
+            return said.get("phase") == "ended" or cursor.attempt >= said.get("attempt", 0)
+
         wait_until(
-            lambda: self.channel.cursor() is not None,
+            heard,
             "the trainer's word about what it has received",
             GONE_S * 48,
             self.alive,
@@ -346,7 +401,7 @@ class Orchestration:
         if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
             return
         self.heart.say(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
-        version = self.versions.at_least(step)
+        version = self.versions.at_least(step, step)
         self.heart.say(phase="evaluating")
         self.batches.enter(step)
         self._record(step, around({}, self.batches.after(step, version)))
