@@ -54,4 +54,5 @@ def capabilities(can: Capabilities) -> dict[str, Any]:
         "records_evictions": can.records_evictions,
         "replays": can.replays,
         "vocab_size": can.vocab_size,
+        "lora_rank": can.lora_rank,
     }

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from lowroll.types import Batch
+from lowroll.types import Batch, RunFailed
 
 
-class TransportError(RuntimeError):
+class TransportError(RunFailed):
     """Something went wrong between two rooms."""
 
 

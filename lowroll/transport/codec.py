@@ -235,11 +235,17 @@ def _encode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
     if dataclasses.is_dataclass(value) and type(value) in options:
         return {_TAG: type(value).__name__, **_encode(value, type(value), where)}
     for hint in options:
-        if _shape(hint).origin is type(value):
+        if _shape(hint).origin is type(value) or _is_word(value, hint):
             return _encode(value, hint, where)
         if hint is type(value) or (hint is float and type(value) is int and int not in options):
             return _encode(value, hint, where)
     raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
+
+
+def _is_word(value: Any, hint: Any) -> bool:
+    """Whether a value is one of a Literal."""
+    shape = _shape(hint)
+    return shape.origin is Literal and value in shape.args
 
 
 def _encode_scalar(value: Any, hint: Any, where: str) -> Any:
@@ -352,7 +358,7 @@ def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
         )
     if type(value) is list:
         return _decode(value, _of_kind(options, (list, tuple), value, where), where)
-    if type(value) in options:
+    if type(value) in options or any(_is_word(value, hint) for hint in options):
         return value
     if float in options:
         return _decode_scalar(value, float, where)

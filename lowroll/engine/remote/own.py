@@ -165,11 +165,12 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
         records_evictions=bool(stated["records_evictions"]),
         replays=bool(stated["replays"]),
         vocab_size=_size(stated.get("vocab_size")),
+        lora_rank=_size(stated.get("lora_rank")),
     )
 
 
 def _size(stated: Any) -> int | None:
-    """Of a vocabulary; servers before it was told say nothing."""
+    """A number; servers before it was told say nothing."""
     return None if stated is None else int(stated)
 
 
