@@ -76,6 +76,7 @@ def look() -> dict[str, Any]:
         "cpu": _cpu(),
         "memory": {"total": machine.total_memory(), "free": machine.free_memory()},
         "driver": _driver(),
+        "sandbox": _sandbox(),
         "packages": {name: _version(name) for name in ("torch", "triton", *OPTIONAL)},
         **_torch(),
     }
@@ -113,6 +114,16 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _sandbox() -> dict[str, str | None]:
+    """What isolates programs of a model (the environment `code`), or why nothing does."""
+    from lowroll.envs.sandbox import SandboxMissing, walls
+
+    try:
+        return {"by": walls.found().name, "why_not": None}
+    except SandboxMissing as why:
+        return {"by": None, "why_not": str(why)}
 
 
 def _torch() -> dict[str, Any]:
@@ -285,10 +296,17 @@ def _machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("driver", found["driver"]))
     lines.append(("triton", found["packages"]["triton"] or "not installed"))
     lines.append(("nvcc", _nvcc_text(found["nvcc"])))
+    sandbox = found["sandbox"]
+    lines += _in_pieces("sandbox", sandbox["by"] or sandbox["why_not"])
     for name, purpose in OPTIONAL.items():
         have = found["packages"][name]
         lines.append(("optional", f"{name} {have or 'not installed'} ({purpose})"))
     return lines
+
+
+def _in_pieces(name: str, text: str) -> list[tuple[str, str]]:
+    first, *more = _wrapped(text, "")
+    return [(name, first), *(("", line) for line in more)]
 
 
 def _device_text(device: dict[str, Any]) -> str:

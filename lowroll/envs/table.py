@@ -29,6 +29,7 @@ TABLE = {
     "chain": "lowroll.envs.chain:Chain",
     "gsm8k": "lowroll.envs.gsm8k:GSM8K",
     "math": "lowroll.envs.math:Math",
+    "code": "lowroll.envs.code:Code",
     "data": "lowroll.envs.data.environment:Data",
 }
 REASONING_GYM = "reasoning-gym/"

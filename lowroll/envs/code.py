@@ -1,0 +1,198 @@
+"""code: programs in Python, judged by hidden tests in a sandbox (`sandbox`).
+
+The last fenced block of a response is run on each test of its row: standard input and output, or
+calls of a function. Reward: the share of tests that it passes, or with `reward: all` 1 when it
+passes all, else 0.
+
+A row has its task in `question`, `problem`, `prompt`, `question_content` or `description`, its tests
+in one of the shapes of `sandbox.shapes`, and perhaps `starter_code` and a solution (`solution`,
+`solutions`, `canonical_solution`), which is its gold answer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lowroll.envs.base import Environment, bounded
+from lowroll.envs.rows import Rows
+from lowroll.envs.sandbox import (
+    PRELUDE,
+    Case,
+    Limits,
+    Verdict,
+    cases_of,
+    last_block,
+    run_cases,
+    walls,
+)
+from lowroll.types import Prompt, Score
+
+QUESTION_FIELDS = ("question", "problem", "prompt", "question_content", "description")
+SOLUTION_FIELDS = ("solution", "solutions", "canonical_solution")
+TEMPLATE = (
+    "{text}\nWrite a program in Python 3, with its standard library only. Think first, and put the "
+    "whole program into one ```python block at the end."
+)
+CALLED = "It is called as the function {name}{where}."
+READS = "It reads standard input and writes standard output."
+KNOWN = {field.name: field.default for field in fields(Limits)}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One usable row."""
+
+    question: str
+    cases: tuple[Case, ...]
+    solution: str = ""
+
+
+class Code(Environment):
+    """Numbers beside the reward: `passed` (share of tests), `all_passed`, `timeouts` and `crashes`
+    (shares), `compile_error`, `has_program`."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        seed: int = 0,
+        system: str | None = None,
+        template: str = TEMPLATE,
+        path: str | None = None,
+        test_path: str | None = None,
+        subset: str | None = None,
+        split: str = "train",
+        test_split: str | None = None,
+        held_out: float = 0.0,
+        reward: str = "share",
+        max_cases: int | None = None,
+        limits: dict[str, float] | None = None,
+    ) -> None:
+        super().__init__(name=name, seed=seed, system=system, template=template)
+        if reward not in ("share", "all"):
+            raise ValueError(f"env {name!r}: reward must be 'share' or 'all', got {reward!r}")
+        if max_cases is not None and max_cases < 1:
+            raise ValueError(f"env {name!r}: max_cases must be at least 1, got {max_cases}")
+        self.exact = reward == "all"
+        self.max_cases, self.limits = max_cases, _limits(name, limits or {})
+        self.rows = Rows(
+            name,
+            task_of,
+            path=path,
+            test_path=test_path,
+            subset=subset,
+            split=split,
+            test_split=test_split,
+            held_out=held_out,
+            seed=seed,
+        )
+        walls.found()
+
+    def size(self, split: str = "train") -> int | None:
+        """Usable rows of the split."""
+        return len(self.rows[split])
+
+    def prompt(self, index: int, split: str = "train") -> Prompt:
+        """Task number `index` of a split; its info holds the tests."""
+        self.rng(split, index)  # checks both
+        row = self.rows.at(split, index)
+        task = self.rows[split][row]
+        tests = [[case.input, case.output, case.fn_name] for case in task.cases[: self.max_cases]]
+        return self.ask(task.question, index, split, {"tests": tests, "row": row, "split": split})
+
+    def score(self, prompt: Prompt, text: str) -> Score:
+        """The share of tests that the response's program passes, or whether it passes all.
+        SandboxError when the sandbox itself failed."""
+        program = last_block(bounded(text))
+        if program is None or not program.strip():
+            return Score(0.0, _metrics(None))
+        cases = [Case(*test) for test in prompt.info["tests"]]
+        prelude = PRELUDE if cases[0].fn_name else ""
+        verdict = run_cases(prelude + program, cases, self.limits, stop_at_failure=self.exact)
+        reward = float(verdict.all_passed) if self.exact else verdict.share
+        return Score(reward, _metrics(verdict))
+
+    def gold(self, prompt: Prompt) -> str:
+        """The row's solution. NotImplementedError for a row without one."""
+        return f"```python\n{self._solution(prompt)}\n```"
+
+    def perturbed(self, prompt: Prompt) -> str:
+        """The solution, with one more line of output, or another result."""
+        name = prompt.info["tests"][0][2]
+        solution = self._solution(prompt)
+        owner = "Solution." if "class Solution" in solution else ""
+        more = f"{owner}{name} = lambda *given: ['another']" if name else "print('and more')"
+        return f"```python\n{solution}\n{more}\n```"
+
+    def _solution(self, prompt: Prompt) -> str:
+        solution = self.rows[prompt.info["split"]][prompt.info["row"]].solution
+        if not solution:
+            raise NotImplementedError("this row has no solution")
+        return solution
+
+
+def _limits(name: str, given: dict[str, float]) -> Limits:
+    for key in given:
+        if key not in KNOWN:
+            raise ValueError(f"env {name!r}: limits has no {key!r}; known: {', '.join(KNOWN)}")
+    try:
+        return Limits(**given)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"env {name!r}: {error}") from None
+
+
+def _metrics(verdict: Verdict | None) -> dict[str, float]:
+    if verdict is None:
+        found = dict.fromkeys(("passed", "all_passed", "timeouts", "crashes", "compile_error"), 0.0)
+        return {**found, "has_program": 0.0}
+    count = len(verdict.results)
+    return {
+        "passed": verdict.share,
+        "all_passed": float(verdict.all_passed),
+        "timeouts": verdict.count("timeout") / count,
+        "crashes": (verdict.count("crash") + verdict.count("output")) / count,
+        "compile_error": float(verdict.count("compile") > 0),
+        "has_program": 1.0,
+    }
+
+
+def task_of(row: dict[str, Any], where: str) -> Task:
+    """Read one row. ValueError names file and line of a row without a task or without tests."""
+    question = next((row[key] for key in QUESTION_FIELDS if row.get(key)), None)
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(
+            f"{where}: no text in any of the fields {', '.join(QUESTION_FIELDS)} (there: "
+            f"{', '.join(map(str, row))})"
+        )
+    cases = tuple(cases_of(row, where))
+    names = {case.fn_name for case in cases}
+    if len(names) > 1:
+        raise ValueError(f"{where}: its tests are of several kinds: {sorted(map(str, names))}")
+    name = names.pop()
+    starter = row.get("starter_code")
+    parts = [question.strip()]
+    if isinstance(starter, str) and starter.strip():
+        parts.append(f"Begin with\n```python\n{starter.strip()}\n```")
+    if name is None:
+        parts.append(READS)
+    else:
+        inside = " of the class Solution" if "class Solution" in str(starter) else ""
+        parts.append(CALLED.format(name=name, where=inside))
+    return Task("\n".join(parts), cases, _solution_of(row))
+
+
+def _solution_of(row: dict[str, Any]) -> str:
+    """The first solution of a row: text, a list, or the JSON text of one; "" without any."""
+    value = next((row[key] for key in SOLUTION_FIELDS if row.get(key)), "")
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return value
+    if isinstance(value, list):
+        value = value[0] if value else ""
+    if not isinstance(value, str):
+        return ""
+    return (last_block(value) or value).strip()

@@ -1,0 +1,151 @@
+"""Hidden tests, what a program may use for them, and when what it gave is what was expected.
+
+Standard output is compared line by line, without the white space around lines and around the whole;
+two lines are equal as text, or when their words are, where numbers count by their value. Results of
+functions are JSON data: tuples are lists, numbers are equal within 1e-9 of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+Status = Literal["passed", "wrong", "timeout", "crash", "output", "compile"]
+TOLERANCE = 1e-9
+MAX_NUMBER = 400  # characters of a word that is read as a number
+
+
+@dataclass(frozen=True)
+class Case:
+    """One hidden test: standard input and output, or with `fn_name` the arguments and the result of
+    that function (of the program, or of its class `Solution`)."""
+
+    input: Any  # text; with fn_name a list
+    output: Any
+    fn_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use. Memory is address space of each process; the others are of all of
+    it."""
+
+    seconds: float = 4.0  # CPU, a case and process
+    wall_seconds: float = 6.0  # a case
+    total_seconds: float = 8.0  # the program: cases behind it are timeouts
+    memory_mb: int = 512
+    processes: int = 8  # and threads, its own included
+    files: int = 64  # open at once
+    output_kb: int = 4096  # a case, with what it says on standard error
+    disk_mb: int = 64  # /tmp, in memory
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (isinstance(value, (int, float)) and 0 < value < 1e9):
+                raise ValueError(f"limits: {field.name} must be a positive number, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one case went; `seconds` of wall clock, and of a crash the last that it said."""
+
+    status: Status
+    seconds: float = 0.0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The results, one for each case in its order."""
+
+    results: tuple[Result, ...]
+
+    def count(self, status: Status) -> int:
+        """Cases that ended so."""
+        return sum(result.status == status for result in self.results)
+
+    @property
+    def passed(self) -> int:
+        """Cases that passed."""
+        return self.count("passed")
+
+    @property
+    def share(self) -> float:
+        """Passed cases of all, 0 to 1."""
+        return self.passed / len(self.results)
+
+    @property
+    def all_passed(self) -> bool:
+        """Whether every case passed."""
+        return self.passed == len(self.results)
+
+
+def is_right(case: Case, output: str, value: Any = None) -> bool:
+    """Whether a program's output (of a function: its result as JSON data) is the expected one."""
+    if case.fn_name is None:
+        return same_text(_as_text(case.output), output)
+    return same_value(case.output, value)
+
+
+def same_text(expected: str, output: str) -> bool:
+    """Equality of two outputs."""
+    gold, lines = (
+        [line.strip() for line in text.strip().splitlines()] for text in (expected, output)
+    )
+    return len(gold) == len(lines) and all(map(_same_line, gold, lines))
+
+
+def _same_line(gold: str, line: str) -> bool:
+    if gold == line:
+        return True
+    expected, words = gold.split(), line.split()
+    return len(expected) == len(words) and all(map(_same_word, expected, words))
+
+
+def _same_word(gold: str, word: str) -> bool:
+    if gold == word:
+        return True
+    if max(len(gold), len(word)) > MAX_NUMBER:
+        return False
+    try:
+        return Decimal(gold) == Decimal(word)
+    except InvalidOperation:
+        return False
+
+
+def same_value(expected: Any, value: Any) -> bool:
+    """Equality of two JSON values. A list is compared in order."""
+    if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
+        return expected == value or _near(expected, value)
+    if isinstance(expected, Sequence) and not isinstance(expected, str):
+        return (
+            isinstance(value, list)
+            and len(value) == len(expected)
+            and all(map(same_value, expected, value))
+        )
+    if isinstance(expected, dict):
+        return (
+            isinstance(value, dict)
+            and value.keys() == expected.keys()
+            and all(same_value(expected[key], value[key]) for key in expected)
+        )
+    return type(expected) is type(value) and bool(expected == value)
+
+
+def _near(expected: float, value: float) -> bool:
+    """Only where one of them is no whole number, which is equal or is not."""
+    if isinstance(expected, int) and isinstance(value, int):
+        return False
+    try:
+        return math.isclose(expected, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:
+        return False
+
+
+def _as_text(output: Any) -> str:
+    """Expected output, which some data sets hold as a list of lines."""
+    return "\n".join(map(str, output)) if isinstance(output, list) else str(output)

@@ -1,0 +1,276 @@
+"""The first process in the sandbox: it runs a program once for each case and says what came out.
+
+    in    one JSON object, to the end of the input: {"source", "cases": [{"input", "fn_name"}],
+          "limits", "filter"}
+    out   {"ready": true}, then a line a case, in order: {"case", "status", "output", "message",
+          "seconds"}; "status" is "ended", "timeout", "crash", "output" or "compile"
+
+No expected output is in here, so there is nothing to read and no verdict to forge. The program runs
+in a child that holds none of these pipes, and whose limits and system-call filter it cannot lift.
+This process is number 1 of its namespace: no signal from inside reaches it, nobody may trace it,
+and when a case ends it kills everything else that there is. Standard library only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import ctypes
+import json
+import math
+import os
+import re
+import resource
+import runpy
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from importlib import import_module
+from typing import Any
+
+PROGRAM = "/tmp/program.py"
+RESULT = 3  # the descriptor on which a function's result leaves
+COMPILE = 65  # exit status of a program that is none
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
+FILTER_MODE = 2
+LAST_WORDS = 300  # bytes of standard error that are kept
+STACK_MB = 64
+IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w, \t]+)", re.MULTILINE)
+# imported before the first case, if the program asks for them: a fork has them already
+KNOWN = frozenset(
+    "bisect collections copy dataclasses datetime decimal fractions functools heapq io itertools "
+    "json math operator queue random re statistics string typing".split()
+)
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Filter(ctypes.Structure):
+    """struct sock_fprog"""
+
+    _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
+
+
+def prctl(option: int, value: int, more: Any = 0) -> None:
+    """OSError where the kernel refuses."""
+    if libc.prctl(option, ctypes.c_ulong(value), more, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option} is refused")
+
+
+# -- the program ---------------------------------------------------------------------------------
+
+
+def be_the_program(request: dict[str, Any], case: dict[str, Any], pipes: tuple[int, ...]) -> None:
+    """In the child: bind its limits, run it, and end."""
+    code = 1
+    try:
+        _take(pipes, case["fn_name"] is not None)
+        _bind(request["limits"], bytes.fromhex(request["filter"]))
+        code = _run(case)
+    except SyntaxError as error:
+        traceback.print_exc(limit=-2)
+        code = COMPILE if error.filename == PROGRAM else 1
+    except SystemExit as error:
+        code = _status(error.code)
+    except BaseException:
+        traceback.print_exc(limit=-4)
+    finally:
+        _end(code)
+
+
+def _take(pipes: tuple[int, ...], is_function: bool) -> None:
+    """Its descriptors: 0, 1 and 2, and of a function case `RESULT`, while 1 leads nowhere."""
+    given, output, words = pipes
+    os.dup2(given, 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY) if is_function else output, 1)
+    os.dup2(words, 2)
+    if is_function:
+        os.dup2(output, RESULT)
+    os.closerange(RESULT + is_function, 1 << 10)
+
+
+def _bind(limits: dict[str, float], lines: bytes) -> None:
+    seconds, memory = math.ceil(limits["seconds"]), int(limits["memory_mb"]) << 20
+    disk = int(limits["disk_mb"]) << 20
+    for kind, soft, hard in (
+        (resource.RLIMIT_CPU, seconds, seconds + 1),
+        (resource.RLIMIT_AS, memory, memory),
+        (resource.RLIMIT_NPROC, limits["processes"] + 2, limits["processes"] + 2),
+        (resource.RLIMIT_NOFILE, limits["files"], limits["files"]),
+        (resource.RLIMIT_FSIZE, disk, disk),
+        (resource.RLIMIT_STACK, STACK_MB << 20, STACK_MB << 20),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+    ):
+        most = resource.getrlimit(kind)[1]
+        most = sys.maxsize if most == resource.RLIM_INFINITY else most
+        resource.setrlimit(kind, (min(int(soft), most), min(int(hard), most)))
+    os.setsid()
+    os.chdir("/tmp")
+    prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.byref(Filter(len(lines) // 8, lines)))
+
+
+def _run(case: dict[str, Any]) -> int:
+    """Its exit status."""
+    sys.argv = [PROGRAM]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which an interpreter gets from `site`
+    sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
+    name = case["fn_name"]
+    if name is None:
+        runpy.run_path(PROGRAM, run_name="__main__")
+        return 0
+    names = runpy.run_path(PROGRAM, run_name="program")
+    function = getattr(names["Solution"](), name) if "Solution" in names else names[name]
+    result = json.dumps(function(*case["input"])).encode()
+    while result:
+        result = result[os.write(RESULT, result) :]
+    os._exit(0)  # what the program left to do at its end could only undo it
+
+
+def _status(code: Any) -> int:
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _end(code: int) -> None:
+    """As an interpreter ends: threads first, then what was registered, then what is not written
+    yet."""
+    try:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join(3600)
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except BaseException:
+        code = code or 1
+    finally:
+        os._exit(code)
+
+
+# -- who watches it ------------------------------------------------------------------------------
+
+
+class Watch:
+    """One case from its start to its end: what it says, until it ends or may not go on."""
+
+    def __init__(self, pid: int, output: int, words: int, limits: dict[str, float]) -> None:
+        self.pid, self.output, self.words = pid, output, words
+        self.room = int(limits["output_kb"]) << 10
+        self.start = time.monotonic()
+        self.deadline = self.start + limits["wall_seconds"]
+        self.most = limits["seconds"]
+        self.said: dict[int, bytearray] = {output: bytearray(), words: bytearray()}
+        self.why = ""
+
+    def watch(self) -> dict[str, Any]:
+        """The reply about this case. Afterwards nothing of it runs any more."""
+        end = os.pidfd_open(self.pid)
+        waiting = {end, *self.said}
+        while not self.why and end in waiting:
+            left = self.deadline - time.monotonic()
+            ready = select.select(waiting, [], [], max(0.0, left))[0]
+            if not ready:
+                self.why = "timeout"
+            for pipe in ready:
+                if pipe == end or not self._read(pipe):
+                    waiting.discard(pipe)
+        while not self.why and any([self._read(pipe) for pipe in self.said]):
+            pass  # what it wrote before it ended
+        seconds = time.monotonic() - self.start
+        status, used = end_all(self.pid)
+        for pipe in (end, *self.said):
+            os.close(pipe)
+        return {
+            "status": self.why or self._how(status, used),
+            "output": bytes(self.said[self.output]).decode(errors="replace"),
+            "message": bytes(self.said[self.words][-LAST_WORDS:]).decode(errors="replace"),
+            "seconds": seconds,
+        }
+
+    def _read(self, pipe: int) -> bool:
+        """Take what is there; False at its end, or when nothing is."""
+        try:
+            data = os.read(pipe, 1 << 16)
+        except BlockingIOError:
+            return False
+        self.room -= len(data)
+        self.said[pipe] += data
+        if self.room < 0:
+            self.why = "output"
+        return bool(data) and not self.why
+
+    def _how(self, status: int, used: float) -> str:
+        if os.WIFSIGNALED(status):
+            overtime = os.WTERMSIG(status) == signal.SIGXCPU or used >= self.most
+            return "timeout" if overtime else "crash"
+        code = os.waitstatus_to_exitcode(status)
+        return "ended" if code == 0 else "compile" if code == COMPILE else "crash"
+
+
+def end_all(pid: int) -> tuple[int, float]:
+    """Kill every process but this one; status and CPU seconds of `pid`."""
+    found = (0, 0.0)
+    while True:
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # they have ended, and wait to be reaped
+        try:
+            ended, status, usage = os.wait4(-1, 0)
+        except ChildProcessError:
+            return found
+        if ended == pid:
+            found = (status, usage.ru_utime + usage.ru_stime)
+
+
+def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """Fork the program for one case, and watch it."""
+    given = os.memfd_create("stdin")
+    if case["fn_name"] is None:
+        with os.fdopen(os.dup(given), "wb") as file:
+            file.write(case["input"].encode(errors="replace"))
+        os.lseek(given, 0, os.SEEK_SET)
+    output, output_end = os.pipe()
+    words, words_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        be_the_program(request, case, (given, output_end, words_end))
+    for end in (given, output_end, words_end):
+        os.close(end)
+    for pipe in (output, words):
+        os.set_blocking(pipe, False)
+    return Watch(pid, output, words, request["limits"]).watch()
+
+
+def main() -> None:
+    """Take the request, say what came of its cases."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of process 1 that is: ignored
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_DUMPABLE, 0)
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+
+    def say(words: dict[str, Any]) -> None:
+        line = json.dumps(words).encode() + b"\n"
+        while line:
+            line = line[replies.write(line) :]
+
+    say({"ready": True})
+    request = json.loads(sys.stdin.buffer.read())
+    with open(PROGRAM, "w", encoding="utf-8", errors="replace") as file:
+        file.write(request["source"])
+    for names in IMPORTS.findall(request["source"]):
+        for name in KNOWN.intersection(re.findall(r"\w+", names)):
+            import_module(name)
+    for number, case in enumerate(request["cases"]):
+        say({"case": number, **run_case(request, case)})
+
+
+if __name__ == "__main__":
+    main()

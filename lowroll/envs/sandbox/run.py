@@ -1,0 +1,182 @@
+"""Run a program on hidden tests: the end of the sandbox's pipes that knows what is expected.
+
+A program that is wrong, slow, crashes, floods or is none fails its cases. SandboxError is raised
+only when the sandbox itself did: it did not start, or ended under the program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lowroll.envs.sandbox import filter, walls
+from lowroll.envs.sandbox.cases import Case, Limits, Result, Status, Verdict, is_right
+
+START_LIMIT = 20.0  # seconds until the sandbox stands
+DEFAULT = Limits()
+SLACK = 5.0  # seconds that its own bookkeeping may take
+MAX_SAID = 500  # characters of its own errors
+
+
+class SandboxError(RuntimeError):
+    """The sandbox failed, not the program."""
+
+
+def run_cases(
+    source: str, cases: Sequence[Case], limits: Limits = DEFAULT, stop_at_failure: bool = False
+) -> Verdict:
+    """Run the Python program `source` on every case, each in a process of its own, and compare.
+
+    `stop_at_failure`: the cases behind the first that fails are not run and count as wrong.
+    ValueError without cases; SandboxMissing where nothing isolates; SandboxError when the sandbox
+    failed.
+    """
+    return run_in(walls.found(), source, cases, limits, stop_at_failure)
+
+
+def run_in(
+    here: walls.Walls,
+    source: str,
+    cases: Sequence[Case],
+    limits: Limits,
+    stop_at_failure: bool = False,
+) -> Verdict:
+    """The same behind these walls."""
+    if not cases:
+        raise ValueError("a program is judged by its cases, and there are none")
+    results: list[Result] = []
+    sandbox = _Sandbox(here, limits)
+    try:
+        sandbox.ask(source, cases)
+        for case in cases:
+            reply = sandbox.reply()
+            if reply is None:
+                break
+            results.append(_judged(case, reply))
+            if results[-1].status == "compile" or (
+                stop_at_failure and results[-1].status != "passed"
+            ):
+                break
+        late = reply is None
+    finally:
+        sandbox.close()
+    rest: Status = "timeout" if late else "compile" if results[-1].status == "compile" else "wrong"
+    results += [Result(rest)] * (len(cases) - len(results))
+    return Verdict(tuple(results))
+
+
+def _judged(case: Case, reply: dict[str, Any]) -> Result:
+    status, output = reply["status"], reply["output"]
+    if status != "ended":
+        return Result(status, reply["seconds"], reply["message"])
+    value = None
+    if case.fn_name is not None:
+        try:
+            value = json.loads(output)
+        except (ValueError, RecursionError):
+            return Result("wrong", reply["seconds"], "its result is no JSON")
+    try:
+        right = is_right(case, output, value)
+    except RecursionError:
+        right = False
+    return Result("passed" if right else "wrong", reply["seconds"], reply["message"])
+
+
+class _Sandbox:
+    """One sandbox, for one program."""
+
+    def __init__(self, here: walls.Walls, limits: Limits) -> None:
+        self.limits, self.name = limits, here.name
+        try:
+            self.process = subprocess.Popen(
+                here.command(limits.disk_mb),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=walls.ENV,
+                cwd="/",
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise SandboxError(f"{self.name}: it cannot be started: {error}") from error
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        self.input, self.output = self.process.stdin, self.process.stdout
+        self.errors = self.process.stderr
+        self.lines = self._lines()
+        self.deadline = time.monotonic() + START_LIMIT
+
+    def ask(self, source: str, cases: Sequence[Case]) -> None:
+        """Wait until it stands, and give it the program and what goes into it: no more."""
+        if self._next() != {"ready": True}:
+            raise SandboxError(f"{self.name}: {self._how_it_ended()}")
+        lines = filter.program()
+        assert lines is not None
+        request = {
+            "source": source,
+            "cases": [{"input": case.input, "fn_name": case.fn_name} for case in cases],
+            "limits": asdict(self.limits),
+            "filter": lines.hex(),
+        }
+        left = memoryview(json.dumps(request).encode())
+        self.deadline = time.monotonic() + START_LIMIT
+        os.set_blocking(self.input.fileno(), False)
+        while left:
+            if not select.select([], [self.input], [], self._seconds())[1]:
+                raise SandboxError(f"{self.name}: it did not take the program")
+            try:
+                left = left[self.input.write(left) or 0 :]
+            except BrokenPipeError:
+                raise SandboxError(f"{self.name}: {self._how_it_ended()}") from None
+        self.input.close()
+        self.end = time.monotonic() + self.limits.total_seconds
+
+    def reply(self) -> dict[str, Any] | None:
+        """What came of the next case; None when the program's time is over."""
+        self.deadline = min(time.monotonic() + self.limits.wall_seconds + SLACK, self.end)
+        reply = self._next()
+        if reply is None and time.monotonic() < self.end:
+            raise SandboxError(f"{self.name}: it ended under the program: {self._how_it_ended()}")
+        return reply
+
+    def close(self) -> None:
+        """End it, and with it all that runs in it."""
+        self.process.kill()
+        self.process.wait(START_LIMIT)
+        for pipe in (self.input, self.output, self.errors):
+            pipe.close()
+
+    def _next(self) -> dict[str, Any] | None:
+        return next(self.lines, None)
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """Its lines, until it ends or the deadline comes."""
+        data = bytearray()
+        while select.select([self.output], [], [], self._seconds())[0]:
+            piece = os.read(self.output.fileno(), 1 << 16)
+            data += piece
+            if not piece:
+                return
+            if b"\n" in piece:
+                *lines, rest = data.split(b"\n")
+                data = rest
+                yield from map(json.loads, lines)
+
+    def _seconds(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    def _how_it_ended(self) -> str:
+        try:
+            status: object = self.process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            status = f"nothing after {START_LIMIT:g} s"
+        os.set_blocking(self.errors.fileno(), False)
+        said = (self.errors.read(1 << 16) or b"").decode(errors="replace").strip()
+        words = said.splitlines()[-1] if said else "it said nothing"
+        return f"{words[:MAX_SAID]} (exit status {status})"

@@ -1,0 +1,135 @@
+"""Hidden tests in the shapes that data sets have, and the program in a response.
+
+TACO, APPS       input_output: {"inputs": [...], "outputs": [...], "fn_name": "add"}, or its JSON text
+LiveCodeBench    public_test_cases (and private ones, where they are read already): a list of
+                 {"input", "output", "testtype": "stdin" or "functional"}, or its JSON text;
+                 metadata.func_name
+open-r1          verification_info: {"test_cases": [{"input", "output", "type", "fn_name"}]}
+plain            tests: a list of {"input", "output", "fn_name"}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from lowroll.envs.sandbox.cases import Case
+
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
+FIELDS = ("tests", "test_cases", "input_output", "public_test_cases", "verification_info")
+FUNCTIONAL = ("functional", "function_call", "call_based")
+# what solutions written for a class `Solution` take for granted
+PRELUDE = "\n".join(
+    [
+        "import bisect, collections, copy, functools, heapq, itertools, math, random, re, string, sys",
+        "from bisect import *",
+        "from collections import *",
+        "from functools import *",
+        "from heapq import *",
+        "from itertools import *",
+        "from math import *",
+        "from typing import *",
+        "",
+    ]
+)
+
+
+def last_block(text: str) -> str | None:
+    """The program in a response: the content of its last closed fenced block; None when there is
+    none."""
+    found = FENCE.findall(text)
+    return found[-1][1] if found else None
+
+
+def cases_of(row: dict[str, Any], where: str) -> list[Case]:
+    """The hidden tests of a row; several fields of tests are joined. ValueError names the field and
+    what is wrong, after `where` (a file and line)."""
+    cases: list[Case] = []
+    for field in (*FIELDS, "private_test_cases"):
+        if row.get(field) is not None:
+            value = _parsed(row[field], f"{where}: field {field!r}")
+            cases += _cases(value, _name(row), f"{where}: field {field!r}")
+    if not cases:
+        raise ValueError(
+            f"{where}: no tests in any of the fields {', '.join(FIELDS)} (there: "
+            f"{', '.join(map(str, row))})"
+        )
+    return cases
+
+
+def _cases(value: Any, fn_name: str | None, where: str) -> list[Case]:
+    if isinstance(value, dict) and "test_cases" in value:
+        value = value["test_cases"]
+    if isinstance(value, dict) and {"inputs", "outputs"} <= value.keys():
+        return _paired(value, where)
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{where}: must be a list of {{input, output}}, or {{inputs, outputs}}, got "
+            f"{type(value).__name__}"
+        )
+    return [_case(one, fn_name, f"{where}[{number}]") for number, one in enumerate(value)]
+
+
+def _paired(value: dict[str, Any], where: str) -> list[Case]:
+    """TACO's and APPS's: a list of inputs and one of outputs."""
+    inputs, outputs, fn_name = value["inputs"], value["outputs"], value.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError(f"{where}: 'inputs' and 'outputs' must be lists of one length")
+    if not fn_name:
+        return [Case(_lines(one), _lines(out)) for one, out in zip(inputs, outputs, strict=True)]
+    return [
+        Case(_arguments(one, where), _unwrapped(out), fn_name)
+        for one, out in zip(inputs, outputs, strict=True)
+    ]
+
+
+def _case(one: Any, fn_name: str | None, where: str) -> Case:
+    if not isinstance(one, dict) or not {"input", "output"} <= one.keys():
+        raise ValueError(f"{where}: must have 'input' and 'output'")
+    kind = one.get("testtype", one.get("type"))
+    name = one.get("fn_name") or (fn_name if kind in FUNCTIONAL else None)
+    if kind in FUNCTIONAL and not name:
+        raise ValueError(f"{where}: a {kind} test needs the function's name (fn_name)")
+    if not name:
+        return Case(_lines(one["input"]), _lines(one["output"]))
+    given, expected = one["input"], one["output"]
+    if isinstance(given, str):  # LiveCodeBench: an argument a line, each as JSON
+        given = [_json(line, where) for line in given.split("\n") if line.strip()]
+        expected = _json(expected, where)
+    return Case(_arguments(given, where), expected, name)
+
+
+def _lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _arguments(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: the arguments of a function must be a list")
+    return value
+
+
+def _unwrapped(output: Any) -> Any:
+    """Results stand in a list of one in both data sets."""
+    return output[0] if isinstance(output, list) and len(output) == 1 else output
+
+
+def _name(row: dict[str, Any]) -> str | None:
+    """LiveCodeBench's name of the function."""
+    metadata = row.get("metadata")
+    if isinstance(metadata, str) and metadata.lstrip().startswith("{"):
+        metadata = _json(metadata, "metadata")
+    name = metadata.get("func_name") if isinstance(metadata, dict) else row.get("fn_name")
+    return name if isinstance(name, str) else None
+
+
+def _parsed(value: Any, where: str) -> Any:
+    return _json(value, where) if isinstance(value, str) else value
+
+
+def _json(text: Any, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON: {str(error)[:100]}") from None
