@@ -32,6 +32,7 @@ TABLE = {
     "code": "lowroll.envs.code:Code",
     "data": "lowroll.envs.data.environment:Data",
 }
+LIMITS = ("max_turns", "max_sequence_tokens")  # arguments of every environment
 REASONING_GYM = "reasoning-gym/"
 
 
@@ -78,6 +79,7 @@ def construct(
             f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>'])}; "
             f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, path/to/file.py[:Class]"
         )
+    limits = _limits(cls, name, args)
     _check_args(cls, id, args)
     with blamed(f"env {name!r}", own_file(cls)):
         env = cls(name=name, seed=seed, **args)
@@ -86,6 +88,9 @@ def construct(
             f"env {name!r}: {cls.__name__}.__init__ must call super().__init__(name=name, "
             f"seed=seed)"
         )
+    for key, value in limits.items():
+        setattr(env, key, value)
+    _check_turns(env)
     return env
 
 
@@ -165,6 +170,28 @@ def import_file(file: Path) -> ModuleType:
         del sys.modules[key]
         raise
     return module
+
+
+def _limits(cls: type[Environment], name: str, args: dict[str, Any]) -> dict[str, int]:
+    """The limits of a conversation, taken out of the arguments: every environment has them."""
+    own = inspect.signature(cls).parameters
+    found = {key: args.pop(key) for key in LIMITS if key in args and key not in own}
+    for key, value in found.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"env {name!r}: {key}: expected a number of at least 1, got {value!r}")
+    return found
+
+
+def _check_turns(env: Environment) -> None:
+    if type(env.max_turns) is not int or env.max_turns < 1:
+        raise ValueError(
+            f"env {env.name!r}: max_turns: expected a number of at least 1, got {env.max_turns!r}"
+        )
+    if env.max_turns > 1 and type(env).respond is Environment.respond:
+        raise ValueError(
+            f"env {env.name!r}: max_turns is {env.max_turns}, but the environment answers nothing: "
+            f"{type(env).__name__} has no respond"
+        )
 
 
 def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:

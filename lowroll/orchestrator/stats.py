@@ -65,8 +65,8 @@ def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Lengths, endings, sampled entropy of what came back."""
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    logprobs = [logprob for rollout in rollouts for logprob in rollout.logprobs]
+    lengths = [rollout.num_drawn for rollout in rollouts]
+    logprobs = [logprob for rollout in rollouts for logprob in rollout.drawn_logprobs]
     endings = [rollout.finish_reason for rollout in rollouts]
     return {
         "rollout/tokens": float(sum(lengths)),
@@ -103,9 +103,10 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
     for rollout in rollouts:
         spans = rollout.behavior.policy
         ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]
+        drawn = rollout.drawn
         for span, end in zip(spans, ends, strict=True):
             lag = learner - span.version
-            tokens[lag] = tokens.get(lag, 0) + end - span.start
+            tokens[lag] = tokens.get(lag, 0) + sum(drawn[span.start : end])
         changes = [
             later.start
             for span, later in zip(spans, spans[1:], strict=False)

@@ -17,6 +17,7 @@ from lowroll.metrics.progress import phases
 from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.orchestrator.client import PhaseProgress
+from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.evaluate import evaluate as evaluate_env
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
@@ -56,7 +57,8 @@ def evaluate(
             most = min(prompts.longest(_under(cfg, one), model.spec) for one in caches)
             prompts.check(cfg, model.spec, chat, envs, "test")
             about = {"weights": compute.format(name), "kv": cache.name}
-            rows += _rows(cfg, envs, engine, scorer, chat, most, about, on_phase)
+            tokens = min(prompts.sequence(_under(cfg, one), model.spec) for one in caches)
+            rows += _rows(cfg, envs, engine, scorer, chat, (most, tokens), about, on_phase)
     return rows
 
 
@@ -75,7 +77,8 @@ def evaluate_server(cfg: RunConfig, server: Server) -> list[dict[str, Any]]:
     envs = environments.make(chosen, cfg.seed)
     about = {"server": server.url, "model": server.model}
     with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
-        return _rows(cfg, envs, server.engine, scorer, server.chat, most, about, on_phase)
+        limits = (most, context)
+        return _rows(cfg, envs, server.engine, scorer, server.chat, limits, about, on_phase)
 
 
 def _rows(
@@ -84,24 +87,27 @@ def _rows(
     engine: Engine,
     scorer: ScorerPool,
     chat: ChatTokenizer,
-    max_prompt_tokens: int,
+    limits: tuple[int, int],
     about: Mapping[str, str],
     on_phase: PhaseProgress | None,
 ) -> list[dict[str, Any]]:
-    """A row an environment: its numbers, and `about` what answered."""
+    """A row an environment: its numbers, and `about` what answered. limits: tokens of a prompt, and
+    of a whole conversation."""
+    prompts.check_turns(chat, envs)
     rows = []
     for env in envs.values():
         began = time.monotonic()
         metrics = evaluate_env(
             env,
-            engine,
+            Conversations(engine, scorer, chat),
             scorer,
             chat,
             num_examples=cfg.eval.count(env.size("test")),
             rollouts_per_example=cfg.eval.rollouts_per_example,
             sampling=orchestrator.eval_sampling(cfg),
             seed=cfg.seed,
-            max_prompt_tokens=max_prompt_tokens,
+            max_prompt_tokens=limits[0],
+            max_sequence_tokens=limits[1],
             on_phase=on_phase,
         )
         short = {key.rsplit("/", 1)[1]: value for key, value in metrics.items()}

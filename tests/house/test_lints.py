@@ -87,7 +87,7 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("envs/tools.py", "_answer"): "a tool's own code: the model is told, and goes on",
     ("envs/sandbox/inside.py", "be_the_program"): "a model's program: its last words, and a status",
     ("envs/sandbox/inside.py", "_end"): "what a model's program left to do at its end",
-    ("envs/worker.py", "score_item"): "a scorer's own code: it becomes a ScoreError",
+    ("envs/worker.py", "ask"): "a scorer's own code: it becomes a ScoreError",
     ("envs/worker.py", "serve"): "reported to the pool, which raises it",
     ("model/template_child.py", "main"): "reported to the parent, which raises it",
     ("server/guard.py", "door"): "the client gets a plain 500 and the log the reason",
