@@ -164,25 +164,74 @@ def caches() -> str:
 def environments() -> str:
     import importlib
 
+    from lowroll.envs.sets.table import PREFIX
     from lowroll.envs.table import REASONING_GYM, TABLE
 
     rows = []
     for name, place in {
         **TABLE,
         f"{REASONING_GYM}<generator>": "lowroll.envs.reasoning_gym:ReasoningGym",
+        f"{PREFIX}<name>": "lowroll.envs.sets.held_out:HeldOut",
     }.items():
         module, _, class_name = place.partition(":")
         home = importlib.import_module(module)
         arguments = [
             key
             for key in inspect.signature(getattr(home, class_name)).parameters
-            if key not in ("name", "seed", "generator", "options")
+            if key not in ("name", "seed", "set", "generator", "options")
         ]
         summary = (home.__doc__ or "").split("\n")[0].partition(": ")[2] or (
             home.__doc__ or ""
         ).split("\n")[0]
         rows.append((f"`{name}`", summary.rstrip("."), ", ".join(f"`{key}`" for key in arguments)))
     return table(("id", "task", "args"), rows)
+
+
+def held_out_sets() -> str:
+    from lowroll.envs.sets.table import RULES, SETS, TEMPLATES
+
+    rows = []
+    for name, one in SETS.items():
+        place = ", ".join(f"`{part}`" for part in (one.path, one.subset, one.split) if part)
+        columns = "; ".join(
+            f"{role}: {' or '.join(f'`{key}`' for key in keys)}"
+            for role, keys in one.columns.items()
+        )
+        rule = f"{one.rule}, options shuffled" if one.shuffled else one.rule
+        count = f"{one.count:,}" if one.count else "by release"
+        about = (one.source, one.licence, one.checked)
+        rows.append((f"`{name}`", one.title, place, count, rule, columns, *about))
+    head = ("set", "name", "hub id, subset, split", "rows", "rule", "columns")
+    sets = table((*head, "source", "licence note", "checked"), rows)
+    rules = table(
+        ("rule", "what counts", "prompt"),
+        [(f"`{rule}`", RULES[rule], f"`{json.dumps(TEMPLATES[rule])}`") for rule in RULES],
+    )
+    return f"{sets}\n\n{rules}"
+
+
+def presets() -> str:
+    from lowroll.runs.presets import PRESETS
+
+    rows = []
+    for name, one in PRESETS.items():
+        drawn = (
+            f"temperature {one.temperature:g}, top-p {one.top_p:g}" if one.temperature else "greedy"
+        )
+        length = f"{one.max_tokens:,}" if one.max_tokens else "the run's"
+        each = "".join(f", {count} of `{key}`" for key, count in one.each.items())
+        sets = ", ".join(f"`{word}`" for word in one.sets.split(","))
+        rows.append((f"`{name}`", sets, drawn, length, f"{one.n}{each}", one.source, one.chosen))
+    head = (
+        "preset",
+        "sets",
+        "sampler",
+        "tokens",
+        "responses",
+        "source",
+        "not said there, chosen here",
+    )
+    return table(head, rows)
 
 
 def commands() -> str:
@@ -495,6 +544,8 @@ PARTS: dict[str, Callable[[], str]] = {
         formats,
         caches,
         environments,
+        held_out_sets,
+        presets,
         commands,
         measured,
         gpu,

@@ -1,14 +1,14 @@
-"""`lowroll eval run.yaml` or `lowroll eval --model M --env E`: pass@1 and avg@k, dense and
-low-precision, under the dense and the rollouts' cache; with `--server URL` of what a server
-serves."""
+"""`lowroll eval MODEL --suite math7`, or `lowroll eval run.yaml`: held-out sets and environments,
+dense and low-precision, under the dense and the rollouts' cache; with `--server URL` of what a
+server serves."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowroll.cli.settings import (
@@ -21,15 +21,21 @@ from lowroll.cli.settings import (
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
+    from lowroll.runs.presets import Preset
+
+ROOM = 1 << 20  # tokens: an evaluation packs no micro-batches
+PROGRAM_SECONDS = 120  # for a scorer that runs a program on all its test cases
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="lowroll eval",
         description=(
-            "Evaluate a model on the test split of its environments, with the dense weights and "
-            "with the rollout precision, and with the dense cache and the rollouts', side by side. "
-            "Give a run's YAML file, or --model and --env; or --server with either."
+            "Evaluate a model on held-out sets and environments, with the dense weights and with "
+            "the rollout precision, and with the dense cache and the rollouts', side by side. Give "
+            "a model (a folder or a hub id) or a run's YAML file, or --server; and what to ask: "
+            "--suite, --preset or --env, else the run's own environments. Responses are kept: the "
+            "same command goes on where it was stopped."
         ),
     )
     add_settings(p)
@@ -39,10 +45,23 @@ def parser() -> argparse.ArgumentParser:
         "name of a model that it serves",
     )
     add_server(p)
-    p.add_argument("--env", action="append", metavar="ID", help="an environment; may be repeated")
-    p.add_argument("--n", type=int, metavar="N", help="examples an environment (eval.num_examples)")
     p.add_argument(
-        "--k", type=int, metavar="K", help="rollouts an example (eval.rollouts_per_example)"
+        "--suite", metavar="NAME,...", help="sets: math7, ood, or by name, such as gsm8k,aime24"
+    )
+    p.add_argument(
+        "--preset", metavar="NAME", help="sets and sampler as a paper has them, such as qerl"
+    )
+    p.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="[NAME=]FILE",
+        help="a file in the place of a set's or environment's test split; may be repeated",
+    )
+    p.add_argument("--env", action="append", metavar="ID", help="an environment; may be repeated")
+    p.add_argument("--n", type=int, metavar="N", help="examples of each (eval.num_examples)")
+    p.add_argument(
+        "--k", type=int, metavar="K", help="responses to an example (eval.rollouts_per_example)"
     )
     p.add_argument("--temperature", type=float, help="0 is greedy (eval.temperature)")
     p.add_argument("--max-tokens", type=int, help="longest response (rollout.max_tokens)")
@@ -58,26 +77,47 @@ def parser() -> argparse.ArgumentParser:
         help="caches to compare: dense, a policy with the options of rollout.kv that it has, fp8, "
         "or <policy>+fp8 (default: dense and rollout.kv)",
     )
+    p.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="where responses, results and the page of failures go (default: a folder of "
+        "outputs/eval for the model and how it is asked)",
+    )
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
     refuse_beside_server(arguments, "weights", "kv")
-    cfg = settings(arguments)
-    if arguments.server is not None:
-        from lowroll.runs.evaluate import evaluate_server
-        from lowroll.runs.server import reach
+    found = None
+    if arguments.preset is not None:
+        from lowroll.runs.presets import preset
 
-        server = reach(arguments.server, arguments.model, arguments.tokenizer, arguments.token_env)
-        with closing(server.engine):
-            show(evaluate_server(cfg, server), title(cfg, server.url))
+        found = preset(arguments.preset)
+    cfg = settings(arguments, found)
+    each = dict(found.each) if found is not None and arguments.k is None else {}
+    given = None if arguments.out is None else Path(arguments.out)
+    if arguments.server is not None:
+        _ask_server(arguments, cfg, each, given)
         return 0
     caches = [cfg.rollout.cache.another(name) for name in _listed(arguments.kv)]
-    from lowroll.runs.evaluate import evaluate
+    from lowroll.runs.evaluate import evaluate, place
 
-    rows = evaluate(cfg, _listed(arguments.weights), caches)
-    show(rows, title(cfg))
+    with place(cfg, each, given) as out:
+        rows = evaluate(cfg, _listed(arguments.weights), caches, each=each, out=out)
+    show(rows, title(cfg), out)
     return 0
+
+
+def _ask_server(
+    arguments: argparse.Namespace, cfg: RunConfig, each: Mapping[str, int], given: Path | None
+) -> None:
+    from lowroll.runs.evaluate import evaluate_server, place
+    from lowroll.runs.server import reach
+
+    server = reach(arguments.server, arguments.model, arguments.tokenizer, arguments.token_env)
+    with closing(server.engine), place(cfg, each, given, server) as out:
+        rows = evaluate_server(cfg, server, each=each, out=out)
+    show(rows, title(cfg, server.url), out)
 
 
 def _listed(words: str | None) -> list[str]:
@@ -85,10 +125,16 @@ def _listed(words: str | None) -> list[str]:
     return list(dict.fromkeys(words.split(","))) if words else []
 
 
-def settings(arguments: argparse.Namespace) -> RunConfig:
-    """The run's settings with the command's options laid over them."""
+def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> RunConfig:
+    """The run's settings with the command's options laid over them, over those of a preset."""
     from lowroll.config import ConfigError, from_mapping
 
+    files, overrides = split(arguments.settings)
+    if files and not files[0].endswith((".yaml", ".yml")):
+        if arguments.model is not None:
+            raise ConfigError(f"{files[0]}: the model is named by --model too")
+        arguments.model = files.pop(0)
+    envs = _environments(arguments, preset)
     options: dict[str, object] = {
         "model": arguments.model if arguments.server is None else None,
         "eval.num_examples": arguments.n,
@@ -96,19 +142,59 @@ def settings(arguments: argparse.Namespace) -> RunConfig:
         "eval.temperature": arguments.temperature,
         "rollout.max_tokens": arguments.max_tokens,
         # one length, where one was asked for
-        "stages": None if arguments.max_tokens is None else [],
-        "eval.env": [{"id": env} for env in arguments.env] if arguments.env else None,
+        "stages": None if arguments.max_tokens is None and preset is None else [],
+        "eval.env": envs or None,
     }
-    arguments.settings += [
-        f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None
-    ]
-    files, overrides = split(arguments.settings)
+    chosen = [f"{k}={json.dumps(v)}" for k, v in options.items() if v is not None]
+    arguments.settings = [*files, *_before(arguments, preset, envs), *overrides, *chosen]
     if any((files, arguments.train, arguments.orch)):
         return read_settings(arguments, tell=False)
-    if not (arguments.env and (arguments.model or arguments.server)):
-        raise ConfigError("give a run's YAML file, or --model and --env (--server and --env)")
+    if not (envs and (arguments.model or arguments.server)):
+        raise ConfigError(
+            "give a run's YAML file, or a model and what to ask: --suite, --preset or --env "
+            "(with --server no model is needed)"
+        )
     # of a server nobody reads the model: it is what is served
-    return from_mapping({"model": arguments.model or arguments.server}, overrides)
+    return from_mapping({"model": arguments.model or arguments.server}, arguments.settings)
+
+
+def _before(
+    arguments: argparse.Namespace, preset: Preset | None, envs: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Settings under those that the user names: a preset's, and what sets need."""
+    found: dict[str, object] = dict(preset.settings) if preset is not None else {}
+    files = [word for word in arguments.settings if word.endswith((".yaml", ".yml"))]
+    if preset is not None or not (files or arguments.train):
+        found["train.tokens_per_microbatch"] = ROOM
+    if any(env["id"].startswith("set/") for env in envs):
+        found["eval.num_examples"] = None
+    if any(env["id"] == "set/livecodebench" for env in envs):
+        found["score.time_limit"] = PROGRAM_SECONDS
+    return [f"{key}={json.dumps(value)}" for key, value in found.items()]
+
+
+def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[dict[str, Any]]:
+    """What is asked, as `eval.env` has it; [] leaves the run's own. ValueError for a file of
+    nothing that is asked."""
+    words = arguments.suite or (preset.sets if preset is not None and not arguments.env else None)
+    envs: list[dict[str, Any]] = []
+    if words is not None:
+        from lowroll.envs.sets.table import PREFIX, chosen
+
+        envs += [{"id": PREFIX + one.name, "name": one.name} for one in chosen(words)]
+    envs += [{"id": one} for one in arguments.env or ()]
+    by_name = {env.get("name", env["id"]): env for env in envs}
+    for word in arguments.data:
+        name, equals, path = word.partition("=")
+        if not equals or name not in by_name:
+            name, path = (next(iter(by_name)), word) if len(by_name) == 1 else (name, path)
+        if name not in by_name:
+            asked = ", ".join(by_name) or "nothing; add --suite or --env"
+            raise ValueError(
+                f"--data {word}: is for none of what is asked: write NAME=FILE ({asked})"
+            )
+        by_name[name]["args"] = {"test_path": path}
+    return envs
 
 
 def title(cfg: RunConfig, server: str | None = None) -> str:
@@ -119,21 +205,19 @@ def title(cfg: RunConfig, server: str | None = None) -> str:
     return f"{server or cfg.model}: {how}, {drawn.most} held-out prompts, {responses}"
 
 
-def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:
-    """Print one row a format, cache and environment."""
+def show(rows: Sequence[dict[str, Any]], title: str = "", out: Path | None = None) -> None:
+    """Print one row a format, cache and environment, and where the rest is."""
     from rich.console import Console
     from rich.table import Column, Table
 
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(*(Column(name, overflow="fold") for name in columns), title=title)
-    for row in rows:
-        table.add_row(*(_cell(row.get(name)) for name in columns))
+    from lowroll.runs.comparison import shown
+
+    head, cells = shown(rows)
+    table = Table(*(Column(name, overflow="fold") for name in head), title=title)
+    for line in cells:
+        table.add_row(*line)
     console = Console()
-    console = console if console.is_terminal else Console(width=160)
+    console = console if console.is_terminal else Console(width=180)
     console.print(table)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}" if math.isfinite(value) else "-"
-    return "-" if value is None else str(value)
+    if out is not None:
+        console.print(f"responses, results.json and failures.html: {out}", markup=False)

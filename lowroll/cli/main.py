@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "grpo": "train a model by reinforcement learning with cheap rollouts",
     "sft": "warm-start a model on demonstrations",
-    "eval": "measure pass@1 and avg@k, dense and low-precision side by side",
+    "eval": "measure a model on held-out sets and tasks, dense and low-precision side by side",
     "generate": "try a model at the terminal",
     "serve": "serve a low-bit model to OpenAI clients, or a run's engine",
     "orchestrate": "make the batches of a run whose engine and trainer are processes of their own",

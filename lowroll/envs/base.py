@@ -130,6 +130,11 @@ class Environment(ABC):
         """A wrong response, as near to the gold one as possible. NotImplementedError if none is
         known."""
 
+    def matching(self, prompt: Prompt, text: str) -> Prompt | None:
+        """The task whose right answer is that of the response `text`: majorities are counted by it.
+        None where the answers of two responses are not compared."""
+        return None
+
     def size(self, split: str = "train") -> int | None:
         """Number of tasks in a split; None when they are generated without end, 0 when there is no
         such split."""

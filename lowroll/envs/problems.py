@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lowroll.envs.answers import Unjudged, boxed_answer, equal, last_answer, same_number
@@ -102,18 +102,11 @@ class Problems(Environment):
     def score(self, prompt: Prompt, text: str) -> Score:
         """1 or 0. A response without a final answer is wrong, and so is one that cannot be
         judged."""
-        text = bounded(text)
-        answer = last_answer(text) if self.hashes else boxed_answer(text)
-        right = unjudged = False
-        if answer is not None:
-            try:
-                right = equal(prompt.info["answer"], answer, prompt.info.get("ordered", False))
-            except Unjudged as reason:
-                unjudged = True
-                log.debug("%s: %r cannot be judged: %s", prompt.id, answer[:80], reason)
-        return Score(
-            float(right), {"has_answer": float(answer is not None), "unjudged": float(unjudged)}
-        )
+        return judged(prompt, text, self.hashes)
+
+    def matching(self, prompt: Prompt, text: str) -> Prompt | None:
+        """The same task with the answer of `text` for its gold answer."""
+        return replace(prompt, info={**prompt.info, "beside": bounded(text)})
 
     def gold(self, prompt: Prompt) -> str:
         """The data set's worked solution when it ends in the gold answer, else the answer alone."""
@@ -132,6 +125,28 @@ class Problems(Environment):
         return f"\\boxed{{{answer}}}"
 
 
+def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
+    """1 when the response's final answer equals the gold one, else 0. `beside` of the prompt's info
+    is a response whose answer takes the gold one's place."""
+
+    def stated(response: str) -> str | None:
+        response = bounded(response)
+        return last_answer(response) if hashes else boxed_answer(response)
+
+    answer, beside = stated(text), prompt.info.get("beside")
+    gold = prompt.info["answer"] if beside is None else stated(beside)
+    right = unjudged = False
+    if answer is not None and gold is not None:
+        try:
+            right = equal(gold, answer, prompt.info.get("ordered", False))
+        except Unjudged as reason:
+            unjudged = True
+            log.debug("%s: %r cannot be judged: %s", prompt.id, answer[:80], reason)
+    return Score(
+        float(right), {"has_answer": float(answer is not None), "unjudged": float(unjudged)}
+    )
+
+
 def problem_of(row: dict[str, Any], where: str) -> Problem | None:
     """Read one row; None when its gold answer is empty. ValueError names the file and line of a row
     without fields."""
@@ -141,7 +156,7 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
     key = next((key for key in ANSWER_FIELDS if key in row), None)
     if key is None:
         raise ValueError(f"{where}: none of the fields {', '.join(ANSWER_FIELDS)}")
-    raw = _as_text(row[key], f"{where}: field {key!r}")
+    raw = as_text(row[key], f"{where}: field {key!r}")
     answer = final_answer(raw) if key != "solution" else (last_answer(raw, joined=False) or "")
     solution = raw if "####" in raw or key == "solution" else row.get("solution")
     solution = CALCULATOR.sub("", solution) if isinstance(solution, str) else ""
@@ -172,10 +187,10 @@ def perturb(answer: str) -> str:
     return answer[:i] + wrong + answer[i + 1 :]
 
 
-def _as_text(value: Any, where: str) -> str:
+def as_text(value: Any, where: str) -> str:
     """An answer field as text: a string, a number (27.0 is 27), or a list of such."""
     if isinstance(value, list):
-        return ", ".join(_as_text(item, where) for item in value)
+        return ", ".join(as_text(item, where) for item in value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value is None or isinstance(value, (bool, dict)):

@@ -1,6 +1,6 @@
 """The table of environments: an id, and the class that it names.
 
-An id is one of the table, "reasoning-gym/<generator>", or "path/to/file.py" (or
+An id is one of the table, "reasoning-gym/<generator>", "verifiers/<name>", or "path/to/file.py" (or
 "path/to/file.py:Class"), a user's own subclass of Environment. Naming a file runs its code, here
 and in the scoring workers, so `make` announces it.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 from lowroll.envs.base import Environment
 from lowroll.envs.blame import blamed
+from lowroll.envs.sets.table import CLASSES, PREFIX, named
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ TABLE = {
     "reverse-text": "lowroll.envs.reverse_text:ReverseText",
     "arithmetic": "lowroll.envs.arithmetic:Arithmetic",
     "chain": "lowroll.envs.chain:Chain",
+    "guess": "lowroll.envs.guess:Guess",
     "gsm8k": "lowroll.envs.gsm8k:GSM8K",
     "math": "lowroll.envs.math:Math",
     "code": "lowroll.envs.code:Code",
@@ -34,6 +36,7 @@ TABLE = {
 }
 LIMITS = ("max_turns", "max_sequence_tokens")  # arguments of every environment
 REASONING_GYM = "reasoning-gym/"
+VERIFIERS = "verifiers/"
 
 
 def ids() -> list[str]:
@@ -72,12 +75,20 @@ def construct(
     elif id.startswith(REASONING_GYM):
         cls = _class_at("lowroll.envs.reasoning_gym:ReasoningGym")
         args |= {"generator": id.removeprefix(REASONING_GYM)}
+    elif id.startswith(VERIFIERS):
+        cls = _class_at("lowroll.envs.verifiers:Verifiers")
+        args |= {"env_id": id.removeprefix(VERIFIERS)}
+    elif id.startswith(PREFIX):
+        held_out = named(id.removeprefix(PREFIX))
+        cls = _class_at(CLASSES[held_out.rule])
+        args |= {"set": held_out.name}
     elif id in TABLE:
         cls = _class_at(TABLE[id])
     else:
         raise ValueError(
-            f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>'])}; "
-            f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, path/to/file.py[:Class]"
+            f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>', VERIFIERS + '<name>'])}; "
+            f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, {VERIFIERS}<name>, "
+            f"path/to/file.py[:Class]"
         )
     limits = _limits(cls, name, args)
     _check_args(cls, id, args)

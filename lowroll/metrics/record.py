@@ -156,6 +156,15 @@ def read_evaluations(folder: Path) -> dict[int, Record]:
     return found
 
 
+def forget_evaluations(folder: Path, step: int) -> None:
+    """Remove the evaluations after a step, of policies that a run which has gone back to it will
+    have again."""
+    found = read_evaluations(folder)
+    if any(one > step for one in found):
+        kept = [_line(record) for one, record in found.items() if one <= step]
+        write_file(Path(folder) / EVALUATIONS_FILE, b"".join(kept))
+
+
 def _join(record: Record, evaluation: Mapping[str, Any]) -> None:
     """What one process would have recorded: its own numbers stay, times add up."""
     for name, value in evaluation.items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lowroll.orchestrator.client import EngineClient, Scorer, Tokenizer
 from lowroll.orchestrator.errors import InvalidRollout, NoSignal, ScoringFailed
-from lowroll.orchestrator.evaluate import evaluate, pass_at_k
+from lowroll.orchestrator.estimates import pass_at_k
+from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.filters import Gibberish, Repetition
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.orchestrator.schedule import TemperatureSchedule

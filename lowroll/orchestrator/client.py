@@ -48,18 +48,18 @@ class WeightsWatch(Protocol):
     """Which weights the engines draw from, where they follow a learner in another process. Its
     waits have a deadline and name what they wait for."""
 
-    def at_least(self, version: int) -> int:
+    def at_least(self, version: int, most: int) -> int:
         """Wait until weights of this version or newer are there, and have the engines take the
-        newest; returns its version."""
+        newest up to `most`; returns its version."""
         ...
 
     def exactly(self, version: int) -> int:
         """The same with this very version, though newer ones are there."""
         ...
 
-    def newer(self) -> int | None:
-        """Newer weights, without a wait: the engines have taken them when their version is
-        returned. None when there are none."""
+    def newer(self, most: int) -> int | None:
+        """Newer weights up to this version, without a wait: the engines have taken them when their
+        version is returned. None when there are none."""
         ...
 
 

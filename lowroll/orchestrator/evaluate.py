@@ -1,41 +1,25 @@
-"""How good the policy is on tasks that it is not trained on.
-
-With n scored rollouts of an example, c of them solved (reward >= threshold):
-
-    pass@k = 1 - C(n - c, k) / C(n, k)          unbiased; Chen et al. 2021, "Evaluating LLMs Trained on Code", eq. 1
-    pass@1 = c / n
-    avg@k  = mean over the first k scored rollouts of [solved]
-
-each averaged over examples. With k = n, avg@k is pass@1; they differ when more rollouts were made
-than k.
+"""How good the policy is on tasks that it is not trained on: pass@1, pass@k and avg@k
+(`orchestrator.estimates`) over the scored rollouts of each example, averaged over examples. With
+k = n, avg@k is pass@1; they differ when more rollouts were made than k.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from math import comb
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from lowroll.orchestrator import groups as grouping
 from lowroll.orchestrator.client import EngineClient, PhaseProgress, Scorer, Tokenizer
 from lowroll.orchestrator.errors import ErrorWindow, ScoringFailed, describe
+from lowroll.orchestrator.estimates import pass_at_k
 from lowroll.orchestrator.settings import SOLVED, Sampling
-from lowroll.orchestrator.source import draw_at
+from lowroll.orchestrator.source import Draw, draw_at
 from lowroll.types import Sample, Score, ScoreError
 
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that at least one of k rollouts, taken from n of which c are solved, is solved. Needs
-    1 <= k <= n."""
-    if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(
-            f"pass_at_k: expected 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}"
-        )
-    return 1.0 - comb(n - c, k) / comb(n, k)
 
 
 def evaluate(
@@ -72,6 +56,45 @@ def evaluate(
             f"evaluate: expected num_examples >= 1 and 1 <= k <= rollouts_per_example, got "
             f"num_examples={num_examples}, k={k}, rollouts_per_example={rollouts_per_example}"
         )
+    draws = plan(
+        env,
+        tokenizer,
+        num_examples=num_examples,
+        rollouts_per_example=rollouts_per_example,
+        sampling=sampling,
+        seed=seed,
+        max_prompt_tokens=max_prompt_tokens,
+        max_sequence_tokens=max_sequence_tokens,
+        split=split,
+    )
+    answers = engine.generate(
+        [draw.request for draw in draws], on_progress=on_phase and partial(on_phase, "generate")
+    )
+    groups = grouping.in_planned_order(draws, answers)
+    examples = grouping.score(
+        draws, groups, scorer, tokenizer, on_phase and partial(on_phase, "score")
+    )
+    check_errors([sample.score for group in examples for sample in group], max_error_rate)
+    return {
+        f"eval/{env.name}/{name}": value
+        for name, value in summarise(examples, k, threshold).items()
+    }
+
+
+def plan(
+    env: Environment,
+    tokenizer: Tokenizer,
+    *,
+    num_examples: int,
+    rollouts_per_example: int,
+    sampling: Sampling,
+    seed: int,
+    max_prompt_tokens: int | None,
+    max_sequence_tokens: int | None = None,
+    split: str = "test",
+) -> list[Draw]:
+    """The first examples of a split, without those of more than `max_prompt_tokens`. ValueError
+    when none is left."""
     size = env.size(split)
     positions = range(num_examples if size is None else min(num_examples, size))
     draws = [
@@ -93,18 +116,7 @@ def evaluate(
         raise ValueError(
             f"evaluate: environment {env.name!r} has no usable example in its {split} split"
         )
-    answers = engine.generate(
-        [draw.request for draw in draws], on_progress=on_phase and partial(on_phase, "generate")
-    )
-    groups = grouping.in_planned_order(draws, answers)
-    examples = grouping.score(
-        draws, groups, scorer, tokenizer, on_phase and partial(on_phase, "score")
-    )
-    _check_errors(examples, max_error_rate)
-    return {
-        f"eval/{env.name}/{name}": value
-        for name, value in summarise(examples, k, threshold).items()
-    }
+    return draws
 
 
 def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -> dict[str, float]:
@@ -131,8 +143,8 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
     return metrics
 
 
-def _check_errors(examples: list[list[Sample]], max_error_rate: float) -> None:
-    scores = [sample.score for example in examples for sample in example]
+def check_errors(scores: Sequence[Score | ScoreError], max_error_rate: float = 0.05) -> None:
+    """Raises ScoringFailed by the rule of the training loop, and when all are errors."""
     errors = [score for score in scores if isinstance(score, ScoreError)]
     if len(errors) == len(scores):
         raise ScoringFailed(

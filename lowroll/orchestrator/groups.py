@@ -152,7 +152,9 @@ def score(
 ) -> list[list[Sample]]:
     """Decode and score every rollout: one list of samples a draw. Aborted rollouts and those whose
     environment failed are not sent to the scorer."""
-    samples = [_samples(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)]
+    samples = [
+        samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)
+    ]
     finished = [
         sample
         for group in samples
@@ -194,7 +196,7 @@ def credit(
     return ScoredGroup(samples, flags, request.id, request.temperature)
 
 
-def _samples(draw: Draw, group: Group, tokenizer: Tokenizer) -> list[Sample]:
+def samples_of(draw: Draw, group: Group, tokenizer: Tokenizer) -> list[Sample]:
     """The samples of a group, unscored, or with the error of their environment."""
     said: Sequence[Conversation | None] = group.conversations or [None] * len(group.rollouts)
     return [

@@ -194,7 +194,8 @@ class Orchestrator:
 
     def retract(self, version: int) -> int:
         """Draw again what is open and has tokens of weights after `version`, which their learner
-        has taken back. Returns how many groups."""
+        has taken back; whoever watches the weights calls it (`WeightsWatch`). Returns how many
+        groups."""
         return self.supply.retract(version)
 
     def committed(self, step: int) -> None:
@@ -268,7 +269,7 @@ class Orchestrator:
         if self.settings.strict_async_level:
             taken = self.weights.exactly(oldest)
         else:
-            taken = self.weights.at_least(oldest)
+            taken = self.weights.at_least(oldest, step - 1)
         self._waits["time/wait_weights"] += time.monotonic() - began
         return self.supply.swap(taken)
 
@@ -322,7 +323,7 @@ class Orchestrator:
             harvest.seconds["time/generate"] += time.monotonic() - began
             landed += len(answers)
             self._land(answers, ledger, errors, harvest.seconds)
-            self._drop(ledger, harvest, self._take_newer(), "stale")
+            self._drop(ledger, harvest, self._take_newer(step), "stale")
         chosen = ready[:wanted]
         harvest.kept = [one.scored for one in chosen if one.scored is not None]
         harvest.stats = supply.stats(step, chosen)
@@ -377,13 +378,13 @@ class Orchestrator:
             harvest.dropped.append(Drop(one.id, reason, one.scored))
         self.supply.close(ledger, groups)
 
-    def _take_newer(self) -> list[Open]:
+    def _take_newer(self, step: int) -> list[Open]:
         """Have the engines take weights that have come meanwhile. Returns the groups that are too
         old for them."""
         settings = self.settings
         if self.weights is None or settings.strict_async_level or not settings.max_async_level:
             return []
-        newer = self.weights.newer()
+        newer = self.weights.newer(step - 1)
         return [] if newer is None else self.supply.swap(newer)
 
     def _judge(self, harvest: Harvest) -> None:
@@ -484,6 +485,7 @@ class Orchestrator:
         stats = (
             statistics.reward_stats(harvest.groups)
             | statistics.rollout_stats(generated)
+            | statistics.turn_stats([s for group in harvest.groups for s in group.samples])
             | statistics.version_stats(learned, version)
             | {
                 "rollout/num_samples": float(len(samples)),
@@ -549,6 +551,11 @@ class Orchestrator:
         """Warn of numbers out of bounds and, every `canary_interval` steps, of known answers scored
         wrongly."""
         warnings = alarms(batch.stats)
+        if not any(any(sample.loss_mask) for sample in batch.samples):
+            warnings.append(
+                f"nothing is learned: all {len(batch.samples)} rollouts of the batch are flagged by "
+                "filters, or cut off and masked (rollout/flagged_*_fraction says by which)"
+            )
         interval = self.settings.canary_interval
         if self.settings.skip_verification:
             interval = None

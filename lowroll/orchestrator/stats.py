@@ -10,6 +10,7 @@ end, all this is of the groups that are done with, and `supply_stats` says what 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
@@ -17,6 +18,8 @@ from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.ledger import POOLS, Ledger
 from lowroll.orchestrator.settings import SOLVED, Settings
 from lowroll.types import Rollout, Sample, Score
+
+ENDINGS = ("done", "turns", "length", "tokens", "error")
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -77,6 +80,28 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/truncated_fraction": endings.count("length") / len(endings),
         "rollout/stop_fraction": endings.count("stop") / len(endings),
         "rollout/entropy_estimate": -fmean(logprobs) if logprobs else 0.0,
+    }
+
+
+def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of conversations: turns, why they ended, the environments' tokens, the raw score by turns; {}
+    where there are none."""
+    talks = [sample for sample in samples if sample.rollout.turns is not None]
+    if not talks:
+        return {}
+    turns = [len(sample.rollout.turns or ()) for sample in talks]
+    others = [len(talk.rollout.token_ids) - talk.rollout.num_drawn for talk in talks]
+    rewards: dict[int, list[float]] = {}
+    for talk, count in zip(talks, turns, strict=True):
+        if isinstance(talk.score, Score):
+            rewards.setdefault(count, []).append(talk.score.reward)
+    ended = Counter(talk.ended for talk in talks)
+    return {
+        "rollout/turns_mean": fmean(turns),
+        "rollout/turns_max": float(max(turns)),
+        "rollout/env_tokens_mean": fmean(others),
+        **{f"rollout/ended_{why}_fraction": ended[why] / len(talks) for why in ENDINGS},
+        **{f"reward/after_{count}_turns": fmean(rewards[count]) for count in sorted(rewards)},
     }
 
 

@@ -4,11 +4,18 @@ several caches, or of what a server serves."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from lowroll.checkpoint.lock import RunLock
 from lowroll.config import RunConfig
+from lowroll.config.env import EnvConfig, default_name
 from lowroll.config.kv import KvConfig
 from lowroll.engine.base import Engine
 from lowroll.envs import Environment
@@ -16,26 +23,39 @@ from lowroll.envs.rewards import ScorerPool
 from lowroll.metrics.progress import phases
 from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.orchestrator import examples as responses_of
 from lowroll.orchestrator.client import PhaseProgress
 from lowroll.orchestrator.conversations import Conversations
-from lowroll.orchestrator.evaluate import evaluate as evaluate_env
+from lowroll.orchestrator.evaluate import check_errors, plan
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
+from lowroll.runs.comparison import Measured, rows_of
+from lowroll.runs.findings import folder_of, leave
+from lowroll.runs.responses import Responses
 from lowroll.runs.server import Server
+
+Rows = list[dict[str, Any]]
 
 
 def evaluate(
-    cfg: RunConfig, weights: Sequence[str] = (), kv: Sequence[KvConfig] = ()
-) -> list[dict[str, Any]]:
-    """One row an environment, format and cache: reward, pass@1, avg@k, pass@k, mean length, tokens
-    a second.
+    cfg: RunConfig,
+    weights: Sequence[str] = (),
+    kv: Sequence[KvConfig] = (),
+    *,
+    each: Mapping[str, int] | None = None,
+    out: Path | None = None,
+) -> Rows:
+    """One row an environment, format and cache, with its numbers (`comparison.rows_of`); where there
+    are several environments, also their average.
 
     `weights` are formats; "dense" is the run's own dtype. Without any they are dense and
     rollout.weights or, where that is not set, the low-bit format that the model holds. `kv` are
     caches; without any they are dense and rollout.kv. All see the same prompts and the same seeds,
     caches that keep every key first: the first one's tokens are the size of all. A run with stages
-    is evaluated at the lengths of its last one. lowroll's own engine answers, also for a run whose
-    rollouts are vLLM's; `evaluate_server` asks another.
+    is evaluated at the lengths of its last one. `each` has the responses to an example of single
+    environments, by name, beside eval.rollouts_per_example. What is drawn is kept in `out`, from
+    where an evaluation that was killed goes on, with a page of what failed. lowroll's own engine
+    answers, also for a run whose rollouts are vLLM's; `evaluate_server` asks another.
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
     cfg = engines.with_engine(cfg.resolved().at(cfg.train.max_steps), "native")
@@ -48,7 +68,7 @@ def evaluate(
     chosen = cfg.eval.env or cfg.env
     envs = environments.make(chosen, cfg.seed)
     work = [engines.eval_workload(cfg, model.spec, chat, envs)]
-    rows: list[dict[str, Any]] = []
+    measured: list[Measured] = []
     with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
         for cache, name in product(caches, weights):
             cfg = _under(cfg, cache)
@@ -57,14 +77,22 @@ def evaluate(
             most = min(prompts.longest(_under(cfg, one), model.spec) for one in caches)
             prompts.check(cfg, model.spec, chat, envs, "test")
             about = {"weights": compute.format(name), "kv": cache.name}
+            held = {"cache": cache.resolved().model_dump(mode="json")}
+            asker = _Asker(cfg, chosen, envs, scorer, each or {}, out, on_phase, held)
             tokens = min(prompts.sequence(_under(cfg, one), model.spec) for one in caches)
-            rows += _rows(cfg, envs, engine, scorer, chat, (most, tokens), about, on_phase)
-    return rows
+            measured += asker.ask(engine, chat, (most, tokens), about)
+    return _finished(cfg, measured, out)
 
 
-def evaluate_server(cfg: RunConfig, server: Server) -> list[dict[str, Any]]:
-    """One row an environment of what a server serves, with its address and the model's name; drawn
-    as `evaluate` draws. ValueError when its context leaves no room for a response."""
+def evaluate_server(
+    cfg: RunConfig,
+    server: Server,
+    *,
+    each: Mapping[str, int] | None = None,
+    out: Path | None = None,
+) -> Rows:
+    """The rows of what a server serves, with its address and the model's name; drawn as `evaluate`
+    draws. ValueError when its context leaves no room for a response."""
     cfg = cfg.resolved().at(cfg.train.max_steps)
     context = server.engine.capabilities.context_length
     most = context - cfg.rollout.max_tokens
@@ -77,41 +105,113 @@ def evaluate_server(cfg: RunConfig, server: Server) -> list[dict[str, Any]]:
     envs = environments.make(chosen, cfg.seed)
     about = {"server": server.url, "model": server.model}
     with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
+        asker = _Asker(cfg, chosen, envs, scorer, each or {}, out, on_phase)
         limits = (most, context)
-        return _rows(cfg, envs, server.engine, scorer, server.chat, limits, about, on_phase)
+        return _finished(cfg, asker.ask(server.engine, server.chat, limits, about), out)
 
 
-def _rows(
-    cfg: RunConfig,
-    envs: Mapping[str, Environment],
-    engine: Engine,
-    scorer: ScorerPool,
-    chat: ChatTokenizer,
-    limits: tuple[int, int],
-    about: Mapping[str, str],
-    on_phase: PhaseProgress | None,
-) -> list[dict[str, Any]]:
-    """A row an environment: its numbers, and `about` what answered. limits: tokens of a prompt, and
-    of a whole conversation."""
-    prompts.check_turns(chat, envs)
-    rows = []
-    for env in envs.values():
+@contextmanager
+def place(
+    cfg: RunConfig, each: Mapping[str, int], given: Path | None, server: Server | None = None
+) -> Iterator[Path]:
+    """The folder of an evaluation, which nobody else writes to meanwhile: the given one, or that of
+    the model and how it is asked. RunLockedError when it is in use."""
+    if given is None and server is None:
+        given = folder_of(cfg, each, hf.resolve(cfg.model))
+    elif given is None and server is not None:
+        given = folder_of(cfg, each, None, f"{server.url} {server.model}")
+    assert given is not None
+    with RunLock(given):
+        yield given
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """What every engine of an evaluation is asked, and where the answers go."""
+
+    cfg: RunConfig
+    chosen: tuple[EnvConfig, ...]
+    envs: Mapping[str, Environment]
+    scorer: ScorerPool
+    each: Mapping[str, int]
+    out: Path | None
+    on_phase: PhaseProgress
+    held: Mapping[str, Any] = field(default_factory=dict)  # what else tells engines apart
+
+    def ask(
+        self,
+        engine: Engine,
+        chat: ChatTokenizer,
+        limits: tuple[int, int],
+        about: Mapping[str, str],
+    ) -> list[Measured]:
+        """The answers of an engine, which `about` names, to every environment. limits: tokens of a
+        prompt, and of a whole conversation."""
+        prompts.check_turns(chat, self.envs)
+        return [self._ask(env, engine, chat, limits, about) for env in self.envs.values()]
+
+    def _ask(
+        self,
+        env: Environment,
+        engine: Engine,
+        chat: ChatTokenizer,
+        limits: tuple[int, int],
+        about: Mapping[str, str],
+    ) -> Measured:
         began = time.monotonic()
-        metrics = evaluate_env(
+        n = self.each.get(env.name, self.cfg.eval.rollouts_per_example)
+        sampling = orchestrator.eval_sampling(self.cfg)
+        draws = plan(
             env,
-            Conversations(engine, scorer, chat),
-            scorer,
             chat,
-            num_examples=cfg.eval.count(env.size("test")),
-            rollouts_per_example=cfg.eval.rollouts_per_example,
-            sampling=orchestrator.eval_sampling(cfg),
-            seed=cfg.seed,
+            num_examples=self.cfg.eval.count(env.size("test")),
+            rollouts_per_example=n,
+            sampling=sampling,
+            seed=self.cfg.seed,
             max_prompt_tokens=limits[0],
             max_sequence_tokens=limits[1],
-            on_phase=on_phase,
         )
-        short = {key.rsplit("/", 1)[1]: value for key, value in metrics.items()}
-        rows.append({"env": env.name, **about, **short, "seconds": time.monotonic() - began})
+        asked = {
+            "env": env.name,
+            **self._environment(env.name),
+            **about,
+            **self.held,
+            "n": n,
+            "sampling": vars(sampling),
+            "seed": self.cfg.seed,
+            "policy": engine.behavior.policy[0].digest,
+        }
+        kept = Responses(self._file(env.name, about), asked)
+        label = f"{env.name}, {', '.join(about.values())}"
+        on_draw = partial(self.on_phase, f"{label}: generate")
+        talking = Conversations(engine, self.scorer, chat)
+        responses_of.draw(kept.missing(draws), talking, chat, kept.keep_drawn, on_draw)
+        found = kept.of(draws)
+        unscored = [one for one in found if any(r.score is None for r in one.responses)]
+        on_score = partial(self.on_phase, f"{label}: score")
+        responses_of.score(unscored, self.scorer, kept.keep_scored, on_score)
+        check_errors([r.score for one in found for r in one.responses if r.score is not None])
+        on_vote = partial(self.on_phase, f"{label}: vote")
+        won = responses_of.votes(found, env, self.scorer, on_vote) if n > 1 else None
+        left_out = self.cfg.eval.count(env.size("test")) - len(draws)
+        return Measured(env.name, dict(about), found, won, time.monotonic() - began, left_out)
+
+    def _environment(self, name: str) -> dict[str, Any]:
+        """Its id and arguments."""
+        (one,) = (env for env in self.chosen if default_name(env) == name)
+        return {"id": one.id, "args": dict(one.args)}
+
+    def _file(self, env: str, about: Mapping[str, str]) -> Path | None:
+        if self.out is None:
+            return None
+        side = quote(",".join(about.values()), safe=",+")
+        return self.out / "responses" / side / f"{quote(env, safe='')}.jsonl"
+
+
+def _finished(cfg: RunConfig, measured: Sequence[Measured], out: Path | None) -> Rows:
+    rows = rows_of(measured, cfg.seed)
+    if out is not None:
+        leave(out, cfg, measured, rows)
     return rows
 
 

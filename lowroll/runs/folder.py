@@ -59,7 +59,7 @@ BATCHES = ("rollouts", "offending")
 ROLES = ("roles", "orchestrator", "broadcasts")  # of a run with roles
 META = ("command", "config", "base", "read", "step", "tensors")  # beside the state of a checkpoint
 _MARK = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
-_SPOOLED = re.compile(r"step_[0-9]{6,15}\.frame(\.damaged)?|end\.json|cursor\.json")
+_SPOOLED = re.compile(r"step_[0-9]{6,15}\.frame(\.damaged)?|(end|cursor|dismissed)\.json")
 _STEP = re.compile(r"step_[0-9]{6,}")
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from lowroll.config import RunConfig
-from lowroll.config.roles import one_process_problems
+from lowroll.config.roles import one_process_notes, one_process_problems
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
 from lowroll.model.tokenizer import ChatTokenizer
@@ -77,6 +77,7 @@ def run(
     last = cfg.train.max_steps
     with ExitStack() as stack:
         home = stack.enter_context(attempt(cfg, "grpo", resume, overwrite))
+        tell(*one_process_notes(cfg))
         home.keep(texts)
         steps = Run(home, stack, resume)
         first = steps.resume() if resume else steps.begin()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lowroll.config import EnvConfig, RunConfig
+from lowroll.config.roles import one_process_notes, one_process_problems
 from lowroll.envs import Environment, child
 from lowroll.kv.capacity import Workload
 from lowroll.model import claims, hf, lora
@@ -28,7 +29,7 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.memory import fit
 from lowroll.runs.memory.plan import Plan, Planner, plan_sft
-from lowroll.runs.roles.orchestrate import refuse
+from lowroll.runs.roles.limits import refuse
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.sft import encode_all
 from lowroll.types import Prompt, Score, ScoreError
@@ -63,6 +64,9 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
     if cfg.launcher == "local":
         found.attempt(lambda: refuse(cfg))
+    else:
+        found.problems.extend(one_process_problems(cfg))
+        found.notes.extend(one_process_notes(cfg))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
     chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None

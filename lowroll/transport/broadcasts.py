@@ -85,9 +85,11 @@ class Broadcasts:
                 found[number] = one
         return [found[number] for number in sorted(found)]
 
-    def newest(self) -> Broadcast | None:
-        """The one of the highest version, if there is any."""
+    def newest(self, most: int | None = None) -> Broadcast | None:
+        """The one of the highest version, if there is any; of those up to `most`."""
         for number in sorted(self._numbers(), reverse=True):
+            if most is not None and number > most:
+                continue
             if (one := self.at(number)) is not None:
                 return one
         return None

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _FILE = re.compile(r"step_([0-9]{6,15})\.frame")
 END = "end.json"
 CURSOR = "cursor.json"
+DISMISSED = "dismissed.json"  # the last word of a trainer that is to go back to its checkpoint
 DAMAGED = ".damaged"  # behind the name of a frame that was set aside
 
 
@@ -112,6 +113,12 @@ class Spool:
         steps = self.steps()
         return self.read(steps[-1]) if steps else None
 
+    def reaches(self, step: int) -> bool:
+        """Whether a trainer that has received the batches up to `step` finds all that were sent
+        behind it."""
+        steps = self.steps()
+        return bool(steps) and steps[0] <= step + 1 and step <= steps[-1]
+
     def drop_through(self, step: int) -> None:
         """Delete the frames up to `step`, but not the newest of all."""
         self._unlink([self.path(one) for one in self.steps()[:-1] if one <= step])
@@ -137,6 +144,11 @@ class Spool:
         steps = self.steps()
         whole = next((i for i in range(len(steps) - 1, 0, -1) if steps[i] != steps[i - 1] + 1), 0)
         self._unlink([self.path(step) for step in steps[:whole]])
+        try:
+            self.ended()
+        except DamagedFrame as error:
+            log.error("%s; it is taken back", error)
+            self.reopen()
 
     def _is_intact(self, step: int) -> bool:
         try:
@@ -147,15 +159,16 @@ class Spool:
             return False
 
     def cursor(self) -> Cursor | None:
-        """What the trainer has said; None before its first word, and for words that are damaged or
-        of another run, which are told of once."""
+        """What the trainer has said; None before its first word, for words of an attempt that was
+        dismissed, and for those that are damaged or of another run, which are told of once."""
         path = self.folder / CURSOR
         try:
             data = read_file(path)
         except FileNotFoundError:
             return None
         try:
-            return cursor_of(data, self.run)
+            cursor = cursor_of(data, self.run)
+            return cursor if cursor.attempt > self.dismissed() else None
         except ValueError as error:
             if data != self._unheeded:
                 self._unheeded = data
@@ -170,8 +183,27 @@ class Spool:
                 f"{path}: attempt {there.attempt} of the trainer has taken over from "
                 f"attempt {cursor.attempt}"
             )
+        self.check(cursor.attempt)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(path, encode_word(said(cursor, self.run)))
+
+    def dismiss(self, cursor: Cursor) -> None:
+        """What this attempt of the trainer has received beyond its checkpoint does not stand: it is
+        Fenced, and the next one begins at the checkpoint."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_file(self.folder / DISMISSED, encode_word(said(cursor, self.run)))
+
+    def dismissed(self) -> int:
+        """The attempt of the trainer that was dismissed last; -1 where none was."""
+        try:
+            return cursor_of(read_file(self.folder / DISMISSED), self.run).attempt
+        except (FileNotFoundError, ValueError):
+            return -1
+
+    def check(self, attempt: int) -> None:
+        """Fenced for an attempt of the trainer that was dismissed."""
+        if attempt <= self.dismissed():
+            raise Fenced(dismissal(attempt))
 
     def end(self, reason: str) -> None:
         """Say that no batch follows the newest, and why. A batch that is put takes it back."""
@@ -207,3 +239,12 @@ class Spool:
                 path.unlink(missing_ok=True)
         if gone:
             sync_folder(self.folder)
+
+
+def dismissal(attempt: int) -> str:
+    """Why an attempt of the trainer is fenced that nobody has taken over from."""
+    return (
+        f"batches that attempt {attempt} of the trainer has received since its checkpoint are lost or "
+        "damaged, and are drawn again: it ends, and the next one goes on from the checkpoint (lowroll "
+        "train --resume; a launcher does that)"
+    )

@@ -63,7 +63,7 @@ class Answer:
     heard     an ask that wanted nothing
     ended     no frame follows; `text` says why
     gone      only later frames are there
-    fenced    a later attempt of the trainer has taken over
+    fenced    a later attempt of the trainer has taken over, or is to; `text` says it
     refused   another run, or another format
     """
 

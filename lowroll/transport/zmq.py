@@ -42,8 +42,8 @@ from lowroll.transport.base import (
 )
 from lowroll.transport.codec import MAX_BYTES
 from lowroll.transport.frame import LONGEST_HEADER, decode_frame
-from lowroll.transport.queue import Queue
-from lowroll.transport.spool import Spool
+from lowroll.transport.queue import DurableSender
+from lowroll.transport.spool import Spool, dismissal
 from lowroll.transport.words import (
     MOST_BYTES,
     Answer,
@@ -109,7 +109,7 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.
     return made
 
 
-class Sender:
+class Sender(DurableSender):
     """The orchestrator's end. Listens on `host` and `port` (0: a free one that the system chooses),
     and says where in the file `publish`; `folder` is its spool.
 
@@ -133,41 +133,27 @@ class Sender:
         alive: Callable[[], None] | None = None,
     ) -> None:
         interface = _interface(host, token)
-        self.queue = Queue(Spool(folder, run), hwm, deadline_s, alive)
-        self.service = Service(self.queue.spool, attempt, token)
+        super().__init__(Spool(folder, run), hwm, deadline_s, alive)
+        self.service = Service(self.spool, attempt, token)
         self.address = self.service.bind(interface, port)
         if publish is not None:
             publish.parent.mkdir(parents=True, exist_ok=True)
             write_file(publish, encode_word(Place(run, attempt, self.address)))
         self.service.start()
 
-    @property
-    def spool(self) -> Spool:
-        return self.queue.spool
-
-    def send(self, batch: Batch) -> None:
-        """Keep a batch in the spool, from which the trainer is answered. DeadlineExceeded when that
-        is too far behind, FrameGone when it needs a batch that is not there any more; then nothing
-        is sent."""
-        self.queue.send(batch, self.cursor)
-        self.service.wake()
-
     def cursor(self) -> Cursor | None:
         self.service.check()
         return self.service.cursor
 
-    def end(self, reason: str) -> None:
-        """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
-        self.queue.end(reason)
+    def go_back(self, cursor: Cursor) -> None:
+        super().go_back(cursor)
+        self.service.forget()
+
+    def notify(self) -> None:
         self.service.wake()
 
-    def drain(self, deadline_s: float) -> None:
-        """Wait until the trainer has committed everything that was sent: nobody else can answer
-        it."""
-        self.queue.drain(deadline_s, self.cursor)
-
     def close(self) -> None:
-        self.queue.close()
+        super().close()
         self.service.close()
 
 
@@ -179,6 +165,7 @@ class Service:
         self.attempt = attempt
         self.token = token
         self.cursor = spool.cursor()
+        self.dismissed = spool.dismissed()  # attempt of the trainer
         self.turns = 0  # of the thread; for tests
         self._waiting: dict[bytes, Ask] = {}  # by peer: what is not there yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -212,6 +199,12 @@ class Service:
             os.write(self._bell, b"!")
         except BlockingIOError:
             pass  # it rings already
+
+    def forget(self) -> None:
+        """What the trainer has said, where it is to go back."""
+        self.dismissed = self.spool.dismissed()
+        self.cursor = self.spool.cursor()
+        self.wake()
 
     def check(self) -> None:
         """TransportError when the thread has failed."""
@@ -280,8 +273,13 @@ class Service:
         if ask.run != self.spool.run:
             text = f"the orchestrator is of run {self.spool.run!r}"
             self._tell(peer, ask, "refused", text=text)
-        elif self.cursor is not None and ask.attempt < self.cursor.attempt:
-            self._tell(peer, ask, "fenced", text=f"attempt {self.cursor.attempt}")
+        elif (cursor := self.cursor) is not None and ask.attempt < cursor.attempt:
+            text = (
+                f"attempt {cursor.attempt} of the trainer has taken over from attempt {ask.attempt}"
+            )
+            self._tell(peer, ask, "fenced", text=text)
+        elif ask.attempt <= self.dismissed:
+            self._tell(peer, ask, "fenced", text=dismissal(ask.attempt))
         else:
             self._note(ask.cursor)
             self._serve(peer, ask, again)
@@ -459,9 +457,7 @@ class Receiver:
         if answer.kind == "refused":
             raise TransportError(f"{where}: refused: {text}; this is run {self.run!r}")
         if answer.kind == "fenced":
-            raise Fenced(
-                f"{text} of the trainer has taken over from attempt {self._cursor.attempt}"
-            )
+            raise Fenced(text)
         if answer.kind == "gone":
             raise FrameGone(
                 f"{where}: the trainer needs the batch of step {step}; the oldest that the "

@@ -152,6 +152,16 @@ class Broadcaster:
             self.shadow.renew(version)
         return metrics
 
+    def check(self) -> None:
+        """TransportError when the direct way has ended by itself, with the reason."""
+        if self.offers is not None:
+            self.offers.check()
+
+    def forget_after(self, version: int) -> None:
+        """Retire later versions: the learner went back to this one, and they may come out as others."""
+        with self._lock:
+            self._forget_after(version)
+
     def close(self) -> None:
         """The end of the direct way: the version that it offers stays in the folder, as files."""
         if self.offers is None:
@@ -253,6 +263,7 @@ class Broadcaster:
         if _is_same(dest, candidate):
             shutil.rmtree(candidate)
             return False
+        self._forget_after(meta["version"])
         self._retire(dest)
         os.rename(candidate, dest)
         sync_folder(self.folder)
@@ -267,6 +278,13 @@ class Broadcaster:
         os.rename(path, target)
         sync_folder(self.folder)
         faultpoint(f"broadcast.retired/{path.name}")
+
+    def _forget_after(self, version: int) -> None:
+        for path in sorted(self.folder.iterdir(), reverse=True):
+            number = number_of(path.name)
+            if number is not None and number > version and not path.is_symlink():
+                log.warning("%s: of a future that the run does not have any more; retired", path)
+                self._retire(path)
 
     def _retain(self, newest: int) -> None:
         """Retire what no engine asks for any more. A disk that refuses costs space, not the run."""

@@ -22,7 +22,8 @@ CONNECT_S = 10.0
 
 class Collector:
     """Fetches versions from the trainer at host:port, to `device`. One at a time. file: in which
-    the trainer says where it is; looked at whenever it is to be reached anew."""
+    the trainer says where it is; looked at whenever it is to be reached anew. token: that the
+    trainer asks for (`device_link.secret`)."""
 
     def __init__(
         self,
@@ -31,10 +32,12 @@ class Collector:
         device: torch.device,
         timeout_s: float = 1200.0,
         file: Path | None = None,
+        token: str = "",
     ) -> None:
         self.host = host
         self.port = port
         self.file = file
+        self.token = token
         self.device = device
         self.timeout_s = timeout_s
         self._lines: Lines | None = None
@@ -107,7 +110,7 @@ class Collector:
                 self._lines = Lines(socket.create_connection(place, CONNECT_S))
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise LinkFailed(f"the trainer at {self.host}:{self.port}: {error}") from None
-        self._lines.send(message, CONNECT_S)
+        self._lines.send({"token": self.token, **message}, CONNECT_S)
         answer = self._lines.receive(self.timeout_s)
         if "error" in answer:
             raise LinkFailed(f"the trainer at {self.host}:{self.port}: {answer['error']}")

@@ -1,11 +1,11 @@
 """What the two ends of a direct way share: lines of JSON on a socket, and how buckets go over.
 
-    engine -> trainer    {"want": [version, manifest digest]}
+    engine -> trainer    {"token": secret, "want": [version, manifest digest]}
     trainer -> engine    {"group": number, "rank", "size", "store": port}  and the buckets follow, or
                          {"device": uuid, "handles": [...]}                of the buckets' memory, or
                          {"error": why}
     engine -> trainer    {"have": version}  and the trainer may forget it
-    engine -> trainer    {"write": [version, manifest digest]}    it came to nothing: as files, please
+    engine -> trainer    {"token": secret, "write": [version, manifest digest]}    it came to nothing: as files, please
     trainer -> engine    {"written": version}
 
 The engine checks what arrives against the digest in the version's folder, so a byte is never taken
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import socket
 import time
@@ -32,6 +33,12 @@ from lowroll.transport.base import TransportError
 
 MOST_LINE = 8 << 20
 JOIN_S = 30.0  # until all members of a group have found each other
+
+
+def secret(admin: str) -> str:
+    """What both ends say to each other, of the token of who may give an engine weights: the lines are
+    not encrypted, and who reads them may not order an engine about."""
+    return hashlib.sha256(f"weights {admin}".encode()).hexdigest()[:32]
 
 
 class LinkFailed(TransportError):

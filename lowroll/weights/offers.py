@@ -9,10 +9,15 @@ unblocked by   a new version, an engine's word, `close`
 
 A group stays as long as the engines that ask are those of the last time. A peer that dies in the
 midst of a broadcast ends the group, and the next one who asks begins another.
+
+Who asks says a token; without one only this machine is listened to. Who meets at the group's store
+or reads what goes over is not asked for it: between machines use a private network.
 """
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import logging
 import selectors
 import socket
@@ -26,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll.transport.base import TransportError
 from lowroll.weights.device_link import (
     Group,
     Lines,
@@ -64,7 +70,8 @@ class Round:
 
 class Offers:
     """way: nccl (gloo on a CPU) or cuda_ipc. host, port: where engines ask; 0 for a free port. Only
-    that interface is listened at."""
+    that interface is listened at. token: that engines say (`device_link.secret`). ValueError for an
+    address that engines cannot ask at, and for one that others reach without a token."""
 
     def __init__(
         self,
@@ -73,15 +80,18 @@ class Offers:
         host: str = "127.0.0.1",
         port: int = 0,
         timeout_s: float = 1200.0,
+        token: str = "",
     ) -> None:
         if way not in ("nccl", "cuda_ipc"):
             raise ValueError(f"way: {way!r} is none of nccl, cuda_ipc")
         if way == "cuda_ipc" and device.type != "cuda":
             raise ValueError("way: cuda_ipc shares memory of a GPU, and the learner is on a CPU")
+        _check_address(host, token)
         self.way = way
         self.device = device
         self.host = host
         self.timeout_s = timeout_s
+        self.token = token
         self.broken = False  # somebody asked for files: the next versions come as files
         self._listening = socket.create_server((host, port), backlog=128)
         self.port: int = self._listening.getsockname()[1]
@@ -94,12 +104,21 @@ class Offers:
         self._group: tuple[list[Lines], Group] | None = None
         self._groups = 0
         self._closing = threading.Event()
+        self._failed: Exception | None = None  # the thread has ended with it
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
     def offer(self, offer: Offer) -> None:
-        """From now on this version, and no older one."""
+        """From now on this version, and no older one. TransportError as `check`."""
+        self.check()
         self._offer = offer
+
+    def check(self) -> None:
+        """TransportError when nobody can be answered any more, with the reason."""
+        if self._failed is not None:
+            raise TransportError(
+                f"weights are not offered by {self.way} any more: {self._failed!r}"
+            ) from self._failed
 
     def close(self) -> None:
         """Nothing is offered any more. Idempotent."""
@@ -108,17 +127,25 @@ class Offers:
         self._listening.close()
 
     def _run(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        while not self._closing.is_set():
-            self._listen()
-            wanting = [peer for peer, want in self._peers.items() if want is not None]
-            late = time.monotonic() - self._asked > GATHER_S
-            if wanting and (late or len(wanting) == len(self._peers)):
-                self._serve(wanting)
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            while not self._closing.is_set():
+                self._turn()
+        except Exception as error:  # the trainer's next look raises it
+            log.error("weights are not offered by %s any more: %r", self.way, error)
+            self._failed = error
+            self._listening.close()
         for peer in [*self._peers]:
             self._drop(peer)
         self._end_group()
+
+    def _turn(self) -> None:
+        self._listen()
+        wanting = [peer for peer, want in self._peers.items() if want is not None]
+        late = time.monotonic() - self._asked > GATHER_S
+        if wanting and (late or len(wanting) == len(self._peers)):
+            self._serve(wanting)
 
     def _listen(self) -> None:
         """New peers, and what they say."""
@@ -139,7 +166,9 @@ class Offers:
     def _hear(self, peer: Lines) -> None:
         try:
             message = peer.receive(ANSWER_S)
-            if "write" in message:
+            if not self._knows(message.get("token")):
+                self._refuse(peer)
+            elif "write" in message:
                 self._write(peer, message["write"])
             elif "want" in message:
                 if all(want is None for want in self._peers.values()):
@@ -147,6 +176,15 @@ class Offers:
                 self._peers[peer] = message["want"]
         except LinkFailed:
             self._drop(peer)
+
+    def _knows(self, token: Any) -> bool:
+        said = token if isinstance(token, str) else ""
+        return hmac.compare_digest(said.encode(), self.token.encode())
+
+    def _refuse(self, peer: Lines) -> None:
+        log.warning("%s asks for weights with another token; refused", peer.name)
+        peer.send({"error": "it takes another token: give both roles the same ones"}, ANSWER_S)
+        self._drop(peer)
 
     def _write(self, peer: Lines, wanted: Any) -> None:
         offer = self._offer
@@ -200,14 +238,29 @@ class Offers:
         try:
             if ended.failed:
                 raise LinkFailed(ended.failed)
-            for peer in members:
-                if peer.receive(self.timeout_s).get("have") != offer.version:
-                    raise LinkFailed(f"{peer.name}: it does not have version {offer.version}")
+            self._hear_all(offer, members)
         except LinkFailed as error:
             log.warning("version %d by %s: %s", offer.version, self.way, error)
             self._end_group()
             for peer in members:
                 self._drop(peer)
+
+    def _hear_all(self, offer: Offer, members: list[Lines]) -> None:
+        """That everyone has it, within one deadline. LinkFailed names who does not say so."""
+        end = time.monotonic() + self.timeout_s
+        missing = []
+        for peer in members:
+            try:
+                said = peer.receive(max(1e-3, end - time.monotonic()))
+                if said.get("have") != offer.version:
+                    missing.append(f"{peer.name}: it does not have the version")
+            except LinkFailed as error:
+                missing.append(str(error))
+        if missing:
+            raise LinkFailed(
+                f"{len(missing)} of {len(members)} engines do not have it after at most "
+                f"{self.timeout_s:g} s: {'; '.join(missing)}"
+            )
 
     def _go(self, offer: Offer, members: list[Lines], mine: Round) -> None:
         try:
@@ -246,6 +299,24 @@ class Offers:
         peer.close()
         if self._group is not None and peer in self._group[0]:
             self._end_group()
+
+
+def _check_address(host: str, token: str) -> None:
+    """ValueError for an address that engines cannot ask at, and for one that others reach when they
+    could ask without a token."""
+    try:
+        found = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError as error:
+        raise ValueError(f"host: {host!r}: {error}") from None
+    if found.is_unspecified:
+        raise ValueError(
+            f"host: engines cannot ask at {host}: name the address of this machine in the network "
+            "that it shares with them (127.0.0.1 where all are on it)"
+        )
+    if not found.is_loopback and not token:
+        raise ValueError(
+            f"host: others reach {host}, and weights are offered there only by a token"
+        )
 
 
 def _gone(wanted: Any, offer: Offer | None) -> str:

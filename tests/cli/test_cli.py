@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -228,14 +229,16 @@ def test_eval_compares_dense_and_rollout_precision(
     seen: list[Any] = []
     caches: list[list[str]] = []
 
-    def evaluate(cfg: Any, weights: list[str], kv: list[KvConfig]) -> list[dict[str, Any]]:
+    def evaluate(
+        cfg: Any, weights: list[str], kv: list[KvConfig], **folder: Any
+    ) -> list[dict[str, Any]]:
         seen.append((cfg, weights))
         caches.append([cache.name for cache in kv])
         return [
-            {"env": "reverse-text", "weights": name, "pass@1": 0.25, "avg@4": None} for name in "ab"
+            {"env": "reverse-text", "weights": name, "pass_at_1": 0.25, "n": 4} for name in "ab"
         ]
 
-    module("lowroll.runs.evaluate", evaluate=evaluate)
+    module("lowroll.runs.evaluate", evaluate=evaluate, place=lambda *_: nullcontext(None))
     assert main(["eval", run_yaml, "--k", "4", "--n", "16", "--temperature", "1e-2"]) == 0
     cfg, weights = seen[-1]
     assert weights == []  # the model decides
@@ -245,7 +248,7 @@ def test_eval_compares_dense_and_rollout_precision(
         0.01,
     )
     out = capsys.readouterr().out
-    assert "pass@1" in out and out.count("0.25") == 2 and out.count("reverse-text") == 2
+    assert "avg@k" in out and out.count("25.0") == 2 and out.count("reverse-text") == 2
     assert "sampled at T = 0.01, at most 16 held-out prompts, 4 responses each" in " ".join(
         out.split()
     )
@@ -282,7 +285,7 @@ def test_eval_compares_dense_and_rollout_precision(
     )
     assert cfg.rollout.top_p == 0.5
     assert main(["eval", "--model", "m"]) == 2
-    assert "give a run's YAML file, or --model and --env" in capsys.readouterr().err
+    assert "give a run's YAML file, or a model and what to ask" in capsys.readouterr().err
     assert main(["eval", "--model", "m", "--env", "a", "--n", "0"]) == 2
     assert capsys.readouterr().err == "error: override eval.num_examples: must be >= 1, got 0\n"
     done = len(seen)

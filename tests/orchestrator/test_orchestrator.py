@@ -710,6 +710,16 @@ def test_an_enforced_filter_empties_the_mask_and_keeps_the_reward(enforce):
     assert batch.stats["rollout/flagged_repetition_fraction"] == 0.25
 
 
+@pytest.mark.parametrize("enforce", [False, True])
+def test_a_batch_of_which_nothing_is_learned_is_said(enforce, caplog):
+    answers = [tagged([49 + i % 2] * 2, [-0.001, -0.001]) for i in range(4)]
+    rules = (Repetition(window=2, enforce=enforce),)
+    settings = Settings(4, 4, advantage="grpo_no_std", filters=rules)
+    engine = FakeEngine(respond=lambda request, index: answers[index])
+    build(settings, engine=engine, rule=lambda prompt, text: float(text[0])).step(0)
+    assert ("nothing is learned: all 4 rollouts" in caplog.text) == enforce
+
+
 @pytest.mark.parametrize(
     "shape, expected",
     [

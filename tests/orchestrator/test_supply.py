@@ -281,6 +281,28 @@ def test_a_restart_asks_for_the_same_open_groups_under_the_same_ids():
     assert resumed.ledger.planned == 10 and not set(ids(second)) & set(ids(batch))
 
 
+def test_what_was_back_from_weights_that_are_others_now_is_drawn_again(tmp_path):
+    """The trainer has learned again what they were drawn from, and it came out with other bytes."""
+    engine = LaggingEngine(seed=3, pace=None)
+    orchestrator, weights = followed(engine, max_async_level=2, oversampling_factor=2.0)
+    orchestrator.journal = orchestrator.supply.journal = Journal(tmp_path / "ledger.jsonl")
+    orchestrator.step(1)
+    old = [one.id for one in orchestrator.supply.ready(orchestrator.ledger)]
+    assert len(old) == 4
+    taken = weights.at_least
+
+    def goes_back(version, most):
+        orchestrator.retract(-1)
+        return taken(version, most)
+
+    weights.at_least = goes_back
+    asked = len(engine.asked)
+    batch = orchestrator.step(2)
+    assert {one for one, _ in engine.asked[asked:]} >= set(old)
+    assert set(old) & set(ids(batch))
+    assert check(tmp_path / "ledger.jsonl") == []
+
+
 def test_recall_and_retract_draw_again():
     engine = LaggingEngine(seed=3, pace=None)
     orchestrator, weights = followed(engine, max_async_level=1, oversampling_factor=2.0)

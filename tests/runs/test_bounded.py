@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowroll import Engine, Request
+from lowroll import Engine
 from lowroll.checkpoint.store import Store
 from lowroll.config import from_mapping, load
 from lowroll.config.kv import KvConfig
@@ -139,18 +139,17 @@ def test_an_evaluation_compares_caches_on_the_same_prompts(
     drawn: dict[str, Any] = {}
     sizes: set[int] = set()
 
-    def generate(engine: Engine, requests: list[Request], **options: Any) -> list[Group]:
-        groups = plain(engine, requests, **options)
-        drawn[engine.kv.name] = [
-            (group.request, rollout.token_ids, rollout.logprobs)
-            for group in groups
-            for rollout in group.rollouts
-        ]
+    def step(engine: Engine) -> list[tuple[int, Group]]:
+        ended = plain(engine)
+        for _, group in ended:
+            drawn.setdefault(engine.kv.name, {})[group.request.id] = [
+                (group.request, rollout.token_ids, rollout.logprobs) for rollout in group.rollouts
+            ]
         sizes.add(engine.stats().cache_tokens)
-        return groups
+        return ended
 
-    plain = Engine.generate
-    monkeypatch.setattr(Engine, "generate", generate)
+    plain = Engine.step
+    monkeypatch.setattr(Engine, "step", step)
 
     def run(kv: dict[str, Any] | None, *names: str) -> dict[str, Any]:
         drawn.clear()

@@ -243,7 +243,13 @@ def test_evaluation_has_a_sampler_of_its_own(
         )
         return generate(engine, requests, **options)
 
+    def added(engine: lowroll.Engine, request: lowroll.Request) -> int:
+        asked.append({name: getattr(request, name) for name in names})
+        return add(engine, request)
+
+    add = lowroll.Engine.add
     monkeypatch.setattr(lowroll.Engine, "generate", watched)
+    monkeypatch.setattr(lowroll.Engine, "add", added)
     rollout = {
         "temperature": 0.8,
         "top_p": 0.5,

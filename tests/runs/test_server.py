@@ -84,7 +84,10 @@ def test_eval_of_a_server_is_that_of_the_model_behind_it(
     there: Asked, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr("lowroll.cli.eval.show", lambda rows, title: shown.append((rows, title)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "lowroll.cli.eval.show", lambda rows, title, out: shown.append((rows, title))
+    )
     assert main(["eval", "--server", URL, *ENV]) == 0
     assert main(["eval", "--model", str(model), "--weights", "fp32", *ENV, "device=cpu"]) == 0
     (path := tmp_path / "run.yaml").write_text("model: nowhere\neval: {num_examples: 3}\n")
@@ -106,7 +109,7 @@ def test_eval_of_a_server_is_that_of_the_model_behind_it(
         (["eval", "--server", URL, "--token-env", "NOT_SET", *ENV], "--token-env: NOT_SET is not"),
         (["generate", "--server", URL, "--weights", "int8"], "--weights: the model at --server is"),
         (["generate", "--server", URL, "--device", "cpu"], "--device: the model at --server is"),
-        (["eval", "--server", URL], "give a run's YAML file, or --model and --env (--server"),
+        (["eval", "--server", URL], "give a run's YAML file, or a model and what to ask"),
         (["eval", "--server", URL, "--weights", "int8", *ENV], "--weights: the model at --server"),
         (["eval", "--server", URL, "--kv", "rkv", *ENV], "--kv: the model at --server is loaded"),
         (["generate", "--server", URL, "--tokenizer", "./no"], "--tokenizer: './no' is neither a"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lowroll.runs.roles.channels import Patient
 from lowroll.transport import ChannelClosed, DeadlineExceeded, encode_batch
 from lowroll.transport.base import (
     Cursor,
@@ -201,6 +202,74 @@ def test_a_step_that_is_not_there_any_more_is_named_on_both_sides(tmp_path: Path
         sender.send(batch_of(4))
 
 
+def test_a_trainer_that_fell_back_waits_until_its_batch_is_made_again(tmp_path: Path) -> None:
+    sender = Sender(tmp_path, hwm=9)
+    for step in (1, 2, 3):
+        sender.send(batch_of(step))
+    sender.spool.drop_through(2)
+    looked: list[int] = []
+
+    def look() -> None:
+        looked.append(1)
+        if len(looked) == 2:
+            cursor = sender.cursor()
+            assert cursor == Cursor(0, 0, 2)
+            sender.go_back(cursor)
+            sender.send(batch_of(1, temperature=0.5))
+
+    receiver = Patient(Receiver(tmp_path, 2), look)
+    with pytest.raises(FrameGone, match="needs the batch of step 1"):
+        sender.check()
+    assert not sender.spool.reaches(0) and sender.spool.reaches(2)
+    assert receiver.receive(30).temperature == 0.5
+    sender.check()
+    with pytest.raises(FrameGone):
+        sender.spool.drop_through(9)
+        sender.send(batch_of(2))
+        sender.spool.drop_through(1)
+        Patient(Receiver(tmp_path, 3), lambda: None).receive(0.3)
+
+
+@pytest.mark.parametrize("is_told_by", ["waiting", "committing"])
+def test_a_trainer_whose_batches_are_lost_is_sent_back_to_its_checkpoint(
+    tmp_path: Path, is_told_by: str
+) -> None:
+    sender, receiver = Sender(tmp_path), Receiver(tmp_path, 4)
+    sender.send(batch_of(1))
+    receiver.receive(0)
+    sender.spool.path(1).write_bytes(b"zero")
+    again = Sender(tmp_path)
+    assert not again.spool.reaches(1), "it has the batch, and nobody else has"
+    cursor = again.cursor()
+    assert cursor == Cursor(1, 0, 4)
+    again.go_back(cursor)
+    assert again.cursor() is None and Sender(tmp_path).cursor() is None
+    with pytest.raises(Fenced, match=r"attempt 4 .* goes on from the checkpoint .*--resume"):
+        receiver.receive(0) if is_told_by == "waiting" else receiver.commit(1)
+    following = Receiver(tmp_path, 5)
+    assert again.cursor() == Cursor(0, 0, 5)
+    again.spool.say(Cursor(1, 0, 5))
+    with pytest.raises(FrameGone, match="step 1 that the trainer has received is not here"):
+        again.send(batch_of(1, temperature=0.5))
+    again.go_back(Cursor(1, 0, 5))
+    following = Receiver(tmp_path, 6)
+    again.send(batch_of(1, temperature=0.5))
+    assert following.receive(0).temperature == 0.5
+
+
+def test_the_end_holds_until_a_batch_follows_or_the_trainer_takes_it_back(tmp_path: Path) -> None:
+    sender, receiver = Sender(tmp_path), Receiver(tmp_path, 1)
+    sender.send(batch_of(1))
+    receiver.receive(0)
+    sender.end("all is learned")
+    assert Sender(tmp_path).spool.ended() == "all is learned", "who starts again says the same"
+    sender.spool.reopen()
+    with pytest.raises(DeadlineExceeded, match="to commit step 1"):
+        sender.drain(0)
+    with pytest.raises(ChannelClosed, match="all is learned"):
+        receiver.receive(0)
+
+
 def test_the_end_is_told_behind_the_last_batch(tmp_path: Path) -> None:
     sender, receiver = Sender(tmp_path), Receiver(tmp_path, 1)
     sender.send(batch_of(1))
@@ -218,7 +287,7 @@ def test_the_end_is_told_behind_the_last_batch(tmp_path: Path) -> None:
     assert receiver.receive(0).step == 2
 
 
-def test_a_waiting_trainer_looks_ten_times_a_second_at_most(tmp_path: Path) -> None:
+def test_a_waiting_trainer_looks_fifty_times_a_second_at_most(tmp_path: Path) -> None:
     """Polls are counted: a timing decides nothing."""
     pauses: list[float] = []
     sender = Sender(tmp_path)
@@ -230,7 +299,7 @@ def test_a_waiting_trainer_looks_ten_times_a_second_at_most(tmp_path: Path) -> N
 
     receiver = Receiver(tmp_path, 1, pause=pause)
     assert receiver.receive(1000).step == 1
-    assert len(pauses) < 10 * 60 + 10 and max(pauses) <= 0.1
+    assert len(pauses) < 50 * 60 + 10 and max(pauses) <= 0.02
 
 
 def test_a_dead_orchestrator_ends_the_wait(tmp_path: Path) -> None:

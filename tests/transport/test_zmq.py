@@ -21,6 +21,7 @@ from lowroll.transport.base import (
     FrameGone,
     PeerSilent,
     TransportError,
+    wait_until,
 )
 from lowroll.transport.codec import encode_record
 from lowroll.transport.spool import Spool
@@ -126,7 +127,7 @@ def test_a_full_channel_blocks_and_a_waiting_trainer_names_whom(
     assert receiver.receive(30).step == 1
     with pytest.raises(DeadlineExceeded, match=f"step 2 from the orchestrator at {sender.address}"):
         receiver.receive(0.05)
-    sender.queue.deadline_s = 30
+    sender.deadline_s = 30
     sender.send(batch_of(2))
     assert receiver.receive(30).step == 2
     nobody = receiver_of(stack, "tcp://127.0.0.1:1", 1)
@@ -203,6 +204,25 @@ def test_an_earlier_attempt_is_fenced_and_another_run_refused(
     with pytest.raises(TransportError, match="orchestrator is of run 'a'; this is run 'b'"):
         other.receive(30)
     assert sender.cursor() == Cursor(1, 0, 2)
+
+
+def test_a_trainer_whose_batches_are_lost_is_sent_back_to_its_checkpoint(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    sender = sender_of(stack, tmp_path)
+    sender.send(batch_of(1))
+    receiver = receiver_of(stack, sender.address, 4)
+    assert receiver.receive(30).step == 1
+    cursor = Cursor(1, 0, 4)
+    wait_until(lambda: sender.cursor() == cursor, "the trainer's word", 30)
+    threading.Timer(0.05, sender.go_back, (cursor,)).start()
+    with pytest.raises(Fenced, match=r"attempt 4 .* goes on from the checkpoint .*--resume"):
+        receiver.receive(30)
+    assert sender.cursor() is None and sender.spool.steps() == []
+    following = receiver_of(stack, sender.address, 5)
+    sender.send(batch_of(1, temperature=0.5))
+    assert following.receive(30).temperature == 0.5
+    wait_until(lambda: sender.cursor() == Cursor(1, 0, 5), "the trainer's word", 30)
 
 
 def test_without_the_token_nothing_is_said(tmp_path: Path, stack: ExitStack, quick: None) -> None:

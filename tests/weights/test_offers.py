@@ -20,10 +20,11 @@ from lowroll.model import hf
 from lowroll.model.transformer import Transformer
 from lowroll.server.errors import Refused
 from lowroll.server.shelf import WeightShelf, read_again
+from lowroll.transport.base import TransportError
 from lowroll.transport.broadcasts import read_broadcast
 from lowroll.weights import offers as offers_module
 from lowroll.weights.collector import Collector
-from lowroll.weights.device_link import Lines, LinkFailed
+from lowroll.weights.device_link import Lines, LinkFailed, secret
 from lowroll.weights.offers import Offers
 from lowroll.weights.parcel import Layout, pack, unpack
 from lowroll.weights.publish import digest, rollout_copy
@@ -33,6 +34,7 @@ from tests.fixtures.tiny import hf_folder
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
+TOKEN = secret("of-the-admin")
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +49,15 @@ def learner(folder: Path) -> Transformer:
 
 @pytest.fixture
 def offers() -> Iterator[Offers]:
-    made = Offers("nccl", CPU, timeout_s=20.0)
+    made = Offers("nccl", CPU, timeout_s=20.0, token=TOKEN)
     yield made
     made.close()
 
 
 def shelf_of(tmp_path: Path, folder: Path, offers: Offers) -> WeightShelf:
-    return WeightShelf(tmp_path, folder, Collector(offers.host, offers.port, CPU, 60.0))
+    return WeightShelf(
+        tmp_path, folder, Collector(offers.host, offers.port, CPU, 60.0, token=TOKEN)
+    )
 
 
 def take(shelf: WeightShelf, engine: Any, version: int) -> str:
@@ -139,6 +143,7 @@ import torch
 from lowroll.weights import device_link
 from lowroll.weights.collector import Collector
 from lowroll.weights.parcel import Layout
+from lowroll.transport.base import TransportError
 from lowroll.transport.broadcasts import read_broadcast
 from lowroll.weights.broadcast import stored_layout
 from pathlib import Path
@@ -221,7 +226,7 @@ def test_a_trainer_that_begins_again_offers_what_it_has(
 ) -> None:
     broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
     before = read_broadcast(tmp_path / "step_000001")
-    again = Offers("nccl", CPU, timeout_s=20.0)
+    again = Offers("nccl", CPU, timeout_s=20.0, token=TOKEN)
     try:
         broadcaster(tmp_path, learner, offers=again, attempt=2).publish(1)
         assert read_broadcast(tmp_path / "step_000001") == before
@@ -249,6 +254,69 @@ def test_who_cannot_fetch_says_why(
         Offers("cuda_ipc", CPU)
     with pytest.raises(ValueError, match="none of nccl"):
         Offers("filesystem", CPU)
+
+
+def test_without_the_token_nothing_is_given(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+    engine = engine_of(folder, weights="int8")
+    for token in ("", TOKEN[:-1], secret("of-another")):
+        collector = Collector(offers.host, offers.port, CPU, 60.0, token=token)
+        with pytest.raises(Refused, match="another token: give both roles the same"):
+            take(WeightShelf(tmp_path, folder, collector), engine, 1)
+    assert not offers.broken, "who has no token has no files written either"
+    assert take(shelf_of(tmp_path, folder, offers), engine, 1) == wanted(learner)
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("0.0.0.0", "host: engines cannot ask at 0.0.0.0: name the address of this"),  # noqa: S104
+        ("::", "host: engines cannot ask at ::"),
+        ("198.51.100.7", "host: others reach 198.51.100.7, .* only by a token"),
+        ("no.such.host.invalid", "host: 'no.such.host.invalid'"),
+    ],
+)
+def test_where_engines_cannot_ask_nothing_is_offered(host: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Offers("nccl", CPU, host)
+
+
+def test_what_ends_the_offering_reaches_the_trainer(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    at = broadcaster(tmp_path, learner, offers=offers)
+    at.publish(moved_to(learner, 1))
+    at.check()
+
+    def fails(wanting: Any) -> None:
+        raise MemoryError("no room for a group")
+
+    offers._serve = fails  # type: ignore[method-assign]
+    engine = engine_of(folder, weights="int8")
+    with pytest.raises(Refused):  # at once, not after its 60 s
+        take(shelf_of(tmp_path, folder, offers), engine, 1)
+    with pytest.raises(TransportError, match="not offered by nccl any more.*no room for a group"):
+        at.check()
+    with pytest.raises(TransportError, match="no room for a group"):
+        at.publish(moved_to(learner, 2))
+
+
+def test_one_deadline_holds_for_all_engines_and_names_who_is_missing() -> None:
+    offers = Offers("nccl", CPU, timeout_s=0.4)
+    pairs = [socket.socketpair() for _ in range(3)]
+    members = [Lines(left) for left, _ in pairs]
+    pairs[1][1].sendall(b'{"have": 7}\n')
+    pairs[2][1].sendall(b'{"have": 6}\n')
+    offer = offers_module.Offer(7, "0" * 64, [], lambda: None)
+    try:
+        with pytest.raises(LinkFailed, match=r"2 of 3 engines .* 0.4 s: .*silent.*does not have"):
+            offers._hear_all(offer, members)
+    finally:
+        offers.close()
+        for ends in pairs:
+            [end.close() for end in ends]
 
 
 def test_strangers_are_dropped(

@@ -227,12 +227,6 @@ def _idle_notes(files: Files, cfg: RunConfig) -> Iterator[str]:
     """One line that names what was written and has no effect in one process."""
     if cfg.launcher != "none":
         return
-    level = cfg.asynchrony.max_async_level
-    if level > 0:
-        yield (
-            f"max_async_level {level}: one process rolls out with the newest weights (level 0); "
-            "launcher=local has processes that do not wait for each other"
-        )
     attached = cfg.rollout.vllm.url is not None
     idle = [
         mark

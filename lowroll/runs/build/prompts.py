@@ -85,7 +85,8 @@ def check(
     split: str = "train",
 ) -> None:
     """ValueError naming the setting to which all of an environment's first prompts are too long, and
-    what a conversation does not go with. A line in the log says how many are, where some fit."""
+    what a conversation does not go with. A line in the log says how many are too long, where some
+    fit."""
     check_turns(chat, envs)
     talking = [env.name for env in envs.values() if env.max_turns > 1]
     if cfg.train.replay_kv and talking:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from lowroll.checkpoint.logfile import last_error
 from lowroll.runs.roles.heart import Watch
 from lowroll.runs.roles.parent import PARENT
-from lowroll.types import printable
 
 MOST_RESTARTS = 5  # within WINDOW_S
 WINDOW_S = 600.0
 FIRST_PAUSE_S = 0.5  # before a restart; then twice as long each time
 LONGEST_PAUSE_S = 10.0
+LOOK_S = 0.05
+ENDING_S = 120.0  # from its last sign of life to its end: it gives a large model's memory back
 START_S = 900.0  # until the first sign of life: loading a large model takes minutes
-_MOST_LOG = 1 << 16
-_ERROR = re.compile(r"(?i)\berror\b|exception", re.ASCII)
 
 
 class Child:
@@ -63,14 +62,19 @@ class Child:
         self.watch = Watch(self.heart)
 
     def alive(self) -> bool:
-        """Whether its process runs."""
-        return self.process is not None and self.process.poll() is None
+        """Whether its process runs. One that has ended keeps its number until `kill`, so that nobody
+        else gets it."""
+        if self.process is None or self.process.returncode is not None:
+            return False
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.process.pid, flags) is None
 
     def look(self) -> None:
         """See its sign of life."""
         if self.watch.look() and self._is_mine():
             # "ended" says nothing: a user's mistake ends a role in its start, too
-            self.ready |= self.watch.said["phase"] not in ("starting", "ended")  # type: ignore[index]
+            said = self.watch.said or {}
+            self.ready |= said.get("phase", "starting") not in ("starting", "ended")
 
     def _is_mine(self) -> bool:
         said, process = self.watch.said, self.process
@@ -80,7 +84,9 @@ class Child:
         """Why it counts as hanging; None when it does not."""
         if not self.alive():
             return None
-        limit = self.watch.silent_s if self._is_mine() else START_S
+        limit = START_S
+        if (said := self.watch.said) is not None and self._is_mine():
+            limit = ENDING_S if said["phase"] == "ended" else self.watch.silent_s
         if self.watch.silent_for <= limit:
             return None
         return (
@@ -101,11 +107,12 @@ class Child:
     def signal(self, number: int) -> None:
         """To the process alone."""
         if self.process is not None and self.alive():
-            self.process.send_signal(number)
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """End it and all of its group now, and wait for that."""
-        if self.process is None:
+        """End it and all of its group now, and wait for that. Idempotent: a number that was given back
+        may be another's."""
+        if self.process is None or self.process.returncode is not None:
             return
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -114,21 +121,16 @@ class Child:
     def end(self, seconds: float) -> None:
         """Ask it to end, and end it after so many seconds."""
         self.signal(signal.SIGTERM)
-        if self.process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=seconds)
+        until = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < until:
+            time.sleep(LOOK_S)
         self.kill()
 
+    @property
+    def code(self) -> int:
+        """With which it has ended, once it was killed or found dead; 0 before."""
+        return 0 if self.process is None else self.process.returncode or 0
+
     def last_words(self) -> str:
-        """The last error of its log since its last start, else its last line; with the log's
-        path."""
-        try:
-            with self.log.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(self._began, size - _MOST_LOG))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError as error:
-            lines = [f"(the log cannot be read: {error.strerror or error})"]
-        told = [line for line in lines if line.strip()]
-        errors = [line for line in told if _ERROR.search(line)]
-        return f"{printable((errors or told or ['(nothing)'])[-1].strip())} (log: {self.log})"
+        """Of its log since its last start, with the log's path."""
+        return f"{last_error(self.log, self._began)} (log: {self.log})"

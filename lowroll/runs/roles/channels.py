@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from collections.abc import Callable
 
 from lowroll.config import RunConfig
 from lowroll.runs.roles.place import Place
 from lowroll.transport import filesystem
-from lowroll.transport.base import PeerSilent, RolloutReceiver
+from lowroll.transport.base import FrameGone, PeerSilent, RolloutReceiver
 from lowroll.transport.queue import DurableSender
 from lowroll.types import Batch
 
+log = logging.getLogger(__name__)
+
 Alive = Callable[[], None]
 SEND_S = 86400.0  # for room: `alive` names a trainer that is silent long before
+TURN_S = 0.2  # between two looks for a batch that is made again
 
 
 def sender(cfg: RunConfig, place: Place, attempt: int, alive: Alive) -> DurableSender:
@@ -42,10 +47,10 @@ def receiver(
     """The trainer's end."""
     way = cfg.rollout_transport
     if way.type == "filesystem":
-        return filesystem.Receiver(place.spool, attempt, committed, alive=alive)
+        return Patient(filesystem.Receiver(place.spool, attempt, committed, alive=alive), alive)
     from lowroll.transport import zmq
 
-    return _Patient(
+    return Patient(
         zmq.Receiver(place.address, attempt, committed, alive=alive, token=secret(place)), alive
     )
 
@@ -55,8 +60,9 @@ def secret(place: Place) -> str:
     return hashlib.sha256(f"rollouts {place.tokens()[0]}".encode()).hexdigest()[:32]
 
 
-class _Patient:
-    """A receiver that waits for an orchestrator that is started again: `alive` says for how long."""
+class Patient:
+    """A receiver that waits for an orchestrator that is started again, or that goes back with this
+    trainer to make batches again: `alive` says for how long."""
 
     def __init__(self, channel: RolloutReceiver, alive: Alive) -> None:
         self.channel = channel
@@ -65,8 +71,17 @@ class _Patient:
         self.close = channel.close
 
     def receive(self, deadline_s: float) -> Batch:
+        until, told = time.monotonic() + deadline_s, False
         while True:
             try:
-                return self.channel.receive(deadline_s)
+                return self.channel.receive(max(0.0, until - time.monotonic()))
             except PeerSilent:
                 self.alive()
+            except FrameGone as error:
+                if time.monotonic() > until:
+                    raise
+                if not told:
+                    log.warning("%s. Waiting until it is made again", error)
+                told = True
+                self.alive()
+                time.sleep(TURN_S)

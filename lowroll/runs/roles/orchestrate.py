@@ -14,40 +14,44 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import write_file
-from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig
 from lowroll.config.surogate.roles import GIVEN
 from lowroll.engine.remote.pool import Elastic, EnginePool
-from lowroll.metrics.record import add_evaluation, read_evaluations
+from lowroll.metrics.record import add_evaluation, forget_evaluations, read_evaluations
 from lowroll.model.folder import resolve
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.tokens import FileTokenizer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.journal import Journal
-from lowroll.runs.attempt import log_file
+from lowroll.runs.attempt import log_file, own
 from lowroll.runs.batches import Batches, Tasks
-from lowroll.runs.build import capabilities
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
+from lowroll.runs.roles.agreement import check_engines, check_trainer
 from lowroll.runs.roles.channels import sender
 from lowroll.runs.roles.heart import GONE_S, Heart, Watch, silent_s
+from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
 from lowroll.runs.roles.versions import Engines, Versions
 from lowroll.runs.stop import polite_stop
 from lowroll.runs.terminal import tell
-from lowroll.transport.base import Cursor, wait_until
+from lowroll.transport.base import Cursor, FrameGone, wait_until
 from lowroll.transport.broadcasts import Broadcasts
-from lowroll.transport.spool import END
-from lowroll.types import Batch
+from lowroll.transport.rollout_log import truncate_rollouts
+from lowroll.transport.spool import END, dismissal
+from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +70,7 @@ def orchestrate(cfg: RunConfig) -> int:
     refuse(cfg)
     place = Place(cfg.output_dir)
     with ExitStack() as stack:
-        lock = stack.enter_context(RunLock(place.roles / ORCHESTRATOR))
+        lock = stack.enter_context(own(place.roles / ORCHESTRATOR))
         if cfg.given is not None:  # for a trainer that has its own file alone
             path = place.run / GIVEN
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,35 +94,19 @@ def orchestrate(cfg: RunConfig) -> int:
     return 0
 
 
-def refuse(cfg: RunConfig) -> None:
-    """ValueError names a setting that is for one process."""
-    if cfg.guard is not None and cfg.guard.action == "fallback":
-        raise ValueError(
-            "guard.action: fallback puts another engine in the place of the run's own, in one "
-            "process; with roles choose warn or tighten"
-        )
-    if cfg.noise is not None and cfg.eval.interval:
-        raise ValueError(
-            "eval.interval: an evaluation without noise beside a noise section is for one process"
-        )
-    ckpt = cfg.ckpt
-    for key, asked in (
-        ("resume_step", ckpt.resume_step not in (None, -1)),
-        ("skip_progress", ckpt.skip_progress),
-        ("skip_buffer", ckpt.skip_buffer),
-    ):
-        if asked:
-            raise ValueError(
-                f"ckpt.{key}: roles go on from where they were, however often one is started "
-                "again; resume so in one process"
-            )
-    if not cfg.eval.skip_eval_on_resume:
-        raise ValueError(
-            "eval.skip_eval_on_resume: roles evaluate each policy once, however often one is "
-            "started again; evaluate at a resumption in one process"
-        )
-    if cfg.rollout.release_cache:
-        raise ValueError("rollout.release_cache: engines of other processes keep their memory")
+def overheard(urls: Sequence[str]) -> list[str]:
+    """Those that lead to another machine without encryption."""
+    found = []
+    for url in urls:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        try:
+            is_here = ip_address(host).is_loopback
+        except ValueError:
+            is_here = host == "localhost"
+        if parts.scheme != "https" and not is_here:
+            found.append(url)
+    return found
 
 
 class Orchestration:
@@ -146,16 +134,17 @@ class Orchestration:
         heart.say(phase="waiting", doing="for the trainer")
         tell(f"waiting for the trainer in {place.run} (lowroll train)")
         self._meet_trainer()
+        theirs = check_trainer(cfg, place.run, self.trainer.name)
         heart.say(doing="for engines")
         tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
-        capabilities.check(cfg, self.pool.capabilities)
+        check_engines(theirs, self.pool)
         cached = self.pool.dialect.cache_tokens or None
         sized = cfg.rollout.model_copy(update={"cache_tokens": cached})
         self.cfg = cfg = cfg.model_copy(update={"rollout": sized})
         self.level = cfg.asynchrony.max_async_level
         patience = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
-        self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.alive, patience)
+        self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.abreast, patience)
         self.channel = sender(cfg, place, attempt, self.alive)
         stack.callback(self.channel.close)
         place.ledger.parent.mkdir(parents=True, exist_ok=True)
@@ -173,6 +162,8 @@ class Orchestration:
             Journal(place.ledger),
             alone=False,
         )
+        self.versions.retract = self.batches.orchestrator.retract
+        self.begun = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))
         self.batches.more = self._pace
         self._waited = 0.0  # seconds, for the weights of this step, where the batches do not
@@ -182,6 +173,11 @@ class Orchestration:
         """For every wait for the trainer."""
         self.stopped()
         self.trainer.check()
+
+    def abreast(self) -> None:
+        """For every wait for its weights: FrameGone when it wants batches that are gone."""
+        self.alive()
+        self.channel.check()
 
     def _phase(self, name: str, done: int, total: int) -> None:
         self.heart.progress(name, done, total)
@@ -214,10 +210,15 @@ class Orchestration:
             )
         urls = list(client.base_url)
         if not urls and elastic is None:
-            urls = self._shown()
+            urls = self._shown(cfg.rollout.engines)
         token, admin = self.place.tokens()
         if client.base_url or elastic is not None:  # engines that others started
             token = os.environ.get(client.api_key_var) or token
+            for url in overheard(urls or [f"http://{client.elastic.hostname}"]):
+                tell(
+                    f"warning: the admin's token goes to {url} unencrypted: whoever reads it there can "
+                    "give the engine other weights; use a private network, or https before the engine"
+                )
         return EnginePool(
             urls,
             token=token,
@@ -227,11 +228,13 @@ class Orchestration:
             elastic=elastic,
             start_s=GONE_S,
             silent_s=silent_s(),
+            alive=self.stopped,
             in_flight="replay" if cfg.asynchrony.partial == "replay" else "keep",
         )
 
-    def _shown(self) -> list[str]:
-        """Addresses of the engines that show themselves here, once all that do are ready."""
+    def _shown(self, count: int) -> list[str]:
+        """Addresses of the engines that show themselves here, once `count` at least, and all that do,
+        are ready. ValueError for one that only its own machine reaches."""
         watches: dict[str, Watch] = {}
         urls: list[str] = []
 
@@ -239,12 +242,16 @@ class Orchestration:
             for role in self.place.engines():
                 watches.setdefault(role, Watch(self.place.heart(role)))
             alive = [watch.said or {} for watch in watches.values() if watch.alive]
-            urls[:] = [str(one["url"]) for one in alive if one.get("url")]
-            return bool(urls) and len(urls) == len(alive)
+            shown = [one for one in alive if one.get("url")]
+            for one in shown:
+                _check_reached(one)
+            urls[:] = [str(one["url"]) for one in shown]
+            return len(urls) >= count and len(urls) == len(alive)
 
+        what = "an engine" if count == 1 else f"{count} engines (rollout.engines)"
         wait_until(
             ready,
-            f"an engine in {self.place.roles} (lowroll serve), or client.base_url",
+            f"{what} in {self.place.roles} (lowroll serve), or client.base_url",
             GONE_S,
             self.stopped,
         )
@@ -254,8 +261,18 @@ class Orchestration:
 
     def run(self) -> None:
         """All batches, and the last evaluation."""
-        made = self._go_on()
+        while True:
+            try:
+                self._make_after(self._go_on())
+                break
+            except FrameGone as gone:  # a damaged checkpoint, and an older one was taken
+                log.warning("%s: what follows the trainer's checkpoint is made again", gone)
+        self._commit()
+
+    def _make_after(self, made: int) -> None:
         try:
+            if (ended := self.channel.spool.ended()) is not None:
+                raise NoSignal(ended)  # said before this process was started
             for step in range(made + 1, self.last + 1):
                 self._evaluate_after(step - 1)
                 self.step(step)
@@ -266,14 +283,13 @@ class Orchestration:
             self._evaluate_after(self.last)
         self.heart.say(phase="waiting", doing="for the last checkpoint")
         self.channel.drain(GONE_S * 48)
-        self._commit()
 
     def step(self, step: int) -> None:
         """The batch of a step, when its weights are there."""
         self.heart.say(step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}")
         if step == 1 or self.level == 0:  # else the batches wait for them
             began = time.monotonic()
-            self.versions.at_least(self.needs(step))
+            self.versions.at_least(self.needs(step), step - 1)
             self._waited = time.monotonic() - began
         if step == 1:
             self._evaluate_before()
@@ -307,14 +323,21 @@ class Orchestration:
 
     def _go_on(self) -> int:
         """Put back what the orchestrator knew; the step of the last batch that was sent."""
-        cursor = self._cursor()
-        newest = self.channel.spool.newest()
-        if newest is not None and newest.step >= cursor.received and newest.orchestrator:
+        cursor, spool = self._cursor(), self.channel.spool
+        newest = spool.newest()
+        if newest is not None and spool.reaches(cursor.received) and newest.orchestrator:
             self.batches.restore(newest.step, newest.orchestrator, resumed=True)
             log.info("going on after the batch of step %d in the spool", newest.step)
             return newest.step
-        self.channel.spool.drop_after(-1)
+        self.channel.go_back(cursor)
+        if cursor.received > cursor.committed:  # from batches that may come out as others
+            tell(dismissal(cursor.attempt))
+            cursor = self._cursor()
+        self.committed = cursor.committed
+        forget_evaluations(self.place.run, cursor.committed)
+        truncate_rollouts(self.place.run / "rollouts", cursor.committed)
         if cursor.committed == 0:
+            self.batches.restore(0, self.begun)
             return 0
         saved = Store(self.place.run / "checkpoints").load(cursor.committed, only=())
         state: Mapping[str, Any] = saved.state["orchestrator"]
@@ -323,8 +346,17 @@ class Orchestration:
         return saved.step
 
     def _cursor(self) -> Cursor:
+        """What the trainer that runs now has received, or said before it ended."""
+
+        def heard() -> bool:
+            self.trainer.look()
+            said, cursor = self.trainer.said or {}, self.channel.cursor()
+            if cursor is None:
+                return False
+            return said.get("phase") == "ended" or cursor.attempt >= said.get("attempt", 0)
+
         wait_until(
-            lambda: self.channel.cursor() is not None,
+            heard,
             "the trainer's word about what it has received",
             GONE_S * 48,
             self.alive,
@@ -346,7 +378,7 @@ class Orchestration:
         if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
             return
         self.heart.say(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
-        version = self.versions.at_least(step)
+        version = self.versions.at_least(step, step)
         self.heart.say(phase="evaluating")
         self.batches.enter(step)
         self._record(step, around({}, self.batches.after(step, version)))
@@ -357,3 +389,12 @@ class Orchestration:
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:
             add_evaluation(self.place.run, step, metrics)
+
+
+def _check_reached(said: Mapping[str, Any]) -> None:
+    """ValueError for an engine whose socket is on another machine."""
+    if str(said["url"]).startswith("unix:") and said.get("host") != socket.gethostname():
+        raise ValueError(
+            f"{said.get('role')}: its vLLM on {printable(said.get('host'))} is reached there alone; "
+            "start one by itself (docs/vllm.md), and name its address in client.base_url"
+        )

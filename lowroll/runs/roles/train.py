@@ -27,13 +27,15 @@ from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.learner import Learner
 from lowroll.runs.roles.channels import receiver
 from lowroll.runs.roles.heart import GONE_S, Heart, Watch
-from lowroll.runs.roles.orchestrate import refuse
+from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
 from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed, RolloutReceiver
+from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 from lowroll.weights.broadcast import Broadcaster
 from lowroll.weights.changes import Shadow
+from lowroll.weights.device_link import secret
 from lowroll.weights.noise import share
 from lowroll.weights.offers import Offers
 from lowroll.weights.publish import digest, publish, rollout_copy
@@ -137,6 +139,10 @@ class Training:
         """Continue from the newest undamaged checkpoint, or learn from the first batch on when there
         is none; returns the next step."""
         saved = self.learner.restore()
+        spool = Spool(self.place.spool)
+        if not spool.reaches(0 if saved is None else saved.step):
+            self.publisher.forget_after(0 if saved is None else saved.step)
+        spool.reopen()  # who ended the run says so again
         if saved is None:
             return self._begin(again=True)
         step = self.learner.go_on(saved)
@@ -155,6 +161,7 @@ class Training:
         if self.stop:
             raise StepDropped
         self.orchestrator.check()
+        self.publisher.check()
 
     def step(self, step: int) -> Record:
         """Learn from the batch of a step, and record it."""
@@ -262,6 +269,15 @@ class Broadcasting:
     def update(self, version: int) -> None:
         self.publish(version)
 
+    def check(self) -> None:
+        """TransportError when engines get no weights any more, with the reason."""
+        self.broadcaster.check()
+
+    def forget_after(self, version: int) -> None:
+        """Have nobody draw from later versions: batches that they were learned from are gone, and
+        those that are made in their place may be others."""
+        self.broadcaster.forget_after(version)
+
     def close(self) -> None:
         """Nothing is offered any more; the last version lies in the folder."""
         self.broadcaster.close()
@@ -299,9 +315,12 @@ def _offers(cfg: RunConfig, compute: Compute, place: Place) -> Offers | None:
     if way.type == "filesystem":
         return None
     try:
-        made = Offers(way.type, compute.device, way.host, way.port, way.timeout)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"weight_broadcast: {error}") from None
+        token = secret(place.tokens()[1])
+        made = Offers(way.type, compute.device, way.host, way.port, way.timeout, token)
+    except ValueError as error:
+        raise ValueError(f"weight_broadcast.{error}") from None
+    except OSError as error:
+        raise ValueError(f"weight_broadcast: {way.host}:{way.port}: {error}") from None
     place.direct.parent.mkdir(parents=True, exist_ok=True)
     write_file(place.direct, json.dumps({"host": way.host, "port": made.port}).encode())
     return made

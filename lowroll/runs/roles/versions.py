@@ -18,9 +18,12 @@ from lowroll.types import Group, Request
 
 log = logging.getLogger(__name__)
 
+MOST = 16  # versions whose weights are remembered: open groups have tokens of fewer
+
 
 class Versions:
-    """alive: called while waiting for the trainer. deadline_s: for a version."""
+    """alive: called while waiting for the trainer. deadline_s: for a version. retract: told the last
+    version that stands when the trainer has gone back, before the engines are told a version."""
 
     def __init__(
         self,
@@ -33,17 +36,19 @@ class Versions:
         self.pool = pool
         self.alive = alive
         self.deadline_s = deadline_s
+        self.retract: Callable[[int], object] = lambda version: None
         self.held: Broadcast | None = None  # None: what the engines began with, version 0
+        self._taken: dict[int, Broadcast] = {}
 
     @property
     def version(self) -> int:
         """That the engines draw from."""
         return 0 if self.held is None else self.held.version
 
-    def at_least(self, version: int) -> int:
-        """The newest version that there is, once it is this one or a later one; the engines draw
-        from it then."""
-        newest = self.broadcasts.newest()
+    def at_least(self, version: int, most: int) -> int:
+        """The newest version up to `most` that there is, once it is this one or a later one; the
+        engines draw from it then."""
+        newest = self.broadcasts.newest(most)
         if newest is None or newest.version < version:
             if version == 0:
                 return self.version
@@ -57,19 +62,50 @@ class Versions:
             return self.version
         return self._take(found or self.broadcasts.wait(version, self.deadline_s, self.alive))
 
-    def newer(self) -> int | None:
-        """A newer version than the engines draw from, which they do now; None without."""
-        newest = self.broadcasts.newest()
-        if newest is None or newest.version <= self.version:
+    def newer(self, most: int) -> int | None:
+        """A newer version than the engines draw from, up to `most`, or another of the same name, which
+        they draw from now; None without."""
+        newest = self.broadcasts.newest(most)
+        if newest is None or newest.version < self.version:
+            return None
+        if newest.version == self.version and not _is_undone(self.held, newest):
             return None
         return self._take(newest)
 
     def _take(self, broadcast: Broadcast) -> int:
         if self.held != broadcast:
+            self._go_back(broadcast.version)
             self.pool.update(broadcast)
-            self.held = broadcast
+            self.held = self._taken[broadcast.version] = broadcast
+            for old in sorted(self._taken)[:-MOST]:
+                del self._taken[old]
             faultpoint(f"orchestrate.took/{broadcast.version}")
         return broadcast.version
+
+    def _go_back(self, version: int) -> None:
+        """Forget versions that were taken and do not stand when this one is taken, and say so."""
+        undone = [one for one, taken in self._taken.items() if self._is_gone(taken, version)]
+        if not undone:
+            return
+        log.warning(
+            "the trainer has gone back: what was drawn from its version %d on is drawn again",
+            min(undone),
+        )
+        for one in [v for v in self._taken if v >= min(undone)]:
+            del self._taken[one]
+        self.retract(min(undone) - 1)
+
+    def _is_gone(self, taken: Broadcast, version: int) -> bool:
+        found = self.broadcasts.at(taken.version)
+        return taken.version > version if found is None else _is_undone(taken, found)
+
+
+def _is_undone(taken: Broadcast | None, found: Broadcast) -> bool:
+    """Whether a later attempt of the trainer has put other weights in the place of a version. What one
+    attempt writes again are the same weights, as files."""
+    if taken is None:
+        return False
+    return found.digest != taken.digest and found.attempt != taken.attempt
 
 
 class Engines:

@@ -1,0 +1,96 @@
+"""A held-out set of the papers, from the hub or a file: its rows are read once, and there is no train
+split."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from lowroll.envs.base import Environment, bounded
+from lowroll.envs.sets.rows import Located, read
+from lowroll.envs.sets.table import SETS
+from lowroll.types import Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One usable row: what is asked, and what the scorer knows."""
+
+    text: str
+    info: dict[str, Any] = field(default_factory=dict)
+    solution: str = ""  # a worked one, "" where there is none
+
+
+class HeldOut(Environment):
+    """A set of `lowroll.envs.sets.table` (`set`), read from the hub or from a file in the published
+    shape (`test_path`). It has no train split."""
+
+    exact = True
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        set: str,
+        seed: int = 0,
+        system: str | None = None,
+        template: str | None = None,
+        test_path: str | None = None,
+        split: str | None = None,
+        subset: str | None = None,
+    ) -> None:
+        self.row = SETS[set]
+        super().__init__(
+            name=name, seed=seed, system=system, template=template or self.row.template
+        )
+        self.test_path, self.split, self.subset = test_path, split, subset
+
+    @abstractmethod
+    def convert(self, row: dict[str, Any], where: str) -> Task | None:
+        """Read one row; None when its gold answer is empty. ValueError names what is wrong with
+        it."""
+
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """The usable rows, in the order of the file. ValueError when there are none."""
+        found = [self.convert(row, where) for where, row in self.located()]
+        usable = [task for task in found if task is not None]
+        origin = self.test_path or self.row.path
+        if not usable:
+            raise ValueError(f"env {self.name!r}: {origin} has no usable row")
+        if len(usable) < len(found):
+            log.warning(
+                "env %s: skipped %d of %d rows of %s: no gold answer",
+                self.name,
+                len(found) - len(usable),
+                len(found),
+                origin,
+            )
+        return usable
+
+    def located(self) -> Iterator[Located]:
+        """(place, row) of every row."""
+        return read(self.row, self.test_path, self.split, self.subset)
+
+    def size(self, split: str = "train") -> int:
+        """Usable rows of the test split; 0 of any other."""
+        usable = len(self.tasks)  # whatever is asked: bad data is an error at once
+        return usable if split == "test" else 0
+
+    def prompt(self, index: int, split: str = "train") -> Prompt:
+        """Question number `index` of the test split."""
+        self.rng(split, index)  # checks both
+        if split != "test":
+            raise ValueError(f"env {self.name!r}: is held out: it has no {split} split")
+        task = self.tasks[index % len(self.tasks)]
+        return self.ask(task.text, index, split, {**task.info, "row": index % len(self.tasks)})
+
+    def matching(self, prompt: Prompt, text: str) -> Prompt | None:
+        """The same task with the answer of `text` for its gold answer."""
+        return replace(prompt, info={**prompt.info, "beside": bounded(text)})

@@ -1,0 +1,79 @@
+"""LiveCodeBench's test cases: JSON text, or base64 of zlib of a pickle of JSON text.
+
+The pickle is read here, opcode by opcode: frames, one text, memo entries and the end are all that
+there are. Nothing can be looked up, built or called, and every size is bounded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import zlib
+from typing import Any
+
+MAX_ENCODED = 256 << 20  # characters of a column
+MAX_DECODED = 512 << 20  # bytes behind zlib
+_PROTO, _FRAME, _STOP, _MEMOIZE = 0x80, 0x95, 0x2E, 0x94
+_TEXTS = {0x8C: 1, 0x58: 4, 0x8D: 8}  # opcode of a text: bytes of its length
+_SKIPPED = {_PROTO: 1, _FRAME: 8, _MEMOIZE: 0, 0x71: 1, 0x72: 4}  # opcode: bytes of its argument
+
+
+def cases(column: str) -> list[dict[str, Any]]:
+    """The test cases of a column, each with `input`, `output` and `testtype` (stdin or functional).
+    ValueError says what is wrong with it."""
+    if len(column) > MAX_ENCODED:
+        raise ValueError(f"{len(column)} characters of test cases, more than {MAX_ENCODED}")
+    plain = column.strip() or "[]"
+    text = plain if plain.startswith("[") else pickled_text(_inflated(plain))
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"test cases are no JSON: {error}") from None
+    if not isinstance(found, list) or not all(map(_is_case, found)):
+        raise ValueError("test cases must be a list of {input, output, testtype}")
+    return found
+
+
+def pickled_text(data: bytes) -> str:
+    """The text that a pickle of protocol 2 to 5 holds. ValueError for any that holds more."""
+    place, text = 0, None
+    while place < len(data):
+        opcode = data[place]
+        place += 1
+        if opcode in _TEXTS and text is None:
+            width = _TEXTS[opcode]
+            size = int.from_bytes(data[place : place + width], "little")
+            place += width
+            if size > len(data) - place:
+                raise ValueError("a pickle's text is cut short")
+            text = data[place : place + size].decode()
+            place += size
+        elif opcode == _STOP and text is not None and place == len(data):
+            return text
+        elif opcode in _SKIPPED:
+            place += _SKIPPED[opcode]
+        else:
+            raise ValueError(f"a pickle of more than one text (opcode {opcode:#04x}) is not read")
+    raise ValueError("a pickle without an end")
+
+
+def _inflated(column: str) -> bytes:
+    try:
+        packed = base64.b64decode(column, validate=True)
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(packed, MAX_DECODED)
+    except (binascii.Error, ValueError, zlib.error) as error:
+        raise ValueError(f"test cases are neither JSON nor base64 of zlib: {error}") from None
+    if not unpacker.eof:
+        raise ValueError(f"test cases are cut short, or hold more than {MAX_DECODED} bytes")
+    return data
+
+
+def _is_case(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("input"), str)
+        and isinstance(found.get("output"), str)
+        and found.get("testtype") in ("stdin", "functional")
+    )

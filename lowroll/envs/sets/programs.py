@@ -1,0 +1,133 @@
+"""LiveCodeBench: programs that read standard input, or complete a function; the last fenced block
+of a response is run on the public and the private test cases, in the sandbox of `envs.sandbox`.
+
+The private cases may have megabytes: they stay in the file, and a scoring worker reads those of its
+row. Prompts are worded after those of LiveCodeBench's own runner.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from lowroll.envs.base import bounded
+from lowroll.envs.sets.held_out import HeldOut, Task
+from lowroll.envs.sets.hidden import cases
+from lowroll.envs.sets.rows import Located, column, text_of
+from lowroll.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from lowroll.envs.sandbox import Case
+
+CPU_SECONDS = 6.0  # of one test case, as its own runner has it
+TOTAL_SECONDS = 100.0  # of a program on all its cases; `score.time_limit` must leave room for it
+PLACE = " place"  # key of a row for the byte in the file at which it begins
+STDIN = (
+    "Write a Python program that solves the problem. It reads the input from standard input and "
+    "writes the answer to standard output. Enclose the whole program in one block:\n"
+    "```python\n# your program\n```"
+)
+STARTER = (
+    "Solve the problem in Python by completing this code. Enclose the whole program in one block:\n"
+    "```python\n{starter}\n```"
+)
+
+
+class Programs(HeldOut):
+    """Reward 1 when the program passes every test case, else 0."""
+
+    def located(self) -> Iterator[Located]:
+        """The rows of the files, each with its place. ValueError without a file."""
+        paths = sorted(glob.glob(self.test_path or ""))
+        if not all(path.endswith(".jsonl") for path in paths or [""]):
+            raise ValueError(
+                f"env {self.name!r}: needs a file: fetch the .jsonl files of {self.row.path} and "
+                f"name them, such as --data {self.row.name}='test*.jsonl' (the hub's own loader of "
+                "this set is code, which lowroll does not run)"
+            )
+        for path in paths:
+            with open(path, "rb") as file:
+                place = 0
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        where = f"{path}:{number}"
+                        yield where, _object(line, where) | {PLACE: [path, place]}
+                    place += len(line)
+
+    def convert(self, row: dict[str, Any], where: str) -> Task | None:
+        """The problem with how it is to be answered; its cases stay in the file."""
+        question = text_of(row, self.row, "question", where)
+        starter = row.get(column(row, self.row, "starter", where)) or ""
+        column(row, self.row, "private", where)
+        asked = STARTER.replace("{starter}", starter.rstrip()) if starter.strip() else STDIN
+        return Task(f"{question}\n\n{asked}", {"place": row[PLACE]})
+
+    def score(self, prompt: Prompt, text: str) -> Score:
+        """1 or 0, with the share of passed cases (`passed`). ValueError names a row whose cases
+        cannot be read."""
+        from lowroll.envs.sandbox import Limits, last_block, run_cases
+
+        source = last_block(bounded(text))
+        if source is None:
+            return Score(0.0, {"has_answer": 0.0, "passed": 0.0})
+        limits = Limits(
+            seconds=CPU_SECONDS, wall_seconds=1.5 * CPU_SECONDS, total_seconds=TOTAL_SECONDS
+        )
+        verdict = run_cases(source, self._cases(prompt), limits, stop_at_failure=True)
+        return Score(float(verdict.all_passed), {"has_answer": 1.0, "passed": verdict.share})
+
+    def gold(self, prompt: Prompt) -> str:
+        """The set has no solutions."""
+        raise NotImplementedError
+
+    def perturbed(self, prompt: Prompt) -> str:
+        """Nor wrong ones."""
+        raise NotImplementedError
+
+    def matching(self, prompt: Prompt, text: str) -> Prompt | None:
+        """Programs are not compared."""
+        return None
+
+    def _cases(self, prompt: Prompt) -> list[Case]:
+        """The test cases of a prompt's row, public ones first."""
+        from lowroll.envs.sandbox import Case
+
+        path, place = prompt.info["place"]
+        where = f"{path}, the row at byte {place}"
+        with open(path, "rb") as file:
+            file.seek(place)
+            row = _object(file.readline(), where)
+        try:
+            found = [case for role in ("public", "private") for case in cases(self._of(row, role))]
+            name = json.loads(self._of(row, "metadata") or "{}").get("func_name")
+            if not found:
+                raise ValueError("no test cases")
+            return [
+                Case(one["input"], one["output"])
+                if one["testtype"] == "stdin"
+                else Case(
+                    [json.loads(line) for line in one["input"].splitlines() if line.strip()],
+                    json.loads(one["output"]),
+                    name,
+                )
+                for one in found
+            ]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    def _of(self, row: dict[str, Any], role: str) -> str:
+        """The text of a column, "" where it is not there."""
+        (key,) = self.row.columns[role]
+        return row.get(key) or ""
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return row

@@ -1,0 +1,53 @@
+"""The rows of a held-out set, and its columns by any of their published names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lowroll.envs.data.rows import Source, located, missing
+from lowroll.envs.sets.table import EvalSet
+
+Row = dict[str, Any]
+Located = tuple[str, Row]
+
+
+def read(
+    found: EvalSet, path: str | None = None, split: str | None = None, subset: str | None = None
+) -> Iterator[Located]:
+    """(place, row) of every row of a set: of the hub's, or of what lies at `path`. ValueError says
+    what to name in its place."""
+    if path is not None:
+        if reason := missing(path):
+            raise ValueError(f"set {found.name!r}: {path!r} {reason}")
+        return located(Source(path, split or found.split, subset))
+    return _of_hub(found, Source(found.path, split or found.split, subset or found.subset))
+
+
+def _of_hub(found: EvalSet, source: Source) -> Iterator[Located]:
+    try:
+        yield from located(source)
+    except ValueError as error:
+        raise ValueError(
+            f"set {found.name!r}: {error}; a file in its published shape does as well: --data "
+            f"{found.name}=FILE"
+        ) from None
+
+
+def column(row: Row, found: EvalSet, role: str, where: str) -> str:
+    """The column of a row that plays a role. ValueError names those that would, and those that are
+    there."""
+    wanted = found.columns[role]
+    key = next((key for key in wanted if key in row), None)
+    if key is None:
+        there = ", ".join(key for key in row if isinstance(key, str)) or "none"
+        raise ValueError(f"{where}: no column {' or '.join(wanted)}; it has: {there}")
+    return key
+
+
+def text_of(row: Row, found: EvalSet, role: str, where: str) -> str:
+    """The text of a role, without blanks around it. ValueError when there is none."""
+    key = column(row, found, role, where)
+    if not isinstance(row[key], str) or not row[key].strip():
+        raise ValueError(f"{where}: column {key!r} must hold text")
+    return str(row[key]).strip()

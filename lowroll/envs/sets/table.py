@@ -1,0 +1,261 @@
+r"""The table of held-out sets: where each lies, what its columns are, how it asks and how it
+judges.
+
+`lowroll eval --suite` and environments with an id `set/<name>` read it; docs/evaluation.md shows it.
+A file in the published shape takes the place of the hub's (`test_path`). A column is named by those
+that published files of the set use, the first one that is there counts.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "set/"
+Rule = Literal["hash", "boxed", "choice", "program"]
+RULES: dict[Rule, str] = {
+    "hash": "the last `#### number` or `\\boxed{}`, equal as numbers or formulas",
+    "boxed": "the last `\\boxed{}`, equal as numbers or formulas",
+    "choice": "the last `Answer: X` names the right option",
+    "program": "the last fenced block passes every test",
+}
+CLASSES: dict[Rule, str] = {
+    "hash": "lowroll.envs.sets.problems:Hashed",
+    "boxed": "lowroll.envs.sets.problems:Boxed",
+    "choice": "lowroll.envs.sets.choices:Choices",
+    "program": "lowroll.envs.sets.programs:Programs",
+}
+BOXED = "{text}\nPlease reason step by step, and put your final answer within \\boxed{}."
+HASHED = (
+    "{text}\nThink step by step and write the final number on a line of its own after ####, such "
+    "as: #### 7"
+)
+CHOSEN = (
+    "Answer the following multiple choice question. Think step by step. The last line of your "
+    "response must be of the form 'Answer: X' (without quotes), where X is the letter of one of "
+    "the options.\n\n{text}"
+)
+TEMPLATES: dict[Rule, str] = {"hash": HASHED, "boxed": BOXED, "choice": CHOSEN, "program": "{text}"}
+Columns = Mapping[str, tuple[str, ...]]
+
+_QUESTION = ("problem", "question", "Problem", "Question")
+_WORDED: Columns = {
+    "question": _QUESTION,
+    "answer": ("answer", "Answer", "final_answer", "expected_answer", "solution"),
+}
+_OPTIONS: Columns = {
+    "question": ("question",),
+    "options": ("choices", "options"),
+    "answer": ("answerKey", "answer"),
+}
+_GIVEN: Columns = {
+    "question": ("Question",),
+    "correct": ("Correct Answer",),
+    "wrong": ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+}
+_PROGRAM: Columns = {
+    "question": ("question_content",),
+    "starter": ("starter_code",),
+    "public": ("public_test_cases",),
+    "private": ("private_test_cases",),
+    "metadata": ("metadata",),
+}
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One row. `count` are the rows that the papers report, `path` is a hub id; `checked` says what
+    of it was seen working."""
+
+    name: str
+    title: str
+    path: str
+    split: str
+    rule: Rule
+    count: int
+    source: str
+    licence: str
+    subset: str | None = None
+    columns: Columns = None  # type: ignore[assignment]
+    shuffled: bool = False  # options are shuffled, seeded by the row: the gold one comes first
+    checked: str = "id and columns as others name them; not fetched"
+
+    def __post_init__(self) -> None:
+        if self.columns is None:
+            object.__setattr__(self, "columns", _WORDED)
+
+    @property
+    def template(self) -> str:
+        """What stands around a question; {text} is the question."""
+        return TEMPLATES[self.rule]
+
+
+_READ = "a file of this shape was read whole, every gold answer scored"
+_MAA = "text of the Mathematical Association of America"
+
+SETS = {
+    one.name: one
+    for one in (
+        EvalSet(
+            "gsm8k",
+            "GSM8K",
+            "openai/gsm8k",
+            "test",
+            "hash",
+            1319,
+            "Cobbe et al. 2021, arXiv 2110.14168",
+            "MIT",
+            subset="main",
+            checked=_READ,
+        ),
+        EvalSet(
+            "math500",
+            "MATH500",
+            "HuggingFaceH4/MATH-500",
+            "test",
+            "boxed",
+            500,
+            "Hendrycks et al. 2021, arXiv 2103.03874; the split of Lightman et al. 2023",
+            "MIT",
+            checked=_READ,
+        ),
+        EvalSet(
+            "gaokao2023en",
+            "Gaokao 2023 en",
+            "MARIO-Math-Reasoning/Gaokao2023-Math-En",
+            "train",
+            "boxed",
+            385,
+            "Zhang et al. 2023, arXiv 2305.12474; translated exam questions",
+            "not stated",
+            checked=_READ,
+        ),
+        EvalSet(
+            "minerva",
+            "Minerva Math",
+            "math-ai/minervamath",
+            "test",
+            "boxed",
+            272,
+            "Lewkowycz et al. 2022, arXiv 2206.14858",
+            "MIT OpenCourseWare, CC BY-NC-SA",
+            checked=_READ,
+        ),
+        EvalSet(
+            "olympiadbench",
+            "OlympiadBench",
+            "Hothan/OlympiadBench",
+            "train",
+            "boxed",
+            675,
+            "He et al. 2024, arXiv 2402.14008; English competition maths without images",
+            "Apache-2.0",
+            subset="OE_TO_maths_en_COMP",
+            columns={
+                "question": ("question", "problem"),
+                "answer": ("final_answer", "answer"),
+            },
+        ),
+        EvalSet(
+            "aime24",
+            "AIME24",
+            "HuggingFaceH4/aime_2024",
+            "train",
+            "boxed",
+            30,
+            "AIME I and II 2024",
+            _MAA,
+        ),
+        EvalSet(
+            "aime25",
+            "AIME25",
+            "yentinglin/aime_2025",
+            "train",
+            "boxed",
+            30,
+            "AIME I and II 2025",
+            _MAA,
+        ),
+        EvalSet(
+            "amc23",
+            "AMC23",
+            "math-ai/amc23",
+            "test",
+            "boxed",
+            40,
+            "AMC 12 2023",
+            _MAA,
+        ),
+        EvalSet(
+            "arc-c",
+            "ARC-C",
+            "allenai/ai2_arc",
+            "test",
+            "choice",
+            1172,
+            "Clark et al. 2018, arXiv 1803.05457",
+            "CC BY-SA 4.0",
+            subset="ARC-Challenge",
+            columns=_OPTIONS,
+        ),
+        EvalSet(
+            "gpqa-d",
+            "GPQA-D",
+            "Idavidrein/gpqa",
+            "train",
+            "choice",
+            198,
+            "Rein et al. 2024, arXiv 2311.12022",
+            "CC BY 4.0; gated, and asks that its text is not published",
+            subset="gpqa_diamond",
+            columns=_GIVEN,
+            shuffled=True,
+        ),
+        EvalSet(
+            "mmlu-pro",
+            "MMLU-Pro",
+            "TIGER-Lab/MMLU-Pro",
+            "test",
+            "choice",
+            12032,
+            "Wang et al. 2024, arXiv 2406.01574",
+            "MIT",
+            columns=_OPTIONS,
+        ),
+        EvalSet(
+            "livecodebench",
+            "LiveCodeBench",
+            "livecodebench/code_generation_lite",
+            "test",
+            "program",
+            0,
+            "Jain et al. 2024, arXiv 2403.07974",
+            "Creative Commons",
+            columns=_PROGRAM,
+            checked="a file: the hub's own loader is code, which lowroll does not run",
+        ),
+    )
+}
+SUITES = {
+    "math7": ("gsm8k", "math500", "gaokao2023en", "minerva", "olympiadbench", "aime24", "amc23"),
+    "ood": ("arc-c", "gpqa-d", "mmlu-pro", "livecodebench"),
+}
+
+
+def chosen(words: str) -> list[EvalSet]:
+    """The sets that `math7`, `gsm8k,aime24` and the like name, each once, in that order. ValueError
+    names an unknown word with the nearest known one."""
+    listed = [word.strip() for word in words.split(",")]
+    names = dict.fromkeys(name for word in listed for name in SUITES.get(word, (word,)))
+    return [named(name) for name in names]
+
+
+def named(name: str) -> EvalSet:
+    """The set of this name. ValueError with the nearest known one."""
+    if name in SETS:
+        return SETS[name]
+    near = difflib.get_close_matches(name, [*SUITES, *SETS], n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"unknown set {name!r}{hint}; known: {', '.join((*SUITES, *SETS))}")

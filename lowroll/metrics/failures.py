@@ -1,0 +1,108 @@
+"""The page of an evaluation: its table, and the examples that were not always solved, with what was
+asked, the gold answer and a failed response of each engine. Self-contained, nothing fetched, whole
+without its script.
+
+Responses are data from a stranger: every text is escaped and cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowroll.metrics.page import escape, page
+
+MOST = 100  # examples of a set that are shown
+LONGEST = 8000  # characters of a text
+_LINE = 160
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one engine (`name`) made of an example: `solved` of `count` responses, one that is wrong,
+    and what is said of it."""
+
+    name: str
+    solved: int
+    count: int
+    wrong: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An example that some engine did not always solve. `info` is what its scorer knows."""
+
+    id: str
+    messages: Sequence[dict[str, Any]]
+    info: dict[str, Any]
+    attempts: Sequence[Attempt]
+
+    @property
+    def parted(self) -> bool:
+        """Whether engines did differently on it."""
+        return len({one.solved / max(1, one.count) for one in self.attempts}) > 1
+
+
+def failure_page(
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    table: tuple[Sequence[str], Sequence[Sequence[str]]],
+    failures: Mapping[str, Sequence[Failure]],
+) -> str:
+    """The document. `failures` by set; those on which engines part come first."""
+    listed = "".join(f"<dt>{escape(k, 80)}</dt><dd>{escape(v, 400)}</dd>" for k, v in facts)
+    body = [
+        f"<h1>{escape(title, 200)}</h1><p class=sub>held-out examples and how they fail</p>",
+        f"<dl>{listed}</dl>",
+        _table(*table),
+        "<p><input id=search type=search placeholder='search the failures' hidden>"
+        "<span id=found></span></p>",
+        *(_set(name, found) for name, found in failures.items()),
+    ]
+    return page(escape(title, 200), "\n".join(body))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(cell, 80)}</th>" for cell in head)
+    lines = "".join(
+        "<tr>" + "".join(f"<td class=num>{escape(cell, 200)}</td>" for cell in row) + "</tr>\n"
+        for row in rows
+    )
+    return f"<div class=wide><table><tr>{top}</tr>\n{lines}</table></div>"
+
+
+def _set(name: str, failures: Sequence[Failure]) -> str:
+    first = sorted(failures, key=lambda one: not one.parted)[:MOST]
+    more = len(failures) - len(first)
+    tail = f", {more} more in the files of responses" if more else ""
+    parted = sum(one.parted for one in failures)
+    split = f"; engines part on {parted}" if parted else ""
+    head = f"{escape(name, 80)}: {len(failures)} not always solved{split}{tail}"
+    return f"<details class=step open><summary>{head}</summary>{''.join(map(_failure, first))}</details>"
+
+
+def _failure(one: Failure) -> str:
+    marks = " · ".join(f"{a.name} {a.solved}/{a.count}" for a in one.attempts)
+    asked = "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in one.messages)
+    line = escape(" ".join(str(one.messages[-1].get("content", "")).split()), _LINE)
+    texts = [("asked", asked), ("gold answer", _gold(one.info))]
+    for attempt in one.attempts:
+        if attempt.wrong is not None:
+            note = f", {attempt.note}" if attempt.note else ""
+            texts.append((f"{attempt.name}{note}", attempt.wrong or "(an empty response)"))
+    body = "".join(
+        f"\n<h4>{escape(name, 200)}</h4>\n<pre>{escape(text, LONGEST)}</pre>"
+        for name, text in texts
+    )
+    head = f"<b>{escape(marks, 200)}</b><i>{escape(one.id, 80)}</i>{line}"
+    return f"<details class=sample><summary>{head}</summary>{body}</details>\n"
+
+
+def _gold(info: dict[str, Any]) -> str:
+    known = {key: value for key, value in info.items() if key not in ("row", "split", "place")}
+    if "answer" in known:
+        return str(known["answer"])
+    return json.dumps(known, ensure_ascii=False) if known else "none is stored"

@@ -1,0 +1,65 @@
+"""Numbers of an evaluation: what solved responses say of a policy, and how sure that is.
+
+    pass@k = 1 - C(n - c, k) / C(n, k)   of n responses c are solved: the chance that one of k is, unbiased
+                                         (Chen et al. 2021, "Evaluating LLMs Trained on Code", eq. 1)
+    avg@k  = the mean share of k responses that are solved
+    maj@k  = the share of examples whose most frequent answer is right (Wang et al. 2022, "Self-Consistency")
+
+Intervals are percentiles of a bootstrap over examples: the responses to one example are not
+independent of each other, and sets of thirty examples are small. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import comb, floor
+from random import Random
+from statistics import fmean
+
+RESAMPLES = 1000
+LEVEL = 0.95
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that at least one of k responses, taken from n of which c are solved, is solved. Needs
+    1 <= k <= n."""
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(
+            f"pass_at_k: expected 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}"
+        )
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def majority(classes: Sequence[int | None]) -> int | None:
+    """The most frequent class, of equals the one that was seen first; None votes for nothing, and
+    where all do there is none."""
+    counts = Counter(found for found in classes if found is not None)
+    return max(counts, key=counts.__getitem__) if counts else None
+
+
+def interval(
+    sets: Sequence[Sequence[float]],
+    seed: int = 0,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+) -> tuple[float, float]:
+    """Bounds of the mean of the sets' means, each over its examples' values, which are drawn again
+    with replacement within their set. The same seed gives the same bounds. ValueError for an empty
+    set."""
+    if not sets or not all(sets):
+        raise ValueError("interval: expected values, got an empty set")
+    rng = Random(seed)
+    means = sorted(
+        fmean(fmean(rng.choices(values, k=len(values))) for values in sets)
+        for _ in range(resamples)
+    )
+    return _quantile(means, (1 - level) / 2), _quantile(means, (1 + level) / 2)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between neighbours."""
+    place = share * (len(ordered) - 1)
+    low = min(floor(place), len(ordered) - 2) if len(ordered) > 1 else 0
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -1,0 +1,208 @@
+"""Held-out examples with their responses: drawn as they end, scored, and grouped by their answers.
+
+What is drawn and what is scored is handed on at once (`keep`), so that whoever keeps it loses
+nothing when the process ends. The noise of a response depends on its request alone
+(`source.draw_at`): what is left is drawn later as it would have been.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lowroll.orchestrator.client import EngineClient, Progress, Scorer, Tokenizer
+from lowroll.orchestrator.errors import InvalidRollout
+from lowroll.orchestrator.estimates import majority
+from lowroll.orchestrator.groups import check_group, samples_of
+from lowroll.orchestrator.settings import SOLVED
+from lowroll.orchestrator.source import Draw
+from lowroll.types import FinishReason, Message, Prompt, Sample, Score, ScoreError
+
+if TYPE_CHECKING:
+    from lowroll.envs.base import Environment
+
+TOGETHER = 1024  # responses that go to the scorer in one call
+
+
+@dataclass
+class Response:
+    """One response of a policy, or its side of a conversation; `score` is None until it is scored.
+
+    `text` is that of its last turn, `tokens` are all that it drew. Of a conversation `messages` has
+    what was said after the prompt, and `failed` why its environment could not go on.
+    """
+
+    text: str
+    tokens: int
+    finish_reason: FinishReason
+    score: Score | ScoreError | None = None
+    messages: list[Message] | None = None
+    failed: str | None = None
+
+    def said(self, prompt: Prompt) -> str | list[Message]:
+        """What the scorer is to judge."""
+        return self.text if self.messages is None else [*prompt.messages, *self.messages]
+
+    @property
+    def solved(self) -> bool:
+        """Whether it was scored, and right."""
+        return isinstance(self.score, Score) and self.score.reward >= SOLVED
+
+
+@dataclass
+class Example:
+    """One task and the responses to it, in sample order. `id` is of its request."""
+
+    id: str
+    prompt: Prompt
+    responses: list[Response] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the responses that were scored."""
+        return [one.score.reward for one in self.responses if isinstance(one.score, Score)]
+
+    @property
+    def solved(self) -> list[bool]:
+        """Of the responses that were scored."""
+        return [one.solved for one in self.responses if isinstance(one.score, Score)]
+
+
+Keep = Callable[[list[Example]], object]
+
+
+def draw(
+    draws: Sequence[Draw],
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    keep: Keep,
+    on_progress: Progress | None = None,
+) -> None:
+    """Have the engine answer every request; examples go to `keep` as they end. Raises
+    InvalidRollout for an answer that nobody asked for, or that is not whole."""
+    flights = {engine.add(one.request): one for one in draws}
+    try:
+        while flights:
+            ended = []
+            for handle, group in engine.step():
+                asked = flights.pop(handle, None)
+                if asked is None or group.request.id != asked.request.id:
+                    raise InvalidRollout(f"request {group.request.id!r}: never asked")
+                check_group(asked, group)
+                responses = list(map(_response, samples_of(asked, group, tokenizer)))
+                ended.append(Example(asked.request.id, asked.prompt, responses))
+            if ended:
+                keep(ended)
+            if on_progress is not None:
+                on_progress(len(draws) - len(flights), len(draws))
+    except BaseException:
+        for handle in flights:
+            engine.abort(handle)
+        raise
+
+
+def _response(sample: Sample) -> Response:
+    score, rollout = sample.score, sample.rollout
+    failed = isinstance(score, ScoreError) and sample.ended == "error"
+    return Response(
+        sample.text,
+        rollout.num_drawn,
+        rollout.finish_reason,
+        messages=sample.messages,
+        failed=score.message if failed and isinstance(score, ScoreError) else None,
+    )
+
+
+def score(
+    examples: Sequence[Example],
+    scorer: Scorer,
+    keep: Keep,
+    on_progress: Progress | None = None,
+) -> None:
+    """Score every response; whole examples go to `keep` as they are done."""
+    done = 0
+    for part in _parts(examples):
+        items = [(one.prompt, response) for one in part for response in one.responses]
+        found = scorer.score([(prompt, response.said(prompt)) for prompt, response in items])
+        for (_, response), outcome in zip(items, found, strict=True):
+            if isinstance(outcome, Score) and not math.isfinite(outcome.reward):
+                outcome = ScoreError("invalid", f"reward {outcome.reward}")
+            if response.finish_reason == "abort":
+                outcome = ScoreError("invalid", f"aborted after {response.tokens} tokens")
+            if response.failed is not None:
+                outcome = ScoreError("exception", response.failed)
+            response.score = outcome
+        keep(part)
+        done += len(part)
+        if on_progress is not None:
+            on_progress(done, len(examples))
+
+
+def votes(
+    examples: Sequence[Example],
+    env: Environment,
+    scorer: Scorer,
+    on_progress: Progress | None = None,
+) -> list[bool] | None:
+    """Whether the most frequent answer to each example is right; None where the environment does
+    not compare answers (`Environment.matching`).
+
+    Two answers are one when the scorer takes the second for the first. A response without an answer
+    has no vote, and an example without any is not solved. Answers that cannot be compared differ.
+    """
+    if not examples or env.matching(examples[0].prompt, "") is None:
+        return None
+    found: list[bool] = []
+    for part in _parts(examples):
+        found += [
+            best is not None and one.responses[best].solved
+            for one, best in zip(part, map(majority, _classes(part, env, scorer)), strict=True)
+        ]
+        if on_progress is not None:
+            on_progress(len(found), len(examples))
+    return found
+
+
+def _parts(examples: Sequence[Example]) -> Iterator[list[Example]]:
+    """Examples that go to the scorer together."""
+    most = max((len(one.responses) for one in examples), default=1)
+    size = max(1, TOGETHER // max(1, most))
+    for begin in range(0, len(examples), size):
+        yield list(examples[begin : begin + size])
+
+
+def _classes(
+    examples: Sequence[Example], env: Environment, scorer: Scorer
+) -> list[list[int | None]]:
+    """For every response the first one of its example that has its answer, None where it has
+    none."""
+    classes: list[list[int | None]] = [[None] * len(one.responses) for one in examples]
+    left = [[i for i, r in enumerate(one.responses) if _answers(r)] for one in examples]
+    while any(left):
+        asked = []
+        for place, others in enumerate(left):
+            if others:
+                first = others.pop(0)
+                classes[place][first] = first
+                asked += [(place, first, other) for other in others]
+        found = scorer.score([_compared(env, examples[p], a, b) for p, a, b in asked])
+        for (place, first, other), outcome in zip(asked, found, strict=True):
+            if isinstance(outcome, Score) and outcome.reward >= SOLVED:
+                classes[place][other] = first
+                left[place].remove(other)
+    return classes
+
+
+def _answers(response: Response) -> bool:
+    """Whether there is an answer in it."""
+    score = response.score
+    return isinstance(score, Score) and score.metrics.get("has_answer", 1.0) > 0
+
+
+def _compared(env: Environment, example: Example, first: int, other: int) -> tuple[Prompt, str]:
+    """What the scorer is asked about two responses to an example."""
+    task = env.matching(example.prompt, example.responses[first].text)
+    assert task is not None
+    return task, example.responses[other].text

@@ -1,0 +1,196 @@
+"""The numbers of an evaluation, side by side: what each engine solved, and by how much it differs
+from the first. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from lowroll.orchestrator.estimates import interval, pass_at_k
+from lowroll.orchestrator.examples import Example
+from lowroll.types import Score
+
+AVERAGE = "average"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The answers of one engine (`about`) to one environment. `won`: whether the most frequent
+    answer to each example is right, None where none was counted."""
+
+    env: str
+    about: dict[str, str]
+    examples: list[Example]
+    won: list[bool] | None
+    seconds: float
+    left_out: int = 0  # examples whose prompt is too long
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of solved responses of each example with a score, by its id."""
+        return {one.id: fmean(one.solved) for one in self.examples if one.solved}
+
+
+def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The rows as a table for people: (head, cells). Shares are in percent; a column that says
+    nothing is left out."""
+    about = [key for key in ("weights", "kv", "server", "model") if any(key in row for row in rows)]
+    several = any((row.get("n") or 1) > 1 for row in rows)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "set": lambda row: str(row["env"]),
+        **{key: partial(_word, key) for key in about},
+        "examples": partial(_number, "examples"),
+        "k": partial(_number, "n"),
+        "avg@k %": partial(_percent, "pass_at_1"),
+        "95 %": lambda row: _bounds(row, "low", "high"),
+        "pass@k %": partial(_percent, "pass_at_k"),
+        "maj@k %": partial(_percent, "maj_at_k"),
+        "difference": _difference,
+        "reward": partial(_figures, "reward"),
+        "tokens": partial(_number, "length_mean"),
+        "cut %": partial(_percent, "truncated"),
+        "no answer %": partial(_percent, "no_answer"),
+        "unscored %": partial(_percent, "unscored"),
+        "too long": partial(_number, "left_out"),
+        "seconds": partial(_number, "seconds"),
+    }
+    idle = {} if several else {"k", "pass@k %", "maj@k %"}
+    silent = {
+        "-": ("difference", "maj@k %", "no answer %"),
+        "0": ("too long",),
+        "0.0": ("unscored %",),
+    }
+    head, cells = [], []
+    for name, cell in columns.items():
+        column = [cell(row) for row in rows]
+        said = {text for text in column if name not in silent.get(text, ())} - {"-"}
+        if name not in idle and said:
+            head.append(name)
+            cells.append(column)
+    return head, [list(line) for line in zip(*cells, strict=True)]
+
+
+def _word(key: str, row: dict[str, Any]) -> str:
+    return str(row.get(key, "-"))
+
+
+def _number(key: str, row: dict[str, Any]) -> str:
+    return "-" if row.get(key) is None else f"{row[key]:,.0f}"
+
+
+def _figures(key: str, row: dict[str, Any]) -> str:
+    return "-" if row.get(key) is None else f"{row[key]:.4g}"
+
+
+def _percent(key: str, row: dict[str, Any]) -> str:
+    return "-" if row.get(key) is None else f"{100 * row[key]:.1f}"
+
+
+def _bounds(row: dict[str, Any], low: str, high: str) -> str:
+    return f"{100 * row[low]:.1f} to {100 * row[high]:.1f}" if low in row else "-"
+
+
+def _difference(row: dict[str, Any]) -> str:
+    """ "-1.2 (-3.0 to 0.5)", in points of percent."""
+    if "difference" not in row:
+        return "-"
+    bounds = _bounds(row, "difference_low", "difference_high")
+    return f"{100 * row['difference']:+.1f} ({bounds})"
+
+
+def rows_of(measured: Sequence[Measured], seed: int = 0) -> list[dict[str, Any]]:
+    """A row for each engine and environment and, where there are several environments, one of their
+    average.
+
+    Keys: env, what answered, examples, n (responses to each), reward, pass_at_1 with its interval
+    (low, high), avg_at_k, pass_at_k and maj_at_k with k = n, pass_at (by k), length_mean in tokens,
+    truncated, no_answer and unscored (shares of responses), left_out, seconds; of every engine after
+    the first also difference, difference_low and difference_high: its pass@1 less that of the
+    first, paired by example. Intervals are 95 % percentiles of a bootstrap over examples.
+    """
+    sides: dict[tuple[str, ...], list[Measured]] = {}
+    for one in measured:
+        sides.setdefault(tuple(one.about.values()), []).append(one)
+    first, *_ = sides.values()
+    rows = []
+    for side in sides.values():
+        base = None if side is first else first
+        for place, one in enumerate(side):
+            rows.append(_row(one, seed) | _against([one], base and [base[place]], seed))
+        if len(side) > 1:
+            rows.append(_average(side, rows[-len(side) :], seed) | _against(side, base, seed))
+    return rows
+
+
+def _row(one: Measured, seed: int) -> dict[str, Any]:
+    responses = [r for example in one.examples for r in example.responses]
+    scored = [r.score for r in responses if isinstance(r.score, Score)]
+    shares = list(one.shares.values())
+    low, high = interval([shares], seed)
+    n = max(len(example.responses) for example in one.examples)
+    curve = {k: _pass_at(one.examples, k) for k in _powers(n)}
+    told = [score.metrics["has_answer"] for score in scored if "has_answer" in score.metrics]
+    return {
+        "env": one.env,
+        **one.about,
+        "examples": len(one.examples),
+        "n": n,
+        "reward": fmean(fmean(example.rewards) for example in one.examples if example.rewards),
+        "pass_at_1": fmean(shares),
+        "low": low,
+        "high": high,
+        "avg_at_k": fmean(shares),
+        "pass_at_k": curve[n],
+        "maj_at_k": fmean(one.won) if one.won else None,
+        "pass_at": curve,
+        "length_mean": fmean(r.tokens for r in responses),
+        "truncated": fmean(r.finish_reason == "length" for r in responses),
+        "no_answer": 1 - fmean(told) if told else None,
+        "unscored": 1 - len(scored) / len(responses),
+        "left_out": one.left_out,
+        "seconds": one.seconds,
+    }
+
+
+def _pass_at(examples: Sequence[Example], k: int) -> float | None:
+    """pass@k over the examples of which k responses could be scored."""
+    solved = [one.solved for one in examples if len(one.solved) >= k]
+    if not solved:
+        return None
+    return fmean(pass_at_k(len(found), sum(found), k) for found in solved)
+
+
+def _powers(n: int) -> list[int]:
+    """1, 2, 4, ... and n."""
+    return sorted({n, *(1 << power for power in range(n.bit_length()))})
+
+
+def _average(side: Sequence[Measured], rows: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """The mean over environments, each as heavy as any other."""
+    low, high = interval([list(one.shares.values()) for one in side], seed)
+    row: dict[str, Any] = {"env": AVERAGE, **side[0].about}
+    for name in ("examples", "left_out", "seconds"):
+        row[name] = sum(each[name] for each in rows)
+    for name in ("pass_at_1", "avg_at_k", "pass_at_k", "maj_at_k"):
+        values = [each[name] for each in rows]
+        row[name] = None if None in values else fmean(values)
+    return row | {"low": low, "high": high}
+
+
+def _against(
+    side: Sequence[Measured], base: Sequence[Measured] | None, seed: int
+) -> dict[str, float]:
+    """The difference to the first engine, over the examples that both have a score of; {} for the
+    first engine."""
+    if base is None:
+        return {}
+    sets = []
+    for one, other in zip(side, base, strict=True):
+        mine, theirs = one.shares, other.shares
+        sets.append([mine[id] - theirs[id] for id in mine if id in theirs])
+    low, high = interval(sets, seed)
+    difference = fmean(fmean(values) for values in sets)
+    return {"difference": difference, "difference_low": low, "difference_high": high}

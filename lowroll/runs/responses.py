@@ -1,0 +1,147 @@
+"""The responses of an evaluation on disk: one file of lines for each set under each engine, which
+grows as responses end and are scored, and from which a killed evaluation goes on.
+
+    {"kind": "asked", ...}         what was asked: it must be the same when the file is opened again
+    {"kind": "drawn", "id", ...}   the responses to one example
+    {"kind": "scored", "id", ...}  their scores
+
+Each line has a checksum that begins with its number (`checkpoint.seal`). What a crash left of a last
+line is cut off when the file is opened again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowroll.checkpoint.files import append_line, write_file
+from lowroll.checkpoint.seal import read_objects, seal
+from lowroll.orchestrator.examples import Example, Response
+from lowroll.orchestrator.source import Draw
+from lowroll.types import Prompt, Score, ScoreError
+
+_UNKNOWN = Prompt("", "", [])  # until the draw says it
+_OWN = ("kind", "crc")
+
+
+class Responses:
+    """The examples of one set under one engine; without a path they are kept in memory alone.
+
+    ValueError when the file holds answers to something else: it names the first difference.
+    """
+
+    def __init__(self, path: Path | None, asked: Mapping[str, Any]) -> None:
+        self.path, self.examples = path, dict[str, Example]()
+        self._prompts: dict[str, str] = {}
+        self._lines = 0
+        if path is None:
+            return
+        if path.exists():
+            self._read(path, json.loads(json.dumps(dict(asked))))
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._lines:
+            self._append([{"kind": "asked", **asked}])
+
+    def missing(self, draws: Sequence[Draw]) -> list[Draw]:
+        """Those that are not drawn yet. ValueError when one that is had another prompt."""
+        for draw in draws:
+            if self._prompts.get(draw.request.id, found := _digest(draw)) != found:
+                raise ValueError(
+                    f"{self.path}: {draw.request.id} was asked with another prompt: the data, the "
+                    f"template or the tokenizer has changed; name another folder by --out"
+                )
+            self._prompts[draw.request.id] = found
+        for draw in draws:
+            if (known := self.examples.get(draw.request.id)) is not None:
+                known.prompt = draw.prompt
+        return [draw for draw in draws if draw.request.id not in self.examples]
+
+    def of(self, draws: Sequence[Draw]) -> list[Example]:
+        """Their examples, in that order."""
+        return [self.examples[draw.request.id] for draw in draws]
+
+    def keep_drawn(self, examples: Sequence[Example]) -> None:
+        """Take over what was drawn."""
+        self.examples |= {one.id: one for one in examples}
+        self._append(
+            {
+                "kind": "drawn",
+                "id": one.id,
+                "prompt": self._prompts[one.id],
+                "messages": one.prompt.messages,
+                "responses": [
+                    {k: v for k, v in vars(response).items() if k != "score" and v is not None}
+                    for response in one.responses
+                ],
+            }
+            for one in examples
+        )
+
+    def keep_scored(self, examples: Sequence[Example]) -> None:
+        """Take over what was scored."""
+        self._append(
+            {
+                "kind": "scored",
+                "id": one.id,
+                "scores": [_score_line(response.score) for response in one.responses],
+            }
+            for one in examples
+        )
+
+    def _append(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        if self.path is None:
+            return
+        lines = [json.dumps(one).encode() for one in objects]
+        sealed = [seal(line, self._lines + number) for number, line in enumerate(lines, 1)]
+        if sealed:
+            append_line(self.path, b"\n".join(sealed))
+            self._lines += len(sealed)
+
+    def _read(self, path: Path, asked: dict[str, Any]) -> None:
+        data = path.read_bytes()
+        objects, problems = read_objects(path) if data else ([], [])
+        if problems and not (len(problems) == 1 and not data.endswith(b"\n")):
+            raise ValueError(f"{problems[0]}; remove the file to draw its responses again")
+        if problems or not data.endswith(b"\n"):
+            whole = data[: data.rfind(b"\n") + 1]
+            objects = objects[: whole.count(b"\n")]
+            write_file(path, whole)
+        self._lines = len(objects)
+        for number, found in enumerate(objects):
+            if (number == 0) != (found.get("kind") == "asked"):
+                raise ValueError(f"{path}:{number + 1}: no responses of lowroll eval")
+            self._take(path, found, asked)
+
+    def _take(self, path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
+        """Take over one line of the file."""
+        if found["kind"] == "asked":
+            for key in {**asked, **found}:
+                if key not in _OWN and found.get(key) != asked.get(key):
+                    raise ValueError(
+                        f"{path}: was drawn with {key} {json.dumps(found.get(key))}, and this asks "
+                        f"for {json.dumps(asked.get(key))}; name another folder by --out"
+                    )
+        elif found["kind"] == "drawn":
+            responses = [Response(**one) for one in found["responses"]]
+            self._prompts[found["id"]] = found["prompt"]
+            self.examples[found["id"]] = Example(found["id"], _UNKNOWN, responses)
+        else:
+            scored = self.examples[found["id"]].responses
+            for response, line in zip(scored, found["scores"], strict=True):
+                response.score = ScoreError(**line) if "kind" in line else Score(**line)
+
+
+def _score_line(score: Score | ScoreError | None) -> dict[str, Any]:
+    assert score is not None
+    return dict(vars(score))
+
+
+def _digest(draw: Draw) -> str:
+    """Of the prompt's ids and how many responses it is asked for."""
+    return hashlib.sha256(
+        json.dumps([draw.request.prompt_ids, draw.request.n]).encode()
+    ).hexdigest()[:16]

@@ -1,0 +1,153 @@
+"""Who starts the roles: what a role's end means, and what is said of one that hangs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowroll.config import from_mapping
+from lowroll.config.roles import one_process_notes
+from lowroll.runs.launch import child as child_module
+from lowroll.runs.launch import local
+from lowroll.runs.launch.child import Child
+from lowroll.runs.launch.local import Launcher
+from lowroll.runs.preflight import look_at_run
+from lowroll.runs.roles.orchestrate import overheard
+from tests.fixtures.processes import eventually
+from tests.fixtures.runs import settings
+
+
+def child_of(tmp_path: Path, role: str, command: list[str] | None = None) -> Child:
+    words = command or ["no-such-command"]
+    return Child(role, words, os.environ, tmp_path / f"{role}.json", tmp_path / f"{role}.log")
+
+
+def launcher_of(tmp_path: Path, **roles: Any) -> Launcher:
+    """A launcher of children that were not started, but for the given ones."""
+    made = Launcher.__new__(Launcher)
+    made.trainer = roles.get("trainer") or child_of(tmp_path, "trainer")
+    made.orchestrator = roles.get("orchestrator") or child_of(tmp_path, "orchestrator")
+    made.engines = [roles.get("engine") or child_of(tmp_path, "engine-0")]
+    made.ports = {}
+    made.flags, made.stop = [], SimpleNamespace(signal=15)  # type: ignore[assignment]
+    made._show = lambda: None  # type: ignore[method-assign]
+    return made
+
+
+def test_what_a_role_says_of_the_settings_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    """As in one process: one line, and the exit code of a mistake."""
+    launcher = launcher_of(tmp_path)
+    launcher.trainer.start()
+    assert eventually(lambda: not launcher.trainer.alive(), 60)
+    with pytest.raises(ValueError, match="^trainer: unknown command 'no-such-command'"):
+        launcher._look(launcher.trainer)
+
+
+def test_the_number_of_a_process_that_was_reaped_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    one = child_of(tmp_path, "trainer")
+    one.start()
+    assert one.process is not None
+    assert eventually(lambda: not one.alive(), 60)
+    assert one.process.returncode is None, "its number is kept until its group is killed"
+    monkeypatch.setattr(child_module.os, "killpg", lambda pid, _: killed.append(pid))
+    one.kill()
+    assert killed == [one.process.pid] and one.code == 2
+    one.kill()
+    one.end(0.0)
+    one.signal(signal.SIGTERM)
+    assert killed == [one.process.pid]
+
+
+def test_a_sign_of_life_without_a_phase_is_none_of_readiness(tmp_path: Path) -> None:
+    one = child_of(tmp_path, "trainer")
+    one.process = SimpleNamespace(pid=7, returncode=0)  # type: ignore[assignment]
+    for beat, (said, ready) in enumerate([({}, False), ({"phase": "waiting"}, True)]):
+        one.heart.write_text(json.dumps({"pid": 7, "beat": beat, **said}))
+        one.look()
+        assert one.ready == ready
+
+
+def test_an_engine_whose_port_was_taken_gets_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = launcher_of(tmp_path)
+    engine, killed = launcher.engines[0], []
+    launcher.orchestrator.kill = lambda: killed.append(1)  # type: ignore[method-assign]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert launcher._port(engine) == 0, "the system chooses"
+        engine.ready, engine.again_at = True, time.monotonic() + 60
+        engine.heart.write_text(json.dumps({"beat": 1, "url": f"http://127.0.0.1:{port}"}))
+        launcher._look(engine)
+        assert launcher._port(engine) == 0 and killed == [1]
+        assert f"engine-0: its port {port} was taken by another process" in caplog.text
+
+
+def test_an_engine_that_is_lost_while_it_starts_again_keeps_its_port(tmp_path: Path) -> None:
+    """The orchestrator looks for it there."""
+    launcher = launcher_of(tmp_path)
+    engine = launcher.engines[0]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    engine.ready, engine.again_at = True, time.monotonic() + 60
+    for beat, said in enumerate([{"url": f"http://127.0.0.1:{port}"}, {"phase": "starting"}]):
+        engine.heart.write_text(json.dumps({"beat": beat, **said}))
+        launcher._look(engine)
+        assert launcher._port(engine) == port
+
+
+def test_an_orchestrator_that_had_ended_comes_back_with_its_trainer(tmp_path: Path) -> None:
+    launcher = launcher_of(tmp_path)
+    launcher.orchestrator.done = True
+    launcher._again(launcher.engines[0], "lost")
+    assert launcher.orchestrator.done
+    launcher._again(launcher.trainer, "lost")
+    assert not launcher.orchestrator.done and launcher.orchestrator.again_at > time.monotonic() - 1
+
+
+def test_a_trainer_that_hangs_is_named_while_all_stop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "LOOK_S", 0.001)
+    hangs, ended = iter([None, None, "the trainer (process 7) gives no sign of life"]), []
+    trainer = SimpleNamespace(
+        signal=lambda number: None,
+        alive=lambda: True,
+        look=lambda: None,
+        hangs=lambda: next(hangs),
+        kill=lambda: ended.append("trainer"),
+    )
+    launcher = launcher_of(tmp_path, trainer=trainer)
+    launcher._look = lambda child: None  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        assert launcher._stop() == 15
+    assert ended == ["trainer"]
+    assert "no sign of life; it is ended, and --resume goes on" in caplog.text
+
+
+def test_one_process_says_that_it_has_no_level(model: Path, tmp_path: Path) -> None:
+    tree = settings(model, tmp_path / "run")
+    assert one_process_notes(from_mapping(tree)) == []
+    behind = from_mapping({**tree, "asynchrony": {"max_async_level": 2}})
+    (note,) = one_process_notes(behind)
+    assert "max_async_level: 2 has no effect" in note and note in look_at_run(behind).notes
+
+
+def test_where_a_token_can_be_overheard() -> None:
+    urls = ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1", "https://far:1"]
+    assert overheard([*urls, "http://far:1/v1", "http://10.0.0.7:1"]) == [
+        "http://far:1/v1",
+        "http://10.0.0.7:1",
+    ]
