@@ -2,6 +2,7 @@ PY := .venv/bin/python
 STAMP := .venv/.lowroll-installed
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
+CLASSIC := .venv-classic
 
 .PHONY: setup demo test quick long goldens vllm test-clients fuzz torture lint mutants bench bench-gpu
 setup: $(STAMP)
@@ -60,15 +61,22 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec triton
 	touch $@
 
-# Do programs that users bring understand the server? verifiers and lm-eval live in an environment of their own (about
+# Do programs that users bring understand the server, and we their environments? verifiers and lm-eval live in an environment of their own (about
 # 650 MB): one pins an older openai, the other pulls in half of the field's evaluation, which its client does not use.
-test-clients: $(STAMP) $(CLIENTS)/.installed
-	LOWROLL_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(PY) -m pytest tests/server/test_clients.py -rs
+test-clients: $(STAMP) $(CLIENTS)/.installed $(CLASSIC)/.installed
+	LOWROLL_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python LOWROLL_CLASSIC_PYTHON=$(CURDIR)/$(CLASSIC)/bin/python \
+		$(PY) -m pytest tests/server/test_clients.py tests/envs/test_verifiers.py -rs
 
 $(CLIENTS)/.installed:
 	python3 -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check verifiers==0.4.0
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps lm-eval==0.4.13
+	touch $@
+
+# Most environments of verifiers' hub are written for its older interface.
+$(CLASSIC)/.installed:
+	python3 -m venv $(CLASSIC)
+	$(CLASSIC)/bin/pip install --quiet --disable-pip-version-check verifiers==0.1.14
 	touch $@
 
 lint: $(STAMP)

@@ -19,6 +19,7 @@ between two reads with the time of its end. Without streaming, first and last ar
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import sys
 import time
@@ -97,8 +98,9 @@ def told_by(answer: Whole, n: int) -> Told:
         raise ValueError(f"{len(choices)} choices instead of {n}")
     tokens = 0
     for choice in choices:
-        count = len(choice["token_ids"])
-        if len(choice["lowroll"]["logprobs"]) != count:
+        packed = {name: base64.b64decode(text) for name, text in choice["packed"].items()}
+        count = len(packed["token_ids"]) // 4
+        if len(packed["logprobs"]) != 8 * count:
             raise ValueError(f"{count} token ids and other than {count} log-probs")
         tokens += count
     return answer.sent, answer.now, answer.now, tokens, 0.0, 0.0

@@ -382,6 +382,7 @@ def over_http(ours: Side, prompts: list[list[int]], group: int) -> float:
         max_tokens=NEW,
         seed=7,
         return_token_ids=True,
+        packed=True,
     )
     check(answer)
     if answer["tokens"] != len(prompts) * group * NEW:

@@ -7,7 +7,7 @@
                   add[ARGS]{"a": 1} behind the mark
 
 What a model writes may be anything: a call that cannot be read is a sentence in `errors`, never an
-exception, and the work is linear in the text. Standard library only.
+exception, and the work is linear in the text. No library.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from lowroll.types import Message
+
 MOST_TEXT = 50_000  # characters of a turn that are looked at
 MOST_CALLS = 32  # of a turn
 MOST_NAME = 128  # characters of a tool's name, and of a call's id
 MOST_DEPTH = 64  # of arguments within arguments
-Message = dict[str, Any]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _PARAMETER = "<function=", "<parameter="

@@ -10,6 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+Message = dict[
+    str, Any
+]  # of a chat: {"role": ..., "content": ...}, and what a role has beside them
+# why a conversation goes on no more: the environment said so, it has had its turns, a turn was cut,
+# the whole sequence has no room for another, the environment failed, somebody gave it up
+Ended = Literal["done", "turns", "length", "tokens", "error", "abort"]
 
 # What the engine can be asked for; a configuration is held to it before anything is loaded.
 MAX_SAMPLES = 1024  # of one prompt
@@ -38,7 +44,7 @@ class Prompt:
 
     id: str  # stable and unique within its environment: seeds and ledgers use it
     env: str  # name of the environment that made it and will score it
-    messages: list[dict[str, str]]  # chat messages, [{"role": ..., "content": ...}]
+    messages: list[Message]
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -139,12 +145,26 @@ class Evictions:
 OMITTED: dict[str, Any] = {"omitted": True}
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Of a conversation, the tokens [start, end) of its rollout were drawn in this turn. Turn i > 0
+    of sample s was asked for by "<request id>/s/i"."""
+
+    start: int
+    end: int
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+
+
 @dataclass
 class Rollout:
     """One sampled response. `logprobs[t]` is of `token_ids[t]`; the end-of-sequence id, when drawn,
     is included. `evictions` is None where the engine did not record them. `top_logprobs`, where the
     request asked for them: at each place the likeliest tokens that could be drawn, with their
-    log-probs, likeliest first and the lower id before an equal one."""
+    log-probs, likeliest first and the lower id before an equal one.
+
+    `turns`: of a conversation. Tokens between two turns are the environment's: their log-probs are
+    0.0, and whoever counts or learns passes over them. None: one turn, all of it drawn."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -153,14 +173,54 @@ class Rollout:
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
     evictions: Evictions | None = field(default=None, metadata=OMITTED)
     top_logprobs: list[list[tuple[int, float]]] | None = field(default=None, metadata=OMITTED)
+    turns: tuple[Turn, ...] | None = field(default=None, metadata=OMITTED)
+
+    @property
+    def drawn(self) -> list[int]:
+        """1 for each token that was drawn, 0 for one of the environment."""
+        if self.turns is None:
+            return [1] * len(self.token_ids)
+        mask = [0] * len(self.token_ids)
+        for turn in self.turns:
+            mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
+        return mask
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        """Tokens drawn in each turn."""
+        if self.turns is None:
+            return [len(self.token_ids)]
+        return [turn.end - turn.start for turn in self.turns]
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that were drawn."""
+        return sum(self.turn_lengths)
+
+    @property
+    def drawn_logprobs(self) -> list[float]:
+        """Of the tokens that were drawn."""
+        if self.turns is None:
+            return self.logprobs
+        return [p for turn in self.turns for p in self.logprobs[turn.start : turn.end]]
+
+
+@dataclass
+class Conversation:
+    """What was said after a prompt, by turns, and why no more."""
+
+    messages: list[Message] = field(default_factory=list)
+    ended: Ended = "abort"
+    error: ScoreError | None = None  # of the environment
 
 
 @dataclass
 class Group:
-    """The rollouts of one request, in sample order."""
+    """The rollouts of one request, in sample order; where they are conversations, what was said."""
 
     request: Request
     rollouts: list[Rollout]
+    conversations: list[Conversation] | None = None
 
 
 @dataclass
@@ -170,7 +230,9 @@ class Sample:
     prompt: Prompt
     prompt_ids: list[int]
     rollout: Rollout
-    text: str  # the decoded response, for people and scorers; the learner uses ids only
+    # the decoded response (of a conversation its last turn), for people and scorers; the learner
+    # uses ids only
+    text: str
     score: Score | ScoreError
     advantage: float = 0.0
     loss_mask: list[int] = field(default_factory=list)
@@ -179,6 +241,9 @@ class Sample:
     reward: float | None = None
     # where it was drawn at another temperature than the batch's
     temperature: float | None = field(default=None, metadata=OMITTED)
+    # of a conversation: what was said after the prompt, and why no more
+    messages: list[Message] | None = field(default=None, metadata=OMITTED)
+    ended: str | None = field(default=None, metadata=OMITTED)  # one of `Ended`
 
 
 @dataclass

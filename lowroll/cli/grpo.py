@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from lowroll.cli.ending import conclude
 from lowroll.cli.settings import add_folder_options, add_settings, read_settings, show
 
 if TYPE_CHECKING:
@@ -15,9 +16,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="lowroll grpo",
         description=(
-            "Train a model by GRPO and its relatives with low-precision rollouts, in one process. "
-            "The run folder (output_dir) holds the resolved settings, metrics.jsonl, every "
-            "rollout, checkpoints and the logs."
+            "Train a model by GRPO and its relatives with low-precision rollouts, in one process, or "
+            "with launcher=local in several. The run folder (output_dir) holds the resolved "
+            "settings, metrics.jsonl, every rollout, checkpoints and the logs."
         ),
     )
     add_settings(p)
@@ -45,12 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         from lowroll.runs.grpo import run as train
 
         result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
-    if result.signal:
-        return 128 + result.signal
-    if result.ended:
-        print(f"the run ended before its last step: {result.ended}")
-    print(f"trained weights: {result.folder / 'final'}\nplots: lowroll report {result.folder}")
-    return 0
+    return conclude(result)
 
 
 def plan(cfg: RunConfig) -> list[str]:

@@ -11,7 +11,7 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowroll.quant.table import DEFAULT, FORMATS
 
@@ -32,6 +32,20 @@ LOOKAHEAD = 8  # decode steps on a GPU between two looks at new requests and str
 PROMPTS: dict[str, Any] = {"gather": 0, "max_prefill_tokens": 4096, "one_pass": True}
 SWITCH_S = 0.001  # the engine's thread waits so long for Python's lock, instead of 5 ms
 SHORTEST_TOKEN = 16  # characters
+# options that are settings of a run's file, or of its roles
+SETTINGS = {
+    "host": "serve.host",
+    "port": "serve.port",
+    "device": "device",
+    "weights": "rollout.weights",
+    "kv": "rollout.kv.policy",
+    "cache_tokens": "rollout.cache_tokens",
+    "max_batch": "rollout.max_batch",
+    "lora_rank": "train.lora_rank",
+    "lora_alpha": "train.lora_alpha",
+    "uaq_scale": "train.uaq_scale",
+}
+OF_MODEL = ("lookahead", "noisy", "token_env", "admin_token_env")  # and follow from a run
 LORA_ALPHA = 32.0  # `train.lora_alpha` of a run that does not say
 
 
@@ -149,6 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if arguments.model.endswith((".yaml", ".yml")):
             role = Role(arguments, stack)
+            if role.cfg.rollout.engine == "vllm":
+                role.serve_vllm()
             arguments = role.arguments
         elif arguments.settings:
             raise ValueError(f"{arguments.settings[0]}: a setting is of a run's YAML file")
@@ -168,7 +184,10 @@ def run(arguments: argparse.Namespace) -> int:
             if role is not None:
                 role.show(address)
 
-        number = asyncio.run(run(app, listening, ready, GRACE_S))
+        try:
+            number = asyncio.run(run(app, listening, ready, GRACE_S))
+        finally:
+            gc.unfreeze()  # what is never collected Triton reports as leaked
     return 128 + number
 
 
@@ -178,19 +197,17 @@ class Role:
     def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
         from lowroll.cli.settings import read_role
         from lowroll.runs.roles import serve
+        from lowroll.runs.roles.limits import refuse_engine
         from lowroll.runs.roles.parent import die_with_parent
         from lowroll.runs.roles.place import Place
         from lowroll.server.guard import Tokens
 
         die_with_parent()
+        _refuse_options(arguments)
         arguments.settings = [arguments.model, *arguments.settings]
         self.stack = stack
         self.cfg = read_role("serve", arguments).resolved()
-        if self.cfg.rollout.engine != "native":
-            raise ValueError(
-                "rollout.engine: lowroll serve has lowroll's own engine; start vLLM by itself and "
-                "name its address in client.base_url"
-            )
+        refuse_engine(self.cfg)
         self.place = Place(self.cfg.output_dir)
         self.name, self.attempt = serve.take_role(self.place, stack, os.environ.get(serve.ROLE))
         self.arguments = serve.arguments_of(self.cfg, arguments)
@@ -202,9 +219,30 @@ class Role:
 
         return serve.engine(self.cfg)
 
+    def serve_vllm(self) -> NoReturn:
+        """Until a signal."""
+        from lowroll.runs.roles import vllm
+
+        vllm.serve(self.cfg, self.place, self.name, self.heart)
+
     def show(self, address: str) -> None:
         """Have the orchestrator find it."""
         self.heart.say(url=address, phase="serving")
+
+
+def _refuse_options(arguments: argparse.Namespace) -> None:
+    """ValueError for an option of a model beside a run's file, which says it otherwise."""
+    for name in (*SETTINGS, *OF_MODEL):
+        value = getattr(arguments, name)
+        if value == parser().get_default(name):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if name in SETTINGS:
+            raise ValueError(f"{option}: with a run's file write {SETTINGS[name]}={value}")
+        tokens = "; tokens are LOWROLL_TOKEN and LOWROLL_ADMIN_TOKEN (docs/roles.md)"
+        raise ValueError(
+            f"{option}: it is for a model; a run's file says it{tokens if 'token' in name else ''}"
+        )
 
 
 def credentials(arguments: argparse.Namespace) -> Tokens:

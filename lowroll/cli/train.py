@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from lowroll.cli.ending import conclude
 from lowroll.cli.settings import add_folder_options, add_role_settings, read_role
 
 
@@ -28,10 +29,4 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = read_role("train", arguments)
     from lowroll.runs.roles.train import train
 
-    result = train(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
-    if result.signal:
-        return 128 + result.signal
-    if result.ended:
-        print(f"the run ended before its last step: {result.ended}")
-    print(f"trained weights: {result.folder / 'final'}\nplots: lowroll report {result.folder}")
-    return 0
+    return conclude(train(cfg, resume=arguments.resume, overwrite=arguments.overwrite))

@@ -101,7 +101,8 @@ def build(document: Document, overrides: Overrides = ()) -> RunConfig:
             notes.append(note)
     notes += carry_over(document)  # of an override that is a whole section
     anchor(document)
-    return validate(RunConfig, document).resolved().with_notes(*notes)
+    cfg = validate(RunConfig, document).resolved().with_source(document.name)
+    return cfg.with_notes(*notes)
 
 
 def validate(model: type[M], document: Document) -> M:

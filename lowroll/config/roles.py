@@ -98,6 +98,14 @@ def role_problems(cfg: RunConfig) -> Iterator[Problem]:
         )
     if len(set(cfg.client.base_url)) != len(cfg.client.base_url):
         yield (("client", "base_url"),), "the same address stands twice"
+    named = cfg.client.base_url or cfg.client.elastic.hostname
+    if cfg.rollout.engines > 1 and named:
+        key = "base_url" if cfg.client.base_url else "elastic"
+        yield (
+            (("rollout", "engines"), ("client", key)),
+            f"{cfg.rollout.engines} are asked for, and client.{key} says which there are; leave "
+            "rollout.engines out",
+        )
     if level.partial == "keep" and cfg.rollout.release_cache:
         yield (
             (("asynchrony", "partial"), ("rollout", "release_cache")),
@@ -115,6 +123,11 @@ def one_process_problems(cfg: RunConfig) -> list[str]:
     """What a run in one process (launcher: none) cannot do of what is asked for, a line each."""
     level, client = cfg.asynchrony, cfg.client
     told = []
+    if cfg.rollout.engines > 1:
+        told.append(
+            f"rollout.engines: {cfg.rollout.engines}: one process has one engine; several are for "
+            "launcher: local"
+        )
     if level.strict_async_level and level.max_async_level:
         told.append(
             f"asynchrony.strict_async_level: rollouts {level.max_async_level} steps behind need "

@@ -24,6 +24,7 @@ from lowroll.config.buffer import (
     buffer_problems,
     resolved_advantage,
 )
+from lowroll.config.ckpt import CkptConfig
 from lowroll.config.critic import CriticConfig, critic_notes, critic_problems
 from lowroll.config.data import (
     DataSection,
@@ -68,6 +69,7 @@ from lowroll.config.section import (
     ToolFormat,
     Weights,
 )
+from lowroll.config.sft import SftConfig
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
@@ -94,6 +96,7 @@ class RolloutConfig(Section):
 
     engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
     vllm: VllmConfig = VllmConfig()  # read by engine: vllm alone
+    engines: Count = 1  # that a run with roles has, each a process (on a GPU of its own)
     weights: Weights = DEFAULT  # format of the linear weights; dense: the run's dtype
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
@@ -215,38 +218,6 @@ class FilterConfig(Section):
     prob_threshold: Probability = 0.99  # repetition: what near-certain means
 
 
-class CkptConfig(Section):
-    """A checkpoint every `interval` steps; the newest `keep_last` stay (null: all), as does every
-    `keep_interval`th."""
-
-    interval: Count = 50  # steps between two
-    keep_last: Count | None = 3  # the newest that stay; null: all
-    keep_interval: Count | None = None  # every so many steps one stays for good
-    # seconds that a full disk may last
-    wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
-    # go on from this step's checkpoint (-1: the newest); null: as --resume says
-    resume_step: Annotated[int, Field(ge=-1)] | None = None
-    # seconds that a resumed role waits for weights to draw from; null: as weight_broadcast.timeout
-    wait_for_weights_timeout: Positive | None = None
-    skip_progress: bool = False  # begin at step 1 with the weights of the checkpoint
-    skip_buffer: bool = False  # leave the pools by difficulty of the checkpoint
-
-
-class SftConfig(Section):
-    """`lowroll sft`: supervised warm start. Everything that is not here (LoRA, decay, packing, ...)
-    is `train`'s."""
-
-    data: Text | None = None  # a JSONL of {"messages": [...]}; null: env demonstrations
-    num_examples: Count = 4096  # demonstrations drawn from the environments
-    steps: Count = 200  # optimiser updates
-    batch_size: Count = 32  # examples a step
-    learning_rate: Rate = 1e-4  # after the warm-up
-    lr_scheduler_type: Schedule = "cosine"  # its course from then on
-    warmup_steps: Annotated[int, Field(ge=0)] = 0  # steps in which it rises
-    # where linear and cosine end, over learning_rate
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-
-
 class RunConfig(Section):
     """One run. Load it with `lowroll.config.load`; every field but `model` has a default."""
 
@@ -294,6 +265,7 @@ class RunConfig(Section):
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     _notes: tuple[str, ...] = ()
     _given: str | None = None
+    _source: str = "settings"
     _chosen: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -320,6 +292,11 @@ class RunConfig(Section):
         """What an orchestrator that was started with orch.yaml alone leaves in the run's folder for
         a trainer that has train.yaml alone (YAML text, for `surogate.roles.GIVEN`); else None."""
         return self._given
+
+    @property
+    def source(self) -> str:
+        """The file that it was read from, for messages."""
+        return self._source
 
     @property
     def num_groups(self) -> int:
@@ -367,6 +344,12 @@ class RunConfig(Section):
         """A copy that carries these notes too."""
         copy = self.model_copy()
         copy._notes = self._notes + tuple(line for line in lines if line not in self._notes)
+        return copy
+
+    def with_source(self, name: str) -> RunConfig:
+        """A copy that was read from this file."""
+        copy = self.model_copy()
+        copy._source = name
         return copy
 
     def with_given(self, text: str) -> RunConfig:

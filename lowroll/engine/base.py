@@ -46,6 +46,7 @@ class Capabilities:
     records_evictions: bool = False  # its rollouts say what a bounded cache dropped
     replays: bool = False  # it can begin what is in flight again under new weights (`InFlight`)
     vocab_size: int | None = None  # logits of a token; None where it is not told
+    lora_rank: int | None = None  # of adapters at most; 0: it takes none; None: it is not told
 
     @property
     def kv_policy(self) -> str:

@@ -23,8 +23,8 @@ from random import Random
 from typing import Any
 
 from lowroll.envs.curriculum import Curriculum
-from lowroll.envs.outcome import Outcome, judge
-from lowroll.types import Prompt, Score
+from lowroll.envs.outcome import Outcome, Reply, judge
+from lowroll.types import Message, Prompt, Score
 
 SPLITS = ("train", "test")
 MAX_TEXT = 50_000  # characters of a response that a scorer looks at
@@ -70,6 +70,9 @@ class Environment(ABC):
     exact = False  # True: there are no partial rewards, so a perturbed answer must score 0
     # of a response that takes longer than the pool's limit; None: that is an error
     overtaxed: Score | None = None
+    max_turns = 1  # of the assistant in one conversation; with 1 `respond` is never asked
+    # tokens of a whole conversation, its prompt included; None: as many as the run has room for
+    max_sequence_tokens: int | None = None
     # JSON schemas of the functions that the model may call, which its chat template shows it
     tools: Sequence[dict[str, Any]] = ()
     curriculum: Curriculum | None = None  # levels of its tasks; their `info` says "level"
@@ -90,6 +93,22 @@ class Environment(ABC):
     def score(self, prompt: Prompt, text: str) -> Outcome:
         """Judge the response `text`: a number or a Score, also by `async def`. Whatever it raises
         becomes a ScoreError."""
+
+    def respond(self, prompt: Prompt, messages: list[Message]) -> Reply:
+        """What the environment says to a conversation whose last message is the assistant's: new
+        messages (of a user, a tool or the system), or None: the conversation is done. Also by
+        `async def`.
+
+        A pure function of its arguments: a turn may be asked again after a restart, and in another
+        process. Whatever it raises becomes a ScoreError of this sample. `max_turns` bounds how often
+        it is asked."""
+        return None
+
+    def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
+        """Judge a whole conversation, the prompt's messages first: as `score`, which by default is
+        asked about the last thing that the assistant said."""
+        said = [one for one in messages[len(prompt.messages) :] if one["role"] == "assistant"]
+        return self.score(prompt, bounded(str(said[-1].get("content") or "")) if said else "")
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:

@@ -1,8 +1,10 @@
-"""What a scorer may return, and what becomes of it: a number, a Score, or an awaitable of one."""
+"""What an environment may return, and what becomes of it: of a scorer a number, a Score, or an
+awaitable of one; of one that answers messages, None, or an awaitable of them."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,7 @@ from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from lowroll.types import Prompt, Score
+from lowroll.types import Message, Prompt, Score
 
 if TYPE_CHECKING:
     import asyncio
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
     from lowroll.envs.base import Environment
 
 Outcome = Score | float | Awaitable[Score | float]
+Reply = list[Message] | None | Awaitable[list[Message] | None]
 
 MAX_REWARD = 1e6  # a reward beyond it is a bug of the scorer
 MAX_NAME = 100  # characters of a metric's name
 MAX_METRICS = 100  # numbers beside a reward
+MAX_ANSWER = 500_000  # characters of an environment's messages, as JSON
+ANSWERING = ("user", "tool", "system", "developer", "function")  # roles that an environment has
 
 
 class InvalidScore(ValueError):
@@ -32,14 +37,26 @@ class ScorerFailed(Exception):
     """What a scorer's code raised, with its place, in words."""
 
 
-def judge(env: Environment, prompt: Prompt, text: str) -> Score:
-    """The score of a response. InvalidScore says what came in its place; what the scorer raises
-    goes through.
+class InvalidReply(InvalidScore):
+    """An environment answered what are no messages."""
+
+
+def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
+    """The score of a response, or of a whole conversation. InvalidScore says what came in its place;
+    what the scorer raises goes through.
 
     An `async def score` runs on an event loop that lives as long as this process, so that it may
     keep a client open.
     """
-    return as_score(awaited(env.score(prompt, text)))
+    if isinstance(said, str):
+        return as_score(awaited(env.score(prompt, said)))
+    return as_score(awaited(env.score_conversation(prompt, said)))
+
+
+def answer(env: Environment, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
+    """What the environment says to a conversation; None: it is done. InvalidReply says what came in
+    its place; what it raises goes through."""
+    return as_messages(awaited(env.respond(prompt, messages)))
 
 
 def awaited(value: Any) -> Any:
@@ -83,6 +100,37 @@ def as_score(value: object) -> Score:
             for key, number in value.metrics.items()
         },
     )
+
+
+def as_messages(value: object) -> list[Message] | None:
+    """Messages of an environment, as JSON data. InvalidReply for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value:
+        raise InvalidReply(
+            f"respond returned {_show(value)}; it must return a list of messages, or None when the "
+            "conversation is done"
+        )
+    for message in value:
+        if not isinstance(message, dict) or message.get("role") not in ANSWERING:
+            raise InvalidReply(
+                f"respond returned the message {_show(message)}; it must be a dict whose role is one "
+                f"of {', '.join(ANSWERING)}"
+            )
+        if not isinstance(message.get("content"), str):
+            raise InvalidReply(
+                f"respond returned the message {_show(message)}; its content must be text"
+            )
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidReply(f"respond returned messages that are no JSON data: {error}") from None
+    if len(text) > MAX_ANSWER:
+        raise InvalidReply(
+            f"respond returned messages of {len(text):,} characters; {MAX_ANSWER:,} at most"
+        )
+    found: list[Message] = json.loads(text)
+    return found
 
 
 def _number(what: str, value: object) -> float:

@@ -71,7 +71,7 @@ class ReasoningGym(Environment):
             question, answer = items.item(split, draw, number)
             # an empty answer is a slip of the generator
             if split_of(question) == split and answer != "":
-                info = {
+                info: dict[str, Any] = {
                     "item": [split, draw, number],
                     "digest": _digest(question, answer),
                     "answer": answer,

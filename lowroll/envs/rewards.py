@@ -46,8 +46,9 @@ from typing import Any
 
 from lowroll.envs import child
 from lowroll.envs.base import bounded
+from lowroll.envs.outcome import InvalidReply, as_messages
 from lowroll.envs.output import Output, readable
-from lowroll.types import Prompt, RunFailed, Score, ScoreError
+from lowroll.types import Message, Prompt, RunFailed, Score, ScoreError
 
 START_LIMIT = 60.0  # seconds for a worker to import its environments
 KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed worker
@@ -57,17 +58,28 @@ MAX_MESSAGE = 500  # characters of an error's message
 Spec = tuple[str, dict[str, Any], int]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What an environment said to a conversation; None: it is done."""
+
+    messages: list[Message] | None
+
+
+Result = Score | ScoreError | Answer
+
+
 @dataclass
 class _Job:
-    """One call of `score`: items as (prompt, JSON), their results so far, the indices that no
-    worker holds."""
+    """One call of `score` or `respond`: items as (prompt, JSON), their results so far, the indices
+    that no worker holds."""
 
     items: list[tuple[Prompt, bytes]]
-    results: list[Score | ScoreError | None]
+    results: list[Result | None]
     pending: deque[int]
+    responds: bool = False
     done: int = 0
 
-    def settle(self, index: int, result: Score | ScoreError) -> None:
+    def settle(self, index: int, result: Result) -> None:
         """Record a result; an error says whose it is."""
         if isinstance(result, ScoreError):
             prompt = self.items[index][0]
@@ -227,21 +239,43 @@ class ScorerPool:
 
     def score(
         self,
-        items: Sequence[tuple[Prompt, str]],
+        items: Sequence[tuple[Prompt, str | list[Message]]],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Score | ScoreError]:
-        """Score (prompt, response) pairs; the results are in their order. `on_progress(done,
-        total)` tells of some.
+        """Score (prompt, response) pairs, and (prompt, messages) of whole conversations; the results
+        are in their order. `on_progress(done, total)` tells of some.
 
         ValueError, before anything is scored, for a prompt of an environment that the pool does not
-        have, or whose `info` is not JSON. Of each response the last `base.MAX_TEXT` characters are
+        have, or whose `info` is not JSON. Of each text the last `base.MAX_TEXT` characters are
         looked at.
         """
-        encoded = [(prompt, self._encode(prompt, text)) for prompt, text in items]
+        found = self._ask("score", items, on_progress)
+        return [result for result in found if isinstance(result, Score | ScoreError)]
+
+    def respond(
+        self, items: Sequence[tuple[Prompt, list[Message]]]
+    ) -> list[list[Message] | None | ScoreError]:
+        """What the environments say to (prompt, messages), in their order; None: that conversation
+        is done. Errors and limits as of `score`."""
+        found = self._ask("respond", items, None)
+        return [
+            one.messages if isinstance(one, Answer) else one
+            for one in found
+            if not isinstance(one, Score)
+        ]
+
+    def _ask(
+        self,
+        ask: str,
+        items: Sequence[tuple[Prompt, str | list[Message]]],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> list[Result]:
+        encoded = [(prompt, self._encode(prompt, ask, said)) for prompt, said in items]
         with self._lock:
             if not self._workers:
                 raise RuntimeError("the scorer pool is closed")
-            job = _Job(encoded, [None] * len(encoded), deque(range(len(encoded))))
+            pending = deque(range(len(encoded)))
+            job = _Job(encoded, [None] * len(encoded), pending, ask == "respond")
             try:
                 while job.done < len(encoded):
                     before = job.done
@@ -254,16 +288,22 @@ class ScorerPool:
                         self._replace(i)
         return [result for result in job.results if result is not None]
 
-    def _encode(self, prompt: Prompt, text: str) -> bytes:
+    def _encode(self, prompt: Prompt, ask: str, said: str | list[Message]) -> bytes:
         if prompt.env not in self.names:
             raise ValueError(
                 f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
                 f"{', '.join(sorted(self.names))}"
             )
+        if isinstance(said, str):
+            said = bounded(said)
+        else:
+            said = [
+                {k: bounded(v) if isinstance(v, str) else v for k, v in message.items()}
+                for message in said
+            ]
+        item = {"prompt": vars(prompt), "ask": ask, "said": said}
         try:
-            return json.dumps(
-                {"prompt": vars(prompt), "text": bounded(text)}, allow_nan=False
-            ).encode()
+            return json.dumps(item, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"prompt {prompt.id!r} of environment {prompt.env!r} is not JSON data: {error}"
@@ -327,7 +367,7 @@ class ScorerPool:
             worker.ready = True
             worker.overtaxed = {env: Score(**score) for env, score in reply["overtaxed"].items()}
             return True
-        result = _result(reply)
+        result = _result(reply, job.responds)
         if result is None or not worker.held or reply.get("id") != worker.held[0][1]:
             worker.ended = True  # it does not speak the protocol: treated as a crash
             return False
@@ -352,9 +392,10 @@ class ScorerPool:
             )
         if worker.held:
             index, _ = worker.held.popleft()
-            slow = worker.overtaxed.get(job.items[index][0].env) or ScoreError(
-                "timeout", f"no score after {self.time_limit:g} s"
-            )
+            what = "answer" if job.responds else "score"
+            slow: Result = ScoreError("timeout", f"no {what} after {self.time_limit:g} s")
+            if not job.responds:
+                slow = worker.overtaxed.get(job.items[index][0].env) or slow
             job.settle(
                 index, slow if late else ScoreError("crash", f"the scorer's process ended: {how}")
             )
@@ -381,11 +422,22 @@ def _decode(line: bytes) -> dict[str, Any]:
     return reply if isinstance(reply, dict) else {}
 
 
-def _result(reply: dict[str, Any]) -> Score | ScoreError | None:
+def _result(reply: dict[str, Any], responds: bool) -> Result | None:
     """A reply as a result; None when it is not one."""
     reward, metrics, kind = reply.get("reward"), reply.get("metrics"), reply.get("error")
-    if isinstance(reward, float) and isinstance(metrics, dict):
-        return Score(reward, metrics)
     if kind == "exception" or kind == "memory" or kind == "invalid":
         return ScoreError(kind, str(reply.get("message")))
+    if responds:
+        return _answer(reply)
+    if isinstance(reward, float) and isinstance(metrics, dict):
+        return Score(reward, metrics)
     return None
+
+
+def _answer(reply: dict[str, Any]) -> Answer | None:
+    if "messages" not in reply:
+        return None
+    try:
+        return Answer(as_messages(reply["messages"]))
+    except InvalidReply:
+        return None

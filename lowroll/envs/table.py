@@ -1,6 +1,6 @@
 """The table of environments: an id, and the class that it names.
 
-An id is one of the table, "reasoning-gym/<generator>", or "path/to/file.py" (or
+An id is one of the table, "reasoning-gym/<generator>", "verifiers/<name>", or "path/to/file.py" (or
 "path/to/file.py:Class"), a user's own subclass of Environment. Naming a file runs its code, here
 and in the scoring workers, so `make` announces it.
 """
@@ -28,12 +28,15 @@ TABLE = {
     "reverse-text": "lowroll.envs.reverse_text:ReverseText",
     "arithmetic": "lowroll.envs.arithmetic:Arithmetic",
     "chain": "lowroll.envs.chain:Chain",
+    "guess": "lowroll.envs.guess:Guess",
     "gsm8k": "lowroll.envs.gsm8k:GSM8K",
     "math": "lowroll.envs.math:Math",
     "code": "lowroll.envs.code:Code",
     "data": "lowroll.envs.data.environment:Data",
 }
+LIMITS = ("max_turns", "max_sequence_tokens")  # arguments of every environment
 REASONING_GYM = "reasoning-gym/"
+VERIFIERS = "verifiers/"
 
 
 def ids() -> list[str]:
@@ -72,6 +75,9 @@ def construct(
     elif id.startswith(REASONING_GYM):
         cls = _class_at("lowroll.envs.reasoning_gym:ReasoningGym")
         args |= {"generator": id.removeprefix(REASONING_GYM)}
+    elif id.startswith(VERIFIERS):
+        cls = _class_at("lowroll.envs.verifiers:Verifiers")
+        args |= {"env_id": id.removeprefix(VERIFIERS)}
     elif id.startswith(PREFIX):
         held_out = named(id.removeprefix(PREFIX))
         cls = _class_at(CLASSES[held_out.rule])
@@ -80,9 +86,11 @@ def construct(
         cls = _class_at(TABLE[id])
     else:
         raise ValueError(
-            f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>'])}; "
-            f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, path/to/file.py[:Class]"
+            f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>', VERIFIERS + '<name>'])}; "
+            f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, {VERIFIERS}<name>, "
+            f"path/to/file.py[:Class]"
         )
+    limits = _limits(cls, name, args)
     _check_args(cls, id, args)
     with blamed(f"env {name!r}", own_file(cls)):
         env = cls(name=name, seed=seed, **args)
@@ -91,6 +99,9 @@ def construct(
             f"env {name!r}: {cls.__name__}.__init__ must call super().__init__(name=name, "
             f"seed=seed)"
         )
+    for key, value in limits.items():
+        setattr(env, key, value)
+    _check_turns(env)
     return env
 
 
@@ -170,6 +181,28 @@ def import_file(file: Path) -> ModuleType:
         del sys.modules[key]
         raise
     return module
+
+
+def _limits(cls: type[Environment], name: str, args: dict[str, Any]) -> dict[str, int]:
+    """The limits of a conversation, taken out of the arguments: every environment has them."""
+    own = inspect.signature(cls).parameters
+    found = {key: args.pop(key) for key in LIMITS if key in args and key not in own}
+    for key, value in found.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"env {name!r}: {key}: expected a number of at least 1, got {value!r}")
+    return found
+
+
+def _check_turns(env: Environment) -> None:
+    if type(env.max_turns) is not int or env.max_turns < 1:
+        raise ValueError(
+            f"env {env.name!r}: max_turns: expected a number of at least 1, got {env.max_turns!r}"
+        )
+    if env.max_turns > 1 and type(env).respond is Environment.respond:
+        raise ValueError(
+            f"env {env.name!r}: max_turns is {env.max_turns}, but the environment answers nothing: "
+            f"{type(env).__name__} has no respond"
+        )
 
 
 def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:

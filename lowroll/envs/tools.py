@@ -23,8 +23,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lowroll.envs.base import Environment
 from lowroll.envs.outcome import Outcome, as_score, awaited
-from lowroll.tool_calls import Message, typed
-from lowroll.types import Prompt, Score
+from lowroll.tool_calls import typed
+from lowroll.types import Message, Prompt, Score
 
 Function = Callable[..., Any]
 CALL_SECONDS = 5.0

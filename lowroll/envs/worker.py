@@ -2,11 +2,13 @@
 and kills it.
 
 Protocol, one JSON object a line. In: first {"specs", "memory_limit_mb"}, then {"items": [{"id",
-"prompt", "text"}]}. Out: {"ready": true, "overtaxed": scores by environment} or {"failed": why},
-then one line an item, in order: {"id", "reward", "metrics"} or {"id", "error", "message"}. Replies
-leave through a private file descriptor, so a scorer that prints does not disturb them. The id is a
-secret of the pool and this loop: who writes to that descriptor without it is not heard. A copy of
-this process that a scorer forked and let go on ends here.
+"prompt", "ask", "said"}]}: ask "score" is of a response (text) or of a whole conversation
+(messages), "respond" is what the environment says to messages. Out: {"ready": true, "overtaxed":
+scores by environment} or {"failed": why}, then one line an item, in order: {"id", "reward",
+"metrics"}, {"id", "messages"} (null: done) or {"id", "error", "message"}. Replies leave through a
+private file descriptor, so a scorer that prints does not disturb them. The id is a secret of the
+pool and this loop: who writes to that descriptor without it is not heard. A copy of this process
+that a scorer forked and let go on ends here.
 
 Above it stands a keeper (`keeper`), which ends what a scorer leaves behind. The worker dies with
 the process that started it: the kernel tells the keeper (Linux), or it reads the end of its input.
@@ -23,7 +25,7 @@ from typing import Any, BinaryIO
 from lowroll.envs import blame, child
 from lowroll.envs.base import Environment
 from lowroll.envs.keeper import keep
-from lowroll.envs.outcome import InvalidScore, ScorerFailed, judge
+from lowroll.envs.outcome import InvalidScore, ScorerFailed, answer, judge
 from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt
 
@@ -43,10 +45,13 @@ def limit_resources(memory_mb: int) -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
-def score_item(env: Environment, prompt: Prompt, text: str) -> dict[str, Any]:
-    """Score one response; every way in which a scorer can fail becomes an error of a named kind."""
+def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any]:
+    """Score, or respond; every way in which an environment can fail becomes an error of a named
+    kind."""
     try:
-        return vars(judge(env, prompt, text))
+        if what == "respond":
+            return {"messages": answer(env, prompt, said)}
+        return vars(judge(env, prompt, said))
     except MemoryError:
         return {"error": "memory", "message": "the scorer ran out of memory"}
     except InvalidScore as error:
@@ -88,11 +93,11 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
     for line in requests:
         for item in json.loads(line)["items"]:
             prompt = Prompt(**item["prompt"])
-            answer = score_item(envs[prompt.env], prompt, item["text"])
+            found = ask(envs[prompt.env], prompt, item["ask"], item["said"])
             if os.getpid() != process:
                 os._exit(0)
-            reply({"id": item["id"]} | answer)
-            if answer.get("error") == "memory":
+            reply({"id": item["id"]} | found)
+            if found.get("error") == "memory":
                 return 1  # what is left of this process is not to be trusted
     return 0
 

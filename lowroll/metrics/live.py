@@ -116,6 +116,14 @@ class LiveView:
         if not self._live and (step % self.every == 0 or step == self.total_steps):
             self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """An evaluation after a step (0: before the first) that came without a record of the
+        step."""
+        self._held_out |= held_out_words(record)
+        if not self._live:
+            parts = [f"step {record.get('step', 0):>4}/{self.total_steps}", *_evals(record)]
+            self._console.print("  ".join(parts), markup=False, highlight=False, soft_wrap=True)
+
     def line(self) -> str:
         """The last step in one line."""
         record = self._record
@@ -131,13 +139,8 @@ class LiveView:
         parts += [f"{name} {_number(record.get(f'time/{name}'), '.2f')}s" for name in _PHASES]
         if "critic/loss" in record:
             parts.append(f"critic {_number(record.get('critic/explained_variance'), '.2f')}")
-        evals = [
-            f"{name} {_number(value, '.3f')}"
-            for name, value in record.items()
-            if _EVAL.fullmatch(name)
-        ]
-        parts += kv_words(record)
-        return "  ".join([*parts, *evals, *guard_words(record), f"eta {self._eta()}"])
+        parts += [*kv_words(record), *_evals(record), *guard_words(record)]
+        return "  ".join([*parts, f"eta {self._eta()}"])
 
     def _eta(self) -> str:
         if not self._seconds:
@@ -253,6 +256,13 @@ def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
         env: f"{_number(value, '.3f')} ({how}, step {record['step']})"
         for env, value in found.items()
     }
+
+
+def _evals(record: Mapping[str, Any]) -> list[str]:
+    """The evaluations of a step, for one line."""
+    return [
+        f"{name} {_number(value, '.3f')}" for name, value in record.items() if _EVAL.fullmatch(name)
+    ]
 
 
 def drawn_at(temperature: object) -> str:

@@ -1,7 +1,7 @@
 """Every metric of a run: name, unit, meaning, what to expect of it, where its formula comes from.
 
 A name that is not in this table cannot be recorded. `<env>`, `<metric>` and `<filter>` stand for a
-name that a run brings along, `<tokens>` for a power of two, `<versions>` for a number of versions.
+name that a run brings along, `<tokens>` for a power of two, `<versions>` for a number of versions, `<turns>` of turns.
 Notation: pi the learner, pi_old the learner that the rollouts are compared with, b the behaviour
 policy that drew the tokens, A the advantage; R = pi / pi_old, w = pi_old / b, C the cap; means are
 over response tokens unless a sequence is named. `time/*` and `perf/*` say how fast it went and
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 _PLACES = {
     "<tokens>": r"[0-9]+",
     "<versions>": r"[0-9]+",
+    "<turns>": r"[0-9]+",
     "<env>": r"[^/].*",
     "<filter>": r"[^/<>]+",
     "<metric>": r".+",
@@ -97,6 +98,11 @@ METRICS: tuple[Metric, ...] = (
         "one environment: its mean raw score (reward/<env>/mean) and the means "
         "of its scorer's own numbers",
     ),
+    _M(
+        "reward/after_<turns>_turns",
+        "reward",
+        "mean raw score of the conversations of so many turns",
+    ),
     _M("rollout/num_samples", "rollouts", "rollouts in the step's batch"),
     _M("rollout/num_groups", "groups", "groups in the step's batch"),
     _M(
@@ -115,6 +121,29 @@ METRICS: tuple[Metric, ...] = (
         "low and not rising",
     ),
     _M("rollout/stop_fraction", "fraction", "responses that ended by themselves"),
+    _M("rollout/turns_mean", "turns", "the assistant's turns of a conversation, in the mean"),
+    _M("rollout/turns_max", "turns", "and at most"),
+    _M(
+        "rollout/env_tokens_mean",
+        "tokens",
+        "a conversation's tokens that are the environment's: nothing is learnt from them, and no "
+        "other number counts them",
+    ),
+    _M("rollout/ended_done_fraction", "fraction", "conversations that the environment ended"),
+    _M("rollout/ended_turns_fraction", "fraction", "conversations that had all of their max_turns"),
+    _M(
+        "rollout/ended_length_fraction",
+        "fraction",
+        "conversations of which a turn was cut at rollout.max_tokens",
+        "low and not rising",
+    ),
+    _M(
+        "rollout/ended_tokens_fraction",
+        "fraction",
+        "conversations whose whole sequence had no room for more (max_sequence_tokens)",
+        "low and not rising",
+    ),
+    _M("rollout/ended_error_fraction", "fraction", "conversations whose environment failed", "0"),
     _M(
         "rollout/rounds",
         "rounds",

@@ -72,12 +72,15 @@ def _pick(samples: list[Record]) -> list[tuple[str, Record]]:
 def _sample(label: str, sample: Record) -> str:
     rollout, score, behavior = sample["rollout"], sample["score"], sample["rollout"]["behavior"]
     prompt, scored = sample["prompt"], score["type"] == "Score"
+    turns = rollout.get("turns")
     logprobs = [float(value) for value in rollout["logprobs"]]
+    if turns:
+        logprobs = [p for turn in turns for p in logprobs[turn["start"] : turn["end"]]]
     reward = f"{float(score['reward']):.3f}" if scored else f"{score['kind']}: {score['message']}"
     versions = ", ".join(map(str, sorted({span["version"] for span in behavior["policy"]})))
     mean = f"{statistics.fmean(logprobs):.3f}" if logprobs else "-"
     facts = (
-        f"environment {prompt['env']}, {prompt['id']}; {len(logprobs)} tokens, ended by "
+        f"environment {prompt['env']}, {prompt['id']}; {len(logprobs)} tokens{_turns(sample)}, ended by "
         f"{rollout['finish_reason']}, mean log-prob {mean}; advantage {float(sample['advantage']):+.2f}; "
         f"drawn by {behavior['weights']} v{versions}"
     )
@@ -87,13 +90,27 @@ def _sample(label: str, sample: Record) -> str:
     )
     last = prompt["messages"][-1].get("content", "") if prompt["messages"] else ""
     head = f"<b>{escape(reward, 60)}</b><i>{label}</i>{_line(last)} → {_line(sample['text'])}"
-    texts = [("prompt", asked), _gold(prompt), ("response", sample["text"])]
+    texts = [("prompt", asked), _gold(prompt), _response(sample)]
     if not scored:
         texts.append(("score", reward))
     body = "".join(
         f"\n<h4>{name}</h4>\n<pre>{escape(text, _LONGEST)}</pre>" for name, text in texts
     )
     return f"<details class=sample><summary>{head}</summary>{body}<p>{escape(facts, 400)}</p></details>"
+
+
+def _turns(sample: Record) -> str:
+    turns = sample["rollout"].get("turns")
+    return f" in {len(turns)} turns ({sample.get('ended')})" if turns else ""
+
+
+def _response(sample: Record) -> tuple[str, str]:
+    """What was drawn; of a conversation, what was said by turns."""
+    said = sample.get("messages")
+    if said is None:
+        return "response", sample["text"]
+    lines = [f"{one.get('role', '?')}: {one.get('content', '')}" for one in said]
+    return "conversation", "\n".join(lines)
 
 
 def _gold(prompt: Record) -> tuple[str, str]:

@@ -1,19 +1,31 @@
 """The tokenizer and chat template of a model folder, through transformers. Loaded late: the import
-takes seconds."""
+takes seconds.
+
+A conversation of several turns is never encoded again as a whole: what was drawn stays as it was
+drawn, and `ChatTokenizer.encode_turn` says what follows it. It renders a short conversation with a
+mark where the assistant's words stand, and takes what the template puts behind the mark. So a
+template may do with earlier turns what it likes (strip their thoughts, say); what it puts behind a
+turn may not depend on them, which `check_turns` asks before a run begins.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lowroll.model.folder import MOST_TOKENIZER, read_json, regular
 from lowroll.model.template import template
-from lowroll.tool_calls import FORMATS, Message, format_of, read
-from lowroll.types import printable
+from lowroll.tool_calls import FORMATS, format_of, read
+from lowroll.types import Message, Turn, printable
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _LARGE = (*_VOCABULARIES, "merges.txt", "chat_template.jinja")
+# a conversation to render, and what to look for in it
+_MARK, _NEWS = "LOWROLLMARK", "LOWROLLNEWS"
+_BEFORE: list[Message] = [{"role": "user", "content": "a"}]
+_TURN: list[Message] = [*_BEFORE, {"role": "assistant", "content": _MARK}]
 _SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -122,13 +134,93 @@ class ChatTokenizer:
 
     def encode_chat(
         self,
-        messages: list[dict[str, Any]],
+        messages: list[Message],
         open_turn: bool = True,
         tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
         """Ids of a conversation; open_turn: with the header that opens the assistant's turn; tools:
         JSON schemas of those that the model may call. ValueError says what the template objects to,
         and when it cannot show tools."""
+        return self._encode(self._render(messages, open_turn, tools))
+
+    def encode_turn(
+        self, messages: list[Message], after: Turn, said: Message | None = None
+    ) -> list[int]:
+        """Ids that the template puts behind a drawn turn for the messages that follow it, up to the
+        header of the assistant's next turn. `said`: the turn as a message, where it has tool calls,
+        which some templates ask for before they show a tool's answer.
+
+        Where an end-of-turn token was drawn, it stands for the template's own, whichever it is; a
+        turn that a stop string ended gets the template's. ValueError says what the template objects
+        to."""
+        text = self._behind_calls(messages, said) or self._behind([*_TURN, *messages], True)
+        eos = str(self.tokenizer.special_tokens_map.get("eos_token") or "")
+        # a special token first: the words behind it are cut as they are within a whole text
+        for end in filter(None, (self._end, eos)):
+            if text.startswith(end):
+                ids = self._encode(text)
+                return ids[1:] if self._is_end(after) else ids
+        return self._encode(f"{eos}{text}")[1:] if eos else self._encode(text)
+
+    def check_turns(self) -> None:
+        """ValueError unless the template can go on with a turn as it was drawn: what it puts behind
+        one must be the same in every conversation, and show the messages that follow."""
+        said = {"role": "user", "content": _NEWS}
+        behind = [
+            self._behind([*before, *_TURN, said], True)
+            for before in ([], [*_BEFORE, {"role": "assistant", "content": "b"}])
+        ]
+        if behind[0] != behind[1] or _NEWS not in behind[0]:
+            raise ValueError(
+                "chat template: what it puts behind an assistant's turn is another text in a longer "
+                "conversation, so that a conversation of several turns cannot go on from the tokens "
+                "that were drawn; use max_turns: 1, or another template"
+            )
+
+    @cached_property
+    def _end(self) -> str:
+        """The special token that the template puts behind the assistant's words; "" for none."""
+        first = self._encode(self._closing)[:1]
+        return self.tokenizer.decode(first) if first and self._is_special(first[0]) else ""
+
+    @cached_property
+    def _closing(self) -> str:
+        """What the template puts behind the last words of a conversation."""
+        return self._behind(_TURN, False)
+
+    def _behind_calls(self, messages: list[Message], said: Message | None) -> str:
+        """What the template puts behind a turn with tool calls; "" for a turn without, and where
+        that is not to be told apart from how it shows the turn."""
+        if said is None or not said.get("tool_calls"):
+            return ""
+        calls = [*_BEFORE, {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}]
+        turn, whole = self._render(calls, False), self._render([*calls, *messages], True)
+        cut = turn.rfind(self._end) if self._end else len(turn) - len(self._closing)
+        return whole[cut:] if cut > 0 and whole.startswith(turn[:cut]) else ""
+
+    def _is_end(self, turn: Turn) -> bool:
+        """Whether a turn ended by a token that stands for the template's end."""
+        return isinstance(turn.stop_reason, int) and self._is_special(turn.stop_reason)
+
+    def _is_special(self, token: int) -> bool:
+        return bool(self.tokenizer.decode([token])) and not self.decode([token])
+
+    def _behind(self, messages: list[Message], open_turn: bool) -> str:
+        """What the template puts behind the mark."""
+        _, mark, behind = self._render(messages, open_turn).partition(_MARK)
+        if not mark:
+            raise ValueError(
+                "chat template: it does not show what an assistant said earlier, so that a "
+                "conversation of several turns is not possible; use max_turns: 1, or another template"
+            )
+        return behind
+
+    def _render(
+        self,
+        messages: list[Message],
+        open_turn: bool,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
         source = self.source
         if tools and "tools" not in source:
             raise ValueError(
@@ -136,7 +228,9 @@ class ChatTokenizer:
                 "a model whose template does, or describe them in the prompt"
             )
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        text = template(source, tuple(variables.items())).render(messages, open_turn, tools)
+        return template(source, tuple(variables.items())).render(messages, open_turn, tools)
+
+    def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     @property

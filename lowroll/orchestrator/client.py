@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from lowroll.types import Batch, Group, Prompt, Request, Score, ScoreError
+from lowroll.types import Batch, Group, Message, Prompt, Request, Score, ScoreError, Turn
 
 Progress = Callable[[int, int], None]  # (done, total)
 PhaseProgress = Callable[[str, int, int], None]  # (phase, done, total)
@@ -67,10 +67,19 @@ class Tokenizer(Protocol):
     """The chat template and the way back to text."""
 
     def encode_chat(
-        self, messages: list[dict[str, str]], *, tools: Sequence[dict[str, Any]] = ()
+        self, messages: list[Message], *, tools: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
         """Ids of the conversation, with the header that opens the assistant's turn; tools: JSON
         schemas of those that the model may call."""
+        ...
+
+    def encode_turn(self, messages: list[Message], after: Turn, said: Message) -> list[int]:
+        """Ids that the template puts behind a drawn turn for these messages, up to the header that
+        opens the assistant's next one. `said`: the turn as a message."""
+        ...
+
+    def turn(self, token_ids: list[int], tools: bool = False) -> Message:
+        """A drawn turn as a message; tools: with the calls that it makes."""
         ...
 
     def decode(self, token_ids: list[int]) -> str:
@@ -79,13 +88,31 @@ class Tokenizer(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores responses by the environment named in each prompt."""
+    """Scores responses, or the messages of whole conversations, by the environment named in each
+    prompt."""
 
     def score(
-        self, items: list[tuple[Prompt, str]], on_progress: Progress | None = None
+        self,
+        items: Sequence[tuple[Prompt, str | list[Message]]],
+        on_progress: Progress | None = None,
     ) -> list[Score | ScoreError]:
         """One outcome an item, in the order of the items."""
         ...
+
+
+class Responder(Protocol):
+    """Answers conversations by the environment named in each prompt."""
+
+    def respond(
+        self, items: Sequence[tuple[Prompt, list[Message]]]
+    ) -> list[list[Message] | None | ScoreError]:
+        """What the environment says to each, in the order of the items: new messages, or None where
+        the conversation is done."""
+        ...
+
+
+class Judge(Scorer, Responder, Protocol):
+    """Both."""
 
 
 class BatchSender(Protocol):

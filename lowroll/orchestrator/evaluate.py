@@ -34,6 +34,7 @@ def evaluate(
     k: int | None = None,
     seed: int = 0,
     max_prompt_tokens: int | None = None,
+    max_sequence_tokens: int | None = None,
     threshold: float = SOLVED,
     max_error_rate: float = 0.05,
     split: str = "test",
@@ -43,10 +44,11 @@ def evaluate(
     examples of a split.
 
     `num_examples` is cut to the split's size; examples with more than `max_prompt_tokens` are left
-    out. `k` defaults to rollouts_per_example. `sampling.temperature` 0 is greedy. The same seed
-    gives the same noise whatever the weights are, so two policies are compared on equal terms.
-    Examples of which fewer than k rollouts could be scored are left out of pass@k. Raises
-    ScoringFailed by the rule of the training loop, ValueError for impossible numbers.
+    out. `max_sequence_tokens` bounds a whole conversation; an environment that has them needs an
+    engine that does (`conversations`). `k` defaults to rollouts_per_example. `sampling.temperature`
+    0 is greedy. The same seed gives the same noise whatever the weights are, so two policies are
+    compared on equal terms. Examples of which fewer than k rollouts could be scored are left out of
+    pass@k. Raises ScoringFailed by the rule of the training loop, ValueError for impossible numbers.
     """
     k = rollouts_per_example if k is None else k
     if num_examples < 1 or not 1 <= k <= rollouts_per_example:
@@ -62,6 +64,7 @@ def evaluate(
         sampling=sampling,
         seed=seed,
         max_prompt_tokens=max_prompt_tokens,
+        max_sequence_tokens=max_sequence_tokens,
         split=split,
     )
     answers = engine.generate(
@@ -87,6 +90,7 @@ def plan(
     sampling: Sampling,
     seed: int,
     max_prompt_tokens: int | None,
+    max_sequence_tokens: int | None = None,
     split: str = "test",
 ) -> list[Draw]:
     """The first examples of a split, without those of more than `max_prompt_tokens`. ValueError
@@ -94,11 +98,20 @@ def plan(
     size = env.size(split)
     positions = range(num_examples if size is None else min(num_examples, size))
     draws = [
-        draw_at(env, env.name, position, split, tokenizer, sampling, rollouts_per_example, seed)
+        draw_at(
+            env,
+            env.name,
+            position,
+            split,
+            tokenizer,
+            sampling,
+            rollouts_per_example,
+            seed,
+            max_sequence_tokens,
+        )
         for position in positions
     ]
-    if max_prompt_tokens is not None:
-        draws = [draw for draw in draws if len(draw.request.prompt_ids) <= max_prompt_tokens]
+    draws = [draw for draw in draws if not draw.is_longer(max_prompt_tokens)]
     if not draws:
         raise ValueError(
             f"evaluate: environment {env.name!r} has no usable example in its {split} split"
@@ -119,7 +132,7 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
         "pass_at_1": fmean(fmean(example) for example in solved),
         "avg_at_k": fmean(fmean(example[:k]) for example in solved),
         "length_mean": fmean(
-            len(sample.rollout.token_ids) for example in examples for sample in example
+            sample.rollout.num_drawn for example in examples for sample in example
         ),
     }
     complete = [example for example in solved if len(example) >= k]

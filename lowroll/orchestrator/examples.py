@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from lowroll.orchestrator.client import EngineClient, Progress, Scorer, Tokenizer
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.estimates import majority
-from lowroll.orchestrator.groups import check_group
+from lowroll.orchestrator.groups import check_group, samples_of
 from lowroll.orchestrator.settings import SOLVED
 from lowroll.orchestrator.source import Draw
-from lowroll.types import FinishReason, Prompt, Score, ScoreError
+from lowroll.types import FinishReason, Message, Prompt, Sample, Score, ScoreError
 
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
@@ -28,12 +28,22 @@ TOGETHER = 1024  # responses that go to the scorer in one call
 
 @dataclass
 class Response:
-    """One response of a policy; `score` is None until it is scored."""
+    """One response of a policy, or its side of a conversation; `score` is None until it is scored.
+
+    `text` is that of its last turn, `tokens` are all that it drew. Of a conversation `messages` has
+    what was said after the prompt, and `failed` why its environment could not go on.
+    """
 
     text: str
     tokens: int
     finish_reason: FinishReason
     score: Score | ScoreError | None = None
+    messages: list[Message] | None = None
+    failed: str | None = None
+
+    def said(self, prompt: Prompt) -> str | list[Message]:
+        """What the scorer is to judge."""
+        return self.text if self.messages is None else [*prompt.messages, *self.messages]
 
     @property
     def solved(self) -> bool:
@@ -81,10 +91,7 @@ def draw(
                 if asked is None or group.request.id != asked.request.id:
                     raise InvalidRollout(f"request {group.request.id!r}: never asked")
                 check_group(asked, group)
-                responses = [
-                    Response(tokenizer.decode(one.token_ids), len(one.token_ids), one.finish_reason)
-                    for one in group.rollouts
-                ]
+                responses = list(map(_response, samples_of(asked, group, tokenizer)))
                 ended.append(Example(asked.request.id, asked.prompt, responses))
             if ended:
                 keep(ended)
@@ -94,6 +101,18 @@ def draw(
         for handle in flights:
             engine.abort(handle)
         raise
+
+
+def _response(sample: Sample) -> Response:
+    score, rollout = sample.score, sample.rollout
+    failed = isinstance(score, ScoreError) and sample.ended == "error"
+    return Response(
+        sample.text,
+        rollout.num_drawn,
+        rollout.finish_reason,
+        messages=sample.messages,
+        failed=score.message if failed and isinstance(score, ScoreError) else None,
+    )
 
 
 def score(
@@ -106,12 +125,14 @@ def score(
     done = 0
     for part in _parts(examples):
         items = [(one.prompt, response) for one in part for response in one.responses]
-        found = scorer.score([(prompt, response.text) for prompt, response in items])
+        found = scorer.score([(prompt, response.said(prompt)) for prompt, response in items])
         for (_, response), outcome in zip(items, found, strict=True):
             if isinstance(outcome, Score) and not math.isfinite(outcome.reward):
                 outcome = ScoreError("invalid", f"reward {outcome.reward}")
             if response.finish_reason == "abort":
                 outcome = ScoreError("invalid", f"aborted after {response.tokens} tokens")
+            if response.failed is not None:
+                outcome = ScoreError("exception", response.failed)
             response.score = outcome
         keep(part)
         done += len(part)

@@ -71,7 +71,7 @@ class Repetition:
         """Whether `window` consecutive tokens were drawn with more than `prob_threshold`."""
         run = 0
         threshold = math.log(self.prob_threshold)
-        for logprob in rollout.logprobs:
+        for logprob in rollout.drawn_logprobs:
             run = run + 1 if logprob > threshold else 0
             if run >= self.window:
                 return True

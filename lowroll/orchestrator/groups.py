@@ -10,6 +10,7 @@ all its advantages are 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowroll.advantages import TABLE, overlong
@@ -18,7 +19,17 @@ from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.filters import flag
 from lowroll.orchestrator.settings import Settings
 from lowroll.orchestrator.source import Draw
-from lowroll.types import Group, Prompt, Request, Rollout, Sample, Score, ScoreError
+from lowroll.types import (
+    Conversation,
+    Group,
+    Message,
+    Prompt,
+    Request,
+    Rollout,
+    Sample,
+    Score,
+    ScoreError,
+)
 
 LOGPROB_SLACK = 1e-4  # nats above 0 that rounding may leave on a certain token
 
@@ -27,7 +38,9 @@ class Unverified:
     """A scorer that looks at nothing: every reward is 0."""
 
     def score(
-        self, items: list[tuple[Prompt, str]], on_progress: Progress | None = None
+        self,
+        items: Sequence[tuple[Prompt, str | list[Message]]],
+        on_progress: Progress | None = None,
     ) -> list[Score | ScoreError]:
         return [Score(0.0) for _ in items]
 
@@ -86,10 +99,11 @@ def check_group(draw: Draw, group: Group) -> None:
             raise InvalidRollout(
                 f"{where}: {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} log-probs"
             )
-        if len(rollout.token_ids) > request.max_tokens:
+        if rollout.turns is not None:
+            _check_turns(rollout, where)
+        if (longest := max(rollout.turn_lengths)) > request.max_tokens:
             raise InvalidRollout(
-                f"{where}: {len(rollout.token_ids)} tokens, more than "
-                f"max_tokens={request.max_tokens}"
+                f"{where}: {longest} tokens, more than max_tokens={request.max_tokens}"
             )
         if not rollout.token_ids and rollout.finish_reason != "abort":
             raise InvalidRollout(f"{where}: no tokens but finish reason {rollout.finish_reason!r}")
@@ -98,6 +112,24 @@ def check_group(draw: Draw, group: Group) -> None:
         for position, logprob in enumerate(rollout.logprobs):
             if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK):
                 raise InvalidRollout(f"{where} token {position}: log-prob {logprob}")
+
+
+def _check_turns(rollout: Rollout, where: str) -> None:
+    """Raises InvalidRollout unless the turns lie one behind the other, from the first token to the
+    last, and what lies between them has no log-prob."""
+    assert rollout.turns is not None
+    end = 0
+    for number, turn in enumerate(rollout.turns):
+        begins = turn.start == 0 if number == 0 else turn.start > end
+        if not (begins and turn.start <= turn.end):
+            raise InvalidRollout(f"{where}: turn {number} is [{turn.start}, {turn.end})")
+        if any(rollout.logprobs[end : turn.start]):
+            raise InvalidRollout(
+                f"{where}: the environment's tokens before turn {number} have log-probs"
+            )
+        end = turn.end
+    if not rollout.turns or end != len(rollout.token_ids):
+        raise InvalidRollout(f"{where}: its turns end at {end} of {len(rollout.token_ids)} tokens")
 
 
 def check_versions(group: ScoredGroup, version: int, most: int) -> None:
@@ -118,18 +150,18 @@ def score(
     tokenizer: Tokenizer,
     on_progress: Progress | None = None,
 ) -> list[list[Sample]]:
-    """Decode and score every rollout: one list of samples a draw. Aborted rollouts are not sent to
-    the scorer."""
+    """Decode and score every rollout: one list of samples a draw. Aborted rollouts and those whose
+    environment failed are not sent to the scorer."""
     samples = [
-        [_sample(draw, rollout, tokenizer) for rollout in group.rollouts]
-        for draw, group in zip(draws, groups, strict=True)
+        samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)
     ]
     finished = [
-        sample for group in samples for sample in group if sample.rollout.finish_reason != "abort"
+        sample
+        for group in samples
+        for sample in group
+        if sample.rollout.finish_reason != "abort" and sample.ended != "error"
     ]
-    outcomes = scorer.score(
-        [(sample.prompt, sample.text) for sample in finished], on_progress=on_progress
-    )
+    outcomes = scorer.score([_asked(sample) for sample in finished], on_progress=on_progress)
     if len(outcomes) != len(finished):
         raise ValueError(f"scorer: {len(outcomes)} outcomes for {len(finished)} items")
     for sample, outcome in zip(finished, outcomes, strict=True):
@@ -152,8 +184,9 @@ def credit(
         if rule is not None:
             flags[rule.name] = flags.get(rule.name, 0) + 1
         learned = scored and not (rule is not None and rule.enforce)
-        sample.loss_mask = [int(learned)] * len(sample.rollout.token_ids)
-    lengths = [len(sample.rollout.token_ids) for sample in samples]
+        drawn = sample.rollout.drawn
+        sample.loss_mask = drawn if learned else [0] * len(drawn)
+    lengths = [sample.rollout.num_drawn for sample in samples]
     estimate = settings.estimator or TABLE[settings.advantage]
     advantages = estimate([sample.reward for sample in samples], lengths)
     for sample, advantage in zip(samples, advantages, strict=True):
@@ -163,15 +196,43 @@ def credit(
     return ScoredGroup(samples, flags, request.id, request.temperature)
 
 
-def _sample(draw: Draw, rollout: Rollout, tokenizer: Tokenizer) -> Sample:
-    unscored = ScoreError("invalid", f"rollout aborted after {len(rollout.token_ids)} tokens")
-    return Sample(
+def samples_of(draw: Draw, group: Group, tokenizer: Tokenizer) -> list[Sample]:
+    """The samples of a group, unscored, or with the error of their environment."""
+    said: Sequence[Conversation | None] = group.conversations or [None] * len(group.rollouts)
+    return [
+        _sample(draw, rollout, conversation, tokenizer)
+        for rollout, conversation in zip(group.rollouts, said, strict=True)
+    ]
+
+
+def _sample(
+    draw: Draw, rollout: Rollout, conversation: Conversation | None, tokenizer: Tokenizer
+) -> Sample:
+    unscored = ScoreError("invalid", f"rollout aborted after {rollout.num_drawn} tokens")
+    sample = Sample(
         prompt=draw.prompt,
         prompt_ids=draw.request.prompt_ids,
         rollout=rollout,
-        text=tokenizer.decode(rollout.token_ids),
+        text=tokenizer.decode(_last_turn(rollout)),
         score=unscored,
     )
+    if conversation is not None:
+        sample.messages, sample.ended = conversation.messages, conversation.ended
+        sample.score = conversation.error or unscored
+    return sample
+
+
+def _last_turn(rollout: Rollout) -> list[int]:
+    if not rollout.turns:
+        return rollout.token_ids
+    return rollout.token_ids[rollout.turns[-1].start : rollout.turns[-1].end]
+
+
+def _asked(sample: Sample) -> tuple[Prompt, str | list[Message]]:
+    """What the scorer is to judge."""
+    if sample.messages is None:
+        return sample.prompt, sample.text
+    return sample.prompt, [*sample.prompt.messages, *sample.messages]
 
 
 def _shaped(sample: Sample, settings: Settings) -> float | None:
@@ -179,7 +240,7 @@ def _shaped(sample: Sample, settings: Settings) -> float | None:
         return None
     if settings.overlong_max is None or settings.overlong_cache is None:
         return sample.score.reward
-    length = len(sample.rollout.token_ids)
+    length = max(sample.rollout.turn_lengths)  # max_tokens bounds a turn
     return sample.score.reward + overlong(
         length, max_length=settings.overlong_max, cache=settings.overlong_cache
     )

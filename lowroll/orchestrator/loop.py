@@ -485,6 +485,7 @@ class Orchestrator:
         stats = (
             statistics.reward_stats(harvest.groups)
             | statistics.rollout_stats(generated)
+            | statistics.turn_stats([s for group in harvest.groups for s in group.samples])
             | statistics.version_stats(learned, version)
             | {
                 "rollout/num_samples": float(len(samples)),

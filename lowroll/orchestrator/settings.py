@@ -44,6 +44,7 @@ class Settings:
     advantage: str = "grpo"  # a name of lowroll.advantages.TABLE; gae: a critic's; or custom:
     estimator: Estimator | None = None  # the run's own function of one group
     max_prompt_tokens: int | None = None  # longer prompts are passed over and counted
+    max_sequence_tokens: int | None = None  # of a whole conversation, its prompt included
     dynamic_sampling: bool = False  # DAPO: learn from groups with differing rewards only
     max_rounds: int = 8  # rounds of generation that a step may spend on it
     no_signal: str = "end"  # and without a group after them: NoSignal, or go_on as it is

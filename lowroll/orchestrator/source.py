@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from lowroll.envs.curriculum import Progress
 from lowroll.envs.tasks import prompt_at
 from lowroll.orchestrator.client import Tokenizer
+from lowroll.orchestrator.conversations import Dialogue
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.ledger import Ledger, Planned
 from lowroll.orchestrator.settings import Sampling, Settings
@@ -54,6 +55,12 @@ class Draw:
     prompt: Prompt
     request: Request
     position: int = 0  # of the prompt in its environment
+
+    def is_longer(self, limit: int | None) -> bool:
+        """Whether the prompt has more tokens than this, or leaves a conversation no room."""
+        if isinstance(self.request, Dialogue) and not self.request.fits:
+            return True
+        return limit is not None and len(self.request.prompt_ids) > limit
 
 
 class PromptSource:
@@ -92,7 +99,7 @@ class PromptSource:
                 self._refuse_emptiness(ledger, unwanted)
                 continue
             drawing = self._at(name, position, temperature)
-            if limit is not None and len(drawing.request.prompt_ids) > limit:
+            if drawing.is_longer(limit):
                 ledger.passed_over += 1
                 too_long += 1
                 if too_long >= MAX_PASSED_OVER:
@@ -160,6 +167,7 @@ class PromptSource:
             replace(settings.sampling, temperature=temperature),
             settings.rollouts_per_example,
             settings.seed if settings.sampling_seed is None else settings.sampling_seed,
+            settings.max_sequence_tokens,
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
@@ -235,9 +243,11 @@ def draw_at(
     sampling: Sampling,
     n: int,
     run_seed: int,
+    max_sequence_tokens: int | None = None,
 ) -> Draw:
     """The prompt of an environment at a position and its request, whose id and seed are the same
-    whenever it is sent.
+    whenever it is sent. Where the environment answers, it asks for conversations, of
+    max_sequence_tokens at most.
 
     Raises ValueError when the prompt says it belongs to another environment or has no tokens.
     """
@@ -249,17 +259,24 @@ def draw_at(
     prompt_ids = encode(env, prompt, tokenizer)
     if not prompt_ids:
         raise ValueError(f"environment {name!r}: prompt {prompt.id!r} has no tokens")
-    return Draw(
-        prompt,
-        Request(
-            prompt_ids=prompt_ids,
-            n=n,
-            seed=seed_of(run_seed, split, name, prompt.id, position),
-            id=f"{split}/{name}/{position}/{prompt.id}",
-            **vars(sampling),
-        ),
-        position,
+    request = Request(
+        prompt_ids=prompt_ids,
+        n=n,
+        seed=seed_of(run_seed, split, name, prompt.id, position),
+        id=f"{split}/{name}/{position}/{prompt.id}",
+        **vars(sampling),
     )
+    if env.max_turns > 1:
+        bounds = [most for most in (max_sequence_tokens, env.max_sequence_tokens) if most]
+        most = min(bounds, default=None)
+        request = Dialogue(
+            **vars(request),
+            prompt=prompt,
+            max_turns=env.max_turns,
+            max_sequence_tokens=most,
+            tools=bool(env.tools),
+        )
+    return Draw(prompt, request, position)
 
 
 def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:

@@ -10,6 +10,7 @@ end, all this is of the groups that are done with, and `supply_stats` says what 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
@@ -17,6 +18,8 @@ from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.ledger import POOLS, Ledger
 from lowroll.orchestrator.settings import SOLVED, Settings
 from lowroll.types import Rollout, Sample, Score
+
+ENDINGS = ("done", "turns", "length", "tokens", "error")
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -65,8 +68,8 @@ def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Lengths, endings, sampled entropy of what came back."""
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    logprobs = [logprob for rollout in rollouts for logprob in rollout.logprobs]
+    lengths = [rollout.num_drawn for rollout in rollouts]
+    logprobs = [logprob for rollout in rollouts for logprob in rollout.drawn_logprobs]
     endings = [rollout.finish_reason for rollout in rollouts]
     return {
         "rollout/tokens": float(sum(lengths)),
@@ -77,6 +80,28 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/truncated_fraction": endings.count("length") / len(endings),
         "rollout/stop_fraction": endings.count("stop") / len(endings),
         "rollout/entropy_estimate": -fmean(logprobs) if logprobs else 0.0,
+    }
+
+
+def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of conversations: turns, why they ended, the environments' tokens, the raw score by turns; {}
+    where there are none."""
+    talks = [sample for sample in samples if sample.rollout.turns is not None]
+    if not talks:
+        return {}
+    turns = [len(sample.rollout.turns or ()) for sample in talks]
+    others = [len(talk.rollout.token_ids) - talk.rollout.num_drawn for talk in talks]
+    rewards: dict[int, list[float]] = {}
+    for talk, count in zip(talks, turns, strict=True):
+        if isinstance(talk.score, Score):
+            rewards.setdefault(count, []).append(talk.score.reward)
+    ended = Counter(talk.ended for talk in talks)
+    return {
+        "rollout/turns_mean": fmean(turns),
+        "rollout/turns_max": float(max(turns)),
+        "rollout/env_tokens_mean": fmean(others),
+        **{f"rollout/ended_{why}_fraction": ended[why] / len(talks) for why in ENDINGS},
+        **{f"reward/after_{count}_turns": fmean(rewards[count]) for count in sorted(rewards)},
     }
 
 
@@ -103,9 +128,10 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
     for rollout in rollouts:
         spans = rollout.behavior.policy
         ends = [*(span.start for span in spans[1:]), len(rollout.token_ids)]
+        drawn = rollout.drawn
         for span, end in zip(spans, ends, strict=True):
             lag = learner - span.version
-            tokens[lag] = tokens.get(lag, 0) + end - span.start
+            tokens[lag] = tokens.get(lag, 0) + sum(drawn[span.start : end])
         changes = [
             later.start
             for span, later in zip(spans, spans[1:], strict=False)

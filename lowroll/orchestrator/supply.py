@@ -238,6 +238,6 @@ class Supply:
         found["rollout/carried_groups"] = float(len(carried))
         if carried:
             found["rollout/carried_length_mean"] = fmean(
-                len(sample.rollout.token_ids) for group in carried for sample in group.samples
+                sample.rollout.num_drawn for group in carried for sample in group.samples
             )
         return found

@@ -92,7 +92,7 @@ def attempt(
     folder = RunFolder(cfg, command, alone)
     if not (folder.path / LOCK).exists():
         folder.check(resume, overwrite)  # a folder that no run has touched is not even given a lock
-    with _lock(folder.path) as lock:
+    with own(folder.path) as lock:
         folder.check(resume, overwrite)
         folder.settle()
         folder.attempt = lock.attempt
@@ -132,7 +132,8 @@ def drive(
     return 0
 
 
-def _lock(folder: Path) -> RunLock:
+def own(folder: Path) -> RunLock:
+    """Its lock. RunLockedError names who has it, ValueError why nobody can."""
     try:
         return RunLock(folder)
     except OSError as error:

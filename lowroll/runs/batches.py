@@ -19,12 +19,13 @@ from lowroll.engine.base import replayed
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.saving import saving
 from lowroll.orchestrator.client import BatchSender, PhaseProgress, WeightsWatch
+from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs.build import environments, orchestrator, prompts
 from lowroll.runs.evaluations import Evaluations, Measured
 from lowroll.runs.stages import Stages
-from lowroll.types import Batch
+from lowroll.types import Batch, Sample
 
 if TYPE_CHECKING:
     from lowroll.engine.base import EngineStats
@@ -89,7 +90,7 @@ class Batches:
         self.orchestrator = Orchestrator(
             orchestrator.settings(cfg, spec, alone),
             tasks.envs,
-            rollouts,
+            Conversations(rollouts, scorer, chat),
             scorer,
             chat,
             _Described(channel, self.described),
@@ -167,7 +168,7 @@ class Batches:
                 sample.rollout.behavior.noise_sigma for sample in batch.samples
             )
         if kv.budget is not None:
-            lengths = [(len(s.prompt_ids), len(s.rollout.token_ids)) for s in batch.samples]
+            lengths = [turn for sample in batch.samples for turn in _turns(sample)]
             drawn |= {f"kv/{name}": value for name, value in saving(kv, lengths).items()}
         return drawn | {
             "perf/generate_tokens_per_second": batch.stats["rollout/tokens"]
@@ -176,6 +177,14 @@ class Batches:
             "perf/prefix_hits": float(stats.prefix_hits),
             **self.more(batch),
         }
+
+
+def _turns(sample: Sample) -> list[tuple[int, int]]:
+    """Tokens of a sample's prompt and of its response; of a conversation, of each turn."""
+    asked, rollout = len(sample.prompt_ids), sample.rollout
+    if rollout.turns is None:
+        return [(asked, len(rollout.token_ids))]
+    return [(asked + turn.start, turn.end - turn.start) for turn in rollout.turns]
 
 
 class _Described:

@@ -25,6 +25,7 @@ from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.orchestrator import examples as responses_of
 from lowroll.orchestrator.client import PhaseProgress
+from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.evaluate import check_errors, plan
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
@@ -78,7 +79,8 @@ def evaluate(
             about = {"weights": compute.format(name), "kv": cache.name}
             held = {"cache": cache.resolved().model_dump(mode="json")}
             asker = _Asker(cfg, chosen, envs, scorer, each or {}, out, on_phase, held)
-            measured += asker.ask(engine, chat, most, about)
+            tokens = min(prompts.sequence(_under(cfg, one), model.spec) for one in caches)
+            measured += asker.ask(engine, chat, (most, tokens), about)
     return _finished(cfg, measured, out)
 
 
@@ -104,7 +106,8 @@ def evaluate_server(
     about = {"server": server.url, "model": server.model}
     with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
         asker = _Asker(cfg, chosen, envs, scorer, each or {}, out, on_phase)
-        return _finished(cfg, asker.ask(server.engine, server.chat, most, about), out)
+        limits = (most, context)
+        return _finished(cfg, asker.ask(server.engine, server.chat, limits, about), out)
 
 
 @contextmanager
@@ -136,17 +139,23 @@ class _Asker:
     held: Mapping[str, Any] = field(default_factory=dict)  # what else tells engines apart
 
     def ask(
-        self, engine: Engine, chat: ChatTokenizer, most: int, about: Mapping[str, str]
+        self,
+        engine: Engine,
+        chat: ChatTokenizer,
+        limits: tuple[int, int],
+        about: Mapping[str, str],
     ) -> list[Measured]:
-        """The answers of an engine, which `about` names, to every environment."""
-        return [self._ask(env, engine, chat, most, about) for env in self.envs.values()]
+        """The answers of an engine, which `about` names, to every environment. limits: tokens of a
+        prompt, and of a whole conversation."""
+        prompts.check_turns(chat, self.envs)
+        return [self._ask(env, engine, chat, limits, about) for env in self.envs.values()]
 
     def _ask(
         self,
         env: Environment,
         engine: Engine,
         chat: ChatTokenizer,
-        most: int,
+        limits: tuple[int, int],
         about: Mapping[str, str],
     ) -> Measured:
         began = time.monotonic()
@@ -159,7 +168,8 @@ class _Asker:
             rollouts_per_example=n,
             sampling=sampling,
             seed=self.cfg.seed,
-            max_prompt_tokens=most,
+            max_prompt_tokens=limits[0],
+            max_sequence_tokens=limits[1],
         )
         asked = {
             "env": env.name,
@@ -174,7 +184,8 @@ class _Asker:
         kept = Responses(self._file(env.name, about), asked)
         label = f"{env.name}, {', '.join(about.values())}"
         on_draw = partial(self.on_phase, f"{label}: generate")
-        responses_of.draw(kept.missing(draws), engine, chat, kept.keep_drawn, on_draw)
+        talking = Conversations(engine, self.scorer, chat)
+        responses_of.draw(kept.missing(draws), talking, chat, kept.keep_drawn, on_draw)
         found = kept.of(draws)
         unscored = [one for one in found if any(r.score is None for r in one.responses)]
         on_score = partial(self.on_phase, f"{label}: score")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from lowroll.config import RunConfig
 from lowroll.envs import Environment
-from lowroll.orchestrator.client import EngineClient, PhaseProgress, Scorer, Tokenizer
+from lowroll.orchestrator.client import EngineClient, Judge, PhaseProgress, Scorer, Tokenizer
+from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.evaluate import evaluate as evaluate_env
 from lowroll.runs.build import orchestrator, prompts
 
@@ -44,7 +45,7 @@ class Evaluations:
         spec: ModelSpec,
         rollouts: Measured,
         envs: Mapping[str, Environment],
-        scorer: Scorer,
+        scorer: Judge,
         chat: Tokenizer,
     ) -> None:
         self.cfg = cfg.eval
@@ -94,11 +95,12 @@ class Evaluations:
             metrics = held_out(
                 now,
                 self.envs,
-                self.rollouts,
+                Conversations(self.rollouts, self.scorer, self.chat),
                 self.scorer,
                 self.chat,
                 sampled=sampled,
                 max_prompt_tokens=prompts.longest(now, self.spec),
+                max_sequence_tokens=prompts.sequence(now, self.spec),
                 on_phase=self.on_phase,
             )
         return metrics | {"time/eval": time.monotonic() - began}
@@ -112,6 +114,7 @@ def held_out(
     chat: Tokenizer,
     *,
     max_prompt_tokens: int | None,
+    max_sequence_tokens: int | None = None,
     sampled: bool = False,
     on_phase: PhaseProgress | None = None,
 ) -> dict[str, float]:
@@ -136,6 +139,7 @@ def held_out(
                 sampling=sampling,
                 seed=cfg.seed,
                 max_prompt_tokens=max_prompt_tokens,
+                max_sequence_tokens=max_sequence_tokens,
                 on_phase=on_phase and partial(_within_evaluation, on_phase),
             )
         metrics |= found[chosen]

@@ -29,7 +29,7 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.memory import fit
 from lowroll.runs.memory.plan import Plan, Planner, plan_sft
-from lowroll.runs.roles.orchestrate import refuse
+from lowroll.runs.roles.limits import refuse
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.sft import encode_all
 from lowroll.types import Prompt, Score, ScoreError

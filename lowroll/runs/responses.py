@@ -74,8 +74,8 @@ class Responses:
                 "prompt": self._prompts[one.id],
                 "messages": one.prompt.messages,
                 "responses": [
-                    {"text": r.text, "tokens": r.tokens, "finish_reason": r.finish_reason}
-                    for r in one.responses
+                    {k: v for k, v in vars(response).items() if k != "score" and v is not None}
+                    for response in one.responses
                 ],
             }
             for one in examples

@@ -90,12 +90,16 @@ def wants_usage(body: Answered) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-def ends(head: Tree, body: Answered, ended: list[Group], used: dict[str, int]) -> list[Tree]:
+def ends(
+    head: Tree, body: Answered, ended: list[Group], used: dict[str, int], packed: bool = False
+) -> list[Tree]:
     """The events after the last token: where the samples come from, and the number of tokens."""
     events = []
     if body.return_token_ids:
         rollouts = [rollout for group in ended for rollout in group.rollouts]
-        sources = [{"index": i} | origin(rollout) for i, rollout in enumerate(rollouts)]
+        sources = [
+            {"index": i} | origin(rollout, packed=packed) for i, rollout in enumerate(rollouts)
+        ]
         events.append(head | {"choices": [], "lowroll": sources})
     if wants_usage(body):
         events.append(head | {"choices": [], "usage": used})

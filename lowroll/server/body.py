@@ -122,6 +122,7 @@ class Completion(Sampling, Answered):
     score_temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] = 1.0
     add_special_tokens: bool = True
     best_of: int | None = None
+    packed: bool = False
 
 
 class Part(Body):

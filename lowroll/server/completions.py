@@ -59,6 +59,8 @@ def _check(body: Completion) -> None:
     check_stream(body)
     if body.best_of not in (None, body.n):
         raise Refused(f"best_of: {body.best_of} with n {body.n} is not supported", "best_of")
+    if body.packed:
+        _check_packed(body)
     if body.max_tokens != 0:
         return
     if not body.echo and body.prompt_logprobs is None:
@@ -69,6 +71,14 @@ def _check(body: Completion) -> None:
         raise Refused(f"n: a prompt that is scored alone has one answer, not {body.n}", "n")
     if body.stream:
         raise Refused("stream: with max_tokens 0 there is nothing to stream", "stream")
+
+
+def _check_packed(body: Completion) -> None:
+    if not body.return_token_ids:
+        raise Refused("packed: it goes with return_token_ids: true", "packed")
+    for field in ("echo", "logprobs", "prompt_logprobs"):
+        if getattr(body, field) not in (None, False):
+            raise Refused(f"packed: it does not go with {field}", "packed")
 
 
 def _request(serving: Serving, prompt: Prompt, body: Completion) -> Request:
@@ -134,7 +144,7 @@ class _Answers:
             for sample, rollout in enumerate(group.rollouts):
                 choice = self._part(i, whole(sample, rollout))
                 if self.body.return_token_ids:
-                    choice["lowroll"] = origin(rollout)
+                    choice["lowroll"] = origin(rollout, packed=self.body.packed)
                 choices.append(choice)
         return self.head | {"choices": choices, "usage": self._usage(ended)}
 
@@ -154,7 +164,7 @@ class _Answers:
 
     def last(self, ended: list[Group]) -> list[dict[str, Any]]:
         """What ends the stream."""
-        return ends(self.head, self.body, ended, self._usage(ended))
+        return ends(self.head, self.body, ended, self._usage(ended), self.body.packed)
 
     def _choice(self, i: int, sample: int) -> CompletionChoice:
         body, prompt = self.body, self.given[i]
@@ -170,6 +180,7 @@ class _Answers:
             echo=echo,
             scores=self.scores[i],
             token_ids=body.return_token_ids,
+            packed=body.packed,
         )
 
     def _decoded(self, prompt: Prompt) -> str:

@@ -33,6 +33,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
                 "weight_bits": health.stats.weight_bits,
                 "cache_tokens": health.stats.cache_tokens,
             },
+            "packs": True,
         },
     }
     return to_json({"object": "list", "data": [model]})
@@ -53,4 +54,5 @@ def capabilities(can: Capabilities) -> dict[str, Any]:
         "records_evictions": can.records_evictions,
         "replays": can.replays,
         "vocab_size": can.vocab_size,
+        "lora_rank": can.lora_rank,
     }

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lowroll.engine.packed import pack
 from lowroll.server.asks import Prompt
 from lowroll.server.loop import Delta
 from lowroll.server.scoring import Scores, Top
@@ -72,7 +73,8 @@ class CompletionChoice:
     """One choice of /v1/completions.
 
     logprobs: how many of the likeliest tokens to tell; None tells no log-probs. echo: the prompt's
-    text, when it is repeated, with its scores where log-probs are told."""
+    text, when it is repeated, with its scores where log-probs are told. packed: nothing but ids and
+    log-probs, as `engine.packed` has them."""
 
     def __init__(
         self,
@@ -85,8 +87,10 @@ class CompletionChoice:
         echo: str | None = None,
         scores: Scores | None = None,
         token_ids: bool = False,
+        packed: bool = False,
     ) -> None:
         self.index = index
+        self.packed = packed
         self.prompt = prompt
         self.names = names
         self.logprobs = logprobs
@@ -98,6 +102,8 @@ class CompletionChoice:
 
     def part(self, delta: Delta) -> dict[str, Any]:
         """The next part as JSON."""
+        if self.packed:
+            return self._packed(delta)
         told = _nothing_told() if self.logprobs is not None else None
         text = ""
         if not self.begun and self.echo is not None:
@@ -120,6 +126,15 @@ class CompletionChoice:
                 choice["prompt_token_ids"] = self.prompt.token_ids
         self.begun = True
         return choice
+
+    def _packed(self, delta: Delta) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "text": "",
+            "packed": pack(delta.token_ids, delta.logprobs),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
 
     def _tell(
         self, told: Told, ids: list[int], logprobs: list[float], tops: list[Top] | None
@@ -240,12 +255,13 @@ def _ranked(names: Names, token_id: int, logprob: float, rank: int | None) -> di
     return {"logprob": finite(logprob), "rank": rank, "decoded_token": names.name(token_id)}
 
 
-def origin(rollout: Rollout) -> dict[str, Any]:
-    """What a learner must know of a rollout beside its tokens: their log-probs as plain numbers, who
-    drew it, how it ended, and what its cache dropped."""
+def origin(rollout: Rollout, packed: bool = False) -> dict[str, Any]:
+    """What a learner must know of a rollout beside its tokens: their log-probs as plain numbers
+    (unless they are packed with the tokens), who drew it, how it ended, and what its cache
+    dropped."""
     behavior, dropped = rollout.behavior, rollout.evictions
-    return {
-        "logprobs": [max(logprob, _LEAST) for logprob in rollout.logprobs],
+    plain = {} if packed else {"logprobs": [max(one, _LEAST) for one in rollout.logprobs]}
+    return plain | {
         "behavior": vars(behavior) | {"policy": [vars(span) for span in behavior.policy]},
         "finish_reason": rollout.finish_reason,
         "stop_reason": rollout.stop_reason,

@@ -37,6 +37,7 @@ FORMAT = 1
 MAX_BYTES = 1 << 30
 _TAG = "type"
 _EXACT = 1 << 53  # integers up to here are doubles
+_PLAIN = (str, int, bool)  # what JSON has as it is
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -143,19 +144,37 @@ def _omitted(kind: type) -> frozenset[str]:
     return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata.get("omitted"))
 
 
+class _Shape(typing.NamedTuple):
+    """What a type hint says."""
+
+    origin: Any  # list of list[int], None of int
+    args: tuple[Any, ...]
+    options: tuple[Any, ...]  # the members of a union, or ()
+    is_record: bool  # a dataclass
+    is_fixed: bool  # a tuple of so many items, each of a type of its own
+
+
 @cache
-def _options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or () for anything else."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
+def _shape(hint: Any) -> _Shape:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    return _Shape(
+        origin,
+        args,
+        args if origin in (Union, types.UnionType) else (),
+        dataclasses.is_dataclass(hint),
+        origin is tuple and args[-1] is not ...,
+    )
 
 
 def _encode(value: Any, hint: Any, where: str) -> Any:
-    if options := _options(hint):
-        return _encode_union(value, options, where)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if type(value) is hint and hint in _PLAIN:
+        return value
     if hint is Any:
         return _check_json(value, where)
-    if dataclasses.is_dataclass(hint):
+    origin, args, options, is_record, is_fixed = _shape(hint)
+    if options:
+        return _encode_union(value, options, where)
+    if is_record:
         kind = typing.cast(type, hint)
         _expect(value, kind, where)
         return {
@@ -165,7 +184,7 @@ def _encode(value: Any, hint: Any, where: str) -> Any:
         }
     if origin in (list, tuple):
         _expect(value, origin, where)
-        if _is_fixed(hint):
+        if is_fixed:
             _expect_length(value, args, where)
             return [_encode(one, inner, where) for one, inner in zip(value, args, strict=True)]
         return _encode_items(value, args[0], where)
@@ -195,8 +214,8 @@ def _are_plain(values: Any, hint: Any, fixed: type) -> bool:
         return kinds == {float} and math.isfinite(sum(values))
     if hint in (int, str):
         return kinds == {hint}
-    args = typing.get_args(hint)
-    if _is_fixed(hint):
+    origin, args, _, _, is_fixed = _shape(hint)
+    if is_fixed:
         return (
             kinds == {fixed}
             and set(map(len, values)) == {len(args)}
@@ -205,7 +224,7 @@ def _are_plain(values: Any, hint: Any, fixed: type) -> bool:
                 for place, inner in enumerate(args)
             )
         )
-    if typing.get_origin(hint) is list and kinds == {list}:
+    if origin is list and kinds == {list}:
         return _are_plain(list(itertools.chain.from_iterable(values)), args[0], fixed)
     return False
 
@@ -216,11 +235,17 @@ def _encode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
     if dataclasses.is_dataclass(value) and type(value) in options:
         return {_TAG: type(value).__name__, **_encode(value, type(value), where)}
     for hint in options:
-        if typing.get_origin(hint) is type(value):
+        if _shape(hint).origin is type(value) or _is_word(value, hint):
             return _encode(value, hint, where)
         if hint is type(value) or (hint is float and type(value) is int and int not in options):
             return _encode(value, hint, where)
     raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
+
+
+def _is_word(value: Any, hint: Any) -> bool:
+    """Whether a value is one of a Literal."""
+    shape = _shape(hint)
+    return shape.origin is Literal and value in shape.args
 
 
 def _encode_scalar(value: Any, hint: Any, where: str) -> Any:
@@ -231,8 +256,8 @@ def _encode_scalar(value: Any, hint: Any, where: str) -> Any:
         if math.isfinite(value):
             return value
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if typing.get_origin(hint) is Literal:
-        if value not in typing.get_args(hint):
+    if _shape(hint).origin is Literal:
+        if value not in _shape(hint).args:
             raise CodecError(f"{where}: {value!r} is none of {typing.get_args(hint)}")
         return value
     _expect(value, hint, where)
@@ -256,16 +281,16 @@ def _check_json(value: Any, where: str) -> Any:
 
 
 def _decode(value: Any, hint: Any, where: str) -> Any:
-    if options := _options(hint):
-        return _decode_union(value, options, where)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
+    if hint is Any or (type(value) is hint and hint in _PLAIN):
         return value
-    if dataclasses.is_dataclass(hint):
+    origin, args, options, is_record, is_fixed = _shape(hint)
+    if options:
+        return _decode_union(value, options, where)
+    if is_record:
         return _decode_dataclass(value, typing.cast(type, hint), where)
     if origin in (list, tuple):
         _expect(value, list, where)
-        if _is_fixed(hint):
+        if is_fixed:
             _expect_length(value, args, where)
             return tuple(_decode(one, inner, where) for one, inner in zip(value, args, strict=True))
         return origin(_decode_items(value, args[0], where))
@@ -283,10 +308,10 @@ def _decode_items(values: list[Any], hint: Any, where: str) -> list[Any]:
 
 def _with_tuples(values: list[Any], hint: Any) -> list[Any]:
     """Plain values with the tuples that JSON has not."""
-    args = typing.get_args(hint)
+    args = _shape(hint).args
     if not args:
         return values
-    if _is_fixed(hint):
+    if _shape(hint).is_fixed:
         if not any(map(typing.get_args, args)):
             return list(map(tuple, values))
         columns = [_with_tuples([v[i] for v in values], inner) for i, inner in enumerate(args)]
@@ -333,7 +358,7 @@ def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
         )
     if type(value) is list:
         return _decode(value, _of_kind(options, (list, tuple), value, where), where)
-    if type(value) in options:
+    if type(value) in options or any(_is_word(value, hint) for hint in options):
         return value
     if float in options:
         return _decode_scalar(value, float, where)
@@ -343,7 +368,7 @@ def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
 def _of_kind(options: tuple[Any, ...], kinds: tuple[type, ...], value: Any, where: str) -> Any:
     """The member of a union that is a generic of one of `kinds`."""
     for hint in options:
-        if typing.get_origin(hint) in kinds:
+        if _shape(hint).origin in kinds:
             return hint
     raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
 
@@ -354,8 +379,8 @@ def _decode_scalar(value: Any, hint: Any, where: str) -> Any:
             return _NON_FINITE[value]
         if type(value) is int and abs(value) <= _EXACT:
             return float(value)
-    if typing.get_origin(hint) is Literal:
-        if type(value) is not str or value not in typing.get_args(hint):
+    if _shape(hint).origin is Literal:
+        if type(value) is not str or value not in _shape(hint).args:
             raise CodecError(f"{where}: {value!r} is none of {typing.get_args(hint)}")
         return value
     if hint is bytes:
@@ -373,11 +398,6 @@ def _decode_bytes(value: Any, where: str) -> bytes:
     if base64.b64encode(data).decode() != value:  # bits behind the last byte
         raise CodecError(f"{where}: not base64 as it is written here")
     return data
-
-
-def _is_fixed(hint: Any) -> bool:
-    """Whether a type is a tuple of so many items, each of a type of its own."""
-    return typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is not ...
 
 
 def _expect_length(value: Any, items: tuple[Any, ...], where: str) -> None:

@@ -3,7 +3,7 @@
     orchestrator   step_000012.frame      whole or absent, never changed
     trainer        cursor.json            what it has received and committed, replaced whole
 
-Nothing else passes between them. Each side learns of the other by looking again, ten times a second
+Nothing else passes between them. Each side learns of the other by looking again, fifty times a second
 at most; who is not there any more is found out by `alive`, which the caller gives.
 """
 
@@ -22,7 +22,7 @@ from lowroll.transport.base import (
     check_deadline,
     wait_until,
 )
-from lowroll.transport.queue import Queue
+from lowroll.transport.queue import DurableSender
 from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 
@@ -30,7 +30,7 @@ TRIES = 3  # to read what is damaged
 _PAUSE_S = 0.2  # between them
 
 
-class Sender:
+class Sender(DurableSender):
     """The orchestrator's end. hwm: batches that the trainer may not have received yet; `send` waits
     at most `deadline_s` seconds for room."""
 
@@ -43,18 +43,8 @@ class Sender:
         run: str = "",
         alive: Callable[[], None] | None = None,
     ) -> None:
-        self.queue = Queue(Spool(folder, run), hwm, deadline_s, alive)
+        super().__init__(Spool(folder, run), hwm, deadline_s, alive)
         self._cursor: Cursor | None = None
-
-    @property
-    def spool(self) -> Spool:
-        return self.queue.spool
-
-    def send(self, batch: Batch) -> None:
-        """Keep a batch in the spool, from which the trainer takes it. DeadlineExceeded when that is
-        too far behind, FrameGone when it needs a batch that is not there any more; then nothing is
-        sent."""
-        self.queue.send(batch, self.cursor)
 
     def cursor(self) -> Cursor | None:
         cursor = self.spool.cursor()
@@ -62,25 +52,9 @@ class Sender:
             self._cursor = cursor
         return self._cursor
 
-    def check(self) -> None:
-        """FrameGone when the trainer has fallen back behind the oldest batch."""
-        self.queue.check(self.cursor)
-
     def go_back(self, cursor: Cursor) -> None:
-        """Forget all that was sent, and fence a trainer that has received more than it committed."""
-        self.queue.go_back(cursor)
+        super().go_back(cursor)
         self._cursor = None
-
-    def end(self, reason: str) -> None:
-        """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
-        self.queue.end(reason)
-
-    def drain(self, deadline_s: float) -> None:
-        """Wait until the trainer has committed everything that was sent."""
-        self.queue.drain(deadline_s, self.cursor)
-
-    def close(self) -> None:
-        self.queue.close()
 
 
 class Receiver:

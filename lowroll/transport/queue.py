@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.transport.base import (
     ChannelClosed,
     Cursor,
     FrameGone,
-    RolloutSender,
     check_deadline,
     wait_until,
 )
@@ -18,32 +17,10 @@ from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 
 
-class DurableSender(RolloutSender, Protocol):
-    """The orchestrator's end of a channel between processes."""
-
-    @property
-    def spool(self) -> Spool: ...
-
-    def check(self) -> None:
-        """FrameGone when the trainer has fallen back behind the oldest batch that is here."""
-
-    def go_back(self, cursor: Cursor) -> None:
-        """Forget all that was sent: what follows the trainer's checkpoint is made again. One that has
-        received more than that is fenced, and the next word is of one that goes on from there."""
-
-    def end(self, reason: str) -> None:
-        """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
-
-    def drain(self, deadline_s: float) -> None:
-        """Wait until the trainer has committed everything that was sent."""
-
-
-Listen = Callable[[], Cursor | None]  # what the trainer has said, as of now
-
-
-class Queue:
-    """Batches that were sent and not yet committed. hwm: how many the trainer may not have received
-    yet. alive: raises when the trainer cannot answer any more."""
+class DurableSender(ABC):
+    """The orchestrator's end of a channel between processes: batches that were sent and not yet
+    committed. hwm: how many the trainer may not have received yet; `send` waits at most `deadline_s`
+    seconds for room. alive: raises when the trainer cannot answer any more."""
 
     def __init__(
         self, spool: Spool, hwm: int, deadline_s: float, alive: Callable[[], None] | None
@@ -58,14 +35,23 @@ class Queue:
         self._ended: str | None = None  # why no batch follows
         spool.repair()
 
-    def send(self, batch: Batch, listen: Listen) -> None:
-        """Wait for room, then keep the batch. An error leaves nothing sent."""
+    @abstractmethod
+    def cursor(self) -> Cursor | None:
+        """What the trainer has said, as of now."""
+
+    def notify(self) -> None:  # noqa: B027  a folder needs no word
+        """There is something new in the spool."""
+
+    def send(self, batch: Batch) -> None:
+        """Keep a batch in the spool, from which the trainer gets it. DeadlineExceeded when that is
+        too far behind, FrameGone when it needs a batch that is not there any more; then nothing is
+        sent."""
         if self.closed:
             raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
         steps = self.spool.steps()
         if batch.step not in steps:  # one that is there was sent, and is only compared
             wait_until(
-                lambda: self._has_room(batch.step, listen()),
+                lambda: self._has_room(batch.step, self.cursor()),
                 f"the trainer to receive a batch: step {batch.step} would be one more than the "
                 f"{self.hwm} that it may be behind",
                 self.deadline_s,
@@ -74,8 +60,9 @@ class Queue:
         faultpoint(f"send.begin/{batch.step}")
         self.spool.put(batch)
         faultpoint(f"send.spooled/{batch.step}")
-        if (cursor := listen()) is not None:
+        if (cursor := self.cursor()) is not None:
             self.spool.drop_through(cursor.committed)
+        self.notify()
 
     def _has_room(self, step: int, cursor: Cursor | None) -> bool:
         steps = self.spool.steps()
@@ -89,9 +76,9 @@ class Queue:
             )
         return step - 1 - cursor.received < self.hwm
 
-    def check(self, listen: Listen) -> None:
-        """FrameGone when the trainer needs what is not here any more."""
-        if (cursor := listen()) is not None:
+    def check(self) -> None:
+        """FrameGone when the trainer has fallen back behind the oldest batch that is here."""
+        if (cursor := self.cursor()) is not None:
             self._refuse_gap(cursor, self.spool.steps())
 
     def _refuse_gap(self, cursor: Cursor, steps: list[int]) -> None:
@@ -103,7 +90,8 @@ class Queue:
             )
 
     def go_back(self, cursor: Cursor) -> None:
-        """See `DurableSender.go_back`."""
+        """Forget all that was sent: what follows the trainer's checkpoint is made again. One that has
+        received more than that is fenced, and the next word is of one that goes on from there."""
         if cursor.received > cursor.committed:
             self.spool.dismiss(cursor)
         self.spool.drop_after(-1)
@@ -111,22 +99,25 @@ class Queue:
         self.closed, self._ended = False, None
 
     def end(self, reason: str) -> None:
-        """See `Spool.end`."""
+        """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
         self.closed, self._ended = True, reason
         self.spool.end(reason)
+        self.notify()
 
-    def drain(self, deadline_s: float, listen: Listen) -> None:
-        """Wait until everything is committed."""
+    def drain(self, deadline_s: float) -> None:
+        """Wait until the trainer has committed everything that was sent: nobody else can answer
+        it."""
         last = max(self.spool.steps(), default=0)
 
         def done() -> bool:
             if self._ended is not None and self.spool.ended() is None:
                 self.spool.end(self._ended)  # a trainer that was started again has taken it back
-            self.check(listen)
-            cursor = listen()
+            self.check()
+            cursor = self.cursor()
             return last == 0 or (cursor is not None and cursor.committed >= last)
 
         wait_until(done, f"the trainer to commit step {last}", deadline_s, self.alive)
 
     def close(self) -> None:
+        """Send nothing more; what was sent stays. Idempotent."""
         self.closed = True

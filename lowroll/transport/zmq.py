@@ -42,7 +42,7 @@ from lowroll.transport.base import (
 )
 from lowroll.transport.codec import MAX_BYTES
 from lowroll.transport.frame import LONGEST_HEADER, decode_frame
-from lowroll.transport.queue import Queue
+from lowroll.transport.queue import DurableSender
 from lowroll.transport.spool import Spool, dismissal
 from lowroll.transport.words import (
     MOST_BYTES,
@@ -109,7 +109,7 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.
     return made
 
 
-class Sender:
+class Sender(DurableSender):
     """The orchestrator's end. Listens on `host` and `port` (0: a free one that the system chooses),
     and says where in the file `publish`; `folder` is its spool.
 
@@ -133,50 +133,27 @@ class Sender:
         alive: Callable[[], None] | None = None,
     ) -> None:
         interface = _interface(host, token)
-        self.queue = Queue(Spool(folder, run), hwm, deadline_s, alive)
-        self.service = Service(self.queue.spool, attempt, token)
+        super().__init__(Spool(folder, run), hwm, deadline_s, alive)
+        self.service = Service(self.spool, attempt, token)
         self.address = self.service.bind(interface, port)
         if publish is not None:
             publish.parent.mkdir(parents=True, exist_ok=True)
             write_file(publish, encode_word(Place(run, attempt, self.address)))
         self.service.start()
 
-    @property
-    def spool(self) -> Spool:
-        return self.queue.spool
-
-    def send(self, batch: Batch) -> None:
-        """Keep a batch in the spool, from which the trainer is answered. DeadlineExceeded when that
-        is too far behind, FrameGone when it needs a batch that is not there any more; then nothing
-        is sent."""
-        self.queue.send(batch, self.cursor)
-        self.service.wake()
-
     def cursor(self) -> Cursor | None:
         self.service.check()
         return self.service.cursor
 
-    def check(self) -> None:
-        """FrameGone when the trainer has fallen back behind the oldest batch."""
-        self.queue.check(self.cursor)
-
     def go_back(self, cursor: Cursor) -> None:
-        """Forget all that was sent, and fence a trainer that has received more than it committed."""
-        self.queue.go_back(cursor)
+        super().go_back(cursor)
         self.service.forget()
 
-    def end(self, reason: str) -> None:
-        """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
-        self.queue.end(reason)
+    def notify(self) -> None:
         self.service.wake()
 
-    def drain(self, deadline_s: float) -> None:
-        """Wait until the trainer has committed everything that was sent: nobody else can answer
-        it."""
-        self.queue.drain(deadline_s, self.cursor)
-
     def close(self) -> None:
-        self.queue.close()
+        super().close()
         self.service.close()
 
 

@@ -34,7 +34,9 @@ class Receiver:
     def __init__(self, rollout: Transformer, large_batch_model: Transformer | None = None) -> None:
         self.rollout = rollout
         self.large_batch_model = large_batch_model
-        adapted = any(linear.adapter is not None for _, linear in rollout.linears())
+        ranks = (linear.adapter.rank for _, linear in rollout.linears() if linear.adapter)
+        self.room = max(ranks, default=0)  # the highest rank of an adapter
+        adapted = self.room > 0
         self.kind: Kind = "adapter" if adapted else "full"  # of the streams that it takes
         self.takes_noise = can_take_noise(rollout)
         kinds: set[Kind] = {self.kind}
@@ -95,7 +97,7 @@ class Receiver:
     def _write_adapter(self, update: WeightUpdate) -> None:
         """Write what an adapter's stream holds, and the noise on the norms of its base."""
         rollout = self.rollout
-        rank = _rank(update, max(one.adapter.rank for _, one in rollout.linears() if one.adapter))
+        rank = _rank(update, self.room)
         wanted = lora.wanted(rollout, rank)
         arrived = dict(arrivals(update, wanted, rollout.device, lora.are_whole_targets))
         check_content(update, arrived)

@@ -25,6 +25,7 @@ from lowroll.config.schema import TrainConfig
 from lowroll.engine.native import pick_device
 from lowroll.server.serving import SERVING
 
+DENSE = "rollout.weights=dense"
 ANYWHERE = ".".join("0000")
 LONG = {"prompt": "1 + 1", "max_tokens": 200, "ignore_eos": True, "n": 4}
 
@@ -61,6 +62,34 @@ def test_what_cannot_be_is_one_line(
     assert main(["serve", str(model), "--port", "0", "--device", "cpu", *words]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and "aaaaaaaaaaaaaaa" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--port", "9000"], "--port: with a run's file write serve.port=9000"),
+        (["--lora-rank", "4"], "--lora-rank: with a run's file write train.lora_rank=4"),
+        (["--kv", "rkv"], "--kv: with a run's file write rollout.kv.policy=rkv"),
+        (["--noisy"], "--noisy: it is for a model; a run's file says it"),
+        (["--token-env", "X"], "--token-env: it is for a model; a run's file says it; tokens are"),
+        (["rollout.engine=vllm", "rollout.vllm.url=http://h:1", DENSE], "named in client.base_url"),
+        (
+            ["rollout.engine=vllm", "weight_broadcast.type=nccl", DENSE],
+            "weight_broadcast.type: with",
+        ),
+        (["rollout.engine=vllm", "rollout.weights=fp8"], "rollout.weights: fp8: with roles a vLLM"),
+    ],
+)
+def test_what_a_runs_file_says_is_no_option(
+    model: Path, tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was ignored."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {model}\noutput_dir: {tmp_path / 'run'}\n")
+    assert main(["serve", str(file), *words]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_address_that_is_taken_is_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,6 +121,20 @@ def test_the_python_of_the_usage_page_runs(
     assert not torch.allclose(merged, lowroll.score(base, ids, [1])[0], atol=1e-3)
 
 
+@pytest.mark.slow
+def test_the_python_of_the_tools_page_runs(
+    clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool, levels = blocks(ROOT / "docs/tools.md", "python")
+    run_block(tool, clone, monkeypatch)
+    shown, answer = capsys.readouterr().out.splitlines()
+    assert shown == "calculate ['a', 'operation', 'b']"
+    assert "'content': '42'" in answer
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    run_block(levels, clone, monkeypatch)
+    assert [line[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_the_yaml_of_the_pages_loads(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "yaml"):

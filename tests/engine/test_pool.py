@@ -854,3 +854,17 @@ def strike(stack: ExitStack, children: list[Child], victim: int, fault: signal.S
         child.process.wait(10)
         port = int(child.url.rpartition(":")[2])
         children[victim] = stack.enter_context(started(None, "--slow", "0.01", port=port))
+
+
+def test_whoever_waits_for_the_first_engine_is_told_and_can_leave(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A wrong port was waited for without a word, and without an ear for Ctrl-C."""
+
+    def alive() -> None:
+        if "no engine has answered" in caplog.text:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        EnginePool(["http://127.0.0.1:1"], silent_s=0.1, start_s=60, alive=alive)
+    assert "no engine has answered for 0.1 s: http://127.0.0.1:1: " in caplog.text

@@ -20,7 +20,6 @@ from tests.fixtures.processes import eventually
 from tests.fixtures.tiny import hf_folder
 
 ADMIN = "the-admin-of-these-engines"
-TIMES = 20
 
 
 class Server:
@@ -133,12 +132,15 @@ def logprobs(groups: list[Group]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_twenty_times_a_server_is_killed_or_stopped_and_no_request_is_lost(model: Path) -> None:
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.long)])
+def test_a_server_is_killed_or_stopped_time_and_again_and_no_request_is_lost(
+    model: Path, times: int
+) -> None:
     with serving(model, 2) as servers:
         with EnginePool([s.url for s in servers], admin_token=ADMIN, silent_s=6.0) as pool:
             expected = {n: tokens(pool.generate(asked(n))) for n in (1, 8)}
             before = pool.stats().metrics()["perf/engine_requests"]
-            for round in range(TIMES):
+            for round in range(times):
                 n = (1, 8)[round % 2]
                 victim = servers[round // 2 % 2]
                 fault = signal.SIGKILL if round % 4 == 3 else signal.SIGSTOP
@@ -155,8 +157,8 @@ def test_twenty_times_a_server_is_killed_or_stopped_and_no_request_is_lost(model
                     servers[servers.index(victim)] = Server(model, port)
                 assert eventually(lambda: healthy(pool) == 2, 60.0), pool.stats()
             found = pool.stats().metrics()
-            assert found["perf/engine_requests"] - before == 10 * TIMES, "each was answered once"
-            assert found["perf/engine_fenced"] >= TIMES / 2
+            assert found["perf/engine_requests"] - before == 10 * times, "each was answered once"
+            assert found["perf/engine_fenced"] >= times / 2
 
 
 def busy(pool: EnginePool, url: str) -> bool:

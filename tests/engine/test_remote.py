@@ -21,6 +21,7 @@ import torch
 import lowroll
 from lowroll import Engine
 from lowroll.engine.base import Capabilities
+from lowroll.engine.packed import pack
 from lowroll.engine.remote import (
     EngineLost,
     NotArrived,
@@ -269,6 +270,9 @@ LIES = {
     ),
     "a probability over 1": (of_logprobs([-1, 0.5, -1, -1]), "0.5 is no log-prob"),
     "a log-prob as text": (of_logprobs([-1, "-1", -1, -1]), "'-1' is no log-prob"),
+    "tokens that are not packed": (of_choice(packed={"token_ids": "?"}), "are no packed tokens"),
+    "a packed id below 0": (of_choice(packed=pack([1, 2, -1, 3], [-1.0] * 4)), "ids of 0..63"),
+    "a packed infinity": (of_choice(packed=pack([1], [-math.inf])), "-inf is no log-prob"),
     "another prompt": (of_choice(prompt_token_ids=[5, 6]), "answers another prompt of 2 tokens"),
     "an unknown end": (of_choice(finish_reason="tired"), "ended with 'tired'"),
     "no end": (of_choice(finish_reason=None), "has not come, or not ended"),

@@ -290,6 +290,7 @@ def test_cases_are_read_in_both_forms() -> None:
         (squeezed(pickle.dumps("[]")[:-3]), "a pickle"),
         (squeezed(pickle.dumps("[]") + b"."), "a pickle"),
         (squeezed(b"\x80\x04X\xff\xff\xff\xff["), "cut short"),
+        (squeezed(b"\x80\x04\x8c\x01[\x8c\x01]."), "a pickle of more than one text"),
         (squeezed(b"\x80"), "without an end"),
         (squeezed(b""), "without an end"),
         (squeezed(pickle.dumps("{}")), "must be a list of {input, output, testtype}"),
@@ -371,3 +372,19 @@ def test_a_row_whose_cases_cannot_be_read_is_an_error(written: Written, sandbox:
         with pytest.raises(ValueError, match=f"jsonl, the row at byte [0-9]+: .*{told}"):
             env.score(env.prompt(index, "test"), "```right```")
     assert sandbox == []
+
+
+@pytest.mark.slow
+def test_a_program_passes_in_the_sandbox_itself(written: Written) -> None:
+    from lowroll.envs.sandbox import SandboxMissing
+
+    env = written("livecodebench")
+    read, complete = (env.prompt(i, "test") for i in range(2))
+    try:
+        right = env.score(read, "```python\na, b = map(int, input().split())\nprint(a + b)\n```")
+    except SandboxMissing as missing:
+        pytest.skip(str(missing))
+    assert right.reward == 1.0
+    wrong = env.score(read, "```python\nprint(3)\n```")  # of the public case alone
+    assert (wrong.reward, wrong.metrics["passed"]) == (0.0, 0.5)
+    assert env.score(complete, "```python\ndef add(a, b):\n    return a + b\n```").reward == 1.0

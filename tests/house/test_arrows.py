@@ -20,7 +20,7 @@ FILES = {
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "machine": (set(), set()),
-    "tool_calls": (set(), set()),
+    "tool_calls": ({"types"}, set()),
     # config -> types: what the engine can be asked for bounds what a file may ask for; quant, kv,
     # objectives, advantages: their tables are the words that it may ask with, and need no torch
     "config": (
@@ -64,6 +64,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {
             "transformers",
             "verifiers",
+            "mcp",
             "math_verify",
             "latex2sympy2_extended",
             "sympy",

@@ -227,8 +227,15 @@ def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
-@pytest.mark.parametrize("codes", ["0", "1"])
-@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize(
+    ("head", "codes"),
+    [
+        (64, "0"),
+        (128, "1"),
+        pytest.param(64, "1", marks=pytest.mark.long),
+        pytest.param(128, "0", marks=pytest.mark.long),
+    ],
+)
 def test_the_kernel_of_many_rows_compiles_without_spills(
     head: int, codes: str, tmp_path: Path
 ) -> None:

@@ -431,7 +431,7 @@ def compile_for_hopper(kind: str, types: dict[str, str], features: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["nvfp4", "int4"])
+@pytest.mark.parametrize("kind", ["nvfp4", pytest.param("int4", marks=pytest.mark.long)])
 def test_streamed_codes_compile_without_spills(kind: str, tmp_path: Path) -> None:
     command = [
         str(nvcc.compiler()),

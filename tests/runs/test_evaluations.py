@@ -318,3 +318,47 @@ def test_the_page_escapes_what_a_model_says() -> None:
     assert sum("<script>alert(1)</script>\\x1b[2J" in text for text in found.texts) > 8
     assert "Content-Security-Policy" in page and "engines part on 1" in page
     assert page.index("test/1") < page.index("test/0")  # where engines part comes first
+
+
+TWICE = """
+from lowroll.envs import Environment
+
+
+class Twice(Environment):
+    max_turns = 2
+
+    def prompt(self, index, split="train"):
+        return self.ask(f"{index}?", index, split, {})
+
+    def respond(self, prompt, messages):
+        return [{"role": "user", "content": "And?"}]
+
+    def score(self, prompt, text):
+        return 0.0
+
+    def score_conversation(self, prompt, messages):
+        return float([m["role"] for m in messages] == ["user", "assistant"] * 2)
+
+    def gold(self, prompt):
+        raise NotImplementedError
+
+    perturbed = gold
+"""
+
+
+@pytest.mark.slow
+def test_conversations_are_kept_and_scored_whole(model: Path, tmp_path: Path) -> None:
+    (file := tmp_path / "twice.py").write_text(TWICE)
+    asked = {"env": [{"id": str(file)}], "num_examples": 2, "temperature": 1.0}
+    drawn = {"max_tokens": 60, "stop": list("abcdefghijklmnopqrstuvwxyz012345 ")}  # turns end soon
+    cfg = from_mapping(run_settings(model, tmp_path / "run", eval=asked, rollout=drawn))
+    (row,) = evaluate(cfg, ["fp32"], out=tmp_path / "out")
+    assert row["pass_at_1"] == 1.0 and row["env"] == "twice.py"
+    (kept,) = (tmp_path / "out/responses").rglob("*.jsonl")
+    lines = kept.read_bytes().splitlines(keepends=True)
+    (first,) = json.loads(lines[1])["responses"]
+    assert [m["role"] for m in first["messages"]] == ["assistant", "user", "assistant"]
+    assert first["text"] == first["messages"][-1]["content"]
+    kept.write_bytes(b"".join(lines[:3]))  # drawn, and not scored yet
+    (again,) = evaluate(cfg, ["fp32"], out=tmp_path / "out")
+    assert again | {"seconds": 0} == row | {"seconds": 0}

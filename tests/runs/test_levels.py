@@ -130,6 +130,7 @@ def test_engines_of_roles_replay_what_is_in_flight(model: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_when_one_of_two_engines_is_lost(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     asked = tree(model, run, {"max_async_level": 1}, train={"max_steps": 12})

@@ -3,6 +3,7 @@ over either transport, through kills, stops and resumption."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,17 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lowroll.checkpoint.lock import RunLock, RunLockedError
 from lowroll.config import from_mapping
 from lowroll.config.surogate.roles import GIVEN
-from lowroll.metrics.record import add_evaluation, read, read_evaluations
+from lowroll.metrics.live import LiveView
+from lowroll.metrics.record import Recorder, add_evaluation, read, read_evaluations
 from lowroll.orchestrator import audit
+from lowroll.runs.launch import local
 from lowroll.runs.launch.child import MOST_RESTARTS, Child
+from lowroll.runs.launch.local import Launcher
 from lowroll.runs.preflight import look_at_run
 from lowroll.runs.roles.heart import Heart, Watch
 from lowroll.runs.roles.orchestrate import orchestrate
 from lowroll.runs.roles.place import Place
+from lowroll.runs.stop import Stop
 from lowroll.transport.base import PeerSilent
 from lowroll.transport.broadcasts import Broadcasts
 from lowroll.types import printable
@@ -35,6 +41,8 @@ LORA = {"lora": True, "lora_rank": 4}
 STEPS = {"max_steps": 4, "learning_rate": 1e-2, "minibatches": 2}
 EVALUATED = {"interval": 2, "num_examples": 4, "temperature": 1.0}
 ZMQ = {"type": "zmq", "port": 0}
+NOISE = {"sigma_start": 0.05, "num_stages": 3}
+LONG = pytest.mark.long
 
 
 @pytest.mark.slow
@@ -42,15 +50,19 @@ ZMQ = {"type": "zmq", "port": 0}
     "changes",
     [
         {"eval": EVALUATED},
-        {"rollout_transport": ZMQ, "train": {**STEPS, **LORA}},
-        {
-            "dtype": "bfloat16",
-            "rollout_transport": ZMQ,
-            "rollout": {"max_tokens": 6, "cache_tokens": 1024, "weights": "bf16"},
-        },
-        {"train": {**STEPS, **LORA}, "noise": {"sigma_start": 0.05, "num_stages": 3}},
+        {"rollout_transport": ZMQ, "train": {**STEPS, **LORA}, "noise": NOISE},
+        pytest.param({"rollout_transport": ZMQ, "train": {**STEPS, **LORA}}, marks=LONG),
+        pytest.param(
+            {
+                "dtype": "bfloat16",
+                "rollout_transport": ZMQ,
+                "rollout": {"max_tokens": 6, "cache_tokens": 1024, "weights": "bf16"},
+            },
+            marks=LONG,
+        ),
+        pytest.param({"train": {**STEPS, **LORA}, "noise": NOISE}, marks=LONG),
     ],
-    ids=["int8-evaluated", "lora-zmq", "bf16-zmq", "lora-noise"],
+    ids=["int8-evaluated", "lora-noise-zmq", "lora-zmq", "bf16-zmq", "lora-noise"],
 )
 def test_roles_by_hand_are_one_process_bit_for_bit(
     model: Path, tmp_path: Path, changes: dict[str, Any]
@@ -65,6 +77,7 @@ def test_roles_by_hand_are_one_process_bit_for_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_whole_models_go_from_device_to_device(model: Path, tmp_path: Path) -> None:
     """By gloo on a CPU, which nccl stands for there."""
     tree = {"train": {**STEPS, "max_steps": 2}}
@@ -81,7 +94,11 @@ def test_whole_models_go_from_device_to_device(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"train": {"uaq_scale": 1.5}}], ids=["", "scaled"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=LONG), {"train": {"uaq_scale": 1.5}}],
+    ids=["", "scaled"],
+)
 def test_what_an_aligned_learner_changes_travels_alone(
     model: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -96,34 +113,48 @@ def test_what_an_aligned_learner_changes_travels_alone(
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_one_process_to_roles_and_back(model: Path, tmp_path: Path) -> None:
-    tree = settings(model, tmp_path / "whole", train={**STEPS, "max_steps": 12})
+    tree = settings(model, tmp_path / "whole", train={**STEPS, "max_steps": 5})
     train(tree)
     whole = tmp_path / "whole"
-    copy_stopped_after(whole, 9, tmp_path / "roles")
+    copy_stopped_after(whole, 3, tmp_path / "roles")
     file = write({**tree, "output_dir": str(tmp_path / "roles")}, tmp_path / "run.yaml")
     by_hand(file, tmp_path, "--resume")
     assert outcome(tmp_path / "roles") == outcome(whole)
-    copy_stopped_after(tmp_path / "roles", 10, tmp_path / "back")
+    copy_stopped_after(tmp_path / "roles", 4, tmp_path / "back")
     train({**tree, "output_dir": str(tmp_path / "back")}, resume=True)
     assert outcome(tmp_path / "back") == outcome(whole)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_roles_that_are_lost_are_started_again(model: Path, tmp_path: Path) -> None:
-    """By real children; `tests.torture --suites roles` has the points between them."""
-    longer = {"train": {**STEPS, "max_steps": 8}, "rollout_transport": ZMQ}
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [(2, "trainer", "kill")],
+        pytest.param(
+            [
+                (2, "trainer", "kill"),
+                (3, "orchestrator", "kill"),
+                (4, "engine-0", "kill"),
+                (5, "orchestrator", "stop"),
+            ],
+            marks=LONG,
+        ),
+    ],
+    ids=["one", "all"],
+)
+def test_roles_that_are_lost_are_started_again(
+    model: Path, tmp_path: Path, losses: list[tuple[int, str, str]]
+) -> None:
+    """By real children; of the others and of the points between them there are the tests below, and
+    `tests.torture --suites roles`."""
+    longer = {"train": {**STEPS, "max_steps": 3 + len(losses)}, "rollout_transport": ZMQ}
     train(settings(model, tmp_path / "one", **longer))
     run, log = tmp_path / "roles", tmp_path / "launcher.log"
     file = write(settings(model, run, **longer), tmp_path / "run.yaml")
     words = ("grpo", str(file), "launcher=local")
     with started(log, *words, LOWROLL_SILENT_S="5") as launcher:
-        for step, role, how in (
-            (2, "trainer", "kill"),
-            (3, "orchestrator", "kill"),
-            (4, "engine-0", "kill"),
-            (5, "orchestrator", "stop"),
-        ):
+        for step, role, how in losses:
             strike(reached(run, role, step, launcher), how)
             said = "killed by SIGKILL" if how == "kill" else "gives no sign of life"
             named = lambda role=role, said=said: any(  # noqa: E731
@@ -133,6 +164,26 @@ def test_roles_that_are_lost_are_started_again(model: Path, tmp_path: Path) -> N
         assert launcher.wait(timeout=300) == 0, log.read_text()
     assert outcome(run) == outcome(tmp_path / "one")
     assert audit.check(run / "orchestrator" / "ledger.jsonl", None) == []
+
+
+@pytest.mark.slow
+def test_one_of_several_engines_is_started_again_alone(model: Path, tmp_path: Path) -> None:
+    """What they draw at level 0 is the same every time, whatever happens to one of them."""
+    runs = [tmp_path / "whole", tmp_path / "killed"]
+    for run in runs:
+        tree = settings(model, run, train=STEPS)
+        tree["rollout"]["engines"] = 2
+        file, log = write(tree, tmp_path / "run.yaml"), tmp_path / f"{run.name}.log"
+        with started(log, "grpo", str(file), "launcher=local") as launcher:
+            if run.name == "killed":
+                strike(reached(run, "engine-1", 2, launcher), "kill")
+            assert launcher.wait(timeout=300) == 0, log.read_text()
+    assert outcome(runs[0]) == outcome(runs[1])
+    attempts = [heart(runs[1], role)["attempt"] for role in ("engine-0", "engine-1", "trainer")]
+    assert attempts == [1, 2, 1]
+    assert "engine-1 has ended (killed by SIGKILL)" in (tmp_path / "killed.log").read_text()
+    for role in ("engine-0", "engine-1"):
+        assert "serving model at" in (runs[1] / "logs" / f"{role}.log").read_text()
 
 
 @pytest.mark.slow
@@ -272,6 +323,18 @@ def test_the_tokens_of_a_folder_are_made_once_and_for_this_user(tmp_path: Path) 
     assert (tmp_path / "roles" / "tokens.json").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("given", [{"TOKEN": "a" * 32}, {"TOKEN": "a" * 32, "ADMIN_TOKEN": "b"}])
+def test_one_token_alone_is_refused(
+    tmp_path: Path, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a role has those of the folder, and the others do not know them."""
+    monkeypatch.delenv("LOWROLL_ADMIN_TOKEN", raising=False)
+    for name, token in given.items():
+        monkeypatch.setenv(f"LOWROLL_{name}", token)
+    with pytest.raises(ValueError, match="^LOWROLL_ADMIN_TOKEN: expected at least 16 characters"):
+        Place(tmp_path).tokens()
+
+
 def test_a_child_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
     child = Child("trainer", ["no-such-command"], os.environ, tmp_path / "h", tmp_path / "log")
     pauses = []
@@ -298,6 +361,27 @@ def test_a_child_that_ended_in_its_start_was_never_ready(tmp_path: Path) -> None
         child.look()
         assert child.ready == ready, phase
     child.kill()
+
+
+@pytest.mark.parametrize(("phase", "patience"), [("learning", 30.0), ("ended", 120.0)])
+def test_a_child_that_has_said_its_end_may_take_a_while(
+    tmp_path: Path, phase: str, patience: float
+) -> None:
+    """A machine that is busy, or memory of a large model: it must not learn its last steps again."""
+    now = [0.0]
+    child = Child("trainer", [], os.environ, tmp_path / "h", tmp_path / "log")
+    child.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    child.watch = Watch(tmp_path / "h", clock=lambda: now[0])
+    try:
+        said = {"role": "trainer", "pid": child.process.pid, "phase": phase, "beat": 1}
+        (tmp_path / "h").write_text(json.dumps(said))
+        child.look()
+        now[0] = patience - 1
+        assert child.hangs() is None
+        now[0] = patience + 1
+        assert "gives no sign of life" in (child.hangs() or "")
+    finally:
+        child.kill()
 
 
 def test_an_orchestrator_that_is_refused_leaves_what_another_was_given(
@@ -330,6 +414,52 @@ def test_evaluations_of_an_orchestrator_are_read_with_the_records(
     assert "eval/reverse-text/reward" not in second
     add_evaluation(run, 2, {"eval/reverse-text/reward": 1.0})
     assert sorted(read_evaluations(run)) == [0, 1, 2, 9]
+
+
+def test_the_launcher_shows_evaluations_and_warnings(tmp_path: Path) -> None:
+    """Those of the orchestrator come after the record of their step, and were shown nowhere."""
+    cfg = from_mapping({"model": "m", "output_dir": str(tmp_path), "rollout": {"engines": 3}})
+    out = io.StringIO()
+    view = LiveView(4, "run", Console(file=out, width=200))
+    launcher = Launcher(cfg, Place(tmp_path), tmp_path / "x", False, False, view, Stop())
+    assert [child.role for child in launcher.engines] == ["engine-0", "engine-1", "engine-2"]
+    launcher.trainer.ready = True
+    recorder = Recorder(tmp_path)
+    recorder.write(1, {"reward/mean": 0.25})
+    launcher._show()
+    add_evaluation(tmp_path, 1, {"eval/words/reward": 0.75})
+    (tmp_path / "logs").mkdir()
+    line = "2026-01-01 10:00:00,1 WARNING lowroll.x: engine h is fenced\n"
+    (tmp_path / "logs" / "orchestrator_1.log").write_text(line)
+    launcher._show()
+    recorder.write(2, {"reward/mean": 0.5})
+    add_evaluation(tmp_path, 2, {"eval/words/reward": 0.875})
+    launcher._show()
+    launcher._show()
+    told = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert told[0].startswith("step 1/4 reward 0.250")
+    assert told[1:3] == ["step 1/4 eval/words/reward 0.750", "orchestrator: engine h is fenced"]
+    assert told[3].startswith("step 2/4 reward 0.500") and "eval/words/reward 0.875" in told[3]
+    assert len(told) == 4
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engines", "each", "wanted"),
+    [
+        ("", 2, 1, [None, None, None]),
+        ("0", 1, 1, [None, None]),
+        ("0,1", 2, 1, ["0", "1", "1"]),
+        ("3,5,7", 2, 1, ["3", "5", "7"]),
+        ("0,1,2,3,4", 2, 2, ["0", "1,2", "3,4"]),
+        ("0,1", 1, 2, ["0", "1"]),
+    ],
+)
+def test_engines_share_the_gpus_that_the_learner_leaves(
+    gpus: str, engines: int, each: int, wanted: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    found = local._devices(engines, each)
+    assert [one.get("CUDA_VISIBLE_DEVICES") for one in found] == wanted
 
 
 def test_a_role_is_had_once(tmp_path: Path) -> None:

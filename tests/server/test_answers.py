@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 from lowroll import Engine, Request
+from lowroll.engine.packed import unpack
 from lowroll.types import Group, Rollout
 from tests.fixtures.http import NAME, events, get, post, serving
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+
+
+PACKED = {"prompt": "a", "packed": True, "return_token_ids": True}
 
 
 def engine_of(model: Path, weights: str = "fp32", **options: Any) -> Engine:
@@ -88,6 +92,13 @@ def joined(
     return ids, logprobs, "".join(c["text"] for c in mine), mine[-1]["finish_reason"]
 
 
+def unpacked(parts: list[dict[str, Any]], index: int) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs of a packed choice in a stream."""
+    mine = [c["packed"] for part in parts for c in part["choices"] if c["index"] == index]
+    pieces = [unpack(one) for one in mine]
+    return [i for ids, _ in pieces for i in ids], [p for _, ps in pieces for p in ps]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
 def test_tokens_and_logprobs_are_those_of_the_engine(model: Path, weights: str) -> None:
@@ -113,6 +124,19 @@ def test_tokens_and_logprobs_are_those_of_the_engine(model: Path, weights: str) 
                 assert choice["lowroll"]["logprobs"] == rollout.logprobs
                 assert choice["index"] == sample and choice["prompt_token_ids"] == ids
                 assert choice["text"] == reference.text(rollout)
+
+            bare = {k: v for k, v in many.items() if k != "logprobs"} | {"packed": True}
+            group = drawn(prompt(n + 300))
+            choices = answer(url, COMPLETIONS, {**bare, "prompt": prompt(n + 300)})["choices"]
+            for rollout, choice in zip(group.rollouts, choices, strict=True):
+                assert unpack(choice["packed"]) == (rollout.token_ids, rollout.logprobs)
+                assert choice["lowroll"]["behavior"] == as_json(rollout)
+                assert choice.keys().isdisjoint({"token_ids", "logprobs"}) and not choice["text"]
+            group = drawn(prompt(n + 400))
+            parts = events(url + COMPLETIONS, {**bare, "prompt": prompt(n + 400)})
+            for sample, rollout in enumerate(group.rollouts):
+                assert unpacked(parts, sample) == (rollout.token_ids, rollout.logprobs)
+                assert parts[-1]["lowroll"][sample]["behavior"] == as_json(rollout)
 
             text = known.decode(prompt(n + 100))
             group = drawn(known.encode(text))
@@ -393,6 +417,11 @@ def test_the_model_is_listed(url: str, engine: Engine) -> None:
         (COMPLETIONS, {"prompt": "a", "n": 65}, "n", "64 at most"),
         (COMPLETIONS, {"prompt": "a", "n": 0}, "n", "1.."),
         (COMPLETIONS, {"prompt": "a", "best_of": 4}, "best_of", "n 1"),
+        (COMPLETIONS, {"prompt": "a", "packed": True}, "packed", "return_token_ids"),
+        *(
+            (COMPLETIONS, PACKED | {other: value}, "packed", other)
+            for other, value in (("echo", True), ("logprobs", 0), ("prompt_logprobs", 1))
+        ),
         (COMPLETIONS, {"prompt": [[70]] * 257}, "prompt", "256 at most"),
         (COMPLETIONS, {"prompt": ["a", "b"], "request_id": "x"}, "request_id", "2 prompts"),
         (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature", "0 for greedy"),

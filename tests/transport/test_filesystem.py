@@ -287,7 +287,7 @@ def test_the_end_is_told_behind_the_last_batch(tmp_path: Path) -> None:
     assert receiver.receive(0).step == 2
 
 
-def test_a_waiting_trainer_looks_ten_times_a_second_at_most(tmp_path: Path) -> None:
+def test_a_waiting_trainer_looks_fifty_times_a_second_at_most(tmp_path: Path) -> None:
     """Polls are counted: a timing decides nothing."""
     pauses: list[float] = []
     sender = Sender(tmp_path)
@@ -299,7 +299,7 @@ def test_a_waiting_trainer_looks_ten_times_a_second_at_most(tmp_path: Path) -> N
 
     receiver = Receiver(tmp_path, 1, pause=pause)
     assert receiver.receive(1000).step == 1
-    assert len(pauses) < 10 * 60 + 10 and max(pauses) <= 0.1
+    assert len(pauses) < 50 * 60 + 10 and max(pauses) <= 0.02
 
 
 def test_a_dead_orchestrator_ends_the_wait(tmp_path: Path) -> None:

@@ -149,8 +149,8 @@ def changed(change: typing.Callable[[dict], object]) -> bytes:
         (lambda s: s.update(score=1.0), r"score: float is none of"),
         (lambda s: s["prompt"].update(messages="hi"), r"prompt\.messages: expected list, got str"),
         (
-            lambda s: s["prompt"]["messages"][0].update(content=5),
-            r"messages\[0\]\.content: expected str, got int",
+            lambda s: s["prompt"]["messages"].append("hi"),
+            r"messages\[1\]: expected dict, got str",
         ),
         (lambda s: s.update(reward="high"), r"reward"),
         (lambda s: s.clear(), r"missing field"),
@@ -258,8 +258,14 @@ def test_what_json_would_change_is_refused_when_encoding(sample: Sample, message
 def test_the_codec_knows_every_field_of_the_nouns() -> None:
     """A field added to a noun is carried at once, and its absence is noticed."""
     evictions = Evictions(1, 2, (3,), b"\xff\0")
-    rollout = dataclasses.replace(sample_of().rollout, evictions=evictions, top_logprobs=[])
-    value = json.loads(encode_sample(sample_of(rollout=rollout, temperature=0.5)))
+    turns = (types.Turn(0, 1, "stop", 7),)
+    rollout = dataclasses.replace(
+        sample_of().rollout, evictions=evictions, top_logprobs=[], turns=turns
+    )
+    said = {"messages": [{"role": "user", "content": "a"}], "ended": "done"}
+    sample = sample_of(rollout=rollout, temperature=0.5, **said)
+    assert decode_sample(encode_sample(sample)) == sample
+    value = json.loads(encode_sample(sample))
     tagged = {name: x for name, x in value["rollout"]["evictions"].items() if name != "type"}
     for kind, part in (
         (types.Sample, value),
@@ -267,6 +273,7 @@ def test_the_codec_knows_every_field_of_the_nouns() -> None:
         (types.Rollout, value["rollout"]),
         (types.BehaviorTag, value["rollout"]["behavior"]),
         (types.Evictions, tagged),
+        (types.Turn, value["rollout"]["turns"][0]),
     ):
         assert set(part) == {field.name for field in dataclasses.fields(kind)}
 

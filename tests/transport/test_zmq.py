@@ -127,7 +127,7 @@ def test_a_full_channel_blocks_and_a_waiting_trainer_names_whom(
     assert receiver.receive(30).step == 1
     with pytest.raises(DeadlineExceeded, match=f"step 2 from the orchestrator at {sender.address}"):
         receiver.receive(0.05)
-    sender.queue.deadline_s = 30
+    sender.deadline_s = 30
     sender.send(batch_of(2))
     assert receiver.receive(30).step == 2
     nobody = receiver_of(stack, "tcp://127.0.0.1:1", 1)

@@ -143,7 +143,11 @@ class InferFile(Section):
     # engines behind one address
     dp: Annotated[
         int,
-        only(1, why="an address is one engine; start several, and list them in client.base_url"),
+        only(
+            1,
+            why="an address is one engine; the override rollout.engines starts several, and "
+            "client.base_url lists those that others start",
+        ),
     ] = 1
     enable_lora: bool = True  # take adapters while serving
     max_lora_rank: Count | None = None  # highest rank of an adapter

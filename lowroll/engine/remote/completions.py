@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lowroll.engine.packed import unpack
 from lowroll.engine.remote.client import ServerError, parsed
 from lowroll.engine.request import sampler_settings
 from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout, printable
@@ -188,10 +189,12 @@ class Arrivals:
         sample.stated = choice.get("lowroll", sample.stated)
 
     def _take_tokens(self, index: int, sample: Sample, choice: dict[str, Any]) -> None:
-        ids = choice.get("token_ids") or []
         stated = choice.get("logprobs") or {}
-        logprobs = stated.get("token_logprobs") if isinstance(stated, dict) else None
-        logprobs = logprobs or []
+        if "packed" in choice:
+            ids, logprobs = self._unpacked(index, choice["packed"])
+        else:
+            ids = choice.get("token_ids") or []
+            logprobs = (stated.get("token_logprobs") if isinstance(stated, dict) else None) or []
         if not isinstance(ids, list) or not _are_ids(ids, self.vocab_size):
             raise self._lie(f"choice {index}: token ids of 0..{self.vocab_size - 1} were expected")
         if not isinstance(logprobs, list) or len(logprobs) != len(ids):
@@ -207,6 +210,12 @@ class Arrivals:
             sample.top_logprobs += self._top(index, stated.get("top_logprobs"), len(ids))
         sample.token_ids += ids
         sample.logprobs += map(float, logprobs)
+
+    def _unpacked(self, index: int, packed: Any) -> tuple[list[int], list[float]]:
+        try:
+            return unpack(packed)
+        except (KeyError, TypeError, ValueError):
+            raise self._lie(f"choice {index}: {_show(packed)} are no packed tokens") from None
 
     def _top(self, index: int, rows: Any, count: int) -> list[list[tuple[int, float]]]:
         """The likeliest tokens of each place, largest first: fewer where no more can be drawn. A

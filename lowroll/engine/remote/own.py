@@ -33,6 +33,7 @@ class OwnDialect:
     vocab_size: int = ANY_ID
     weight_bits: float = 0.0  # of a linear weight
     cache_tokens: int = 0  # that the KV cache holds
+    packs: bool = False  # it can send tokens and log-probs packed
 
     def check(self, request: Request) -> None:
         """The server checks."""
@@ -42,12 +43,15 @@ class OwnDialect:
 
     def body(self, request: Request) -> dict[str, Any]:
         """The request, field by field."""
-        plain = body_of(request, self.model, seed=request.seed, stop_ids=list(request.stop_ids))
-        return plain | {
+        body = body_of(request, self.model, seed=request.seed, stop_ids=list(request.stop_ids))
+        body |= {
             "ignore_eos": request.ignore_eos,
             "stop": list(request.stop_strings),
             "request_id": request.id,
         }
+        if self.packs and not request.top_logprobs:
+            body |= {"packed": True, "logprobs": None}
+        return body
 
     def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
         """The body that asks for the log-probs of a prompt."""
@@ -132,6 +136,7 @@ def read(answer: Any, url: str, model: str | None) -> OwnDialect:
                 able.vocab_size or ANY_ID,
                 float(holds.get("weight_bits", 0.0)),
                 int(holds.get("cache_tokens", 0)),
+                bool(stated.get("packs", False)),
             )
     except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
         shown = printable(repr(answer), 200)
@@ -160,11 +165,12 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
         records_evictions=bool(stated["records_evictions"]),
         replays=bool(stated["replays"]),
         vocab_size=_size(stated.get("vocab_size")),
+        lora_rank=_size(stated.get("lora_rank")),
     )
 
 
 def _size(stated: Any) -> int | None:
-    """Of a vocabulary; servers before it was told say nothing."""
+    """A number; servers before it was told say nothing."""
     return None if stated is None else int(stated)
 
 

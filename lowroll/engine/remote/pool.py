@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ class EnginePool:
     a silent engine holds its requests. update_s: until the first engine has taken new weights; the
     others have `silent_s` more. concurrency: requests open at one engine. folder: of the model, where
     a vLLM's name of it does not lead there. in_flight: whether what is in flight at an update goes
-    on or is replayed by the engines, which must be lowroll's own then.
+    on or is replayed by the engines, which must be lowroll's own then. alive: called while the first
+    engine is waited for, or an update; what it raises ends the wait.
 
     ValueError for engines that do not fit together, ServerError when none answers; either names the
     address and what it said last.
@@ -110,6 +111,7 @@ class EnginePool:
         folder: Path | None = None,
         in_flight: InFlight = "keep",
         resolver: Resolver = resolve,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         if not urls and elastic is None:
             raise ValueError("client.base_url: no engine is named, and no client.elastic.hostname")
@@ -129,6 +131,7 @@ class EnginePool:
         self._left = Counts()  # of engines that have left
         self._none_since: float | None = time.monotonic()  # no engine is ready
         self._closed = False
+        self._alive = alive
         self._discovery: Discovery | None = None
         self._loop = asyncio.new_event_loop()
         self._desk = Desk(self._members, self.versions, self._terms, self._answer)
@@ -138,7 +141,7 @@ class EnginePool:
             self._do(self._begin(urls), MARGIN)
             if elastic is not None:
                 self._discovery = Discovery(elastic, self._found, resolver)
-            self._do(self._until_ready(), start_s + MARGIN)
+            self._do(self._until_ready(), start_s + MARGIN, alive)
             self._take_errors()
         except BaseException:
             self.close()
@@ -257,7 +260,8 @@ class EnginePool:
         or when they hold different weights afterwards.
         """
         terms = self._terms
-        self._do(self._update(broadcast), terms.update_s + terms.silent_s + terms.patience_s)
+        longest = terms.update_s + terms.silent_s + terms.patience_s
+        self._do(self._update(broadcast), longest, self._alive)
         return self.behavior
 
     def reset_prefix_cache(self) -> None:
@@ -298,15 +302,22 @@ class EnginePool:
 
     # -- inside, on the caller's thread ------------------------------------------------------------
 
-    def _do(self, work: Coroutine[Any, Any, Any], deadline_s: float) -> Any:
+    def _do(
+        self,
+        work: Coroutine[Any, Any, Any],
+        deadline_s: float,
+        alive: Callable[[], None] = lambda: None,
+    ) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        end = time.monotonic() + deadline_s + MARGIN
         try:
-            return future.result(deadline_s + MARGIN)
-        except FutureTimeout:
-            if future.done():  # its own
-                raise
-            future.cancel()
-            raise ServerError(f"the pool's loop did not answer; {self._told()}") from None
+            while (left := end - time.monotonic()) > 0:
+                if wait([future], timeout=min(TURN, left)).done:
+                    return future.result()
+                alive()
+        finally:
+            future.cancel()  # nothing of one that is done
+        raise ServerError(f"the pool's loop did not answer; {self._told()}")
 
     @property
     def dialect(self) -> Any:
@@ -419,6 +430,8 @@ class EnginePool:
 
     async def _until_ready(self) -> None:
         """One engine answers; the others had a moment to do so, too."""
+        loop, silent_s = asyncio.get_running_loop(), self._terms.silent_s
+        late = loop.call_later(silent_s, self._tell_late, silent_s)
         try:
             async with asyncio.timeout(self._terms.patience_s):
                 while not any(m.state == "ready" for m in self._members):
@@ -429,8 +442,13 @@ class EnginePool:
             raise ServerError(
                 f"no engine has answered within {self._terms.patience_s:g} s: {self._told()}"
             ) from None
+        finally:
+            late.cancel()
         seconds = min(TOGETHER_S, self._terms.patience_s)
         await asyncio.gather(*(happens(member.tried, seconds) for member in self._members))
+
+    def _tell_late(self, seconds: float) -> None:
+        log.warning("no engine has answered for %g s: %s. Waiting for one", seconds, self._told())
 
     async def _end(self) -> None:
         self._desk.drop_all()

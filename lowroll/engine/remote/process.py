@@ -7,18 +7,21 @@ ask nobody for a token, and on loopback every user of the machine could call the
 
 from __future__ import annotations
 
+import hashlib
 import os
-import re
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lowroll import machine
+from lowroll.checkpoint.logfile import last_error
 from lowroll.engine.remote.client import EngineLost
 from lowroll.types import printable
 
@@ -39,17 +42,14 @@ UNLESS_SET = {  # read on a CPU alone, but for the last: it cannot say processed
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-_ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S")
-# of errors that point at another one
-_ECHO = re.compile(r"root cause|EngineDeadError|See stack trace|RequestCancelled|CancelledError")
-_MOST_LOG = 1 << 18  # bytes of the log's end that are looked at
 
 
 class VllmProcess:
     """python: of vLLM's environment; default LOWROLL_VLLM_PYTHON, or this one. site: the folder
     that vLLM is unpacked in, where it is not installed; default LOWROLL_VLLM_PATH. arguments: of
     `vllm serve`, without an address. devices: its CUDA_VISIBLE_DEVICES. log: appended to; it
-    outlives the process."""
+    outlives the process. folder: that its socket lies in, made and removed with it; by default a
+    temporary one."""
 
     def __init__(
         self,
@@ -59,11 +59,15 @@ class VllmProcess:
         python: str | None = None,
         site: str | None = None,
         devices: str | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.log = log
-        # short, whatever TMPDIR is: a socket's path has 107 bytes at most
-        self.folder = Path(tempfile.mkdtemp(prefix="lowroll-vllm-", dir=_short_temporary()))
-        self.url = f"unix:{self.folder / 'socket'}"
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="lowroll-vllm-", dir=_short_temporary()))
+        else:
+            _make_private(folder)
+        self.folder = folder
+        self.url = f"unix:{folder / 'socket'}"
         python = python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable
         command = [python, "-P", str(KEEPER), *arguments, "--uds", str(self.folder / "socket")]
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +106,7 @@ class VllmProcess:
                 tell(f"vLLM answers after {now - began:.0f} s")
                 return
             time.sleep(0.1)
-        last = self.last_line()
+        last = last_error(self.log, self._began)
         self.close()
         raise EngineLost(
             f"vLLM was not ready within {deadline_s:g} s; the end of {self.log}: {last}"
@@ -112,22 +116,7 @@ class VllmProcess:
         """Why it has ended, in the words of its log; None while it runs."""
         if self.child.poll() is None:
             return None
-        return f"vLLM has ended; the last error of {self.log}: {self.last_line()}"
-
-    def last_line(self) -> str:
-        """The last error in the log of this start that does not point at another, or its last
-        line."""
-        try:
-            with self.log.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(self._began, size - _MOST_LOG))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError as error:
-            return printable(f"(the log cannot be read: {error.strerror or error})")
-        told = [line for line in lines if line.strip()]
-        errors = [line for line in told if _ERROR.search(line)]
-        causes = [line for line in errors if not _ECHO.search(line)]
-        return printable((causes or errors or told or ["(nothing)"])[-1].strip())
+        return f"vLLM has ended; the last error of {self.log}: {last_error(self.log, self._began)}"
 
     def close(self) -> None:
         """End it and all of its processes, and wait until they have ended. Idempotent."""
@@ -155,8 +144,26 @@ def _environment(site: str | None, devices: str | None) -> Mapping[str, str]:
     return kept | ALWAYS | ({} if site is None else {"PYTHONPATH": site})
 
 
+def lasting_folder(of: str) -> Path:
+    """A folder for the socket of whoever has the name `of`, the same one every time."""
+    name = hashlib.sha256(f"{os.getuid()} {of}".encode()).hexdigest()[:16]
+    return Path(_short_temporary() or tempfile.gettempdir()) / f"lowroll-vllm-{name}"
+
+
+def _make_private(folder: Path) -> None:
+    """Make it for this user alone, without the socket of one that was killed. ValueError when it is
+    somebody else's."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ValueError(f"{folder}: it is no folder that this user alone can open; remove it")
+    (folder / "socket").unlink(missing_ok=True)
+
+
 def _short_temporary() -> str | None:
-    """None for the usual place."""
+    """Where a socket's path, of 107 bytes at most, has room whatever TMPDIR is; None for the usual
+    place."""
     return None if len(tempfile.gettempdir()) < 60 else "/tmp"
 
 

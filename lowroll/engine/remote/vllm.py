@@ -121,6 +121,7 @@ class VllmEngine(RemoteEngine):
         bound: float = BOUND,
         request_s: float = 1200.0,
         stream: bool = False,
+        socket: Path | None = None,
         tell: Callable[[str], object] = _log,
     ) -> VllmEngine:
         """A vLLM of our own for a model folder; it ends with this engine, or with this process.
@@ -131,7 +132,8 @@ class VllmEngine(RemoteEngine):
         takes. lora_rank: the policy is an adapter of at most this rank. way: of full updates; None
         for an engine that takes none.
         arguments: more options of `vllm serve`. exchange: where weights are laid; default the
-        temporary folder of the machine. tell: takes a line now and then about how the start goes.
+        temporary folder of the machine. socket: the folder of its socket
+        (`process.lasting_folder`); default a temporary one. tell: takes a line now and then about how the start goes.
         EngineLost, with the last error of its log, when it is not ready within start_s.
         """
         from lowroll.engine.remote.served import served
@@ -145,7 +147,12 @@ class VllmEngine(RemoteEngine):
             folder, dtype, tensor_parallel, gpu_memory, context_length, max_batch, lora_rank, way
         )
         process = VllmProcess(
-            [*options, *arguments], log=log, python=python, site=site, devices=devices
+            [*options, *arguments],
+            log=log,
+            python=python,
+            site=site,
+            devices=devices,
+            folder=socket,
         )
         client: Client | None = None
         try:

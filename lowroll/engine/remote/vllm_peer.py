@@ -98,7 +98,7 @@ class VllmPeer:
         name = f"{NAME}{broadcast.version}-{broadcast.digest[:12]}"
         loaded = await self._loaded()
         if name not in loaded:
-            body = {"lora_name": name, "lora_path": str(broadcast.path)}
+            body = {"lora_name": name, "lora_path": str(broadcast.path.resolve())}
             await self._ask("POST", ADAPTERS[0], f"loading adapter {name}", deadline_s, body)
         self._dialect.model = name
         for old in loaded - in_use - {name}:
@@ -124,7 +124,8 @@ class VllmPeer:
                 f"tied embeddings; roll out an adapter"
             )
         what = f"reading {broadcast.path.name}"
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(broadcast.path)}}
+        path = str(broadcast.path.resolve())
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._ask("POST", "/pause?mode=wait", "the end of what it draws", deadline_s)
         await self._ask("POST", "/collective_rpc", what, deadline_s, body)
         await self._ask("POST", "/reset_prefix_cache", "reset_prefix_cache", deadline_s)

@@ -144,7 +144,8 @@ def workloads(
     found = []
     train = _lengths(envs, "train", prompts.LOOKED_AT, chat)
     for now in cfg.each_stage():
-        found.append(_workload(now, spec, now.num_groups, now.rollouts_per_example, train))
+        n = now.rollouts_per_example
+        found.append(_workload(now, spec, now.num_groups, n, train, _turns(envs)))
         if cfg.eval.interval:
             found.append(eval_workload(now, spec, chat, held_out))
     return found
@@ -157,16 +158,22 @@ def eval_workload(
     asked = cfg.eval.num_examples
     examples = asked or max(cfg.eval.count(env.size("test")) for env in envs.values())
     test = _lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
-    return _workload(cfg, spec, examples, cfg.eval.rollouts_per_example, test)
+    return _workload(cfg, spec, examples, cfg.eval.rollouts_per_example, test, _turns(envs))
 
 
 def _workload(
-    cfg: RunConfig, spec: ModelSpec, groups: int, n: int, lengths: Iterable[int]
+    cfg: RunConfig, spec: ModelSpec, groups: int, n: int, lengths: Iterable[int], turns: int
 ) -> Workload:
+    """Of so many turns at most: an environment's messages are taken to be as long as a response."""
     most = prompts.longest(cfg, spec)
     response = cfg.rollout.max_tokens
     prompt = max((length for length in lengths if length <= most), default=most)
-    return Workload(groups, n, prompt, response, most + response)
+    whole = min((2 * turns - 1) * response, most + response - prompt)
+    return Workload(groups, n, prompt, whole, most + response)
+
+
+def _turns(envs: Mapping[str, Environment]) -> int:
+    return max(env.max_turns for env in envs.values())
 
 
 def _lengths(

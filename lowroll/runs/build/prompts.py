@@ -41,6 +41,23 @@ def longest(cfg: RunConfig, spec: ModelSpec) -> int:
     return most
 
 
+def sequence(cfg: RunConfig, spec: ModelSpec) -> int:
+    """Tokens that a whole conversation may have, its prompt included. A cache that is bounded holds
+    a later turn's prompt, and whatever is drawn behind it, up to the longest prompt of all."""
+    most = longest(cfg, spec)
+    return most if cfg.rollout.cache.evicts else most + cfg.rollout.max_tokens
+
+
+def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
+    """ValueError where an environment answers and the chat template cannot go on."""
+    for env in envs.values():
+        if env.max_turns > 1:
+            try:
+                chat.check_turns()
+            except ValueError as error:
+                raise ValueError(f"env {env.name!r}: {error}") from None
+
+
 def _limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, int, str, str]:
     """What a prompt and a response must fit in: (tokens of the longest prompt, its own tokens, the
     key that says so, what it is)."""
@@ -67,8 +84,17 @@ def check(
     envs: Mapping[str, Environment],
     split: str = "train",
 ) -> None:
-    """ValueError naming the setting to which all of an environment's first prompts are too long. A
-    line in the log says how many are, where some fit."""
+    """ValueError naming the setting to which all of an environment's first prompts are too long, and
+    what a conversation does not go with. A line in the log says how many are too long, where some
+    fit."""
+    check_turns(chat, envs)
+    talking = [env.name for env in envs.values() if env.max_turns > 1]
+    if cfg.train.replay_kv and talking:
+        raise ValueError(
+            f"train.replay_kv: env {talking[0]!r} has conversations of several turns, each turn is "
+            "drawn with a cache of its own, and what those dropped is not put together; leave "
+            "replay_kv out"
+        )
     for now in cfg.each_stage():
         most = longest(now, spec)
         for line in passed_over(now, spec, chat, envs, split):

@@ -7,7 +7,8 @@ from lowroll.config.critic import CriticConfig
 from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig
 from lowroll.config.noise import NoiseConfig
-from lowroll.config.schema import SftConfig, TrainConfig
+from lowroll.config.schema import TrainConfig
+from lowroll.config.sft import SftConfig
 from lowroll.objectives.objective import select
 from lowroll.runs.build.mirror import Mirror
 from lowroll.trainer.critic import CriticSettings

@@ -15,7 +15,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowroll.config import RunConfig
 from lowroll.config.vllm import VllmConfig
@@ -23,13 +23,17 @@ from lowroll.engine.base import Engine
 from lowroll.engine.native import pick_device
 from lowroll.model import hf
 from lowroll.model.scoring import score
-from lowroll.model.spec import ModelSpec
+from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format, stored_format
+from lowroll.runs.build import models
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import LOGS
 from lowroll.runs.terminal import tell
 from lowroll.weights.publish import rollout_copy
+
+if TYPE_CHECKING:
+    from lowroll.engine.remote.vllm import VllmEngine
 
 PYTHON = "LOWROLL_VLLM_PYTHON"
 _LOOK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -101,28 +105,50 @@ def context(cfg: RunConfig, spec: ModelSpec) -> int:
 def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) -> Engine:
     """A vLLM that is started for the run, and ends with `close`. The learner stays `model`: its
     log-probs are compared after every update."""
+    logs = Path(cfg.output_dir) / LOGS
+    log = logs / "vllm.log" if logs.is_dir() else None
+    return _start(cfg, compute, lambda: model, weights, log, **_verified(model))
+
+
+def serve(cfg: RunConfig, log: Path, socket: Path) -> VllmEngine:
+    """A vLLM for a run whose learner is in another process, ready: it draws from the model that the
+    learner begins with. socket: the folder of its socket. ValueError names what it cannot do for
+    the run."""
+    check(cfg)
+    compute = Compute.of(cfg)
+    weights = compute.format(cfg.rollout.weights)
+    return _start(cfg, compute, lambda: models.learner(cfg, compute), weights, log, socket=socket)
+
+
+def _start(
+    cfg: RunConfig,
+    compute: Compute,
+    learner: Callable[[], Transformer],
+    weights: str,
+    log: Path | None,
+    **more: Any,
+) -> VllmEngine:
     from lowroll.engine.remote.vllm import VllmEngine
 
     vllm = cfg.rollout.vllm
     written = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
-    base = _base(cfg, compute, model, weights, Path(written.name))
-    on_gpu = compute.device.type == "cuda"
-    logs = Path(cfg.output_dir) / LOGS
+    base = _base(cfg, compute, learner, weights, Path(written.name))
     made = _named(
         VllmEngine.start,
         base,
-        log=logs / "vllm.log" if logs.is_dir() else None,
+        log=log,
         python=interpreter(vllm),
         devices=vllm.devices,
         dtype=vllm.dtype or str(compute.dtype).removeprefix("torch."),
         tensor_parallel=vllm.tensor_parallel_size,
-        gpu_memory=vllm.gpu_memory_utilization if on_gpu else None,
-        context_length=context(cfg, model.spec),
+        gpu_memory=vllm.gpu_memory_utilization if compute.device.type == "cuda" else None,
+        context_length=context(cfg, read_spec(base)),
         max_batch=cfg.rollout.max_batch,
         arguments=vllm.serve_args,
         start_s=vllm.start_deadline,
         tell=tell,
-        **_shared(cfg, model),
+        **_shared(cfg),
+        **more,
     )
     weakref.finalize(made, written.cleanup)
     return made
@@ -136,10 +162,12 @@ def attach(cfg: RunConfig, model: Transformer, weights: str) -> Engine:
     vllm = cfg.rollout.vllm
     source = hf.resolve(cfg.model)
     folder = source if _holds(source, weights) else None
-    return _named(VllmEngine.attach, vllm.url, folder, token=token(vllm), **_shared(cfg, model))
+    return _named(
+        VllmEngine.attach, vllm.url, folder, token=token(vllm), **_shared(cfg), **_verified(model)
+    )
 
 
-def _named(make: Callable[..., Engine], *args: Any, **options: Any) -> Engine:
+def _named(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmEngine:
     """ValueError in the words of the settings."""
     try:
         return make(*args, **options)
@@ -147,7 +175,12 @@ def _named(make: Callable[..., Engine], *args: Any, **options: Any) -> Engine:
         raise ValueError(f"rollout.vllm: {error}") from None
 
 
-def _shared(cfg: RunConfig, model: Transformer) -> dict[str, Any]:
+def _verified(model: Transformer) -> dict[str, Any]:
+    """A server's log-probs are compared with those of the learner in this process."""
+    return {"verify": lambda ids: score(model, [ids], [1])[0].tolist()}
+
+
+def _shared(cfg: RunConfig) -> dict[str, Any]:
     """What a server is asked for, wherever it came from."""
     vllm, train = cfg.rollout.vllm, cfg.train
     return {
@@ -155,18 +188,23 @@ def _shared(cfg: RunConfig, model: Transformer) -> dict[str, Any]:
         "way": vllm.transfer,
         "concurrency": vllm.max_concurrent,
         "exchange": None if vllm.folder is None else Path(vllm.folder),
-        "verify": lambda ids: score(model, [ids], [1])[0].tolist(),
         "request_s": vllm.request_deadline,
     }
 
 
-def _base(cfg: RunConfig, compute: Compute, model: Transformer, weights: str, room: Path) -> Path:
+def _base(
+    cfg: RunConfig,
+    compute: Compute,
+    learner: Callable[[], Transformer],
+    weights: str,
+    room: Path,
+) -> Path:
     """The folder that a server loads: the run's model where it holds what the rollouts multiply
     with, else one that is written for this into `room`."""
     source = hf.resolve(cfg.model)
     if _holds(source, weights):
         return source
-    rollout = rollout_copy(model, weights, get_format(weights).dtype or compute.dtype)
+    rollout = rollout_copy(learner(), weights, get_format(weights).dtype or compute.dtype)
     for _, linear in rollout.linears():
         linear.adapter = None
     return hf.save(rollout, room / "base", tokenizer_from=source)

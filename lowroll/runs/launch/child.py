@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,18 +12,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from lowroll.checkpoint.logfile import last_error
 from lowroll.runs.roles.heart import Watch
 from lowroll.runs.roles.parent import PARENT
-from lowroll.types import printable
 
 MOST_RESTARTS = 5  # within WINDOW_S
 WINDOW_S = 600.0
 FIRST_PAUSE_S = 0.5  # before a restart; then twice as long each time
 LONGEST_PAUSE_S = 10.0
 LOOK_S = 0.05
+ENDING_S = 120.0  # from its last sign of life to its end: it gives a large model's memory back
 START_S = 900.0  # until the first sign of life: loading a large model takes minutes
-_MOST_LOG = 1 << 16
-_ERROR = re.compile(r"(?i)\berror\b|exception", re.ASCII)
 
 
 class Child:
@@ -92,7 +90,9 @@ class Child:
         """Why it counts as hanging; None when it does not."""
         if not self.alive():
             return None
-        limit = self.watch.silent_s if self._is_mine() else START_S
+        limit = START_S
+        if (said := self.watch.said) is not None and self._is_mine():
+            limit = ENDING_S if said["phase"] == "ended" else self.watch.silent_s
         if self.watch.silent_for <= limit:
             return None
         return (
@@ -138,15 +138,5 @@ class Child:
         return 0 if self.process is None else self.process.returncode or 0
 
     def last_words(self) -> str:
-        """The last error of its log since its last start, else its last line; with the log's
-        path."""
-        try:
-            with self.log.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(self._began, size - _MOST_LOG))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError as error:
-            lines = [f"(the log cannot be read: {error.strerror or error})"]
-        told = [line for line in lines if line.strip()]
-        errors = [line for line in told if _ERROR.search(line)]
-        return f"{printable((errors or told or ['(nothing)'])[-1].strip())} (log: {self.log})"
+        """Of its log since its last start, with the log's path."""
+        return f"{last_error(self.log, self._began)} (log: {self.log})"

@@ -1,6 +1,6 @@
 """`launcher: local`: the roles of a run as children of one command, on this machine.
 
-    engine-0        lowroll serve          on a port that the system chose
+    engine-0, ...   lowroll serve          each on a port that the system chose
     orchestrator    lowroll orchestrate
     trainer         lowroll train
 
@@ -26,13 +26,14 @@ from urllib.parse import urlsplit
 
 from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import LOCK, RunLock, RunLockedError, refuse_locked
+from lowroll.checkpoint.logfile import Warnings
 from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
-from lowroll.metrics.record import METRICS_FILE, read
+from lowroll.metrics.record import EVALUATIONS_FILE, METRICS_FILE, read, read_evaluations
 from lowroll.runs.attempt import RunResult, log_file
 from lowroll.runs.folder import LOGS, RunFolder
 from lowroll.runs.launch.child import Child
-from lowroll.runs.roles.orchestrate import refuse
+from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.place import ADMIN, ENGINE, LAUNCHER, ORCHESTRATOR, TOKEN, TRAINER, Place
 from lowroll.runs.roles.serve import ROLE
 from lowroll.runs.stop import Stop, polite_stop
@@ -120,19 +121,26 @@ class Launcher:
         self.flags = ["--resume"] if resume else ["--overwrite"] if overwrite else []
         self.ports: dict[str, int] = {}  # of engines that have served, by role
         self.shown = 0  # the last step whose record was shown
-        self._size = -1
+        self.evaluated = read_evaluations(place.run)  # that were shown
+        self._sizes: list[int] = []
+        logs = place.run / LOGS
+        self.warnings = {
+            TRAINER: Warnings(logs, "attempt"),
+            ORCHESTRATOR: Warnings(logs, ORCHESTRATOR),
+        }
         env = dict(os.environ) | {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
-        first, last = _devices()
         own = not cfg.client.base_url and cfg.client.elastic.hostname is None
         # of a direct way: one that is free, which the engine finds in the run folder
         meet = ["weight_broadcast.host=127.0.0.1", "weight_broadcast.port=0"] if own else []
+        first, *others = _devices(cfg.rollout.engines, _gpus(cfg))
         self.trainer = self._child(TRAINER, ["train", str(settings), *meet], env | first)
         self.orchestrator = self._child(ORCHESTRATOR, ["orchestrate", str(settings)], env)
-        self.engines = []
-        if own:
-            role = f"{ENGINE}-0"
-            words = ["serve", str(settings), "serve.host=127.0.0.1", *meet]
-            self.engines.append(self._child(role, words, env | last | {ROLE: role}))
+        words = ["serve", str(settings), "serve.host=127.0.0.1", *meet]
+        roles = {f"{ENGINE}-{i}": devices for i, devices in enumerate(others) if own}
+        self.engines = [
+            self._child(role, words, env | devices | {ROLE: role})
+            for role, devices in roles.items()
+        ]
         for role in (TRAINER, ORCHESTRATOR, *place.engines()):  # of another launch
             place.heart(role).unlink(missing_ok=True)  # nobody is to take them for alive or ended
         if resume and (place.run / METRICS_FILE).is_file():
@@ -256,21 +264,41 @@ class Launcher:
         return self.stop.signal
 
     def _show(self) -> None:
-        """New records, and what each role does."""
-        path = self.place.run / METRICS_FILE
-        size = path.stat().st_size if path.is_file() else 0
-        if size != self._size and self.trainer.ready:
-            self._size = size
-            for record in read(self.place.run):
-                if record["step"] > self.shown:
-                    self.shown = record["step"]
-                    self.view.step(record)
-                    log.info("%s", self.view.line())
-        told = [
-            f"{child.role}: {child.watch.told() if child.alive() else 'ended'}"
-            for child in self.children
-        ]
-        self.view.phase(" | ".join(told), 0, 0)
+        """New records, evaluations and warnings, and what each role does."""
+        files = [self.place.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
+        sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
+        if sizes != self._sizes and self.trainer.ready:
+            self._sizes = sizes
+            self._show_records()
+        for role, warnings in self.warnings.items():
+            for line in warnings.new():
+                self.view.note(f"{role}: {line}")
+        self.view.phase(" | ".join(map(self._told, self.children)), 0, 0)
+
+    def _show_records(self) -> None:
+        """An evaluation comes after the record of its step, or with it."""
+        with_record = set()
+        for record in read(self.place.run):
+            if record["step"] > self.shown:
+                self.shown = record["step"]
+                with_record.add(self.shown)
+                self.view.step(record)
+                log.info("%s", self.view.line())
+        for step, evaluation in read_evaluations(self.place.run).items():
+            if self.evaluated.get(step) != evaluation and max(1, step) <= self.shown:
+                self.evaluated[step] = evaluation
+                if max(1, step) not in with_record:
+                    self.view.evaluation(evaluation)
+
+    def _told(self, child: Child) -> str:
+        """What a role does, in words."""
+        child.look()
+        if not child.alive():
+            return f"{child.role}: {'done' if child.done else 'ended'}"
+        silent = child.watch.silent_for
+        if silent > child.watch.silent_s / 2 and child.ready:
+            return f"{child.role}: silent for {silent:.0f} s ({child.watch.told()})"
+        return f"{child.role}: {child.watch.told()}"
 
     def close(self) -> None:
         """Nothing of it is left."""
@@ -295,13 +323,24 @@ def _ended(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _devices() -> tuple[dict[str, str], dict[str, str]]:
-    """Variables of (the learner, the engine): where there are several GPUs they have one each."""
+def _gpus(cfg: RunConfig) -> int:
+    """Of one engine."""
+    return 1 if cfg.rollout.engine == "native" else cfg.rollout.vllm.tensor_parallel_size
+
+
+def _devices(engines: int, each: int = 1) -> list[dict[str, str]]:
+    """Variables of the learner and of the engines, of which each takes so many GPUs. Where there are
+    several the learner has the first, and the engines share the others."""
     name = "CUDA_VISIBLE_DEVICES"
     if name in os.environ:
         found = [one for one in os.environ[name].split(",") if one]
     else:
         found = sorted(p.name[6:] for p in Path("/dev").glob("nvidia[0-9]*"))
     if len(found) < 2:
-        return {}, {}
-    return {name: found[0]}, {name: found[1]}
+        return [{}] * (1 + engines)
+    own, *others = found
+    shares = [others[i : i + each] for i in range(0, len(others) - each + 1, each)] or [others]
+    return [
+        {name: own},
+        *({name: ",".join(shares[i % len(shares)])} for i in range(engines)),
+    ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,6 @@ from urllib.parse import urlsplit
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import write_file
-from lowroll.checkpoint.lock import RunLock
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig
 from lowroll.config.surogate.roles import GIVEN
@@ -35,13 +35,14 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.tokens import FileTokenizer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.journal import Journal
-from lowroll.runs.attempt import log_file
+from lowroll.runs.attempt import log_file, own
 from lowroll.runs.batches import Batches, Tasks
-from lowroll.runs.build import capabilities
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
+from lowroll.runs.roles.agreement import check_engines, check_trainer
 from lowroll.runs.roles.channels import sender
 from lowroll.runs.roles.heart import GONE_S, Heart, Watch, silent_s
+from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
 from lowroll.runs.roles.versions import Engines, Versions
 from lowroll.runs.stop import polite_stop
@@ -50,7 +51,7 @@ from lowroll.transport.base import Cursor, FrameGone, wait_until
 from lowroll.transport.broadcasts import Broadcasts
 from lowroll.transport.rollout_log import truncate_rollouts
 from lowroll.transport.spool import END, dismissal
-from lowroll.types import Batch
+from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def orchestrate(cfg: RunConfig) -> int:
     refuse(cfg)
     place = Place(cfg.output_dir)
     with ExitStack() as stack:
-        lock = stack.enter_context(RunLock(place.roles / ORCHESTRATOR))
+        lock = stack.enter_context(own(place.roles / ORCHESTRATOR))
         if cfg.given is not None:  # for a trainer that has its own file alone
             path = place.run / GIVEN
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,37 +92,6 @@ def orchestrate(cfg: RunConfig) -> int:
             log.warning("stopped; what was sent is in %s", place.spool)
             return stop.signal
     return 0
-
-
-def refuse(cfg: RunConfig) -> None:
-    """ValueError names a setting that is for one process."""
-    if cfg.guard is not None and cfg.guard.action == "fallback":
-        raise ValueError(
-            "guard.action: fallback puts another engine in the place of the run's own, in one "
-            "process; with roles choose warn or tighten"
-        )
-    if cfg.noise is not None and cfg.eval.interval:
-        raise ValueError(
-            "eval.interval: an evaluation without noise beside a noise section is for one process"
-        )
-    ckpt = cfg.ckpt
-    for key, asked in (
-        ("resume_step", ckpt.resume_step not in (None, -1)),
-        ("skip_progress", ckpt.skip_progress),
-        ("skip_buffer", ckpt.skip_buffer),
-    ):
-        if asked:
-            raise ValueError(
-                f"ckpt.{key}: roles go on from where they were, however often one is started "
-                "again; resume so in one process"
-            )
-    if not cfg.eval.skip_eval_on_resume:
-        raise ValueError(
-            "eval.skip_eval_on_resume: roles evaluate each policy once, however often one is "
-            "started again; evaluate at a resumption in one process"
-        )
-    if cfg.rollout.release_cache:
-        raise ValueError("rollout.release_cache: engines of other processes keep their memory")
 
 
 def overheard(urls: Sequence[str]) -> list[str]:
@@ -164,10 +134,11 @@ class Orchestration:
         heart.say(phase="waiting", doing="for the trainer")
         tell(f"waiting for the trainer in {place.run} (lowroll train)")
         self._meet_trainer()
+        theirs = check_trainer(cfg, place.run, self.trainer.name)
         heart.say(doing="for engines")
         tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
-        capabilities.check(cfg, self.pool.capabilities)
+        check_engines(theirs, self.pool)
         cached = self.pool.dialect.cache_tokens or None
         sized = cfg.rollout.model_copy(update={"cache_tokens": cached})
         self.cfg = cfg = cfg.model_copy(update={"rollout": sized})
@@ -239,7 +210,7 @@ class Orchestration:
             )
         urls = list(client.base_url)
         if not urls and elastic is None:
-            urls = self._shown()
+            urls = self._shown(cfg.rollout.engines)
         token, admin = self.place.tokens()
         if client.base_url or elastic is not None:  # engines that others started
             token = os.environ.get(client.api_key_var) or token
@@ -257,11 +228,13 @@ class Orchestration:
             elastic=elastic,
             start_s=GONE_S,
             silent_s=silent_s(),
+            alive=self.stopped,
             in_flight="replay" if cfg.asynchrony.partial == "replay" else "keep",
         )
 
-    def _shown(self) -> list[str]:
-        """Addresses of the engines that show themselves here, once all that do are ready."""
+    def _shown(self, count: int) -> list[str]:
+        """Addresses of the engines that show themselves here, once `count` at least, and all that do,
+        are ready. ValueError for one that only its own machine reaches."""
         watches: dict[str, Watch] = {}
         urls: list[str] = []
 
@@ -269,12 +242,16 @@ class Orchestration:
             for role in self.place.engines():
                 watches.setdefault(role, Watch(self.place.heart(role)))
             alive = [watch.said or {} for watch in watches.values() if watch.alive]
-            urls[:] = [str(one["url"]) for one in alive if one.get("url")]
-            return bool(urls) and len(urls) == len(alive)
+            shown = [one for one in alive if one.get("url")]
+            for one in shown:
+                _check_reached(one)
+            urls[:] = [str(one["url"]) for one in shown]
+            return len(urls) >= count and len(urls) == len(alive)
 
+        what = "an engine" if count == 1 else f"{count} engines (rollout.engines)"
         wait_until(
             ready,
-            f"an engine in {self.place.roles} (lowroll serve), or client.base_url",
+            f"{what} in {self.place.roles} (lowroll serve), or client.base_url",
             GONE_S,
             self.stopped,
         )
@@ -412,3 +389,12 @@ class Orchestration:
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:
             add_evaluation(self.place.run, step, metrics)
+
+
+def _check_reached(said: Mapping[str, Any]) -> None:
+    """ValueError for an engine whose socket is on another machine."""
+    if str(said["url"]).startswith("unix:") and said.get("host") != socket.gethostname():
+        raise ValueError(
+            f"{said.get('role')}: its vLLM on {printable(said.get('host'))} is reached there alone; "
+            "start one by itself (docs/vllm.md), and name its address in client.base_url"
+        )

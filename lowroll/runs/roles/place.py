@@ -19,6 +19,7 @@ from lowroll.checkpoint.files import read_file
 
 TRAINER, ORCHESTRATOR, ENGINE, LAUNCHER = "trainer", "orchestrator", "engine", "launcher"
 TOKEN, ADMIN = "LOWROLL_TOKEN", "LOWROLL_ADMIN_TOKEN"
+SHORTEST = 16  # characters of a token
 
 
 class Place:
@@ -45,9 +46,18 @@ class Place:
 
     def tokens(self) -> tuple[str, str]:
         """(of clients, of the admin): the environment's, else those of this run folder, which are
-        made by whoever asks first and can be read by this user alone."""
-        if TOKEN in os.environ and ADMIN in os.environ:
-            return os.environ[TOKEN], os.environ[ADMIN]
+        made by whoever asks first and can be read by this user alone. ValueError for an environment
+        with one of the two, or with a short one."""
+        given = [os.environ.get(name, "") for name in (TOKEN, ADMIN)]
+        if any(given):
+            for name, token in zip((TOKEN, ADMIN), given, strict=True):
+                if len(token) < SHORTEST:
+                    raise ValueError(
+                        f"{name}: expected at least {SHORTEST} characters, as of the other of "
+                        f"{TOKEN} and {ADMIN}: every role needs both, or has those of "
+                        f"{self.roles / 'tokens.json'}"
+                    )
+            return given[0], given[1]
         path = self.roles / "tokens.json"
         self.roles.mkdir(parents=True, exist_ok=True)
         made = self.roles / f".tokens-{os.getpid()}-{secrets.token_hex(4)}"

@@ -6,8 +6,9 @@ import argparse
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from lowroll.checkpoint.lock import RunLock, RunLockedError
+from lowroll.checkpoint.lock import RunLockedError
 from lowroll.config import RunConfig
+from lowroll.runs.attempt import own
 from lowroll.runs.roles.heart import Heart
 from lowroll.runs.roles.place import ENGINE, Place
 
@@ -23,7 +24,7 @@ def take_role(place: Place, stack: ExitStack, named: str | None) -> tuple[str, i
     names = [named] if named else [f"{ENGINE}-{i}" for i in range(MOST)]
     for name in names:
         try:
-            lock = stack.enter_context(RunLock(place.roles / name))
+            lock = stack.enter_context(own(place.roles / name))
             return name, lock.attempt
         except RunLockedError:
             if name == names[-1]:

@@ -27,7 +27,7 @@ from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.learner import Learner
 from lowroll.runs.roles.channels import receiver
 from lowroll.runs.roles.heart import GONE_S, Heart, Watch
-from lowroll.runs.roles.orchestrate import refuse
+from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
 from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed, RolloutReceiver

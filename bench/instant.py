@@ -1,0 +1,137 @@
+"""Our own server over an engine that has all tokens of a request at once: what is left is the server.
+
+python -m bench.instant [--vocab 32768]        prints its address, and serves until it is killed
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+
+from bench import vocabulary
+from bench.served import Served
+from lowroll.engine.base import Capabilities, Drawn, EngineStats
+from lowroll.engine.request import sampler_settings, validate
+from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
+
+CONTEXT = 8192
+SAMPLER = (
+    "prompt_ids n max_tokens min_tokens temperature top_k top_p min_p repetition_penalty stop_ids "
+    "stop_strings ignore_eos seed id top_logprobs"
+)
+
+
+class Instant:
+    """Every sample is `max_tokens` tokens of one list, with log-probs that float32 can hold."""
+
+    def __init__(self, vocab_size: int) -> None:
+        dice = Random(0)
+        self.tokenizer = vocabulary.tokenizer(vocab_size)
+        self.ids = dice.choices(vocabulary.words(self.tokenizer), k=CONTEXT)
+        self.logprobs = list(array("f", (-dice.expovariate(1.0) for _ in range(CONTEXT))))
+        self.behavior = BehaviorTag((PolicySpan(0, "0" * 32),), "bf16")
+        self.capabilities = Capabilities(
+            CONTEXT, frozenset(), True, False, False, True, frozenset(SAMPLER.split()),
+            vocab_size=vocab_size,
+        )  # fmt: skip
+        self.drawn = 0
+        self._open: dict[int, Request] = {}
+        self._next = 0
+
+    def add(self, request: Request) -> int:
+        can = self.capabilities
+        assert can.vocab_size is not None
+        validate(
+            request, vocab_size=can.vocab_size, context_length=CONTEXT, cache_tokens=CONTEXT,
+            has_tokenizer=True,
+        )  # fmt: skip
+        self._next += 1
+        self._open[self._next] = request
+        return self._next
+
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[tuple[int, Group]]:
+        meanwhile()
+        ended = [(handle, self._group(request)) for handle, request in self._open.items()]
+        self._open.clear()
+        return ended
+
+    def abort(self, handle: int) -> bool:
+        return handle in self._open
+
+    def so_far(self, handle: int) -> list[Drawn]:
+        return []
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def stats(self) -> EngineStats:
+        return EngineStats("bf16", 16.0, CONTEXT, 0, 0, 0, 0, 0, 0, 0, self.drawn)
+
+    def _group(self, request: Request) -> Group:
+        most, sampler = request.max_tokens, sampler_settings(request)
+        policy = self.behavior.policy
+        self.drawn += request.n * most
+        return Group(
+            request,
+            [
+                Rollout(
+                    self.ids[i : i + most],
+                    self.logprobs[i : i + most],
+                    "length",
+                    BehaviorTag(
+                        policy, "bf16", sampler=sampler, seed=request.seed, request_id=request.id,
+                        sample=i,
+                    ),
+                )
+                for i in range(request.n)
+            ],
+        )  # fmt: skip
+
+
+@dataclass
+class Child:
+    """The server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    def cpu_s(self) -> float:
+        """That it has taken so far, with that of the system for it."""
+        with open(f"/proc/{self.process.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def started() -> Iterator[Child]:
+    """A child, once it listens; killed at the end."""
+    command = [sys.executable, "-m", "bench.instant"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield Child(process, process.stdout.readline().strip())
+    finally:
+        process.kill()
+        process.wait(20.0)
+        process.stdout.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vocab", type=int, default=32768)
+    with Served(Instant(parser.parse_args().vocab), "instant") as served:
+        print(served.url, flush=True)
+        while True:
+            time.sleep(3600.0)
+
+
+if __name__ == "__main__":
+    main()

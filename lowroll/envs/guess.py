@@ -1,0 +1,94 @@
+"""Guess a number with hints: a conversation. After each wrong guess the user says "higher" or
+"lower"; who finds the number is rewarded, more for fewer guesses.
+
+    user 1-9    assistant 5    user higher    assistant 7        found at the second of its turns
+
+The reward is 1 for the number, less `turn_cost` for each guess before; a miss gets `near` times its
+nearness, 1 - |guess - number| / width, and what is no number nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from random import Random
+from typing import Any
+
+from lowroll.envs.base import GeneratedEnvironment
+from lowroll.types import Message, Prompt, Score
+
+NUMBER = re.compile(r"\s*(\d{1,9})\s*")
+
+
+class Guess(GeneratedEnvironment):
+    """A number of 1..`most`, drawn from a range of `width` numbers that the task names."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        seed: int = 0,
+        system: str | None = None,
+        template: str = "{text}",
+        most: int = 99,
+        width: int = 9,
+        max_turns: int = 3,
+        turn_cost: float = 0.0,
+        near: float = 0.0,
+    ) -> None:
+        super().__init__(name=name, seed=seed, system=system, template=template)
+        if not 2 <= width <= most < 10**9:
+            raise ValueError(f"env {name!r}: need 2 <= width <= most, got {width} and {most}")
+        if not 0.0 <= near < 1.0:
+            raise ValueError(f"env {name!r}: near must be in [0, 1), got {near}")
+        if not 0.0 <= turn_cost * (max_turns - 1) < 1.0:
+            raise ValueError(f"env {name!r}: turn_cost {turn_cost} leaves the last turn no reward")
+        self.most, self.width, self.max_turns = most, width, max_turns
+        self.turn_cost, self.near = turn_cost, near
+        self.exact = near == 0.0
+
+    def task(self, rng: Random) -> tuple[str, dict[str, Any]]:
+        """Draw a range; the number in it stands in info alone."""
+        low = rng.randint(1, self.most - self.width + 1)
+        number = rng.randint(low, low + self.width - 1)
+        # many tasks have one range, and belong to one split: what is held out are ranges
+        return f"{low}-{low + self.width - 1}", {"answer": str(number)}
+
+    def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
+        """Where the number lies; done when it was said."""
+        guess, number = guessed(messages[-1]["content"]), int(prompt.info["answer"])
+        if guess == number:
+            return None
+        if guess is None:
+            hint = "a number"
+        else:
+            hint = "higher" if guess < number else "lower"
+        return [{"role": "user", "content": hint}]
+
+    def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
+        """By the last guess, and how many came before it."""
+        said = [one["content"] for one in messages if one["role"] == "assistant"]
+        found = self.score(prompt, said[-1])
+        cost = self.turn_cost * (len(said) - 1) if found.metrics["found"] else 0.0
+        return Score(found.reward - cost, {**found.metrics, "guesses": float(len(said))})
+
+    def score(self, prompt: Prompt, text: str) -> Score:
+        """1 for the number alone, `near` times its nearness for another one."""
+        guess, number = guessed(text), int(prompt.info["answer"])
+        if guess == number:
+            return Score(1.0, {"found": 1.0})
+        nearness = 0.0 if guess is None else max(0.0, 1 - abs(guess - number) / self.width)
+        return Score(self.near * nearness, {"found": 0.0})
+
+    def gold(self, prompt: Prompt) -> str:
+        """The number, as who knows it would say it."""
+        return str(prompt.info["answer"])
+
+    def perturbed(self, prompt: Prompt) -> str:
+        """The next number."""
+        return str(int(prompt.info["answer"]) + 1)
+
+
+def guessed(text: str) -> int | None:
+    """The number that a text is; None for any other text."""
+    found = NUMBER.fullmatch(text)
+    return int(found[1]) if found else None

@@ -1,0 +1,151 @@
+"""Environments of verifiers below 0.4: `load_environment(id, **args)` with a data set and a rubric.
+
+verifiers' own `rollout` plays a task, with a client that says the turns that were drawn and, at
+their end, raises what the environment said since (`source.Asked`). Its rubric gives 0 where a reward
+function fails, and logs it: here that is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import verifiers as vf
+from verifiers.clients import Client
+from verifiers.types import Response, ResponseMessage, ToolCall
+
+from lowroll.envs.verifiers.source import Asked, calls_of, plain
+from lowroll.types import Message, Score
+
+
+class Classic:
+    """An environment by id; a `Source`. ValueError says what it needs that is not here."""
+
+    def __init__(self, env_id: str, args: dict[str, Any]) -> None:
+        self.env = vf.load_environment(env_id, **args)
+        if not isinstance(self.env, vf.MultiTurnEnv):
+            kinds = "SingleTurnEnv, MultiTurnEnv, ToolEnv and what is made of them are known"
+            raise ValueError(f"{env_id} is a {type(self.env).__name__}; {kinds}")
+        if self.env.requires_group_rollouts:
+            raise ValueError(
+                f"{env_id} scores the rollouts of a group together; lowroll scores them one by one"
+            )
+        self.max_turns = self.env.max_turns
+        self.has_tools = bool(self.env.tool_defs)
+
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """Its tool definitions."""
+        kept = {"name", "description", "parameters"}
+        return tuple(
+            {"type": "function", "function": tool.model_dump(include=kept)}
+            for tool in self.env.tool_defs or ()
+        )
+
+    def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
+        """The rows of its data sets; without one of evaluation they are all of training."""
+        held_out = self.env.build_eval_dataset()
+        if held_out is None:
+            return map(dict, self.env.get_dataset()), False
+        found = held_out if split == "test" else self.env.build_dataset()
+        return map(dict, found if found is not None else ()), True
+
+    def endless(self) -> bool:
+        """A data set has an end."""
+        return False
+
+    def key(self, task: Any) -> str:
+        """Its row."""
+        return json.dumps(task, sort_keys=True, default=str)
+
+    async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
+        """See `Source`."""
+        try:
+            await self._run(task, _Script(turns, ends=False))
+        except Asked as asked:
+            return asked.messages
+        return None
+
+    async def judge(self, task: Any, turns: list[Message]) -> Score:
+        """See `Source`. ValueError for a reward function that raised."""
+        state = await self._run(task, _Script(turns, ends=True))
+        with _failures() as failed:
+            await self.env.rubric.score_rollout(state)
+        if failed:
+            raise ValueError("; ".join(failed))
+        return Score(float(state["reward"]), {k: float(v) for k, v in state["metrics"].items()})
+
+    async def _run(self, task: Any, script: _Script) -> Any:
+        state = await self.env.rollout(dict(task), script, "lowroll", {})
+        if state.get("error") is not None:
+            raise state["error"]
+        return state
+
+
+class _Script(Client):
+    """The client that says what was drawn. ends: at the end of it the conversation is too long."""
+
+    def __init__(self, turns: list[Message], ends: bool) -> None:
+        super().__init__(None)
+        self.turns, self.ends = iter(turns), ends
+        self.told: list[Message] = []  # up to the last turn
+
+    async def get_response(self, prompt: Any, *_: Any, **__: Any) -> Any:
+        """The next turn."""
+        messages = [plain(one) for one in prompt]
+        if messages[: len(self.told)] != self.told:
+            raise ValueError(
+                "the environment changes earlier messages; only what follows a turn can be new here"
+            )
+        said = next(self.turns, None)
+        if said is None and self.ends:
+            raise vf.OverlongPromptError("no more turns were drawn")
+        if said is None:
+            raise Asked(messages[len(self.told) :])
+        calls = [ToolCall(**call) for call in _calls(said)] or None
+        self.told = [
+            *messages,
+            plain(vf.AssistantMessage(content=said["content"], tool_calls=calls)),
+        ]
+        message = ResponseMessage(
+            content=said["content"], tool_calls=calls, finish_reason="stop", is_truncated=False
+        )
+        return Response(id="lowroll", created=0, model="lowroll", message=message)
+
+    async def _unused(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    def setup_client(self, config: Any) -> Any:
+        """There is none."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    to_native_tool = to_native_prompt = get_native_response = _unused
+    raise_from_native_response = from_native_response = _unused
+
+
+def _calls(said: Message) -> list[dict[str, str]]:
+    """The calls of a turn; one that cannot be read has arguments that are no JSON, as a server's
+    would, which a ToolEnv answers."""
+    broken = [
+        {"id": "malformed", "name": "malformed", "arguments": why}
+        for why in said.get("ill_formed", ())
+    ]
+    return calls_of(said) + broken
+
+
+@contextmanager
+def _failures() -> Iterator[list[str]]:
+    """What rubrics log of reward functions that failed."""
+    found: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("verifiers")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,176 @@
+"""An environment of verifiers as one of lowroll's."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from itertools import islice
+from random import Random
+from typing import Any
+
+from lowroll.envs.base import Environment, split_of
+from lowroll.envs.blame import describe
+from lowroll.envs.outcome import awaited
+from lowroll.envs.tools import with_counts
+from lowroll.envs.verifiers.source import Source, refuse_missing
+from lowroll.types import Message, Prompt, Score
+
+MOST_TURNS = 8  # of an environment that states no bound
+MOST_TASKS = 1_000_000  # of a data set that ends
+
+
+class Verifiers(Environment):
+    """`env_id`: of the installed environment; further arguments are its own. `max_turns`: null for
+    the environment's bound, or 8. `eval_args`: arguments of the test split where they differ (a
+    taskset's `split`, say); without them, and without a test set of its own, a quarter of the tasks
+    is held out."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        seed: int = 0,
+        env_id: str,
+        max_turns: int | None = None,
+        eval_args: dict[str, Any] | None = None,
+        **args: Any,
+    ) -> None:
+        super().__init__(name=name, seed=seed)
+        self.source = self._load(env_id, args)
+        self.eval_source = None
+        if eval_args is not None:
+            self.eval_source = self._load(env_id, args | eval_args)
+        if max_turns is not None and (type(max_turns) is not int or max_turns < 1):
+            raise ValueError(f"env {name!r}: max_turns must be at least 1, got {max_turns!r}")
+        own = self.source.max_turns
+        self.max_turns = max_turns or (own if own > 0 else MOST_TURNS)
+        self._tasks: dict[str, _Tasks] = {}
+        self._order = lru_cache(maxsize=4)(self._shuffled)
+
+    def _load(self, env_id: str, args: dict[str, Any]) -> Source:
+        try:
+            return load(env_id, args)
+        except ImportError as error:
+            raise ValueError(f"env {self.name!r}: {refuse_missing(env_id, error)}") from error
+        except Exception as error:  # the environment's own code
+            raise ValueError(f"env {self.name!r}: verifiers: {describe(error)}") from error
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:  # type: ignore[override]
+        """The environment's own."""
+        return self.source.tools()
+
+    def size(self, split: str = "train") -> int | None:
+        """Its tasks in a split; None for those without an end."""
+        return None if self._of(split).endless() else self.tasks(split).size()
+
+    def prompt(self, index: int, split: str = "train") -> Prompt:
+        """Task number `index` of a split; training goes through a data set in a fresh order each
+        time."""
+        self.rng(split, index)  # checks both
+        place, size = index, self.size(split)
+        if size == 0:
+            raise ValueError(f"env {self.name!r}: no {split} task")
+        if size is not None and split == "train":
+            place = self._order(size, index // size)[index % size]
+        elif size is not None:
+            place = index % size
+        task = self.tasks(split)[place]
+        source = self._of(split)
+        messages = awaited(source.play(task, []))
+        if not messages:
+            raise ValueError(f"env {self.name!r}: task {place} of {split} asks nothing")
+        info = {"task": [split, place], "digest": _digest(source.key(task))}
+        return Prompt(f"{split}/{index}", self.name, messages, info)
+
+    async def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
+        """What verifiers' loop says to the turns so far."""
+        task, source = self._task(prompt)
+        return await source.play(task, _turns(prompt, messages))
+
+    async def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
+        """The environment's own judgement of all turns; with calls counted where it has tools."""
+        task, source = self._task(prompt)
+        score = await source.judge(task, _turns(prompt, messages))
+        found = with_counts(score, messages) if source.has_tools else score
+        assert isinstance(found, Score)
+        return found
+
+    async def score(self, prompt: Prompt, text: str) -> Score:
+        """The same of a conversation of one turn."""
+        said = {"role": "assistant", "content": text}
+        return await self.score_conversation(prompt, [*prompt.messages, said])
+
+    def gold(self, prompt: Prompt) -> str:
+        """verifiers stores no such response."""
+        raise NotImplementedError("an environment of verifiers says no right response")
+
+    def perturbed(self, prompt: Prompt) -> str:
+        """As `gold`."""
+        raise NotImplementedError("an environment of verifiers says no wrong response")
+
+    def tasks(self, split: str) -> _Tasks:
+        """The tasks of a split."""
+        if split not in self._tasks:
+            source = self._of(split)
+            found, own = source.tasks(split)
+            if self.eval_source is None and not own:
+                found = (task for task in found if split_of(source.key(task)) == split)
+            self._tasks[split] = _Tasks(found)
+        return self._tasks[split]
+
+    def _of(self, split: str) -> Source:
+        held_out = split == "test" and self.eval_source is not None
+        return self.eval_source if held_out else self.source  # type: ignore[return-value]
+
+    def _task(self, prompt: Prompt) -> tuple[Any, Source]:
+        split, place = prompt.info["task"]
+        task, source = self.tasks(split)[place], self._of(split)
+        if _digest(source.key(task)) != prompt.info["digest"]:
+            raise ValueError(
+                f"{self.name} does not make the task of {prompt.id} again: another version of it, "
+                "or it is not reproducible"
+            )
+        return task, source
+
+    def _shuffled(self, size: int, epoch: int) -> list[int]:
+        return Random(f"verifiers/{self.seed}/{epoch}").sample(range(size), size)
+
+
+class _Tasks:
+    """The tasks of a split, read as far as they were asked for."""
+
+    def __init__(self, found: Any) -> None:
+        self._rest = iter(found)
+        self._read: list[Any] = []
+
+    def __getitem__(self, place: int) -> Any:
+        self._read += islice(self._rest, max(0, place + 1 - len(self._read)))
+        return self._read[place]
+
+    def size(self) -> int:
+        """How many there are."""
+        self._read += islice(self._rest, MOST_TASKS - len(self._read))
+        return len(self._read)
+
+
+def load(env_id: str, args: dict[str, Any]) -> Source:
+    """The environment, by whichever interface its package is written for."""
+    import verifiers
+
+    if hasattr(verifiers, "load_environment"):
+        from lowroll.envs.verifiers.classic import Classic
+
+        return Classic(env_id, args)
+    from lowroll.envs.verifiers.tasksets import Tasksets
+
+    return Tasksets(env_id, args)
+
+
+def _turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
+    """What the assistant said after the prompt."""
+    return [one for one in messages[len(prompt.messages) :] if one["role"] == "assistant"]
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -1,0 +1,339 @@
+"""Tasksets of verifiers 0.4 (`verifiers.v1`), in this process: no harness program, no server.
+
+`Env.run` plays a task with an agent. Here the agent is a script of the turns that were drawn: it
+answers with them in order, calls the toolsets between, asks the task's @stop hooks after each, and
+when the script is at its end raises what was said since (`source.Asked`). What needs a program's
+sandbox (a runtime, a container, hooks that prepare one) cannot be played so, and is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.dialects import parse_message
+from verifiers.v1.episode import EnvInfo
+from verifiers.v1.state import state_cls
+from verifiers.v1.utils.decorators import invoke_all
+
+from lowroll.envs.outcome import awaited
+from lowroll.envs.tools import MALFORMED
+from lowroll.envs.verifiers.source import Asked, calls_of, plain
+from lowroll.types import Message, Score
+
+
+class Tasksets:
+    """A taskset by id, with its environment; a `Source`. ValueError says what it needs that is not
+    here."""
+
+    def __init__(self, env_id: str, args: dict[str, Any]) -> None:
+        config = _config(env_id, args)
+        seats = agent_config_fields(config)
+        if len(seats) != 1:
+            raise ValueError(
+                f"{env_id} is played by several agents ({', '.join(seats)}); lowroll draws for one"
+            )
+        ((self.seat, agent),) = seats.items()
+        self.env = vf.load_environment(config)
+        self.task_class = type(self.env.taskset).task_type()
+        self._refuse_runtimes(env_id)
+        self.toolsets = [
+            *self.env.taskset.toolsets(config.taskset),
+            *self.task_class.toolsets(config.taskset.task),
+        ]
+        self.box = _Box(self.toolsets) if self.toolsets else None
+        self.has_tools = bool(self.toolsets)
+        several = self.has_tools or not isinstance(self.env, vf.SingleAgentEnv)
+        self.max_turns = agent.max_turns or (-1 if several else 1)
+
+    def _refuse_runtimes(self, env_id: str) -> None:
+        task = self.task_class
+        needs = [
+            name
+            for name in ("setup", "finalize")
+            if getattr(task, name) is not getattr(vf.Task, name)
+        ]
+        if task.NEEDS_CONTAINER or needs:
+            what = f"its task's {' and '.join(needs)}" if needs else "its task"
+            raise ValueError(
+                f"{env_id}: {what} needs a runtime of verifiers (a container or a program's "
+                "sandbox); roll out with verifiers itself against `lowroll serve`"
+            )
+
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """The toolsets' tools."""
+        return self.box.schemas() if self.box is not None else ()
+
+    def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
+        """All tasks: a taskset has no splits."""
+        return iter(self.env.taskset), False
+
+    def endless(self) -> bool:
+        """Whether it is a generator without an end."""
+        return not self.env.taskset.bounded
+
+    def key(self, task: Any) -> str:
+        """The task's own key."""
+        return str(task.key)
+
+    async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
+        """See `Source`."""
+        try:
+            await self._run(task, turns, scored=False)
+        except Asked as asked:
+            return asked.messages
+        return None
+
+    async def judge(self, task: Any, turns: list[Message]) -> Score:
+        """See `Source`. ValueError for a reward that was not computed."""
+        trace = await self._run(task, turns, scored=True)
+        missing = [name for name, reward in trace.rewards.items() if reward is None]
+        if missing or not trace.rewards:
+            raise ValueError(
+                f"verifiers computed no reward ({', '.join(missing) or 'it has none'})"
+            )
+        scores = {name: reward.score for name, reward in trace.rewards.items()}
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        return Score(float(trace.reward), {**metrics, **scores})
+
+    async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
+        """The trace of an episode that says these turns, and no more where it is scored."""
+        seat = _Seat(turns, self.box, ends=scored)
+        episode = vf.Episode(env=EnvInfo(id=self.env.config.env_id), task=_described(task))
+        agents = _Agents({self.seat: seat})
+        await self.env.setup(agents)
+        await self.env.run(task, agents)
+        if len(seat.traces) != 1:
+            raise ValueError(
+                f"the environment ran its agent {len(seat.traces)} times; 1 is known here"
+            )
+        (trace,) = episode.traces = seat.traces
+        if scored:
+            for fn in (*seat.task.hooks("reward"), *seat.task.hooks("metric")):
+                _refuse_runtime(fn)
+            trace.ok = True
+            await seat.task.score(trace)
+            await self.env.finalize(task, episode)
+        return trace
+
+
+def _config(env_id: str, args: dict[str, Any]) -> Any:
+    try:
+        return vf.resolve_env_config({"taskset": {"id": env_id, **args}})
+    except ValueError as error:
+        if not hasattr(error, "errors"):
+            raise
+        first = error.errors()[0]  # pydantic's
+        path = ".".join(map(str, first["loc"])).removeprefix("taskset.")
+        raise ValueError(f"{env_id}: {path}: {first['msg']}") from error
+
+
+class _Agents:
+    """The episode's agents by name."""
+
+    def __init__(self, seats: dict[str, _Seat]) -> None:
+        vars(self).update(seats)
+
+
+class _Seat:
+    """Stands for the agent. ends: a script at its end ends the exchange, as a limit would."""
+
+    def __init__(self, turns: list[Message], box: _Box | None, ends: bool) -> None:
+        self.turns, self.box, self.ends = iter(turns), box, ends
+        self.trainable = True
+        self.traces: list[Any] = []
+        self.task: Any = None
+
+    async def run(self, task: Any) -> Any:
+        """One run of a prompted task."""
+        async with self.interaction(task) as talk:
+            await talk.turn()
+        return talk.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: Any) -> AsyncIterator[_Talk]:
+        """An exchange, turn by turn."""
+        self.task = task
+        talk = _Talk(self, task)
+        self.traces.append(talk.trace)
+        if self.box is not None:
+            await self.box.begin(task)
+        yield talk
+        talk.trace.stop("user_closed")
+
+
+class _Talk:
+    """verifiers' Interaction, of turns that were drawn."""
+
+    def __init__(self, seat: _Seat, task: Any) -> None:
+        self.seat, self.task = seat, task
+        self.over = False
+        self.begun = False
+        self.failed: dict[int, str] = {}  # what was wrong with the call that a node answers
+        self.trace = vf.Trace(
+            task=_described(task),
+            agent=vf.AgentInfo(config=vf.AgentConfig()),
+            state=state_cls(type(task))(),
+        )
+        if task.data.system_prompt:
+            self._add(vf.SystemMessage(content=task.data.system_prompt))
+
+    async def turn(self, message: Any = None) -> Any:
+        """A user's turn, and all that the agent does on it."""
+        if not self.begun and message is None:
+            message = self.task.data.prompt
+        self.begun = True
+        if self.over:
+            return vf.Segment(messages=[], terminated=True)
+        for one in _messages(message):
+            self._add(one)
+        begin = len(self.trace.nodes)
+        while not self.over:
+            said = next(self.seat.turns, None)
+            if said is None:
+                return self._ended(begin)
+            self._add(
+                vf.AssistantMessage(content=said["content"], tool_calls=calls_of(said) or None),
+                True,
+            )
+            self.over = await self._stops()
+            if self.over or not (said.get("tool_calls") or said.get("ill_formed")):
+                break
+            await self._call(said)
+        return vf.Segment(messages=[node.message for node in self.trace.nodes[begin:]])
+
+    def _ended(self, begin: int) -> Any:
+        """Of a script at its end: the model is asked, or has had its turns."""
+        if not self.seat.ends:
+            nodes = self.trace.nodes
+            last = max((i for i, node in enumerate(nodes) if node.sampled), default=-1)
+            raise Asked(
+                [
+                    plain(nodes[i].message)
+                    | ({"failed": self.failed[i]} if i in self.failed else {})
+                    for i in range(last + 1, len(nodes))
+                ]
+            )
+        self.over = True
+        self.trace.stop("max_turns")
+        told = [node.message for node in self.trace.nodes[begin:]]
+        return vf.Segment(messages=told, terminated=not told)
+
+    async def _call(self, said: Message) -> None:
+        for call in said.get("tool_calls", ()):
+            name, text = call["function"]["name"], ""
+            try:
+                text = await _called(self.seat.box, **call["function"])
+            except Exception as error:  # a tool's own: the model may do better
+                self.failed[len(self.trace.nodes)] = "call"
+                text = f"error: {error}"
+            self._add(vf.ToolMessage(tool_call_id=call["id"], name=name, content=text))
+        for why in said.get("ill_formed", ()):
+            self.failed[len(self.trace.nodes)] = "form"
+            text = f"error: this tool call cannot be read: {why}"
+            self._add(vf.ToolMessage(tool_call_id=MALFORMED, content=text))
+
+    async def _stops(self) -> bool:
+        """Whether a @stop hook of the task ends the exchange."""
+        hooks = self.task.hooks("stop")
+        found = await invoke_all(
+            hooks, {"task": self.task.data, "trace": self.trace, vf.Trace: self.trace}
+        )
+        for hook, stops in zip(hooks, found, strict=True):
+            if stops:
+                self.trace.stop(hook.__name__)
+        return any(found)
+
+    def _add(self, message: Any, sampled: bool = False) -> None:
+        nodes = self.trace.nodes
+        parent = len(nodes) - 1 if nodes else None
+        nodes.append(vf.MessageNode(parent=parent, message=message, sampled=sampled))
+
+
+class _Box:
+    """The tools of toolsets, registered as their servers would, and called here."""
+
+    def __init__(self, toolsets: list[Any]) -> None:
+        from mcp.server.mcpserver import MCPServer
+
+        self.toolsets = toolsets
+        self.servers: list[tuple[str, Any]] = []
+        for toolset in toolsets:
+            if state_cls(type(toolset)) is not vf.State:
+                raise ValueError(
+                    f"the toolset {type(toolset).__name__} keeps a state of its own, which must not "
+                    "outlive a turn here; roll out with verifiers itself against `lowroll serve`"
+                )
+            server = MCPServer(toolset.server_name or type(toolset).__name__)
+            toolset.register(server)
+            prefix = f"{toolset.server_name}_" if toolset.server_name else ""
+            self.servers.append((prefix, server))
+        self._schemas: tuple[dict[str, Any], ...] | None = None
+        self._ready = False
+
+    def schemas(self) -> tuple[dict[str, Any], ...]:
+        """As chat templates show them."""
+        if self._schemas is None:
+            self._schemas = awaited(self._listed())
+        return self._schemas
+
+    async def _listed(self) -> tuple[dict[str, Any], ...]:
+        found = []
+        for prefix, server in self.servers:
+            for tool in await server.list_tools():
+                about = {
+                    "name": f"{prefix}{tool.name}",
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                }
+                found.append({"type": "function", "function": about})
+        return tuple(found)
+
+    async def begin(self, task: Any) -> None:
+        """Before a task: what its servers would do."""
+        for toolset in self.toolsets:
+            if not self._ready:
+                await toolset.setup()
+            await toolset.setup_task(task.data)
+        self._ready = True
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """What a tool says. Whatever it raises, and a ValueError for a name that none has."""
+        for prefix, server in self.servers:
+            known = {tool.name for tool in await server.list_tools()}
+            if name.startswith(prefix) and name.removeprefix(prefix) in known:
+                return _text(await server.call_tool(name.removeprefix(prefix), arguments))
+        raise ValueError(f"there is no tool {name!r}")
+
+
+async def _called(box: _Box | None, name: str, arguments: dict[str, Any]) -> str:
+    if box is None:
+        raise ValueError(f"there is no tool {name!r}")
+    return await box.call(name, arguments)
+
+
+def _text(result: Any) -> str:
+    blocks = result[0] if isinstance(result, tuple) else getattr(result, "content", result)
+    return "\n".join(block.text if block.type == "text" else str(block) for block in blocks)
+
+
+def _described(task: Any) -> Any:
+    return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+
+
+def _messages(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [vf.UserMessage(content=given)]
+    return [parse_message(one) if isinstance(one, dict) else one for one in given]
+
+
+def _refuse_runtime(fn: Any) -> None:
+    asked = inspect.signature(fn).parameters.get("runtime")
+    if asked is not None and asked.default is inspect.Parameter.empty:
+        raise ValueError(f"the reward {fn.__name__} runs a program in a runtime of verifiers")

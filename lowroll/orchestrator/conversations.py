@@ -1,0 +1,346 @@
+"""Conversations of several turns, as an engine sees them: requests.
+
+    turn 0      the request as it is: n samples of one prompt
+    turn i      for each sample a request of its own, "<id>/<sample>/<i>": the prompt, all tokens so
+                far and those of the environment's new messages
+
+`Conversations` stands before an engine and is one: what it is asked for conversations (`Dialogue`)
+comes back as one group a request, whose rollouts hold all their turns. Any other request passes
+through as it is. Tokens of earlier turns stay as they were drawn, and the prompt of a later turn
+begins with that of the one before, whose pages an engine may still have. The noise of a turn depends
+on the request's seed, its id, the sample and the turn alone.
+
+A conversation ends ("done") when the environment says so, ("turns") when it has had its turns,
+("length") when a turn was cut at max_tokens, ("tokens") when the whole sequence has no room for
+another turn or cuts one short, ("error") when the environment fails, which becomes the sample's
+ScoreError, and ("abort") when somebody gave it up.
+
+`generate` makes all conversations turn by turn together: the same requests go to the engine in the
+same order every time. With `add` and `step` each goes on as soon as its group's first turns are
+back.
+
+Produces groups. Waits for the engine's answers, behind its own deadlines, and for those of the
+environments, behind the time limit of the scoring workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from lowroll.orchestrator.client import EngineClient, HasTokens, Progress, Responder, Tokenizer
+from lowroll.orchestrator.errors import InvalidRollout
+from lowroll.types import (
+    BehaviorTag,
+    Conversation,
+    Ended,
+    FinishReason,
+    Group,
+    Message,
+    PolicySpan,
+    Prompt,
+    Request,
+    Rollout,
+    ScoreError,
+    Turn,
+)
+
+
+@dataclass(frozen=True)
+class Dialogue(Request):
+    """A request for n conversations about a prompt; max_tokens bounds a turn, max_sequence_tokens
+    all of a sequence, its prompt included."""
+
+    prompt: Prompt | None = None
+    max_turns: int = 1
+    max_sequence_tokens: int | None = None
+    tools: bool = False  # whether the model may call some
+
+    @property
+    def first(self) -> Request:
+        """The request of the first turn."""
+        plain = Request(**{one.name: getattr(self, one.name) for one in fields(Request)})
+        return self.sized(plain)
+
+    def sized(self, request: Request) -> Request:
+        """A request with no more tokens than the sequence has room for."""
+        return replace(request, max_tokens=min(self.max_tokens, self.room(len(request.prompt_ids))))
+
+    def room(self, length: int) -> int:
+        """Tokens that a turn may have behind so many."""
+        if self.max_sequence_tokens is None:
+            return self.max_tokens
+        return self.max_sequence_tokens - length
+
+    @property
+    def fits(self) -> bool:
+        """Whether the sequence has room for a first turn."""
+        return self.room(len(self.prompt_ids)) >= max(1, self.min_tokens)
+
+
+@dataclass
+class Talk:
+    """One conversation, as far as it has come."""
+
+    dialogue: Dialogue
+    sample: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[list[tuple[int, float]]] | None = None
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    spans: list[PolicySpan] = field(default_factory=list)
+    tag: BehaviorTag | None = None
+    ended: Ended | None = None
+    error: ScoreError | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return len(self.dialogue.prompt_ids) + len(self.token_ids)
+
+    @property
+    def said(self) -> list[Message]:
+        """Everything, the prompt's messages first."""
+        assert self.dialogue.prompt is not None
+        return [*self.dialogue.prompt.messages, *self.messages]
+
+    def take(self, rollout: Rollout, message: Message) -> None:
+        """A turn was drawn."""
+        start, request = len(self.token_ids), self.dialogue
+        room = request.room(self.length)
+        self.token_ids += rollout.token_ids
+        self.logprobs += rollout.logprobs
+        if rollout.top_logprobs is not None:
+            self.tops = [*(self.tops or []), *rollout.top_logprobs]
+        turn = Turn(start, len(self.token_ids), rollout.finish_reason, rollout.stop_reason)
+        self.turns.append(turn)
+        self.messages.append(message)
+        self.tag = self.tag or rollout.behavior
+        for span in rollout.behavior.policy:
+            self._span(replace(span, start=start + span.start))
+        if rollout.finish_reason == "abort":
+            self.ended = "abort"
+        elif rollout.finish_reason == "length":
+            self.ended = "tokens" if room < request.max_tokens else "length"
+        elif len(self.turns) >= request.max_turns:
+            self.ended = "turns"
+
+    def hear(self, reply: list[Message] | None | ScoreError, tokenizer: Tokenizer) -> None:
+        """The environment has answered the last turn."""
+        if isinstance(reply, ScoreError):
+            self.ended, self.error = "error", reply
+            return
+        if reply is None:
+            self.ended = "done"
+            return
+        request = self.dialogue
+        new = tokenizer.encode_turn(reply, self.turns[-1], self.messages[-1])
+        if request.room(self.length + len(new)) < max(1, request.min_tokens):
+            self.ended = "tokens"
+            return
+        self.token_ids += new
+        self.logprobs += [0.0] * len(new)
+        if self.tops is not None:
+            self.tops += [[] for _ in new]
+        self.messages += reply
+
+    @property
+    def request(self) -> Request:
+        """For the next turn."""
+        asked = self.dialogue
+        ids = [*asked.prompt_ids, *self.token_ids]
+        own = f"{asked.id}/{self.sample}/{len(self.turns)}"
+        return asked.sized(replace(asked.first, prompt_ids=ids, n=1, id=own))
+
+    @property
+    def rollout(self) -> Rollout:
+        """All turns as one."""
+        assert self.tag is not None and self.ended is not None
+        last = self.turns[-1]
+        finish: FinishReason = "stop"
+        if self.ended in ("length", "tokens"):
+            finish = "length"
+        elif self.ended == "abort":
+            finish = "abort"
+        return Rollout(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=finish,
+            behavior=replace(self.tag, policy=tuple(self.spans)),
+            stop_reason=last.stop_reason,
+            top_logprobs=self.tops,
+            turns=tuple(self.turns),
+        )
+
+    @property
+    def conversation(self) -> Conversation:
+        """What was said."""
+        assert self.ended is not None
+        return Conversation(self.messages, self.ended, self.error)
+
+    def _span(self, span: PolicySpan) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last is None or (last.version, last.digest) != (span.version, span.digest):
+            self.spans.append(span)
+
+
+@dataclass
+class _Exchange:
+    """The conversations of one dialogue."""
+
+    dialogue: Dialogue
+    talks: list[Talk] = field(default_factory=list)
+    asked: dict[int, int | None] = field(default_factory=dict)  # handle -> sample; None: all
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.talks) and all(talk.ended is not None for talk in self.talks)
+
+    @property
+    def group(self) -> Group:
+        return Group(
+            self.dialogue,
+            [talk.rollout for talk in self.talks],
+            [talk.conversation for talk in self.talks],
+        )
+
+
+@dataclass(frozen=True)
+class _SoFar:
+    token_ids: Sequence[int]
+
+
+class Conversations:
+    """See the top of the file. Where nothing but plain requests come, it is the engine. One thread
+    calls everything."""
+
+    def __init__(self, engine: EngineClient, responder: Responder, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.responder = responder
+        self.tokenizer = tokenizer
+        self._open: dict[int, _Exchange] = {}  # by the handle that `add` returned
+        self._whose: dict[int, int] = {}  # handle of the engine -> handle that `add` returned
+        self._given_up: set[int] = set()  # handles of the engine whose groups may still come back
+
+    def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
+        """The groups of all requests, in their order. As the engine's; the progress is counted anew
+        for each turn."""
+        if not any(isinstance(one, Dialogue) for one in requests):
+            return self.engine.generate(requests, on_progress=on_progress)
+        plain = [one.first if isinstance(one, Dialogue) else one for one in requests]
+        groups = self._by_id(plain, self.engine.generate(plain, on_progress=on_progress))
+        exchanges = {
+            i: _Exchange(one) for i, one in enumerate(requests) if isinstance(one, Dialogue)
+        }
+        for i, exchange in exchanges.items():
+            self._begin(exchange, groups[i])
+        open_talks = [talk for exchange in exchanges.values() for talk in exchange.talks]
+        while open_talks := self._answer(open_talks):
+            asked = [talk.request for talk in open_talks]
+            answers = self.engine.generate(asked, on_progress=on_progress)
+            for talk, group in zip(open_talks, self._by_id(asked, answers), strict=True):
+                self._take(talk, group.rollouts)
+        return [exchanges[i].group if i in exchanges else group for i, group in enumerate(groups)]
+
+    def add(self, request: Request) -> int:
+        """As the engine's."""
+        if not isinstance(request, Dialogue):
+            return self._add(request)
+        handle = self._add(request.first)
+        self._open[handle] = _Exchange(request, asked={handle: None})
+        self._whose[handle] = handle
+        return handle
+
+    def step(self) -> list[tuple[int, Group]]:
+        """As the engine's. Conversations whose turns came back have the environments answer and go
+        on; those that ended are among what is returned. The group of an aborted one is not."""
+        ended: list[tuple[int, Group]] = []
+        touched: dict[int, list[Talk]] = {}
+        for handle, group in self.engine.step():
+            if handle in self._given_up:
+                self._given_up.discard(handle)
+                continue
+            owner = self._whose.pop(handle, None)
+            if owner is None:
+                ended.append((handle, group))
+                continue
+            exchange = self._open[owner]
+            sample = exchange.asked.pop(handle)
+            if sample is None:
+                self._begin(exchange, group)
+                touched.setdefault(owner, []).extend(exchange.talks)
+            else:
+                self._take(exchange.talks[sample], group.rollouts)
+                touched.setdefault(owner, []).append(exchange.talks[sample])
+        owners = {id(talk): owner for owner, talks in touched.items() for talk in talks}
+        for talk in self._answer([talk for talks in touched.values() for talk in talks]):
+            owner = owners[id(talk)]
+            handle = self._add(talk.request)
+            self._open[owner].asked[handle] = talk.sample
+            self._whose[handle] = owner
+        over = [owner for owner in touched if self._open[owner].has_ended]
+        return ended + [(owner, self._open.pop(owner).group) for owner in over]
+
+    def abort(self, handle: int) -> bool:
+        """As the engine's."""
+        exchange = self._open.pop(handle, None)
+        if exchange is None:
+            return self.engine.abort(handle)
+        for asked in exchange.asked:
+            self._whose.pop(asked, None)
+            self._given_up.add(asked)
+            self.engine.abort(asked)
+        return True
+
+    def so_far(self, handle: int) -> Sequence[HasTokens]:
+        """As the engine's: of a conversation, what was drawn in all turns."""
+        exchange = self._open.get(handle)
+        if exchange is None or not exchange.talks:
+            return self.engine.so_far(handle)
+        now = {sample: asked for asked, sample in exchange.asked.items()}
+        found = []
+        for talk in exchange.talks:
+            ids = [i for turn in talk.turns for i in talk.token_ids[turn.start : turn.end]]
+            if (asked := now.get(talk.sample)) is not None:
+                ids += [i for one in self.engine.so_far(asked) for i in one.token_ids]
+            found.append(_SoFar(ids))
+        return found
+
+    def _add(self, request: Request) -> int:
+        handle = self.engine.add(request)
+        self._given_up.discard(handle)  # an engine that took the place of another counts anew
+        return handle
+
+    def _begin(self, exchange: _Exchange, group: Group) -> None:
+        """The first turns of all samples were drawn."""
+        exchange.talks = [Talk(exchange.dialogue, i) for i in range(len(group.rollouts))]
+        for talk, rollout in zip(exchange.talks, group.rollouts, strict=True):
+            self._take(talk, [rollout])
+
+    def _take(self, talk: Talk, rollouts: list[Rollout]) -> None:
+        if len(rollouts) != 1:
+            raise InvalidRollout(
+                f"request {talk.request.id!r}: {len(rollouts)} rollouts, expected 1"
+            )
+        talk.take(rollouts[0], self.tokenizer.turn(rollouts[0].token_ids, talk.dialogue.tools))
+
+    def _answer(self, talks: Sequence[Talk]) -> list[Talk]:
+        """Have the environments answer what has not ended. Returns those that go on."""
+        waiting = [talk for talk in talks if talk.ended is None]
+        if not waiting:
+            return []
+        items = [(talk.dialogue.prompt, talk.said) for talk in waiting if talk.dialogue.prompt]
+        replies = self.responder.respond(items)
+        for talk, reply in zip(waiting, replies, strict=True):
+            talk.hear(reply, self.tokenizer)
+        return [talk for talk in waiting if talk.ended is None]
+
+    @staticmethod
+    def _by_id(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:
+        """The groups in the order of the requests. Raises InvalidRollout for one that is missing."""
+        found = {group.request.id: group for group in groups}
+        for request in requests:
+            if request.id not in found:
+                raise InvalidRollout(f"request {request.id!r}: no answer")
+        return [found[request.id] for request in requests]

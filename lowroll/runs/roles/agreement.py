@@ -1,0 +1,95 @@
+"""Do the roles of a run have the same run? Each reads settings of its own; what two of them act on
+must be one. No torch.
+
+The trainer's are RUN/config.yaml, whole, from its start on; an engine says what it is when it is met.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from lowroll.config import RunConfig, load
+from lowroll.engine.remote.pool import EnginePool
+from lowroll.model.folder import resolve
+from lowroll.quant.table import is_dense
+from lowroll.runs.build import capabilities
+from lowroll.runs.folder import CONFIG
+from lowroll.types import printable
+
+# of every file that an orchestrator can have; with run.yaml more of it is the whole run's
+ALWAYS = (
+    "model",
+    "batch_size",
+    "rollouts_per_example",
+    "train.max_steps",
+    "asynchrony.max_async_level",
+    "rollout_transport.type",
+)
+OF_RUN = (
+    "seed",
+    "env",
+    "stages",
+    "algorithm",
+    "advantage",
+    "noise",
+    "rollout.weights",
+    "rollout.kv",
+    "rollout.max_tokens",
+    "rollout.temperature",
+    "train.lora",
+    "train.lora_rank",
+    "train.lora_alpha",
+    "train.tokens_per_microbatch",
+)
+OURS = "policy"  # as a vLLM that lowroll started calls its model
+
+
+def check_trainer(cfg: RunConfig, run: Path, trainer: str) -> RunConfig:
+    """The trainer's settings. ValueError names the file and the key that is another in them."""
+    theirs = load(run / CONFIG)
+    for key in ALWAYS if cfg.given else (*ALWAYS, *OF_RUN):
+        mine, other = _value(cfg, key), _value(theirs, key)
+        if mine != other:
+            raise ValueError(
+                f"{cfg.source}: {key}: {_shown(mine)} here, and {_shown(other)} in {run / CONFIG}, "
+                f"which the {trainer} was given; the roles of a run share one value"
+            )
+    return theirs
+
+
+def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
+    """ValueError names what the engines are, and the settings of the trainer are not."""
+    able, behavior, served = pool.capabilities, pool.behavior, pool.dialect.model
+    capabilities.check(cfg, able)
+    folder = resolve(cfg.model, weights=False)
+    known = (cfg.model, folder.name, folder.resolve().name, str(folder), str(folder.resolve()))
+    if served not in (*known, OURS) and not cfg.client.skip_model_check:
+        raise ValueError(
+            f"model: {cfg.model} is the run's, and the engines serve {printable(served)} "
+            "(client.skip_model_check: true takes them)"
+        )
+    if able.lora_rank is None:
+        return  # a vLLM: what does not fit it refuses when it is told
+    wanted, held = cfg.rollout.weights, behavior.weights
+    if wanted != held and not (is_dense(wanted) and is_dense(held)):
+        raise ValueError(
+            f"rollout.weights: {wanted} is asked for, and the engines have {printable(held)}"
+        )
+    if cfg.train.lora and able.lora_rank < cfg.train.lora_rank:
+        told = f"adapters up to rank {able.lora_rank}" if able.lora_rank else "no adapters"
+        raise ValueError(
+            f"train.lora_rank: {cfg.train.lora_rank} is learned, and the engines take {told} "
+            "(train.lora_rank of run.yaml, max_lora_rank of infer.yaml, --lora-rank)"
+        )
+    if not cfg.train.lora and able.lora_rank:
+        raise ValueError("train.lora: all weights learn, and the engines take adapters alone")
+
+
+def _value(cfg: RunConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), cfg)
+
+
+def _shown(value: Any) -> str:
+    return printable(repr(value) if isinstance(value, str | tuple) else value, 200)

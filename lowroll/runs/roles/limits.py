@@ -1,0 +1,58 @@
+"""What roles do not do, by the settings that ask for it. No torch."""
+
+from __future__ import annotations
+
+from lowroll.config import RunConfig
+from lowroll.quant.table import is_dense
+
+
+def refuse(cfg: RunConfig) -> None:
+    """ValueError names a setting that is for one process."""
+    if cfg.guard is not None and cfg.guard.action == "fallback":
+        raise ValueError(
+            "guard.action: fallback puts another engine in the place of the run's own, in one "
+            "process; with roles choose warn or tighten"
+        )
+    if cfg.noise is not None and cfg.eval.interval:
+        raise ValueError(
+            "eval.interval: an evaluation without noise beside a noise section is for one process"
+        )
+    ckpt = cfg.ckpt
+    for key, asked in (
+        ("resume_step", ckpt.resume_step not in (None, -1)),
+        ("skip_progress", ckpt.skip_progress),
+        ("skip_buffer", ckpt.skip_buffer),
+    ):
+        if asked:
+            raise ValueError(
+                f"ckpt.{key}: roles go on from where they were, however often one is started "
+                "again; resume so in one process"
+            )
+    if not cfg.eval.skip_eval_on_resume:
+        raise ValueError(
+            "eval.skip_eval_on_resume: roles evaluate each policy once, however often one is "
+            "started again; evaluate at a resumption in one process"
+        )
+    if cfg.rollout.release_cache:
+        raise ValueError("rollout.release_cache: engines of other processes keep their memory")
+    refuse_engine(cfg)
+
+
+def refuse_engine(cfg: RunConfig) -> None:
+    """ValueError names what a vLLM does in one process alone."""
+    rollout, way = cfg.rollout, cfg.weight_broadcast.type
+    if rollout.engine == "native":
+        return
+    if rollout.vllm.url is not None:
+        raise ValueError(
+            "rollout.vllm.url: with roles a vLLM that runs already is named in client.base_url "
+            "(docs/vllm.md says how it is started), and needs no lowroll serve"
+        )
+    if rollout.vllm.transfer == "nccl" or way != "filesystem":
+        key = "weight_broadcast.type" if way != "filesystem" else "rollout.vllm.transfer"
+        raise ValueError(f"{key}: with roles a vLLM reads new weights from the run's folder alone")
+    if not cfg.train.lora and not is_dense(rollout.weights):
+        raise ValueError(
+            f"rollout.weights: {rollout.weights}: with roles a vLLM takes all weights dense, as they "
+            "are broadcast; write rollout.weights: dense, or train.lora: true"
+        )

@@ -1,0 +1,40 @@
+"""The page about conversations: its environment works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lowroll.config.load import from_mapping
+from lowroll.envs import make
+from lowroll.envs.rewards import ScorerPool
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
+
+
+def block(language: str) -> str:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S)[0]
+
+
+def test_the_environment_of_the_page_answers_and_scores(tmp_path: Path) -> None:
+    file = tmp_path / "halves.py"
+    file.write_text(block("python"))
+    env = make(str(file), name="halves")
+    assert env.validate(8).ok
+    prompt = env.prompt(0)
+    right = {"role": "assistant", "content": prompt.info["answer"]}
+    wrong = {"role": "assistant", "content": "0"}
+    no = {"role": "user", "content": "No. Try again."}
+    with ScorerPool({"halves": (str(file), {}, 0)}, 1) as pool:
+        first = [(prompt, [*prompt.messages, said]) for said in (right, wrong)]
+        assert pool.respond(first) == [None, [no]]
+        whole = [(prompt, [*prompt.messages, *said]) for said in ([right], [wrong, no, right])]
+        assert [one.reward for one in pool.score(whole)] == [1.0, 0.5]
+
+
+def test_the_settings_of_the_page_are_read() -> None:
+    import yaml
+
+    cfg = from_mapping({"model": "m", "output_dir": "o", **yaml.safe_load(block("yaml"))})
+    env = make(cfg.env[0].id, args=dict(cfg.env[0].args))
+    assert (env.max_turns, env.max_sequence_tokens) == (3, 256)
