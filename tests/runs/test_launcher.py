@@ -108,12 +108,14 @@ def test_an_engine_that_is_lost_while_it_starts_again_keeps_its_port(tmp_path: P
         assert launcher._port(engine) == port
 
 
-def test_an_orchestrator_that_had_ended_comes_back_with_its_trainer(tmp_path: Path) -> None:
-    launcher = launcher_of(tmp_path)
+def test_an_orchestrator_that_had_ended_comes_back_when_the_trainer_waits(tmp_path: Path) -> None:
+    trainer = SimpleNamespace(phase="finishing")
+    launcher = launcher_of(tmp_path, trainer=trainer)
     launcher.orchestrator.done = True
-    launcher._again(launcher.engines[0], "lost")
+    launcher._rejoin()
     assert launcher.orchestrator.done
-    launcher._again(launcher.trainer, "lost")
+    trainer.phase = "waiting"
+    launcher._rejoin()
     assert not launcher.orchestrator.done and launcher.orchestrator.again_at > time.monotonic() - 1
 
 

@@ -80,6 +80,12 @@ class Child:
         said, process = self.watch.said, self.process
         return said is not None and process is not None and said.get("pid") == process.pid
 
+    @property
+    def phase(self) -> str:
+        """What this very process has said that it does; "" before."""
+        said = self.watch.said if self.alive() and self._is_mine() else None
+        return str((said or {}).get("phase", ""))
+
     def hangs(self) -> str | None:
         """Why it counts as hanging; None when it does not."""
         if not self.alive():

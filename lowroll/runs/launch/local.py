@@ -164,6 +164,7 @@ class Launcher:
                 return self._stop()
             for child in self.children:
                 self._look(child)
+            self._rejoin()
             self._show()
             time.sleep(LOOK_S)
         while not self.orchestrator.done and not self.stop:  # the last evaluation
@@ -226,6 +227,13 @@ class Launcher:
             told = f"{child.role} has ended ({_ended(child.code)}): {child.last_words()}"
             self._again(child, told)
 
+    def _rejoin(self) -> None:
+        """Start an orchestrator again that has ended, when the trainer waits for a batch: it was lost
+        while it finished, and its last checkpoint is damaged."""
+        if self.orchestrator.done and self.trainer.phase == "waiting":
+            log.warning("the trainer has gone back, and the orchestrator is started again")
+            self.orchestrator.done, self.orchestrator.again_at = False, time.monotonic()
+
     def _again(self, child: Child, why: str) -> None:
         pause = child.pause()
         if child.code == USERS_MISTAKE and not child.ready:
@@ -234,9 +242,6 @@ class Launcher:
             raise RunFailed(f"{child.role}: stopped after {len(child.starts) - 1} restarts: {why}")
         log.warning("%s; it is started again in %.1f s", why, pause)
         child.again_at = time.monotonic() + pause
-        if child is self.trainer and self.orchestrator.done:  # it may need batches once more
-            self.orchestrator.done = False
-            self.orchestrator.again_at = child.again_at
 
     def _stop(self) -> int:
         """A signal came: the trainer finishes its step, then all end."""
