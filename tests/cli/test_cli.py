@@ -143,7 +143,7 @@ def test_a_dry_run_of_three_files(unseen: None, capsys: pytest.CaptureFixture[st
     assert main(["grpo", *words, "rollout.weights=int8", "--dry-run"]) == 0
     out, err = capsys.readouterr()
     assert "weights: int8" in out and "correction: aipo" in out
-    assert "max_async_level 1" in err
+    assert "correction: aipo, because" in err
 
 
 def test_grpo_and_sft_hand_over_the_settings(
@@ -580,7 +580,12 @@ def test_the_module_runs_and_completion_knows_commands_options_and_keys(tmp_path
     assert complete("lowroll", "grpo", "train.lora_r") == ["train.lora_rank="]
     assert complete("lowroll", "grpo", "env.0.i") == ["env.0.id="]
     assert complete("lowroll", "grpo", "run") == ["runs.yaml"]
-    assert complete("lowroll", "export", "--") == ["--help", "--as", "--step"]
+    assert complete("lowroll", "export", "--") == [
+        "--help",
+        "--as",
+        "--step",
+        "--push-to-hub",
+    ]
     assert complete("lowroll", "completion", "z") == ["zsh"]
     for shell in ("zsh", "fish"):
         assert main(["completion", shell]) == 0

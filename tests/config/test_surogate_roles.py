@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from lowroll.config import ConfigError, NotThereYet, RunConfig, load_role, load_surogate
+from lowroll.config.roles import one_process_notes
 from lowroll.config.surogate.roles import GIVEN
 from tests.fixtures.quick_start import INFER, ORCH, TRAIN
 
@@ -69,9 +70,8 @@ def test_the_quick_start_by_hand() -> None:
 
 def test_notes_of_one_process_are_not_a_roles() -> None:
     assert not [note for note in load_role("orchestrate", "orch.yaml").notes if "process" in note]
-    assert [
-        note for note in load_surogate("train.yaml", None, "orch.yaml").notes if "process" in note
-    ]
+    (note,) = one_process_notes(load_surogate("train.yaml", None, "orch.yaml"))
+    assert note.startswith("asynchrony.max_async_level: 1 has no effect: one process")
 
 
 def test_what_the_orchestrator_was_given_reaches_the_trainer(here: Path) -> None:
