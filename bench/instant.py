@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from bench import vocabulary
 from bench.served import Served
@@ -127,7 +128,8 @@ def started() -> Iterator[Child]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocab", type=int, default=32768)
-    with Served(Instant(parser.parse_args().vocab), "instant") as served:
+    engine: Any = Instant(parser.parse_args().vocab)
+    with Served(engine, "instant") as served:
         print(served.url, flush=True)
         while True:
             time.sleep(3600.0)

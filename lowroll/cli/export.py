@@ -33,13 +33,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--step", type=int, metavar="N", help="the checkpoint of step N (default: the newest)"
     )
+    p.add_argument(
+        "--push-to-hub",
+        metavar="ORG/NAME",
+        help="and put OUT there, with a card, as a private repository",
+    )
     return p
 
 
 def run(arguments: argparse.Namespace) -> int:
     from lowroll.quant.formats import get_format
+    from lowroll.runs import hub
     from lowroll.runs.export import export_run
 
+    hub.check(arguments.push_to_hub)
     done = export_run(arguments.run, arguments.out, arguments.kind, arguments.step)
     of = "an adapter" if done.step is None else f"step {done.step}"
     if done.gap is None:
@@ -54,4 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         + (f"note: {done.note}\n" if done.note else "")
         + f"try it: lowroll generate --model {done.folder} --weights {done.format}"
     )
+    if arguments.push_to_hub:
+        where = hub.push(arguments.out, arguments.push_to_hub, arguments.run, arguments.kind)
+        print(f"pushed: {where}")
     return 0

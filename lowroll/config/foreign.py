@@ -34,6 +34,21 @@ RENAMED: dict[str, str] = {
     "bf16": "dtype: bfloat16",
     "fp16": "dtype: bfloat16 (float16 is not there)",
     "torch_dtype": "dtype",
+    **dict.fromkeys(
+        (
+            "report_to",
+            "wandb",
+            "use_wandb",
+            "tensorboard",
+            "mlflow",
+            "trackio",
+            "logger",
+            "monitor",
+        ),
+        "track (a list of wandb, tensorboard, trackio, mlflow)",
+    ),
+    **dict.fromkeys(("wandb_project", "project_name"), "track_project"),
+    "hub_model_id": "push_to_hub (ORG/NAME)",
     "environment": "env",
     "environments": "env",
     **dict.fromkeys(
@@ -203,7 +218,6 @@ ONE_DEVICE = (
     "train.optimizer: adamw8bit make it hold larger models"
 )
 ENGINES = "another engine; rollouts come from lowroll's own or from vLLM (rollout.engine)"
-TRACKER = "trackers; metrics.jsonl has every number, and `lowroll report` draws them"
 ABSENT: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -252,27 +266,6 @@ ABSENT: dict[str, str] = {
     ),
     **dict.fromkeys(("sglang", "sglang_server"), ENGINES),
     **dict.fromkeys(
-        (
-            "report_to",
-            "wandb",
-            "use_wandb",
-            "wandb_project",
-            "project_name",
-            "tensorboard",
-            "mlflow",
-            "trackio",
-            "swanlab",
-            "logger",
-            "logging_dir",
-            "monitor",
-        ),
-        TRACKER,
-    ),
-    **dict.fromkeys(
-        ("push_to_hub", "hub_model_id", "hub_token"),
-        "publishing to the hub; final/ is a Hugging Face folder, and `hf upload` takes it there",
-    ),
-    **dict.fromkeys(
         ("multi_turn", "max_turns", "tools", "tool_config", "agent", "max_tool_calls"),
         "several turns and tools; an environment asks once and scores one response",
     ),
@@ -280,6 +273,8 @@ ABSENT: dict[str, str] = {
     "ref_model": "a reference model of its own; loss.kl_coef pulls to the model as it was at the start",
 }
 NEEDLESS: dict[str, str] = {
+    "hub_token": "the token is the hub's login (hf auth login) or HF_TOKEN",
+    "logging_dir": "track: [tensorboard] writes to output_dir/tensorboard",
     "trust_remote_code": "lowroll runs no code of a model's repository",
     **dict.fromkeys(
         ("log_completions", "disable_tqdm"),

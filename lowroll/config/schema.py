@@ -55,6 +55,7 @@ from lowroll.config.section import (
     Correction,
     Count,
     GroupSize,
+    HubName,
     LargeBatchWeights,
     NotNegative,
     Penalty,
@@ -67,19 +68,15 @@ from lowroll.config.section import (
     Temperature,
     Text,
     ToolFormat,
+    Trackers,
     Weights,
+    unique,
 )
 from lowroll.config.sft import SftConfig
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
 from lowroll.quant.table import DEFAULT, FORMATS, is_dense
-
-
-def _unique(items: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(items)) != len(items):
-        raise PydanticCustomError("duplicates", "the same entry stands twice")
-    return items
 
 
 class TemperatureConfig(Section):
@@ -190,7 +187,7 @@ class TrainConfig(Section):
     lora_alpha: Positive = 32.0  # their scale, times the rank
     # the matrices that have one
     lora_target_modules: Annotated[
-        tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(_unique)
+        tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(unique)
     ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -234,6 +231,11 @@ class RunConfig(Section):
     reward_funcs: RewardFunctions = ()
     reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each
     logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
+    # what shows the records elsewhere too; the extra of that name installs it
+    track: Trackers = ()
+    track_project: Text = "lowroll"  # the project, or experiment, of the run there
+    # ORG/NAME on the hub: where final/ goes at the end, as a private repository
+    push_to_hub: HubName | None = None
     batch_size: Count = 64  # rollouts a step
     rollouts_per_example: GroupSize = 8  # G, the group's size
     rollout: RolloutConfig = RolloutConfig()

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    Strict,
+)
 from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 from lowroll.advantages import TABLE as ESTIMATORS
@@ -32,6 +40,18 @@ Temperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])]
 Penalty = Annotated[float, Field(ge=PENALTIES[0], le=PENALTIES[1])]
 Text = Annotated[str, Field(min_length=1)]
 Schedule = Literal["constant", "linear", "cosine"]
+HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+
+
+def unique(items: tuple[str, ...]) -> tuple[str, ...]:
+    """The items; an error of validation where one stands twice."""
+    if len(set(items)) != len(items):
+        raise PydanticCustomError("duplicates", "the same entry stands twice")
+    return items
+
+
+Tracker = Literal["wandb", "tensorboard", "trackio", "mlflow"]
+Trackers = Annotated[tuple[Tracker, ...], Strict(False), AfterValidator(unique)]
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> PlainValidator:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from lowroll.envs.curriculum import Curriculum
-from lowroll.envs.outcome import Outcome, Reply, judge
+from lowroll.envs.outcome import InvalidScore, Outcome, Reply, judge
 from lowroll.types import Message, Prompt, Score
 
 SPLITS = ("train", "test")
@@ -70,6 +70,9 @@ class Environment(ABC):
     exact = False  # True: there are no partial rewards, so a perturbed answer must score 0
     # of a response that takes longer than the pool's limit; None: that is an error
     overtaxed: Score | None = None
+    together = False  # whether the responses to one prompt are scored by one `score_together`
+    # what a slow scorer says it is at, in its worker
+    tell: Callable[[str], object] = staticmethod(lambda doing: None)
     max_turns = 1  # of the assistant in one conversation; with 1 `respond` is never asked
     # tokens of a whole conversation, its prompt included; None: as many as the run has room for
     max_sequence_tokens: int | None = None
@@ -109,6 +112,13 @@ class Environment(ABC):
         asked about the last thing that the assistant said."""
         said = [one for one in messages[len(prompt.messages) :] if one["role"] == "assistant"]
         return self.score(prompt, bounded(str(said[-1].get("content") or "")) if said else "")
+
+    def score_together(
+        self, prompt: Prompt, said: Sequence[str | list[Message]]
+    ) -> Sequence[Score | InvalidScore]:
+        """Scores of several responses, or conversations, to one prompt, for environments that compare
+        them (`together`): one each, in their order."""
+        raise NotImplementedError
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:

@@ -11,7 +11,9 @@ environment says so (`overtaxed`: the score of a response that is too much work 
     memory     it went over `memory_limit_mb` of address space    is replaced
     crash      the process ended under it                         is replaced
 
-Only the item in hand gets the error; what its worker still had to do goes to another. A limit that
+Only the item in hand gets the error; what its worker still had to do goes to another. Where an
+environment scores the responses to one prompt together (`Environment.together`), they are one item,
+and its limit is theirs added up. A limit that
 cannot kill is no limit: a hung scorer under a mere `wait(timeout)` keeps its worker, and a few of
 them starve the pool.
 
@@ -42,6 +44,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from lowroll.envs import child
@@ -65,25 +68,53 @@ class Answer:
     messages: list[Message] | None
 
 
-Result = Score | ScoreError | Answer
+@dataclass(frozen=True)
+class Together:
+    """The scores of several responses to one prompt."""
+
+    scores: tuple[Score | ScoreError, ...]
+
+
+Result = Score | ScoreError | Answer | Together
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What a worker is asked at a time. size: of how many responses, where they are scored
+    together; 0: of one alone."""
+
+    prompt: Prompt
+    encoded: bytes
+    size: int = 0
+
+    def named(self, result: Score | ScoreError) -> Score | ScoreError:
+        """The result; an error says whose it is."""
+        if isinstance(result, Score):
+            return result
+        whose = f"env {self.prompt.env!r}, {self.prompt.id}"
+        return replace(result, message=f"{whose}: {result.message}")
 
 
 @dataclass
 class _Job:
-    """One call of `score` or `respond`: items as (prompt, JSON), their results so far, the indices
-    that no worker holds."""
+    """One call of `score` or `respond`: items, their results so far, the indices that no worker
+    holds."""
 
-    items: list[tuple[Prompt, bytes]]
+    items: list[_Item]
     results: list[Result | None]
     pending: deque[int]
     responds: bool = False
     done: int = 0
 
     def settle(self, index: int, result: Result) -> None:
-        """Record a result; an error says whose it is."""
-        if isinstance(result, ScoreError):
-            prompt = self.items[index][0]
-            result = replace(result, message=f"env {prompt.env!r}, {prompt.id}: {result.message}")
+        """Record a result. An error of responses that are scored together is of all of them."""
+        item = self.items[index]
+        if item.size and isinstance(result, ScoreError):
+            result = Together((result,) * item.size)
+        if isinstance(result, Together):
+            result = Together(tuple(map(item.named, result.scores)))
+        elif isinstance(result, ScoreError):
+            result = item.named(result)
         self.results[index] = result
         self.done += 1
 
@@ -106,6 +137,7 @@ class _Worker:
         os.set_blocking(self.stdout.fileno(), False)
         self.held: deque[tuple[int, str]] = deque()
         self.overtaxed: dict[str, Score] = {}
+        self.doing = ""  # what its environment says it is at, of the item in hand
         self.ready = self.ended = self.killed = False
         self.outbox, self.inbox = setup, b""
         self.deadline = time.monotonic() + START_LIMIT
@@ -203,6 +235,7 @@ class ScorerPool:
         self.names = frozenset(env_specs)
         self.time_limit, self.memory_limit_mb = time_limit, memory_limit_mb
         self.replaced = 0  # workers replaced so far
+        self._together: frozenset[str] = frozenset()  # environments that score responses together
         setup = {
             "specs": {name: list(spec) for name, spec in env_specs.items()},
             "memory_limit_mb": memory_limit_mb,
@@ -249,58 +282,72 @@ class ScorerPool:
         have, or whose `info` is not JSON. Of each text the last `base.MAX_TEXT` characters are
         looked at.
         """
-        found = self._ask("score", items, on_progress)
-        return [result for result in found if isinstance(result, Score | ScoreError)]
+        found = self._ask("score", self._joined(items), on_progress)
+        scores: list[Score | ScoreError] = []
+        for result in found:
+            if isinstance(result, Together):
+                scores += result.scores
+            elif isinstance(result, Score | ScoreError):
+                scores.append(result)
+        return scores
 
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]
     ) -> list[list[Message] | None | ScoreError]:
         """What the environments say to (prompt, messages), in their order; None: that conversation
         is done. Errors and limits as of `score`."""
-        found = self._ask("respond", items, None)
+        encoded = [_Item(prompt, self._encode(prompt, "respond", said)) for prompt, said in items]
+        found = self._ask("respond", encoded, None)
         return [
             one.messages if isinstance(one, Answer) else one
             for one in found
-            if not isinstance(one, Score)
+            if isinstance(one, Answer | ScoreError)
         ]
+
+    def _joined(self, items: Sequence[tuple[Prompt, str | list[Message]]]) -> list[_Item]:
+        """The items; the neighbours of one prompt are one where its environment scores responses
+        together."""
+        joined: list[_Item] = []
+        for _, run in groupby(items, key=lambda item: id(item[0])):
+            same = list(run)
+            prompt = same[0][0]
+            if prompt.env in self._together:
+                said = [_bounded(one) for _, one in same]
+                joined.append(_Item(prompt, self._encode(prompt, "together", said), len(said)))
+            else:
+                joined += [_Item(prompt, self._encode(prompt, "score", one)) for _, one in same]
+        return joined
 
     def _ask(
         self,
         ask: str,
-        items: Sequence[tuple[Prompt, str | list[Message]]],
+        items: list[_Item],
         on_progress: Callable[[int, int], None] | None,
     ) -> list[Result]:
-        encoded = [(prompt, self._encode(prompt, ask, said)) for prompt, said in items]
         with self._lock:
             if not self._workers:
                 raise RuntimeError("the scorer pool is closed")
-            pending = deque(range(len(encoded)))
-            job = _Job(encoded, [None] * len(encoded), pending, ask == "respond")
+            pending = deque(range(len(items)))
+            job = _Job(items, [None] * len(items), pending, ask == "respond")
             try:
-                while job.done < len(encoded):
+                while job.done < len(items):
                     before = job.done
                     self._exchange(job)
                     if on_progress is not None and job.done > before:
-                        on_progress(job.done, len(encoded))
+                        on_progress(job.done, len(items))
             finally:  # an interrupted call must not leave half-done chunks behind
                 for i, worker in enumerate(self._workers):
                     if worker.held:
                         self._replace(i)
         return [result for result in job.results if result is not None]
 
-    def _encode(self, prompt: Prompt, ask: str, said: str | list[Message]) -> bytes:
+    def _encode(self, prompt: Prompt, ask: str, said: Any) -> bytes:
         if prompt.env not in self.names:
             raise ValueError(
                 f"prompt {prompt.id!r} is of environment {prompt.env!r}; the pool has: "
                 f"{', '.join(sorted(self.names))}"
             )
-        if isinstance(said, str):
-            said = bounded(said)
-        else:
-            said = [
-                {k: bounded(v) if isinstance(v, str) else v for k, v in message.items()}
-                for message in said
-            ]
+        said = said if ask == "together" else _bounded(said)
         item = {"prompt": vars(prompt), "ask": ask, "said": said}
         try:
             return json.dumps(item, allow_nan=False).encode()
@@ -322,7 +369,8 @@ class ScorerPool:
             ):
                 size = min(MAX_CHUNK, max(1, len(job.pending) // (2 * len(self._workers))))
                 chunk = [job.pending.popleft() for _ in range(size)]
-                worker.hand({index: job.items[index][1] for index in chunk}, self.time_limit)
+                items = {index: job.items[index].encoded for index in chunk}
+                worker.hand(items, self._limit(job.items[chunk[0]]))
         self._wait()
         for i, worker in enumerate(self._workers):
             for line in [] if worker.ended else worker.read():
@@ -331,6 +379,10 @@ class ScorerPool:
             if worker.ended or worker.late:
                 self._give_up(worker, job)
                 self._replace(i)
+
+    def _limit(self, item: _Item) -> float:
+        """Seconds for an item: the limit is of a response."""
+        return self.time_limit * max(1, item.size)
 
     def _wait(self) -> None:
         """Until a worker has something to say or takes more input, or the earliest deadline."""
@@ -366,15 +418,26 @@ class ScorerPool:
                 )
             worker.ready = True
             worker.overtaxed = {env: Score(**score) for env, score in reply["overtaxed"].items()}
+            self._together = frozenset(reply["together"])
             return True
-        result = _result(reply, job.responds)
+        if "doing" in reply and worker.held and reply.get("id") == worker.held[0][1]:
+            worker.doing = self._said(reply["doing"])
+            return True
+        size = job.items[worker.held[0][0]].size if worker.held else 0
+        result = (
+            _scores(reply, size) if size and "scores" in reply else _result(reply, job.responds)
+        )
         if result is None or not worker.held or reply.get("id") != worker.held[0][1]:
             worker.ended = True  # it does not speak the protocol: treated as a crash
             return False
         if isinstance(result, ScoreError):
             result = replace(result, message=self._said(result.message))
+        elif isinstance(result, Together):
+            result = Together(tuple(map(self._readable, result.scores)))
         job.settle(worker.held.popleft()[0], result)
-        worker.deadline = time.monotonic() + self.time_limit
+        worker.doing = ""
+        if worker.held:
+            worker.deadline = time.monotonic() + self._limit(job.items[worker.held[0][0]])
         if isinstance(result, ScoreError) and result.kind == "memory":
             job.take_back(worker.held)
             worker.ended = True
@@ -393,13 +456,18 @@ class ScorerPool:
         if worker.held:
             index, _ = worker.held.popleft()
             what = "answer" if job.responds else "score"
-            slow: Result = ScoreError("timeout", f"no {what} after {self.time_limit:g} s")
+            item, at = job.items[index], f", in {worker.doing}" if worker.doing else ""
+            slow: Result = ScoreError("timeout", f"no {what} after {self._limit(item):g} s{at}")
             if not job.responds:
-                slow = worker.overtaxed.get(job.items[index][0].env) or slow
-            job.settle(
-                index, slow if late else ScoreError("crash", f"the scorer's process ended: {how}")
-            )
+                slow = worker.overtaxed.get(item.prompt.env) or slow
+            ended = f"the scorer's process ended{at}: {how}"
+            job.settle(index, slow if late else ScoreError("crash", ended))
         job.take_back(worker.held)
+
+    def _readable(self, result: Score | ScoreError) -> Score | ScoreError:
+        if isinstance(result, Score):
+            return result
+        return replace(result, message=self._said(result.message))
 
     def _said(self, text: object) -> str:
         """What a worker says, for people."""
@@ -432,6 +500,25 @@ def _result(reply: dict[str, Any], responds: bool) -> Result | None:
     if isinstance(reward, float) and isinstance(metrics, dict):
         return Score(reward, metrics)
     return None
+
+
+def _scores(reply: dict[str, Any], size: int) -> Together | None:
+    """The scores of `size` responses; None when they are not these."""
+    found = reply["scores"]
+    if not isinstance(found, list) or len(found) != size:
+        return None
+    scores = [_result(one, False) if isinstance(one, dict) else None for one in found]
+    good = tuple(one for one in scores if isinstance(one, Score | ScoreError))
+    return Together(good) if len(good) == size else None
+
+
+def _bounded(said: str | list[Message]) -> str | list[Message]:
+    """A response or a conversation, of each text the end."""
+    if isinstance(said, str):
+        return bounded(said)
+    return [
+        {k: bounded(v) if isinstance(v, str) else v for k, v in message.items()} for message in said
+    ]
 
 
 def _answer(reply: dict[str, Any]) -> Answer | None:

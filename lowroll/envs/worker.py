@@ -3,12 +3,13 @@ and kills it.
 
 Protocol, one JSON object a line. In: first {"specs", "memory_limit_mb"}, then {"items": [{"id",
 "prompt", "ask", "said"}]}: ask "score" is of a response (text) or of a whole conversation
-(messages), "respond" is what the environment says to messages. Out: {"ready": true, "overtaxed":
-scores by environment} or {"failed": why}, then one line an item, in order: {"id", "reward",
-"metrics"}, {"id", "messages"} (null: done) or {"id", "error", "message"}. Replies leave through a
-private file descriptor, so a scorer that prints does not disturb them. The id is a secret of the
-pool and this loop: who writes to that descriptor without it is not heard. A copy of this process
-that a scorer forked and let go on ends here.
+(messages), "together" of a list of them, "respond" is what the environment says to messages. Out:
+{"ready": true, "overtaxed": scores by environment, "together": environments} or {"failed": why},
+then one line an item, in order: {"id", "reward", "metrics"}, {"id", "scores": [...]}, {"id",
+"messages"} (null: done) or {"id", "error", "message"}; before it may come {"id", "doing"}, which a
+timeout quotes. Replies leave through a private file descriptor, so a scorer that prints does not
+disturb them. The id is a secret of the pool and this loop: who writes to that descriptor without it
+is not heard. A copy of this process that a scorer forked and let go on ends here.
 
 Above it stands a keeper (`keeper`), which ends what a scorer leaves behind. The worker dies with
 the process that started it: the kernel tells the keeper (Linux), or it reads the end of its input.
@@ -20,14 +21,16 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, BinaryIO
 
 from lowroll.envs import blame, child
 from lowroll.envs.base import Environment
 from lowroll.envs.keeper import keep
-from lowroll.envs.outcome import InvalidScore, ScorerFailed, answer, judge
+from lowroll.envs.outcome import InvalidScore, ScorerFailed, answer, as_score, judge
 from lowroll.envs.table import construct, own_file
-from lowroll.types import Prompt
+from lowroll.types import Prompt, Score
 
 MAX_FILE_MB = 64  # a scorer may not fill the disk
 MAX_MESSAGE = 100_000  # characters of an error; the pool shows the beginning
@@ -51,6 +54,8 @@ def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any
     try:
         if what == "respond":
             return {"messages": answer(env, prompt, said)}
+        if what == "together":
+            return {"scores": [_outcome(one) for one in env.score_together(prompt, said)]}
         return vars(judge(env, prompt, said))
     except MemoryError:
         return {"error": "memory", "message": "the scorer ran out of memory"}
@@ -65,6 +70,16 @@ def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any
             "error": "exception",
             "message": f"{type(error).__name__}: {error}"[:MAX_MESSAGE] + where,
         }
+
+
+def _outcome(one: Score | InvalidScore) -> dict[str, Any]:
+    if isinstance(one, InvalidScore):
+        return {"error": "invalid", "message": str(one)[:MAX_MESSAGE]}
+    return vars(as_score(one))
+
+
+def _tell(reply: Callable[[dict[str, Any]], None], id: str, doing: str) -> None:
+    reply({"id": id, "doing": doing})
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> int:
@@ -87,12 +102,14 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
         {
             "ready": True,
             "overtaxed": {name: vars(env.overtaxed) for name, env in envs.items() if env.overtaxed},
+            "together": [name for name, env in envs.items() if env.together],
         }
     )
     process = os.getpid()
     for line in requests:
         for item in json.loads(line)["items"]:
             prompt = Prompt(**item["prompt"])
+            envs[prompt.env].tell = partial(_tell, reply, item["id"])
             found = ask(envs[prompt.env], prompt, item["ask"], item["said"])
             if os.getpid() != process:
                 os._exit(0)

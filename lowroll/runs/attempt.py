@@ -24,8 +24,10 @@ from typing import Protocol
 import lowroll
 from lowroll.checkpoint.lock import LOCK, RunLock
 from lowroll.config import RunConfig
+from lowroll.metrics import trackers
 from lowroll.metrics.live import duration
 from lowroll.metrics.record import Record
+from lowroll.runs import hub
 from lowroll.runs.folder import FINAL, LOGS, RunFolder
 from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
 
@@ -89,6 +91,8 @@ def attempt(
         raise ValueError(
             "--overwrite: it replaces the run that --resume goes on with; give one of the two"
         )
+    trackers.check(cfg.track)
+    hub.check(cfg.push_to_hub)
     folder = RunFolder(cfg, command, alone)
     if not (folder.path / LOCK).exists():
         folder.check(resume, overwrite)  # a folder that no run has touched is not even given a lock
@@ -97,7 +101,12 @@ def attempt(
         folder.settle()
         folder.attempt = lock.attempt
         with log_file(folder.path, lock.attempt), _told(cfg, command, lock.attempt):
-            yield folder
+            try:
+                yield folder
+            finally:
+                folder.close()
+            if folder.published:
+                hub.offer(folder.final, cfg)
 
 
 def drive(

@@ -42,6 +42,7 @@ from lowroll.metrics.record import (
     write_about,
 )
 from lowroll.metrics.report import REPORT_FILE, is_report
+from lowroll.metrics.trackers import TRACKED_FILE, Tracked, Trackers
 from lowroll.runs import identity
 from lowroll.transport.rollout_log import (
     is_rollouts,
@@ -85,6 +86,8 @@ class RunFolder:
         self.space = Space(cfg.ckpt.wait_for_space)
         self.meta = META if command == "sft" else (*META, "cache_tokens")
         self.recorder: Recorder  # of a run that has begun or gone on
+        self.published = False  # whether final/ is of this attempt
+        self.trackers: Trackers | None = None  # of such a run, until the attempt ends
         if command == "grpo":
             self.length = ("train.max_steps", cfg.train.max_steps)
         else:
@@ -232,6 +235,7 @@ class RunFolder:
         for name, words in about.items():
             log.info("%s: %s", name, words)
         self.recorder = Recorder(self.path)
+        self._track(0)
 
     def find(self) -> Checkpoint | None:
         """The newest checkpoint; None when there is none, and the run begins again.
@@ -314,10 +318,24 @@ class RunFolder:
         for later_gone in gone:
             self.space.write(self.path, partial(later_gone, step))
         self._write_config()
+        self._track(step)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> Record:
         """Write the record of a step, of a run that has begun or gone on; returns it."""
-        return self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
+        record = self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
+        if self.trackers is not None:
+            self.trackers.log(step, record)
+        return record
+
+    def close(self) -> None:
+        """Tell trackers that the attempt ends."""
+        if self.trackers is not None:
+            self.trackers.close()
+
+    def _track(self, step: int) -> None:
+        settings = yaml.safe_load(self.cfg.dump())
+        run = Tracked(self.path, self.cfg.track_project, settings, step)
+        self.trackers = Trackers(self.cfg.track, run)
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
         """Write a batch into the folder `name`, one of BATCHES; returns its file.
@@ -344,6 +362,7 @@ class RunFolder:
     def publish(self, write: Callable[[Path], object]) -> None:
         """Put the folder that `write(path)` publishes in the place of final/."""
         self.space.write(self.final, lambda: replace_folder(self.final, write))
+        self.published = True
 
     def _write_config(self) -> None:
         mark = f"# lowroll {self.command}: the settings of the run in this folder\n"
@@ -385,6 +404,7 @@ class RunFolder:
         for name in (
             METRICS_FILE,
             ABOUT_FILE,
+            TRACKED_FILE,
             *([REPORT_FILE] if is_report(self.path / REPORT_FILE) else []),
         ):
             (self.path / name).unlink(missing_ok=True)

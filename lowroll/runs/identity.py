@@ -50,6 +50,9 @@ MAY_CHANGE = (
     "weight_broadcast",
     "launcher",
     "logging_steps",
+    "track",
+    "track_project",
+    "push_to_hub",
     "rollout.cuda_graphs",
 )
 # may change too, after a run that ended because it found no signal
@@ -62,6 +65,9 @@ ADDED: dict[str, object] = {
     "rollout.prefix_caching": True,
     "rollout.gpu_memory_utilization": None,
     "advantage_function": None,
+    "track": [],
+    "track_project": "lowroll",
+    "push_to_hub": None,
     **{f"buffer.{key}": value for key, value in BufferConfig().model_dump(mode="json").items()},
     **{
         f"asynchrony.{key}": value

@@ -19,11 +19,12 @@ from lowroll.config import EnvConfig, RunConfig
 from lowroll.config.roles import one_process_notes, one_process_problems
 from lowroll.envs import Environment, child
 from lowroll.kv.capacity import Workload
+from lowroll.metrics import trackers
 from lowroll.model import claims, hf, lora
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.runs import sft
+from lowroll.runs import hub, sft
 from lowroll.runs.build import engines, environments, models, prompts, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
@@ -61,6 +62,8 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     """What `lowroll grpo` would meet. cfg as loaded."""
     cfg = cfg.resolved()
     found = Findings()
+    found.attempt(lambda: trackers.check(cfg.track))
+    found.attempt(lambda: hub.check(cfg.push_to_hub))
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
     if cfg.launcher == "local":
         found.attempt(lambda: refuse(cfg))

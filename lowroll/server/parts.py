@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowroll.engine.packed import pack
+from lowroll.engine.remote.packed import pack
 from lowroll.server.asks import Prompt
 from lowroll.server.loop import Delta
 from lowroll.server.scoring import Scores, Top
@@ -74,7 +74,7 @@ class CompletionChoice:
 
     logprobs: how many of the likeliest tokens to tell; None tells no log-probs. echo: the prompt's
     text, when it is repeated, with its scores where log-probs are told. packed: nothing but ids and
-    log-probs, as `engine.packed` has them."""
+    log-probs, as `engine.remote.packed` has them."""
 
     def __init__(
         self,

@@ -587,7 +587,7 @@ def foreign(tree: dict[str, object]) -> list[str]:
     ("key", "told"),
     [
         ("gpus", "not there yet: several GPUs"),
-        ("report_to", "not there yet: trackers; metrics.jsonl"),
+        ("report_to", "here it is track (a list of wandb, "),
         ("async_level", "here it is asynchrony.max_async_level"),
         ("sglang", "not there yet: another engine"),
         ("use_vllm", "here it is rollout.engine: vllm"),

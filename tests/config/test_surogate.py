@@ -625,9 +625,9 @@ REFUSED: list[tuple[str, str, str, list[str]]] = [
         "seq_len: 2048",
         "report_to: {project: mine}",
         [
-            "orch.yaml:12: report_to.project: there is no Weights & Biases here: metrics.jsonl has "
-            "every number and rollouts/ every response, and `lowroll report` draws them; only "
-            "Surogate works"
+            "orch.yaml:12: report_to.project: a file of lowroll's own says `track: [wandb]`; "
+            "metrics.jsonl has every number and rollouts/ every response, and `lowroll report` "
+            "draws them; only Surogate works"
         ],
     ),
     (

@@ -21,7 +21,6 @@ import torch
 import lowroll
 from lowroll import Engine
 from lowroll.engine.base import Capabilities
-from lowroll.engine.packed import pack
 from lowroll.engine.remote import (
     EngineLost,
     NotArrived,
@@ -36,6 +35,7 @@ from lowroll.engine.remote.client import Client
 from lowroll.engine.remote.completions import Sample
 from lowroll.engine.remote.dialect import HEEDED, VllmDialect
 from lowroll.engine.remote.engine import TURN, Named
+from lowroll.engine.remote.packed import pack
 from lowroll.engine.remote.process import VllmProcess
 from lowroll.engine.remote.verify import Verifier
 from lowroll.engine.request import noise_key

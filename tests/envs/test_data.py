@@ -260,3 +260,62 @@ def test_without_functions_the_final_answer_is_judged(files: Path) -> None:
     assert env.score(env.prompt(0), r"\boxed{5}").reward == 1.0  # type: ignore[union-attr]
     module = make("data", args=args(files, reward_funcs=["lowroll.envs.data.functions:answer"]))
     assert isinstance(module.prompt(0), Prompt)
+
+
+def test_responses_to_one_prompt_are_seen_together_and_others_are_not(files: Path) -> None:
+    settings = args(files, "longest", "level")
+    env = make("data", args=settings)
+    first, second = env.prompt(0), env.prompt(1)
+    assert env.together and not make("data", args=args(files, "level")).together
+    with pool(settings) as workers:
+        texts = [(first, "a"), (first, "bbb"), (second, "cc"), (first, ""), (first, "dd")]
+        scores = workers.score(texts)
+        one, eight = (
+            workers.score([(second, "x")]),
+            workers.score([(first, "y" * i) for i in range(8)]),
+        )
+    longest = [score.metrics.get("longest") for score in scores if isinstance(score, Score)]
+    assert longest == [0, 1, 1, None, 1]
+    assert [s.metrics["longest"] for s in one if isinstance(s, Score)] == [1]
+    assert [s.metrics.get("longest") for s in eight if isinstance(s, Score)] == [None, *[0] * 6, 1]
+
+
+def test_an_error_is_of_those_that_were_scored_together(files: Path) -> None:
+    broken, odd = args(files, "broken", "longest"), args(files, "longest", "odd")
+    specs = {name: ("data", given, 0) for name, given in (("b", broken), ("o", odd))}
+    b, o = (make("data", name=name, args=given).prompt(0) for name, (_, given, _) in specs.items())
+    with ScorerPool(specs, num_workers=1) as workers:
+        found = workers.score([(b, "x"), (b, "y"), (o, "none"), (o, "odd")])
+        alone = workers.score([(o, "none"), (o, "")])
+    assert [isinstance(one, ScoreError) for one in found] == [True] * 4
+    assert all("env 'b', train/0: " in str(one) for one in found[:2])
+    assert isinstance(alone[0], Score) and isinstance(alone[1], ScoreError)
+    assert "no reward function applies (longest, odd said None)" in alone[1].message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["", "longest"])
+def test_a_function_that_hangs_or_ends_its_process_is_named(files: Path, beside: str) -> None:
+    names = [beside] if beside else []
+    settings = {name: args(files, *names, name) for name in ("slow", "dies")}
+    prompts = {n: make("data", name=n, args=settings[n]).prompt(0) for n in settings}
+    specs = {n: ("data", settings[n], 0) for n in settings}
+    with ScorerPool(specs, num_workers=1, time_limit=0.5) as workers:
+        fine, late, dead = workers.score(
+            [(make("data", name="slow", args=settings["slow"]).prompt(0), "x")]
+            + [(prompts["slow"], "slow"), (prompts["dies"], "x")]
+        )
+    assert isinstance(fine, Score) and isinstance(late, ScoreError) and isinstance(dead, ScoreError)
+    assert late.kind == "timeout" and re.search(r"in .*rewards\.py:35: reward 'slow'", late.message)
+    assert dead.kind == "crash" and re.search(r"in .*rewards\.py:36: reward 'dies'", dead.message)
+
+
+def test_a_conversation_is_a_completion_of_several_messages(files: Path) -> None:
+    env = make("data", args=args(files, "chat"))
+    prompt = Prompt("t/0", "data", CHAT, {"chat": True, "columns": {}})
+    said = [
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "no"},
+        {"role": "assistant", "content": "five"},
+    ]
+    assert env.score_conversation(prompt, [*CHAT, *said]) == Score(5.0, {"chat": 5.0})

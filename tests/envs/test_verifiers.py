@@ -169,7 +169,7 @@ def test_two_steps_of_grpo(
     steps = outside(python, "verifiers_run.py", *given)
     assert [record["step"] for record in steps] == [1, 2]
     for record in steps:
-        assert record[f"reward/theirs/{metric}"] > 2 and record["reward/error_rate"] == 0.0
+        assert record[f"reward/theirs/{metric}"] > 1 and record["reward/error_rate"] == 0.0
     assert "eval/theirs/reward" in steps[-1]
 
 

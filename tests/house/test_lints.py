@@ -93,6 +93,7 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("envs/sandbox/inside.py", "_end"): "what a model's program left to do at its end",
     ("envs/worker.py", "ask"): "a scorer's own code: it becomes a ScoreError",
     ("envs/worker.py", "serve"): "reported to the pool, which raises it",
+    ("metrics/trackers/__init__.py", "_serve"): "a tracker's own: told once, and the run goes on",
     ("model/template_child.py", "main"): "reported to the parent, which raises it",
     ("weights/offers.py", "_run"): "kept for the trainer, whose next look raises it",
     ("server/guard.py", "door"): "the client gets a plain 500 and the log the reason",
@@ -112,6 +113,7 @@ ENDLESS = {  # waits without a time, and what looks like one
     ("envs/sandbox/jail.py", "_leave"): "the socket has a time",
     ("envs/sandbox/jail.py", "main"): "the socket has a time",
     ("kernels/launch.py", "early"): "a ContextVar's get",
+    ("metrics/trackers/__init__.py", "_serve"): "a thread of its own, which `close` ends or leaves",
     ("model/recompute.py", "get"): "a tensor that is made again, not a queue",
     ("model/recompute.py", "_unpack"): "the same",
     (

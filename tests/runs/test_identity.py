@@ -19,9 +19,10 @@ from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig, from_mapping
 from lowroll.engine import native as engine_module
 from lowroll.engine.native import NativeEngine
+from lowroll.metrics import trackers
 from lowroll.metrics.record import read, reproducible
 from lowroll.model import hf
-from lowroll.runs import identity
+from lowroll.runs import hub, identity
 from lowroll.runs.grpo import RunResult
 from lowroll.runs.memory import fit
 from lowroll.runs.memory import plan as memory_plan
@@ -131,6 +132,9 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "weight_broadcast": [{"weight_broadcast": {"timeout": 5.0}}],
     "launcher": [{"launcher": "local"}],
     "logging_steps": [{"logging_steps": 2}],
+    "track": [{"track": ["tensorboard"]}],
+    "track_project": [{"track_project": "mine"}],
+    "push_to_hub": [{"push_to_hub": "me/mine"}],
     "rollout.cuda_graphs": [{"rollout": {"cuda_graphs": False}}],
     "train.max_steps": [{"train": {"max_steps": STEPS + 2}}],
 }
@@ -140,7 +144,16 @@ def test_every_key_is_tried() -> None:
     assert CHANGES.keys() == {*identity.MAY_CHANGE, "train.max_steps"}
 
 
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tracker and no hub, which no test has."""
+    monkeypatch.setattr(trackers, "check", lambda names: None)
+    monkeypatch.setattr(hub, "check", lambda name: None)
+    monkeypatch.setattr(hub, "push", lambda *given: "the hub")
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("nobody")
 @pytest.mark.parametrize(
     "change",
     [(key, i) for key in CHANGES for i in range(len(CHANGES[key]))],

@@ -33,8 +33,8 @@ Strings = Annotated[tuple[Text, ...], Strict(False)]
 Whole = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 NO_TRACKER = (
-    "there is no Weights & Biases here: metrics.jsonl has every number and rollouts/ every "
-    "response, and `lowroll report` draws them"
+    "a file of lowroll's own says `track: [wandb]`; metrics.jsonl has every number and rollouts/ "
+    "every response, and `lowroll report` draws them"
 )
 ONE_GPU = "one trainer learns on one GPU"
 ONE_ADAPTER = "an engine holds one adapter, the run's own"

@@ -313,7 +313,7 @@ class EnginePool:
         try:
             while (left := end - time.monotonic()) > 0:
                 if wait([future], timeout=min(TURN, left)).done:
-                    return future.result()
+                    return future.result(0)
                 alive()
         finally:
             future.cancel()  # nothing of one that is done

@@ -61,6 +61,7 @@ class Data(Environment):
         self.is_graded = [function.name for function in self.functions] == [ANSWER]
         if self.is_graded:
             self.overtaxed = Score(0.0, {ANSWER: 0.0})
+        self.together = any(function.is_of_several for function in self.functions)
         self.columns = Columns(prompt, answer, completion)
         self.rows: Rows[Task] = Rows(
             name,
@@ -113,14 +114,29 @@ class Data(Environment):
             raise found
         return found
 
+    def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
+        """As `score`, of all that was said after the prompt."""
+        (found,) = self.score_together(prompt, [messages])
+        if isinstance(found, InvalidScore):
+            raise found
+        return found
+
     def score_together(self, prompt: Prompt, said: Sequence[Said]) -> list[Score | InvalidScore]:
         """The scores of several responses to one prompt, which a function may compare."""
         asked = Asked(
             prompt.messages if prompt.info["chat"] else prompt.messages[-1]["content"],
-            [[{"role": "assistant", "content": s}] if isinstance(s, str) else s for s in said],
+            [
+                [{"role": "assistant", "content": one}]
+                if isinstance(one, str)
+                else one[len(prompt.messages) :]
+                for one in said
+            ],
             prompt.info["columns"] | {k: prompt.info[k] for k in ("answer",) if k in prompt.info},
         )
-        found = [function.rewards(asked) for function in self.functions]
+        found = []
+        for function in self.functions:
+            self.tell(function.where)
+            found.append(function.rewards(asked))
         return [self._sum([rewards[i] for rewards in found]) for i in range(len(said))]
 
     def gold(self, prompt: Prompt) -> str:

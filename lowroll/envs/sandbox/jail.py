@@ -18,6 +18,7 @@ import runpy
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ def main() -> int:
     plan = json.loads(sys.argv[1])
     user, group = os.geteuid(), os.getegid()
     die_with_parent()
-    Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go when memory ends
+    with suppress(OSError):  # where /proc is read only, it is one among others
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go when memory ends
     mine, its = socket.socketpair()
     pid = os.fork()
     if pid == 0:

@@ -1,0 +1,27 @@
+"""Trackio: a local database that `trackio show` draws, or a Space of the hub (TRACKIO_SPACE_ID)."""
+
+from __future__ import annotations
+
+import importlib
+
+from lowroll.metrics.trackers import Metrics, Tracked
+
+
+class Trackio:
+    """A run there, named after the run here and its id."""
+
+    def __init__(self, run: Tracked) -> None:
+        self.run = importlib.import_module("trackio").init(
+            project=run.project, name=run.name, config=dict(run.settings), resume="allow"
+        )
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """One row."""
+        self.run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.run.finish()
+
+
+begin = Trackio

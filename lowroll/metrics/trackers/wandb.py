@@ -1,0 +1,32 @@
+"""Weights & Biases. WANDB_MODE=offline keeps a run in the run folder; `wandb sync` sends it later."""
+
+from __future__ import annotations
+
+import importlib
+
+from lowroll.metrics.trackers import Metrics, Tracked
+
+
+class Wandb:
+    """A run there, with the id of the run here."""
+
+    def __init__(self, run: Tracked) -> None:
+        self.run = importlib.import_module("wandb").init(
+            project=run.project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.settings),
+        )
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """One row."""
+        self.run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self.run.finish()
+
+
+begin = Wandb

@@ -1,0 +1,211 @@
+"""A folder of a run to the Hugging Face hub, with a card that says what it is.
+
+    check   before a run or an export: is there somebody to push as?
+    push    the files and the card in one commit of a private repository
+    offer   the same at the end of a run, where a failure is told and loses nothing
+
+The token is the hub's login or HF_TOKEN. It is in no setting, file or log of lowroll's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lowroll
+from lowroll.checkpoint.publish import MANIFEST
+from lowroll.config import RunConfig, load
+from lowroll.metrics.record import read
+from lowroll.types import RunFailed
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+CARD, ADAPTER = "README.md", "adapter_config.json"
+SHOWN = ("reward/mean", "eval/", "rollout/length_mean", "mismatch/kl_k3", "sft/loss")
+MOST_SHOWN = 20
+
+
+def check(name: str | None) -> None:
+    """ValueError when `name` is no repository's, or nobody is logged in."""
+    from huggingface_hub import get_token
+
+    if name is None:
+        return
+    if NAME.fullmatch(name) is None:
+        raise ValueError(f"push_to_hub: {name!r} is no repository: write ORG/NAME")
+    if not get_token():
+        raise ValueError(
+            "push_to_hub: nobody is logged in to the hub: run `hf auth login`, or set HF_TOKEN"
+        )
+
+
+def push(folder: Path, name: str, run: Path, kind: str) -> str:
+    """Put a model or adapter folder of a run into the repository `name`, which is made, private,
+    where there is none; its address.
+
+    ValueError for a folder whose base lies inside it, which others could not load from there;
+    RunFailed, with the hub's words, when it refuses or is not reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if (folder / "base").is_dir():
+        raise ValueError(
+            f"push_to_hub: {folder} is an adapter that names its base by a path of this machine; "
+            "push it --as merged or adapter"
+        )
+    text = card(folder, name, run, kind)
+    files = [
+        CommitOperationAdd(path.relative_to(folder).as_posix(), str(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in (MANIFEST, CARD)
+    ]
+    files.append(CommitOperationAdd(CARD, text.encode()))
+    hub = HfApi(library_name="lowroll", library_version=lowroll.__version__)
+    try:
+        hub.create_repo(name, private=True, exist_ok=True)
+        done = hub.create_commit(name, files, commit_message=f"lowroll: {kind} of {run.name}")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise RunFailed(f"push_to_hub: {name}: {' '.join(str(error).split())[:500]}") from error
+    return str(getattr(done, "repo_url", None) or name)
+
+
+def offer(final: Path, cfg: RunConfig) -> None:
+    """Push the folder that a run has ended with, where its settings say so. A failure is a warning
+    with the command that tries again."""
+    if cfg.push_to_hub is None:
+        return
+    run = Path(cfg.output_dir)
+    kind = "adapter" if cfg.train.lora else "merged"
+    try:
+        address = push(final, cfg.push_to_hub, run, kind)
+    except (RunFailed, ValueError) as error:
+        log.warning(
+            "%s. The run has ended well and %s is whole; to try again: lowroll export %s OUT --as "
+            "%s --push-to-hub %s",
+            error,
+            final,
+            run,
+            kind,
+            cfg.push_to_hub,
+        )
+        return
+    log.info("pushed %s to %s", final, address)
+
+
+# -- the card ------------------------------------------------------------------------------------
+
+
+def card(folder: Path, name: str, run: Path, kind: str) -> str:
+    """README.md of what is pushed: front matter for the hub, what made it, the last numbers, how to
+    load it. Of an adapter, with what its own card says of its base."""
+    cfg = load(run / "config.yaml") if (run / "config.yaml").is_file() else None
+    body = [f"# {name.partition('/')[2]}", *_said(folder)]
+    if cfg is not None:
+        body += ["## Training", _table(_training(cfg), "setting")]
+        last = _last(run)
+        if last:
+            body += ["## Last numbers", _table(last, "metric")]
+    body += ["## Use", *_use(name, kind, cfg)]
+    return _front(cfg, kind) + "\n\n".join(body) + "\n"
+
+
+def _front(cfg: RunConfig | None, kind: str) -> str:
+    from huggingface_hub import ModelCardData
+
+    base = cfg.model if cfg is not None and _on_the_hub(cfg.model) else None
+    tags = ["lowroll", *([] if cfg is None else [cfg.algorithm])]
+    if kind == "adapter":
+        tags += ["lora", *([f"base_model:adapter:{base}"] if base else [])]
+    data = ModelCardData(
+        base_model=base,
+        library_name="peft" if kind == "adapter" else "transformers",
+        pipeline_tag="text-generation",
+        tags=tags,
+        datasets=_data_sets(cfg) or None,
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n"
+
+
+def _on_the_hub(name: str) -> bool:
+    return NAME.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _public(name: str) -> str:
+    """A hub id, or the last part of a path of this machine."""
+    return name if _on_the_hub(name) else Path(name).name
+
+
+def _data_sets(cfg: RunConfig | None) -> list[str]:
+    """Data sets of the hub that the run learned from."""
+    paths = [str(env.args.get("path")) for env in cfg.env] if cfg is not None else []
+    return [path for path in dict.fromkeys(paths) if _on_the_hub(path)]
+
+
+def _said(folder: Path) -> list[str]:
+    """What the folder's own card says below its title."""
+    path = folder / CARD
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8").partition("\n---\n")[2].strip()
+    return [text.partition("\n\n")[2].strip()] if text.startswith("# ") else [text]
+
+
+def _training(cfg: RunConfig) -> dict[str, Any]:
+    rows: dict[str, Any] = {
+        "base": _public(cfg.model),
+        "algorithm": cfg.algorithm,
+        "correction": cfg.correction,
+        "rollouts": f"{cfg.rollout.weights} weights, {cfg.rollout.cache.policy} cache",
+        "data": ", ".join(_public(env.name or env.id) for env in cfg.env),
+        "batch": f"{cfg.batch_size} rollouts, {cfg.rollouts_per_example} a prompt",
+        "learning rate": f"{cfg.train.learning_rate:g}",
+    }
+    if cfg.train.lora:
+        rows["LoRA"] = f"rank {cfg.train.lora_rank}, alpha {cfg.train.lora_alpha:g}"
+    return rows | {"made with": f"lowroll {lowroll.__version__}"}
+
+
+def _last(run: Path) -> dict[str, Any]:
+    """The newest of the numbers that people ask for first."""
+    found: dict[str, Any] = {}
+    for record in read(run):
+        shown = {key: value for key, value in record.items() if key.startswith(SHOWN)}
+        found |= {key: f"{value:.4g}" for key, value in shown.items() if value is not None}
+        found["step"] = record["step"]
+    step = found.pop("step", None)
+    rows = dict(sorted(found.items())[:MOST_SHOWN])
+    return {"step": step, **rows} if step is not None else {}
+
+
+def _table(rows: Mapping[str, Any], title: str) -> str:
+    lines = [f"| {title} | |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {key} | {value} |" for key, value in rows.items())])
+
+
+def _use(name: str, kind: str, cfg: RunConfig | None) -> list[str]:
+    if kind == "rollout" and cfg is not None:
+        return [
+            f"Low-bit weights ({cfg.rollout.weights}), bit for bit what the rollouts were drawn "
+            "from:",
+            f"    hf download {name} --local-dir FOLDER\n"
+            f"    lowroll generate --model FOLDER --weights {cfg.rollout.weights}",
+        ]
+    if kind == "adapter":
+        base = "BASE" if cfg is None else _public(cfg.model)
+        code = (
+            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+            f'model = AutoModelForCausalLM.from_pretrained("{base}")\n'
+            f'model = PeftModel.from_pretrained(model, "{name}")'
+        )
+    else:
+        code = (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+        )
+    return [f"```python\n{code}\n```"]
