@@ -204,7 +204,7 @@ class Broadcaster:
             with self._lock:
                 found = self.broadcasts.at(version)
                 if found is not None and found.way != "filesystem":
-                    self._lay(version, parcel.files)
+                    self._lay(version, parcel.files, same=True)
 
         self._last = write
         self.offers.offer(Offer(version, manifest_digest(path), parcel.buckets, write))
@@ -234,8 +234,9 @@ class Broadcaster:
         if moved:
             save_file(moved, target / SCALED)
 
-    def _lay(self, version: int, payload: Payload) -> Path:
-        """The folder of a version with its marker, on the disk."""
+    def _lay(self, version: int, payload: Payload, same: bool = False) -> Path:
+        """The folder of a version with its marker, on the disk. same: what lies there are the same
+        weights in other files."""
         noise = None
         if self.noise is not None:
             drawn = self.noise.at(version)
@@ -245,7 +246,7 @@ class Broadcaster:
         dest = self.folder / folder_name(version)
         if not dest.exists():
             publish_folder(dest, payload.write, meta)
-        elif self._replace(dest, payload.write, meta):
+        elif self._replace(dest, payload.write, meta, same) and not same:
             log.warning("%s: written again with other bytes, by attempt %d", dest, self.attempt)
         if not _is_stable(dest):
             marker = encode_marker(
@@ -254,7 +255,9 @@ class Broadcaster:
             write_file(dest / STABLE, marker)
         return dest
 
-    def _replace(self, dest: Path, write: Callable[[Path], None], meta: dict[str, Any]) -> bool:
+    def _replace(
+        self, dest: Path, write: Callable[[Path], None], meta: dict[str, Any], same: bool
+    ) -> bool:
         """Publish beside a folder that is there, and put that in its place where their bytes
         differ."""
         candidate = self.folder / f"{_CANDIDATE}{dest.name}"
@@ -263,7 +266,8 @@ class Broadcaster:
         if _is_same(dest, candidate):
             shutil.rmtree(candidate)
             return False
-        self._forget_after(meta["version"])
+        if not same:
+            self._forget_after(meta["version"])
         self._retire(dest)
         os.rename(candidate, dest)
         sync_folder(self.folder)

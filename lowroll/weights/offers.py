@@ -1,7 +1,7 @@
 """The trainer's end of a direct way (`weights.device_link`): engines ask for a version, and its
 buckets go over by NCCL, gloo or CUDA IPC.
 
-produces       the buckets of the newest version, for whoever asks
+produces       the buckets of the newest versions, for whoever asks
 waits for      engines that ask, in a thread of its own; once one has, for the others that are
                connected, at most GATHER_S; for a group, at most JOIN_S; for a broadcast, at most
                `timeout_s`
@@ -70,7 +70,8 @@ class Round:
 
 class Offers:
     """way: nccl (gloo on a CPU) or cuda_ipc. host, port: where engines ask; 0 for a free port. Only
-    that interface is listened at. token: that engines say (`device_link.secret`). ValueError for an
+    that interface is listened at. keep: how many of the newest versions stay, a copy of the model each:
+    engines of a strict run take older ones. token: that engines say (`device_link.secret`). ValueError for an
     address that engines cannot ask at, and for one that others reach without a token."""
 
     def __init__(
@@ -81,6 +82,7 @@ class Offers:
         port: int = 0,
         timeout_s: float = 1200.0,
         token: str = "",
+        keep: int = 1,
     ) -> None:
         if way not in ("nccl", "cuda_ipc"):
             raise ValueError(f"way: {way!r} is none of nccl, cuda_ipc")
@@ -92,13 +94,14 @@ class Offers:
         self.host = host
         self.timeout_s = timeout_s
         self.token = token
+        self.keep = keep
         self.broken = False  # somebody asked for files: the next versions come as files
         self._listening = socket.create_server((host, port), backlog=128)
         self.port: int = self._listening.getsockname()[1]
         meeting = socket.create_server((host, 0), backlog=128)
         self._store_port = meeting.getsockname()[1]
         self._store = tcp_store(host, self._store_port, meeting, timeout_s)
-        self._offer: Offer | None = None
+        self._offered: list[Offer] = []  # the newest last
         self._peers: dict[Lines, list[Any] | None] = {}  # with what they want
         self._asked = 0.0  # when the first of them did
         self._group: tuple[list[Lines], Group] | None = None
@@ -109,9 +112,11 @@ class Offers:
         self._thread.start()
 
     def offer(self, offer: Offer) -> None:
-        """From now on this version, and no older one. TransportError as `check`."""
+        """From now on this version, and of older ones those that `keep` leaves. TransportError as
+        `check`."""
         self.check()
-        self._offer = offer
+        older = [one for one in self._offered if one.version < offer.version]
+        self._offered = [*older, offer][-self.keep :]
 
     def check(self) -> None:
         """TransportError when nobody can be answered any more, with the reason."""
@@ -187,9 +192,9 @@ class Offers:
         self._drop(peer)
 
     def _write(self, peer: Lines, wanted: Any) -> None:
-        offer = self._offer
-        if offer is None or wanted != [offer.version, offer.digest]:
-            return peer.send({"error": _gone(wanted, offer)}, ANSWER_S)
+        offer = self._find(wanted)
+        if offer is None:
+            return peer.send({"error": self._gone(wanted)}, ANSWER_S)
         if not self.broken:
             log.warning("%s: %s came to nothing; weights come as files", peer.name, self.way)
             self.broken = True
@@ -200,18 +205,23 @@ class Offers:
         peer.send({"written": offer.version}, ANSWER_S)
 
     def _serve(self, wanting: list[Lines]) -> None:
-        offer = self._offer
-        members = []
+        rounds: dict[int, tuple[Offer, list[Lines]]] = {}
         for peer in wanting:
             want, self._peers[peer] = self._peers[peer], None
-            if offer is not None and want == [offer.version, offer.digest]:
-                members.append(peer)
+            if (offer := self._find(want)) is not None:
+                rounds.setdefault(offer.version, (offer, []))[1].append(peer)
             else:
                 with suppress(LinkFailed):
-                    peer.send({"error": _gone(want, offer)}, ANSWER_S)
-        if offer is None or not members:
-            return
-        self._end_round(offer, members, self._begun(offer, members))
+                    peer.send({"error": self._gone(want)}, ANSWER_S)
+        for offer, members in rounds.values():
+            self._end_round(offer, members, self._begun(offer, members))
+
+    def _find(self, wanted: Any) -> Offer | None:
+        return next((one for one in self._offered if wanted == [one.version, one.digest]), None)
+
+    def _gone(self, wanted: Any) -> str:
+        there = ", ".join(str(one.version) for one in self._offered)
+        return f"{wanted!r} is wanted, and {f'version {there}' if there else 'nothing'} is offered"
 
     def _begun(self, offer: Offer, members: list[Lines]) -> Round:
         """A round, over or given up: what it calls may hang in a peer that is dead."""
@@ -317,8 +327,3 @@ def _check_address(host: str, token: str) -> None:
         raise ValueError(
             f"host: others reach {host}, and weights are offered there only by a token"
         )
-
-
-def _gone(wanted: Any, offer: Offer | None) -> str:
-    there = "nothing" if offer is None else f"version {offer.version}"
-    return f"{wanted!r} is wanted, and {there} is offered"

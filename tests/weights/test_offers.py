@@ -128,8 +128,7 @@ def test_bytes_that_changed_on_the_way_are_refused(
 ) -> None:
     at = broadcaster(tmp_path, learner, offers=offers)
     at.publish(moved_to(learner, 1))
-    assert offers._offer is not None
-    offers._offer.buckets[0][5] ^= 1
+    offers._offered[-1].buckets[0][5] ^= 1
     engine = engine_of(folder, weights="int8")
     before = engine.behavior
     with pytest.raises(ValueError, match="was stated, and what has arrived"):
@@ -254,6 +253,25 @@ def test_who_cannot_fetch_says_why(
         Offers("cuda_ipc", CPU)
     with pytest.raises(ValueError, match="none of nccl"):
         Offers("filesystem", CPU)
+
+
+def test_older_versions_are_kept_for_a_strict_run(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    """Engines of one want the version before, while the newest is there; also as files."""
+    offers.keep = 2
+    at, digests = broadcaster(tmp_path, learner, offers=offers, keep=4), {}
+    for version in (1, 2, 3):
+        at.publish(moved_to(learner, version))
+        digests[version] = wanted(learner)
+    engine, shelf = engine_of(folder, weights="int8"), shelf_of(tmp_path, folder, offers)
+    for version in (2, 3):
+        assert take(shelf, engine, version) == digests[version]
+    with pytest.raises(Refused, match="is wanted, and version 2, 3 is offered"):
+        take(shelf, engine, 1)
+    offers._offered[0].write()
+    found = read_broadcast(tmp_path / "step_000002")
+    assert found.way == "filesystem" and (tmp_path / "step_000003").is_dir()
 
 
 def test_without_the_token_nothing_is_given(

@@ -316,7 +316,9 @@ def _offers(cfg: RunConfig, compute: Compute, place: Place) -> Offers | None:
         return None
     try:
         token = secret(place.tokens()[1])
-        made = Offers(way.type, compute.device, way.host, way.port, way.timeout, token)
+        level = cfg.asynchrony
+        keep = level.max_async_level + 1 if level.strict_async_level else 1
+        made = Offers(way.type, compute.device, way.host, way.port, way.timeout, token, keep)
     except ValueError as error:
         raise ValueError(f"weight_broadcast.{error}") from None
     except OSError as error:
