@@ -57,7 +57,9 @@ def versions(group: Group) -> set[int]:
     return {span.version for one in group.rollouts for span in one.behavior.policy}
 
 
-def finish(pool: EnginePool | Conversations, handles: list[int], seconds: float = 20.0) -> list[Group]:
+def finish(
+    pool: EnginePool | Conversations, handles: list[int], seconds: float = 20.0
+) -> list[Group]:
     """The groups of handles, each of which comes once."""
     found: dict[int, Group] = {}
     end = time.monotonic() + seconds

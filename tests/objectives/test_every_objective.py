@@ -170,7 +170,9 @@ def heard(batch, seed):
     B, T = batch["mask"].shape
     generator = torch.Generator().manual_seed(seed)
     most = T + 7
-    columns = torch.stack([torch.randperm(most, generator=generator)[:T].sort()[0] for _ in "x" * B])
+    columns = torch.stack(
+        [torch.randperm(most, generator=generator)[:T].sort()[0] for _ in "x" * B]
+    )
 
     def widened(x):
         anything = torch.where(torch.arange(most) % 2 == 0, -8.0, math.nan).to(x.dtype)

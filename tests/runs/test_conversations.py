@@ -125,14 +125,12 @@ def test_a_limit_of_one_turn_is_an_environment_that_is_not_asked(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
         {"env": [RANGES], "eval": {"interval": 2, "num_examples": 4, "temperature": 1.0}},
-        pytest.param(
-            {"rollout_transport": {"type": "zmq", "port": 0}, "algorithm": "ppo"},
-            marks=pytest.mark.long,
-        ),
+        {"rollout_transport": {"type": "zmq", "port": 0}, "algorithm": "ppo"},
     ],
     ids=["evaluated", "zmq-ppo"],
 )
