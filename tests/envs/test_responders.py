@@ -36,7 +36,7 @@ class Odd(GeneratedEnvironment):
 """
 FAULTS = {
     "raises": ("exception", "KeyError: 'x' ("),
-    "hangs": ("timeout", "no answer after 1 s"),
+    "hangs": ("timeout", "no answer after 3 s"),
     "ends": ("crash", "exit status 3"),
     "fills": ("memory", "out of memory"),
     "text": ("invalid", "respond returned 'more'"),
@@ -49,7 +49,7 @@ FAULTS = {
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScorerPool]:
     file = tmp_path_factory.mktemp("odd") / "odd.py"
     file.write_text(ODD)
-    with ScorerPool({"odd": (str(file), {}, 0)}, 1, time_limit=1.0, memory_limit_mb=4096) as made:
+    with ScorerPool({"odd": (str(file), {}, 0)}, 1, time_limit=3.0, memory_limit_mb=4096) as made:
         yield made
 
 
@@ -65,7 +65,7 @@ def test_a_fault_is_an_error_of_its_item_alone(pool: ScorerPool) -> None:
         kind, words = FAULTS[how]
         assert isinstance(found, ScoreError) and found.kind == kind
         assert found.message.startswith(f"env 'odd', train/{how}: ") and words in found.message
-        assert how != "raises" or "odd.py:14)" in found.message
+        assert how != "raises" or "odd.py:13)" in found.message
 
 
 def _nested(depth: int) -> object:
