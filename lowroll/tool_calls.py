@@ -280,7 +280,7 @@ def _call(value: Any) -> Call:
 
 def _check(arguments: dict[str, Any]) -> None:
     """IllFormed for what could not go on as JSON in UTF-8: half a surrogate pair, too deep."""
-    if any(depth > MOST_DEPTH for depth in _depths(arguments)):
+    if any(depth > MOST_DEPTH for depth in depths(arguments)):
         raise IllFormed(f"the arguments are nested more than {MOST_DEPTH} deep")
     try:
         json.dumps(arguments, ensure_ascii=False).encode()
@@ -288,7 +288,7 @@ def _check(arguments: dict[str, Any]) -> None:
         raise IllFormed("the arguments hold half a surrogate pair, which is no text") from None
 
 
-def _depths(value: Any) -> Iterator[int]:
+def depths(value: Any) -> Iterator[int]:
     """How deep each value lies, without recursion."""
     open = [(value, 1)]
     while open:

@@ -12,6 +12,7 @@ from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from lowroll.tool_calls import MOST_DEPTH, depths
 from lowroll.types import Message, Prompt, Score
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def as_messages(value: object) -> list[Message] | None:
             )
     try:
         text = json.dumps(value, allow_nan=False)
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidReply(f"respond returned messages that are no JSON data: {error}") from None
     if len(text) > MAX_ANSWER:
@@ -130,6 +132,8 @@ def as_messages(value: object) -> list[Message] | None:
             f"respond returned messages of {len(text):,} characters; {MAX_ANSWER:,} at most"
         )
     found: list[Message] = json.loads(text)
+    if any(depth > MOST_DEPTH for depth in depths(found)):
+        raise InvalidReply(f"respond returned messages that are nested more than {MOST_DEPTH} deep")
     return found
 
 

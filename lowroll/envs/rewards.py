@@ -485,7 +485,7 @@ class ScorerPool:
 def _decode(line: bytes) -> dict[str, Any]:
     try:
         reply = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return reply if isinstance(reply, dict) else {}
 

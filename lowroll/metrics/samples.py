@@ -109,8 +109,17 @@ def _response(sample: Record) -> tuple[str, str]:
     said = sample.get("messages")
     if said is None:
         return "response", sample["text"]
-    lines = [f"{one.get('role', '?')}: {one.get('content', '')}" for one in said]
-    return "conversation", "\n".join(lines)
+    return "conversation", "\n".join(map(_said, said))
+
+
+def _said(message: Record) -> str:
+    """A message in a line or more, with what it calls."""
+    called = [json.dumps(call["function"], ensure_ascii=False) for call in _calls(message)]
+    return "\n".join([f"{message.get('role', '?')}: {message.get('content', '')}", *called])
+
+
+def _calls(message: Record) -> list[Record]:
+    return message.get("tool_calls") or []
 
 
 def _gold(prompt: Record) -> tuple[str, str]:

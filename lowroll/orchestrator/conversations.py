@@ -105,6 +105,12 @@ class Talk:
         assert self.dialogue.prompt is not None
         return [*self.dialogue.prompt.messages, *self.messages]
 
+    @property
+    def named(self) -> str:
+        """Whose conversation it is."""
+        assert self.dialogue.prompt is not None
+        return f"env {self.dialogue.prompt.env!r}, {self.dialogue.prompt.id}"
+
     def take(self, rollout: Rollout, message: Message) -> None:
         """A turn was drawn."""
         start, request = len(self.token_ids), self.dialogue
@@ -135,7 +141,11 @@ class Talk:
             self.ended = "done"
             return
         request = self.dialogue
-        new = tokenizer.encode_turn(reply, self.turns[-1], self.messages[-1])
+        try:
+            new = tokenizer.encode_turn(reply, self.turns[-1], self.messages[-1])
+        except ValueError as error:  # the template's word on these messages
+            self.ended, self.error = "error", ScoreError("invalid", f"{self.named}: {error}")
+            return
         if request.room(self.length + len(new)) < max(1, request.min_tokens):
             self.ended = "tokens"
             return

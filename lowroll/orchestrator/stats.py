@@ -133,7 +133,7 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
             lag = learner - span.version
             tokens[lag] = tokens.get(lag, 0) + sum(drawn[span.start : end])
         changes = [
-            later.start
+            sum(drawn[: later.start])
             for span, later in zip(spans, spans[1:], strict=False)
             if later.version != span.version
         ]

@@ -64,6 +64,17 @@ def test_masked_tokens_are_carried_over():
     assert gae([], []) == ([], [])
 
 
+def test_two_turns_by_hand():
+    """Two tokens, two of the environment, one token with the reward."""
+    mask = [1, 1, 0, 0, 1]
+    A, G = gae(place(1.0, mask), [0.1, 0.2, 5.0, -7.0, 0.3], mask, gamma=0.9, lam=0.5)
+    last = 1 - 0.3
+    second = 0.9 * 0.3 - 0.2 + 0.45 * last
+    first = 0.9 * 0.2 - 0.1 + 0.45 * second
+    assert A == pytest.approx([first, second, 0, 0, last]) == [0.25325, 0.385, 0, 0, 0.7]
+    assert G == pytest.approx([0.35325, 0.585, 0, 0, 1.0])
+
+
 @given(
     st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.booleans()), min_size=1, max_size=9),
     st.floats(0, 1),

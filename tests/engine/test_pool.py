@@ -20,10 +20,14 @@ from lowroll.engine.remote.member import Member
 from lowroll.engine.remote.pool import EnginePool, PoolStats
 from lowroll.engine.remote.probe import ADAPTERS, RELOAD
 from lowroll.engine.remote.wire import ServerError
-from lowroll.types import Group, Request
-from tests.fixtures.fake_engine import Child, FakeEngine, Mood, publish, started, token
+from lowroll.orchestrator.conversations import Conversations, Dialogue
+from lowroll.orchestrator.groups import check_group
+from lowroll.orchestrator.source import Draw
+from lowroll.types import Group, Message, Prompt, Request
+from tests.fixtures.fake_engine import EOS, Child, FakeEngine, Mood, length, publish, started, token
 from tests.fixtures.fake_vllm import FakeVllm
 from tests.fixtures.processes import eventually
+from tests.fixtures.talks import Answers
 
 ADMIN = "the-admin-of-these-engines"
 HEALTHY = "perf/engines_healthy"
@@ -53,12 +57,14 @@ def versions(group: Group) -> set[int]:
     return {span.version for one in group.rollouts for span in one.behavior.policy}
 
 
-def finish(pool: EnginePool, handles: list[int], seconds: float = 20.0) -> list[Group]:
+def finish(
+    pool: EnginePool | Conversations, handles: list[int], seconds: float = 20.0
+) -> list[Group]:
     """The groups of handles, each of which comes once."""
     found: dict[int, Group] = {}
     end = time.monotonic() + seconds
     while len(found) < len(handles):
-        assert time.monotonic() < end, pool.stats()
+        assert time.monotonic() < end, f"{len(found)} of {len(handles)} have come"
         for handle, group in pool.step():
             assert handle not in found, "it came twice"
             found[handle] = group
@@ -868,3 +874,59 @@ def test_whoever_waits_for_the_first_engine_is_told_and_can_leave(
     with pytest.raises(InterruptedError):
         EnginePool(["http://127.0.0.1:1"], silent_s=0.1, start_s=60, alive=alive)
     assert "no engine has answered for 0.1 s: http://127.0.0.1:1: " in caplog.text
+
+
+# -- conversations ---------------------------------------------------------------------------------
+
+
+class _Ids:
+    """A tokenizer whose messages are numbers."""
+
+    def encode_turn(self, messages, after, said):
+        return [3, *(int(one["content"]) for one in messages)]
+
+    def turn(self, token_ids, tools=False):
+        return {"role": "assistant", "content": " ".join(map(str, token_ids))}
+
+
+def spoken(dialogue: Dialogue, sample: int) -> list[int]:
+    """All turns of a conversation to which `_Ids` says 3 and how many messages there are."""
+    ids: list[int] = []
+    for turn in range(dialogue.max_turns):
+        id, i = (f"{dialogue.id}/{sample}/{turn}", 0) if turn else (dialogue.id, sample)
+        end = length(9, id, i, dialogue.max_tokens)
+        drawn = [token(0, 9, id, i, t, 67) for t in range(end)]
+        if end == dialogue.max_tokens or turn == dialogue.max_turns - 1:
+            return ids + drawn[: end - 1] + [EOS if end < dialogue.max_tokens else drawn[-1]]
+        ids += [*drawn[:-1], EOS, 3, 2 * turn + 2]
+    raise AssertionError
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_conversation_goes_on_at_another_engine(n: int, together: bool) -> None:
+    """One is gone in the middle of it: no turn is lost, doubled or drawn otherwise."""
+    prompt = Prompt("p", "e", [{"role": "user", "content": "hi"}])
+    dialogues = [
+        Dialogue([2, 3, 4 + i], n, 12, seed=9, id=f"r{i}", prompt=prompt, max_turns=3)
+        for i in range(4)
+    ]
+    with engines(2) as (a, b), pooled([a, b], silent_s=20.0, start_s=60.0) as pool:
+        a.mood.slow = b.mood.slow = 0.01
+        late: list[int] = []
+
+        def reply(_: Prompt, messages: list[Message]) -> list[Message]:
+            if len(messages) == 4 and not late:  # somebody's second turn is back
+                late.append(a.answered)
+                a.stop()
+            return [{"role": "user", "content": str(len(messages))}]
+
+        talks = Conversations(pool, Answers(reply), _Ids())
+        if together:
+            groups = talks.generate(dialogues)
+        else:
+            groups = finish(talks, [talks.add(one) for one in dialogues])
+        assert late and b.answered
+    for one, group in zip(dialogues, groups, strict=True):
+        check_group(Draw(prompt, one), group)
+        assert drawn(group) == [spoken(one, i) for i in range(n)]

@@ -17,6 +17,7 @@ import pytest
 
 from lowroll.checkpoint.faults import VARIABLE
 from lowroll.checkpoint.seal import seal
+from lowroll.metrics import samples
 from lowroll.metrics.page import SCRIPT
 from lowroll.metrics.plots import (
     NOISE_NATS,
@@ -493,3 +494,13 @@ def test_a_full_disk_leaves_the_page_that_was_there(
         write_report(tmp_path)
     assert (tmp_path / "report.html").read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "report.html"]
+
+
+def test_a_conversation_is_shown_with_what_it_calls() -> None:
+    call = {"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    text = 'assistant: \n{"name": "add", "arguments": {"a": 1}}\ntool: 2'
+    assert samples._response({"messages": said}) == ("conversation", text)

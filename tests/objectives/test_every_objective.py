@@ -14,13 +14,17 @@ import torch
 from docs import tables
 from lowroll.config import ConfigError, from_mapping
 from lowroll.metrics import names as metrics
+from lowroll.objectives.kl import penalty
+from lowroll.objectives.mismatch import by_length, by_staleness, mismatch, spread
 from lowroll.objectives.objective import INPUTS, named, select
 from lowroll.objectives.reduce import Counts, count
+from lowroll.objectives.rejection import rejection
 from lowroll.objectives.table import (
     ALGORITHMS,
     CLIP,
     CORRECTIONS,
     MODES,
+    RULES,
     Algorithm,
     Correction,
     forms,
@@ -159,3 +163,85 @@ def test_a_run_learns_by_it(model: Path, tmp_path: Path):
     tree = settings(model, tmp_path / "run", train={"max_steps": 2}, **how)
     records = train(tree).records
     assert 0 < records[1]["correction/weight_mean"] <= math.sqrt(2)
+
+
+def heard(batch, seed):
+    """The batch with tokens of an environment in and before its rows: they hold anything."""
+    B, T = batch["mask"].shape
+    generator = torch.Generator().manual_seed(seed)
+    most = T + 7
+    columns = torch.stack(
+        [torch.randperm(most, generator=generator)[:T].sort()[0] for _ in "x" * B]
+    )
+
+    def widened(x):
+        anything = torch.where(torch.arange(most) % 2 == 0, -8.0, math.nan).to(x.dtype)
+        wide = torch.zeros(B, most, dtype=x.dtype) if x.dtype == torch.bool else anything
+        return wide.expand(B, most).clone().scatter(1, columns, x)
+
+    return {key: widened(value) for key, value in batch.items()}, columns
+
+
+OPTIONS = [(name, {}) for name in NAMES] + [
+    ("reweight", {"weight": "sequence"}),
+    ("reweight", {"normalize": True, "veto": 0.3}),
+    *(
+        ("reweight", {"reject": {rule: (0.8, 1.2) if rule.endswith("k1") else 0.1}})
+        for rule in RULES
+    ),
+    ("sparse", {"veto": 0.5, "repair": "mask"}),
+    ("sparse", {"normalize_xi": True, "token_rs": (0.5, 1.5)}),
+    ("aipo", {"ratio_type": "sequence", "kl_tau": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+def test_an_environments_tokens_count_nowhere(name, options):
+    """However many there are, and whatever is said of them."""
+    batch = random_batch(11, B=4, T=9)
+    wide, columns = heard(batch, 1)
+    for mode in MODES:
+        found = []
+        for one in (batch, wide):
+            learner = one["lpn"].clone().requires_grad_()
+            J, statistics = call(name, one, learner, reduce=mode, **options)
+            J.backward()
+            found.append((J.item(), statistics, learner.grad))
+        (J, statistics, gradient), (again, others, whole) = found
+        assert again == pytest.approx(J, rel=1e-12, abs=1e-14)
+        assert others == pytest.approx(statistics, rel=1e-12, abs=1e-14)
+        torch.testing.assert_close(whole.gather(1, columns), gradient, rtol=1e-12, atol=1e-14)
+        assert whole.scatter(1, columns, 0.0).abs().sum() == 0
+    assert gradient.abs().sum() > 0 or "reject" in options
+
+
+def test_an_environments_tokens_are_not_measured():
+    batch = random_batch(13, B=4, T=9)
+    wide, _ = heard(batch, 2)
+    found = []
+    for one in (batch, wide):
+        rows, _ = one["mask"].shape
+        policies = {
+            "learner": one["lpn"].reshape(-1),
+            "behavior": one["lpr"].reshape(-1),
+            "mask": one["mask"].reshape(-1),
+            "segments": torch.arange(rows).repeat_interleave(one["mask"].shape[1]),
+        }
+        age = (one["A"] > 0).float().reshape(-1)
+        kept = one["lpr"].reshape(-1) < -0.5
+        rewards = torch.arange(rows, dtype=torch.float64)
+        divergence, more = penalty(
+            learner=one["lpn"], reference=one["lpo"], mask=one["mask"], reduce="token-mean"
+        )
+        found.append(
+            {
+                **mismatch(**policies),
+                **by_length(**policies),
+                **by_staleness(**policies, staleness=age),
+                **rejection(**policies, rewards=rewards, kept=kept, veto=0.5),
+                **spread(**policies),
+                **more,
+                "kl": divergence.item(),
+            }
+        )
+    assert len(found[0]) > 30 and found[1] == pytest.approx(found[0], rel=1e-12, abs=1e-14)

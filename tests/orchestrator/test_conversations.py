@@ -91,7 +91,7 @@ def test_spans_of_later_turns_stand_where_their_tokens_do() -> None:
         "rollout/staleness_1": pytest.approx(1 / 3),
         "rollout/staleness_2": pytest.approx(1 / 3),
         "rollout/mixed_fraction": 1.0,
-        "rollout/kept_prefix_mean": 14.0,
+        "rollout/kept_prefix_mean": 4.0,
     }
 
 

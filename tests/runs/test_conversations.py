@@ -14,9 +14,11 @@ from lowroll.runs import demo
 from lowroll.runs.sft import warm_start
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.types import Score
+from tests.fixtures.roles import by_hand, outcome, write
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings, train
 
 GUESS = {"id": "guess", "args": {"most": 2, "width": 2, "max_turns": 2}}
+RANGES = {"id": "guess", "args": {"most": 9, "width": 2, "max_turns": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +122,23 @@ def test_a_limit_of_one_turn_is_an_environment_that_is_not_asked(
     line = (tmp_path / "r/rollouts/step_000001.jsonl").read_text()
     assert '"turns"' not in line and '"messages":null' not in line
     assert "rollout/turns_mean" not in read(tmp_path / "r")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"env": [RANGES], "eval": {"interval": 2, "num_examples": 4, "temperature": 1.0}},
+        {"rollout_transport": {"type": "zmq", "port": 0}, "algorithm": "ppo"},
+    ],
+    ids=["evaluated", "zmq-ppo"],
+)
+def test_roles_hold_the_conversations_that_one_process_holds(
+    model: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    train(tree(model, tmp_path / "one", **changes))
+    file = write(tree(model, tmp_path / "roles", **changes), tmp_path / "run.yaml")
+    assert not by_hand(file, tmp_path), "the orchestrator has loaded torch"
+    assert outcome(tmp_path / "roles") == outcome(tmp_path / "one")
+    assert read(tmp_path / "one")[0]["rollout/turns_max"] == 2
