@@ -96,10 +96,10 @@ class Template:
             self._ask(self.setup, START_SECONDS)
         return str(self._ask(asked)["text"])
 
-    def _ask(self, message: dict[str, Any], seconds: float = SECONDS) -> dict[str, Any]:
+    def _ask(self, message: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
         assert self.child is not None
         try:
-            reply = _exchange(self.child, json.dumps(message).encode() + b"\n", seconds)
+            reply = _exchange(self.child, json.dumps(message).encode() + b"\n", seconds or SECONDS)
         except (
             BaseException
         ):  # an answer may still be on its way: nobody may take it for another one's

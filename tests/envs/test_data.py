@@ -349,5 +349,7 @@ def test_rows_that_say_too_little(tmp_path: Path, rows: list[Any], says: str) ->
     path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=says):
         make("data", args={"path": str(path), "held_out": 0.1}).size()
-    with pytest.raises(ValueError, match=re.escape(f"a file ({Path('gone.jsonl').absolute()})")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"a hub id (looked at {Path('gone.jsonl').absolute()})")
+    ):
         make("data", args={"path": "gone.jsonl"})
