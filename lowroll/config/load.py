@@ -37,7 +37,7 @@ from lowroll.config.foreign import explain, foreign_keys
 from lowroll.config.paths import anchor
 from lowroll.config.renamed import carry_over, renamed_overrides
 from lowroll.config.schema import RunConfig
-from lowroll.config.section import Section
+from lowroll.config.section import HUB_NAME, Section
 
 M = TypeVar("M", bound=BaseModel)
 Overrides = Mapping[str, object] | Iterable[str]
@@ -231,6 +231,8 @@ def _message(model: type[BaseModel], loc: Path, details: ErrorDetails) -> str:
         return f"must be {word} {context[limit]}{got}"
     if kind in ("too_short", "string_too_short"):
         return "must not be empty"
+    if kind == "string_pattern_mismatch" and context["pattern"] == HUB_NAME:
+        return f"must be ORG/NAME{got}"
     return details["msg"]
 
 

@@ -40,7 +40,8 @@ Temperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])]
 Penalty = Annotated[float, Field(ge=PENALTIES[0], le=PENALTIES[1])]
 Text = Annotated[str, Field(min_length=1)]
 Schedule = Literal["constant", "linear", "cosine"]
-HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+HUB_NAME = r"^[\w.-]+/[\w.-]+$"
+HubName = Annotated[str, Field(pattern=HUB_NAME)]
 
 
 def unique(items: tuple[str, ...]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import re
 import symtable
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,12 +128,19 @@ def _refuse_nameless(value: Any) -> None:
             f"({value.__qualname__}), where the scoring workers cannot find it: move it to the top "
             f"level{inside}"
         )
+    if "." in value.__qualname__:
+        raise ValueError(
+            f"reward_funcs: {value.__qualname__} stands inside a class, where the scoring workers "
+            "cannot find it: move it to the top level"
+        )
 
 
 def _as_rows(value: Any, folder: Path) -> Named:
     """Rows, of a list or a data set, as JSON lines."""
     if hasattr(value, "to_dict") and hasattr(value, "iterrows"):  # a frame of pandas
         value = value.to_dict("records")
+    if not isinstance(value, Iterable):
+        raise ValueError(f"data: must be a path, a mapping or rows, got {value!r}")
     lines = []
     for number, row in enumerate(value):
         if not isinstance(row, Mapping):

@@ -122,7 +122,8 @@ class Rows(Generic[T]):
         kept = sorted(set(digests))
         if len(kept) < 2:
             raise ValueError(
-                f"env {self.name!r}: {source.path} has one row, and none can be held out; write "
+                f"env {self.name!r}: {source.path} has one row"
+                f"{f' ({len(rows)} times)' if len(rows) > 1 else ''}, and none can be held out; write "
                 "held_out: 0, or a 'test_path'"
             )
         last = kept[max(1, round(self.held_out * len(kept))) - 1]

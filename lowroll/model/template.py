@@ -25,7 +25,8 @@ from typing import Any
 from lowroll import machine
 from lowroll.types import printable
 
-SECONDS = 10.0  # for one conversation, and for the child to start; about 0.0001 and 0.1 are usual
+SECONDS = 10.0  # for one conversation; about 0.0001 is usual
+START_SECONDS = 60.0  # for the child to start, and to read the template; about 0.1 is usual
 MEMORY_MB = 512
 MOST_TEMPLATE = 1 << 20  # characters
 _CHILD = Path(__file__).with_name("template_child.py")
@@ -92,15 +93,13 @@ class Template:
         if self.child is None:
             self.child = _start()
             self.end_child = weakref.finalize(self, _end, self.child)
-            self._ask(self.setup)
+            self._ask(self.setup, START_SECONDS)
         return str(self._ask(asked)["text"])
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, message: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
         assert self.child is not None
         try:
-            reply = _exchange(
-                self.child, json.dumps(message).encode() + b"\n", time.monotonic() + SECONDS
-            )
+            reply = _exchange(self.child, json.dumps(message).encode() + b"\n", seconds or SECONDS)
         except (
             BaseException
         ):  # an answer may still be on its way: nobody may take it for another one's
@@ -147,8 +146,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-def _exchange(child: subprocess.Popen[bytes], request: bytes, until: float) -> dict[str, Any]:
+def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any]:
     """The child's reply to a line."""
+    until = time.monotonic() + seconds
     assert child.stdin is not None and child.stdout is not None
     to_child, from_child = child.stdin.fileno(), child.stdout.fileno()
     left, reply = memoryview(request), bytearray()
@@ -159,7 +159,7 @@ def _exchange(child: subprocess.Popen[bytes], request: bytes, until: float) -> d
             events = ready.select(max(0.0, until - time.monotonic()))
             if not events:
                 raise ValueError(
-                    f"chat template: no text after {SECONDS:g} s; it loops, or does too much"
+                    f"chat template: no text after {seconds:g} s; it loops, or does too much"
                 )
             for key, _ in events:
                 if key.fd == to_child:

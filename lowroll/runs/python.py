@@ -21,7 +21,7 @@ SECTIONS: dict[str, type[Section]] = {"rollout": RolloutConfig, "train": TrainCo
 def train(
     model: str | Path,
     data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
-    reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
+    reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
     reward_weights: Sequence[float] | None = None,
     *,
     resume: bool = False,
@@ -36,14 +36,33 @@ def train(
     and `train` by their own names (`weights="int8"`, `max_steps=40`). ConfigError names one that is
     unknown, with the nearest that is known.
     """
-    single = callable(reward_funcs) or isinstance(reward_funcs, str)
     given = {
         "data": data,
-        "reward_funcs": [reward_funcs] if single else list(reward_funcs),  # type: ignore[arg-type]
-        "reward_weights": None if reward_weights is None else list(reward_weights),
+        "reward_funcs": _functions(reward_funcs),
+        "reward_weights": _weights(reward_weights),
     }
     tree = {"model": str(model), **{key: given[key] for key in given if given[key] is not None}}
     return run(tree | _placed(settings), resume=resume, overwrite=overwrite)
+
+
+def _functions(given: Any) -> list[str | Callable[..., Any]]:
+    """Functions and ids as a list; ConfigError for what is neither."""
+    one = given is None or callable(given) or isinstance(given, str)
+    if not one and not isinstance(given, Iterable):
+        raise ConfigError(f"reward_funcs: must be a function or a list of some, got {given!r}")
+    found = [] if given is None else [given] if one else list(given)
+    for i, function in enumerate(found):
+        if isinstance(function, type) or not (callable(function) or isinstance(function, str)):
+            raise ConfigError(
+                f"reward_funcs[{i}]: must be a function or file.py:function, got {function!r}"
+            )
+    return found
+
+
+def _weights(given: Any) -> list[Any] | None:
+    if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
+        raise ConfigError(f"reward_weights: must be a list of numbers, got {given!r}")
+    return None if given is None else list(given)
 
 
 def _placed(settings: Mapping[str, Any]) -> dict[str, Any]:

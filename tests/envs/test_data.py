@@ -85,6 +85,8 @@ def test_columns_by_name_and_what_is_no_json() -> None:
             "f:3: answer: no column 'meta.gold'; it has: truth",
         ),
         ({"prompt": " "}, Columns(), "f:3: column 'prompt': it is empty"),
+        ({"prompt": None}, Columns(), "f:3: column 'prompt' is null: drop the row"),
+        ({"prompt": []}, Columns(), "f:3: column 'prompt': it is an empty list"),
         ({"prompt": 3}, Columns(), "must be a text or a list of chat messages, got int"),
         ({"prompt": [{"content": "x"}]}, Columns(), "message 0: must be {role, content}"),
         (
@@ -319,3 +321,35 @@ def test_a_conversation_is_a_completion_of_several_messages(files: Path) -> None
         {"role": "assistant", "content": "five"},
     ]
     assert env.score_conversation(prompt, [*CHAT, *said]) == Score(5.0, {"chat": 5.0})
+
+
+def test_numbers_of_numpy_and_torch_are_rewards(files: Path) -> None:
+    (files / "rewards.py").write_text(
+        "import numpy, torch\n"
+        "def true(completions): return [numpy.bool_(True) for _ in completions]\n"
+        "def half(text): return torch.tensor(0.5)\n"
+        "def two(text): return numpy.array(2)\n"
+    )
+    env = make("data", args=args(files, "true", "half", "two"))
+    assert env.score(env.prompt(0), "x") == Score(3.5, {"true": 1.0, "half": 0.5, "two": 2.0})
+
+
+@pytest.mark.parametrize(
+    "rows, says",
+    [
+        (
+            [{"prompt": "x", "answer": "1"}] * 3,
+            r"has one row \(3 times\), and none can be held out",
+        ),
+        ([{"prompt": "x", "answer": None}], r":1: column 'answer', the answer, is null: drop"),
+    ],
+)
+def test_rows_that_say_too_little(tmp_path: Path, rows: list[Any], says: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=says):
+        make("data", args={"path": str(path), "held_out": 0.1}).size()
+    with pytest.raises(
+        ValueError, match=re.escape(f"a hub id (looked at {Path('gone.jsonl').absolute()})")
+    ):
+        make("data", args={"path": "gone.jsonl"})

@@ -146,6 +146,7 @@ def test_what_workers_could_not_find_is_refused_with_the_fix(
 
     cells = cell(
         REWARDS + "client = open(__import__('os').devnull)\ndef asks(text): return client\n"
+        "class Judge:\n    def one(text): return 1.0\n"
     )
     for function, says in (
         (lambda text: 1.0, "a lambda has no name .* write it with def"),
@@ -153,6 +154,10 @@ def test_what_workers_could_not_find_is_refused_with_the_fix(
             outer("5"),
             r"inner stands inside another function .*: move it to the top level; .*\(gold\)",
         ),
+        (cells["Judge"].one, "Judge.one stands inside a class, .*: move it to the top level"),
+        (int, r"reward_funcs\[0\]: must be a function or file.py:function, got <class 'int'>"),
+        ([5], r"reward_funcs\[0\]: must be a function or file.py:function, got 5"),
+        (5, "reward_funcs: must be a function or a list of some, got 5"),
         (len, "is no function of its own.*write one with def that calls it"),
         (cells["asks"], "asks uses client, a TextIOWrapper .*of a function: inside it"),
     ):
@@ -160,10 +165,14 @@ def test_what_workers_could_not_find_is_refused_with_the_fix(
             lowroll.train("m", ROWS, function, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
     for data, says in (
         ([], "data: it has no rows"),
+        (5, "data: must be a path, a mapping or rows, got 5"),
         ([{"prompt": "x"}, 3], r"data\[1\]: expected a mapping, got int"),
     ):
         with pytest.raises(ValueError, match=says):
             lowroll.train("m", data, cells["right"], output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
+    for weights in (2, "1"):
+        with pytest.raises(ConfigError, match="reward_weights: must be a list of numbers, got"):
+            lowroll.train("m", ROWS, cells["right"], weights)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
@@ -220,6 +229,7 @@ def test_the_short_form_and_the_long_one_are_the_same(tmp_path: Path) -> None:
         ({"data": "a", "env": [{"id": "gsm8k"}]}, "data: is an environment of its own; to mix"),
         ({"reward_funcs": ["a.py:f"]}, "reward_funcs: needs data beside it"),
         ({"data": "a", "reward_weights": [1, 2]}, "reward_weights: 2 weights for 1 functions"),
+        ({"push_to_hub": "a b"}, "push_to_hub: must be ORG/NAME, got 'a b'"),
         ({"dataset_name": "a"}, "dataset_name: unknown key; here it is data.path"),
         ({"reward_func": "a"}, r"reward_func: unknown key \(did you mean reward_funcs\?\)"),
     ],

@@ -58,6 +58,8 @@ class Columns:
         else, and the columns that it has."""
         name, asked = _find(row, self.prompt, PROMPTS, where, "prompt")
         if name is None:
+            if null := [key for key in PROMPTS if key in row]:
+                raise ValueError(f"{where}: column {null[0]!r} is null: drop the row, or fill it")
             raise ValueError(
                 f"{where}: none of the columns {', '.join(PROMPTS)}; name one, as in prompt: "
                 f"{next(iter(row), 'text')}; it has: {', '.join(row)}"
@@ -114,7 +116,9 @@ def _prompt(value: Any, where: str) -> str | list[Message]:
         if not value.strip():
             raise ValueError(f"{where}: it is empty")
         return value
-    if isinstance(value, list) and value:
+    if isinstance(value, list):
+        if not value:
+            raise ValueError(f"{where}: it is an empty list of messages")
         return [_message(one, f"{where}: message {i}") for i, one in enumerate(value)]
     raise ValueError(
         f"{where}: must be a text or a list of chat messages, got {type(value).__name__}"

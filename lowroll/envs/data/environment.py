@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowroll.envs.base import Environment
-from lowroll.envs.data.columns import Columns, Message, Task
+from lowroll.envs.data.columns import ANSWERS, Columns, Message, Task
 from lowroll.envs.data.functions import ANSWER, Asked, load
 from lowroll.envs.outcome import InvalidScore
 from lowroll.envs.problems import final_answer, perturb
@@ -161,6 +161,10 @@ class Data(Environment):
         if not self.is_graded or task.completion is not None and task.answer is None:
             return task
         if task.answer is None:
+            if null := [key for key in (self.columns.answer, *ANSWERS) if key in row]:
+                raise ValueError(
+                    f"{where}: column {null[0]!r}, the answer, is null: drop the row, or fill it"
+                )
             raise ValueError(
                 f"{where}: no answer in it and no reward_funcs to judge without; name the column "
                 f"of the answer, as in answer: {next(reversed(row))}, or give reward_funcs; it has: "

@@ -159,6 +159,8 @@ class RewardFunction:
     def _number(self, value: object) -> float | None:
         if value is None:
             return None
+        if not isinstance(value, Real) and getattr(value, "ndim", None) == 0:
+            value = value.item()  # type: ignore[attr-defined]  # of numpy or torch
         if not isinstance(value, Real):
             raise InvalidScore(f"{self.where} returned {_kind(value)}; it must be a number or None")
         number = float(value)

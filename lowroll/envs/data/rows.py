@@ -63,7 +63,7 @@ def missing(path: str) -> str:
         return ""
     files = _files(path)
     if not files:
-        return "is neither a file nor a hub id"
+        return f"is neither a file nor a hub id (looked at {Path(path).absolute()})"
     if odd := [file for file in files if Path(file).suffix not in READERS]:
         return f"is of no known kind ({Path(odd[0]).name}; known: {kinds}, a folder, a hub id)"
     return ""

@@ -120,6 +120,7 @@ def passed_over(
 ) -> list[str]:
     """A line for each environment of which some of the first prompts are too long to be asked."""
     most, tokens, key, _ = _limit(cfg, spec)
+    counted = "rollout/passed_over_prompts" if split == "train" else "the column 'too long'"
     lines = []
     for env in envs.values():
         found = lengths(env, split, LOOKED_AT, chat)
@@ -127,7 +128,7 @@ def passed_over(
             lines.append(
                 f"env {env.name!r}: {many} of the first {len(found)} prompts have more than {most} "
                 f"tokens and are passed over ({key}: {tokens}, of which a response may take "
-                f"{cfg.rollout.max_tokens}); rollout/passed_over_prompts counts them"
+                f"{cfg.rollout.max_tokens}); {counted} counts them"
             )
     return lines
 
