@@ -1,5 +1,4 @@
-"""A held-out set of the papers, from the hub or a file: its rows are read once, and there is no train
-split."""
+"""A held-out set of the papers, from the hub or a file, for evaluation: it has no train split."""
 
 from __future__ import annotations
 
