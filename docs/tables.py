@@ -161,16 +161,21 @@ def caches() -> str:
     return table(("policy", "which keys stay", "options, with their defaults"), rows)
 
 
+# arguments that an id implies, or that every environment takes
+IMPLIED = ("name", "seed", "system", "template", "set", "env_id", "generator", "options", "args")
+
+
 def environments() -> str:
     import importlib
 
     from lowroll.envs.sets.table import PREFIX
-    from lowroll.envs.table import REASONING_GYM, TABLE
+    from lowroll.envs.table import REASONING_GYM, TABLE, VERIFIERS
 
     rows = []
     for name, place in {
         **TABLE,
         f"{REASONING_GYM}<generator>": "lowroll.envs.reasoning_gym:ReasoningGym",
+        f"{VERIFIERS}<name>": "lowroll.envs.verifiers:Verifiers",
         f"{PREFIX}<name>": "lowroll.envs.sets.held_out:HeldOut",
     }.items():
         module, _, class_name = place.partition(":")
@@ -178,12 +183,12 @@ def environments() -> str:
         arguments = [
             key
             for key in inspect.signature(getattr(home, class_name)).parameters
-            if key not in ("name", "seed", "set", "generator", "options")
+            if key not in IMPLIED
         ]
-        summary = (home.__doc__ or "").split("\n")[0].partition(": ")[2] or (
-            home.__doc__ or ""
-        ).split("\n")[0]
-        rows.append((f"`{name}`", summary.rstrip("."), ", ".join(f"`{key}`" for key in arguments)))
+        first = " ".join((home.__doc__ or "").partition("\n\n")[0].split())
+        summary = first.removeprefix(f"{name}: ").rstrip(".")
+        summary = summary[:1].lower() + summary[1:]
+        rows.append((f"`{name}`", summary, ", ".join(f"`{key}`" for key in arguments)))
     return table(("id", "task", "args"), rows)
 
 

@@ -1,4 +1,4 @@
-"""code: programs in Python, judged by hidden tests in a sandbox (`sandbox`).
+"""code: programs in Python, judged by hidden tests in a sandbox.
 
 The last fenced block of a response is run on each test of its row: standard input and output, or
 calls of a function. Reward: the share of tests that it passes, or with `reward: all` 1 when it

@@ -1,4 +1,4 @@
-"""Guess a number with hints: a conversation. After each wrong guess the user says "higher" or
+"""guess: a number with hints, in a conversation. After each wrong guess the user says "higher" or
 "lower"; who finds the number is rewarded, more for fewer guesses.
 
     user 1-9    assistant 5    user higher    assistant 7        found at the second of its turns

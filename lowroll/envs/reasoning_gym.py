@@ -1,5 +1,5 @@
-"""Every generator of reasoning-gym, by name: "reasoning-gym/chain_sum" and a hundred more (an
-optional package).
+"""Every generator of reasoning-gym (an optional package), by name: "reasoning-gym/chain_sum" and a
+hundred more.
 
 Task `index` is the first of the draws (split, 0, index), (split, 1, index), ... whose question's
 hash lies in the split. The scorer makes the item anew from those numbers, so whatever a generator

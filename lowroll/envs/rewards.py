@@ -13,9 +13,8 @@ environment says so (`overtaxed`: the score of a response that is too much work 
 
 Only the item in hand gets the error; what its worker still had to do goes to another. Where an
 environment scores the responses to one prompt together (`Environment.together`), they are one item,
-and its limit is theirs added up. A limit that
-cannot kill is no limit: a hung scorer under a mere `wait(timeout)` keeps its worker, and a few of
-them starve the pool.
+and its limit is theirs added up. A limit that cannot kill is no limit: a hung scorer under a mere
+`wait(timeout)` keeps its worker, and a few of them starve the pool.
 
 Concurrency. `score` is one loop over the workers' pipes (`select`): it sends a chunk to each idle
 worker, and waits for the next reply or the next deadline, whichever comes first. A worker holds one

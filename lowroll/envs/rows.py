@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from random import Random
 from typing import Any, Generic, TypeVar
 
+from lowroll.envs.data.files import Located
 from lowroll.envs.data.rows import Source, located, missing, test_split
 
 T = TypeVar("T")
@@ -141,20 +142,32 @@ class Rows(Generic[T]):
         return parts
 
     def _load(self, split: str, source: Source) -> list[T]:
-        converted = [self.convert(row, where) for where, row in located(source)]
-        rows = [row for row in converted if row is not None]
-        self.skipped[split] = len(converted) - len(rows)
-        if not rows:
-            raise ValueError(f"env {self.name!r}: {source.path} has no usable row")
-        if self.skipped[split]:
-            logger.warning(
-                "env %s: skipped %d of %d rows of %s: no gold answer",
-                self.name,
-                self.skipped[split],
-                len(converted),
-                source.path,
-            )
+        rows, self.skipped[split] = usable(self.name, located(source), self.convert, source.path)
         return rows
+
+
+def usable(
+    name: str,
+    rows: Iterable[Located],
+    convert: Callable[[dict[str, Any], str], T | None],
+    origin: str,
+) -> tuple[list[T], int]:
+    """The rows that `convert` takes, in their order, and how many it skips, which a line says.
+    ValueError when it takes none."""
+    converted = [convert(row, where) for where, row in rows]
+    kept = [row for row in converted if row is not None]
+    if not kept:
+        raise ValueError(f"env {name!r}: {origin} has no usable row")
+    skipped = len(converted) - len(kept)
+    if skipped:
+        logger.warning(
+            "env %s: skipped %d of %d rows of %s: no gold answer",
+            name,
+            skipped,
+            len(converted),
+            origin,
+        )
+    return kept, skipped
 
 
 def _text(row: object) -> bytes:

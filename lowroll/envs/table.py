@@ -1,8 +1,8 @@
 """The table of environments: an id, and the class that it names.
 
-An id is one of the table, "reasoning-gym/<generator>", "verifiers/<name>", or "path/to/file.py" (or
-"path/to/file.py:Class"), a user's own subclass of Environment. Naming a file runs its code, here
-and in the scoring workers, so `make` announces it.
+An id is one of the table, "reasoning-gym/<generator>", "verifiers/<name>", "set/<name>", or
+"path/to/file.py" (or "path/to/file.py:Class"), a user's own subclass of Environment. Naming a file
+runs its code, here and in the scoring workers, so `make` announces it.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def construct(
     elif id in TABLE:
         cls = _class_at(TABLE[id])
     else:
+        known = [*ids(), f"{REASONING_GYM}<generator>", f"{VERIFIERS}<name>", f"{PREFIX}<name>"]
         raise ValueError(
-            f"unknown environment {id!r}{nearest(id, [*TABLE, REASONING_GYM + '<generator>', VERIFIERS + '<name>'])}; "
-            f"known: {', '.join(ids())}, {REASONING_GYM}<generator>, {VERIFIERS}<name>, "
+            f"unknown environment {id!r}{nearest(id, known)}; known: {', '.join(known)}, "
             f"path/to/file.py[:Class]"
         )
     limits = _limits(cls, name, args)

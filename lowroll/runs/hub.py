@@ -10,7 +10,6 @@ The token is the hub's login or HF_TOKEN. It is in no setting, file or log of lo
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from typing import Any
 import lowroll
 from lowroll.checkpoint.publish import MANIFEST
 from lowroll.config import RunConfig, load
+from lowroll.envs.data.rows import HUB_ID, is_hub_id
 from lowroll.metrics.record import read
 from lowroll.types import RunFailed
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"[\w.-]+/[\w.-]+")
 CARD, ADAPTER = "README.md", "adapter_config.json"
 SHOWN = ("reward/mean", "eval/", "rollout/length_mean", "mismatch/kl_k3", "sft/loss")
 MOST_SHOWN = 20
@@ -35,7 +34,7 @@ def check(name: str | None) -> None:
 
     if name is None:
         return
-    if NAME.fullmatch(name) is None:
+    if HUB_ID.fullmatch(name) is None:
         raise ValueError(f"push_to_hub: {name!r} is no repository: write ORG/NAME")
     if not get_token():
         raise ValueError(
@@ -117,7 +116,7 @@ def card(folder: Path, name: str, run: Path, kind: str) -> str:
 def _front(cfg: RunConfig | None, kind: str) -> str:
     from huggingface_hub import ModelCardData
 
-    base = cfg.model if cfg is not None and _on_the_hub(cfg.model) else None
+    base = cfg.model if cfg is not None and is_hub_id(cfg.model) else None
     tags = ["lowroll", *([] if cfg is None else [cfg.algorithm])]
     if kind == "adapter":
         tags += ["lora", *([f"base_model:adapter:{base}"] if base else [])]
@@ -131,19 +130,15 @@ def _front(cfg: RunConfig | None, kind: str) -> str:
     return f"---\n{data.to_yaml()}\n---\n\n"
 
 
-def _on_the_hub(name: str) -> bool:
-    return NAME.fullmatch(name) is not None and not Path(name).exists()
-
-
 def _public(name: str) -> str:
     """A hub id, or the last part of a path of this machine."""
-    return name if _on_the_hub(name) else Path(name).name
+    return name if is_hub_id(name) else Path(name).name
 
 
 def _data_sets(cfg: RunConfig | None) -> list[str]:
     """Data sets of the hub that the run learned from."""
     paths = [str(env.args.get("path")) for env in cfg.env] if cfg is not None else []
-    return [path for path in dict.fromkeys(paths) if _on_the_hub(path)]
+    return [path for path in dict.fromkeys(paths) if is_hub_id(path)]
 
 
 def _said(folder: Path) -> list[str]:

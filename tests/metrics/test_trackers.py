@@ -155,7 +155,7 @@ def test_a_damaged_id_begins_a_new_run_there(
 
 def test_a_package_that_is_missing_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name in trackers.TABLE:
+    for name in trackers.NAMES:
         with pytest.raises(ValueError, match=rf"pip install 'lowroll\[{name}\]'"):
             check([name])
     check([])

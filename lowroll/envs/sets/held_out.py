@@ -1,9 +1,7 @@
-"""A held-out set of the papers, from the hub or a file: its rows are read once, and there is no train
-split."""
+"""A held-out set of the papers, from the hub or a file, for evaluation: it has no train split."""
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,11 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from lowroll.envs.base import Environment, bounded
-from lowroll.envs.sets.rows import Located, read
+from lowroll.envs.data.files import Located
+from lowroll.envs.rows import usable
+from lowroll.envs.sets.rows import read
 from lowroll.envs.sets.table import SETS
 from lowroll.types import Prompt
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,20 +57,8 @@ class HeldOut(Environment):
     @cached_property
     def tasks(self) -> list[Task]:
         """The usable rows, in the order of the file. ValueError when there are none."""
-        found = [self.convert(row, where) for where, row in self.located()]
-        usable = [task for task in found if task is not None]
         origin = self.test_path or self.row.path
-        if not usable:
-            raise ValueError(f"env {self.name!r}: {origin} has no usable row")
-        if len(usable) < len(found):
-            log.warning(
-                "env %s: skipped %d of %d rows of %s: no gold answer",
-                self.name,
-                len(found) - len(usable),
-                len(found),
-                origin,
-            )
-        return usable
+        return usable(self.name, self.located(), self.convert, origin)[0]
 
     def located(self) -> Iterator[Located]:
         """(place, row) of every row."""
@@ -80,8 +66,8 @@ class HeldOut(Environment):
 
     def size(self, split: str = "train") -> int:
         """Usable rows of the test split; 0 of any other."""
-        usable = len(self.tasks)  # whatever is asked: bad data is an error at once
-        return usable if split == "test" else 0
+        count = len(self.tasks)  # whatever is asked: bad data is an error at once
+        return count if split == "test" else 0
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
         """Question number `index` of the test split."""

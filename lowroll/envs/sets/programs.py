@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lowroll.envs.base import bounded
+from lowroll.envs.data.files import Located
 from lowroll.envs.sets.held_out import HeldOut, Task
 from lowroll.envs.sets.hidden import cases
-from lowroll.envs.sets.rows import Located, column, text_of
+from lowroll.envs.sets.rows import column, text_of
 from lowroll.types import Prompt, Score
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lowroll.envs.data.files import Located
 from lowroll.envs.data.rows import Source, located, missing
 from lowroll.envs.sets.table import EvalSet
 
 Row = dict[str, Any]
-Located = tuple[str, Row]
 
 
 def read(

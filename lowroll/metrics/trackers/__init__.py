@@ -1,6 +1,6 @@
 """Trackers: what shows a run's records elsewhere, beside `metrics.jsonl`.
 
-A tracker is a file here with `begin(run) -> Tracker`, and a row in `TABLE`. Each lives in a thread
+A tracker is a file here with `begin(run) -> Tracker`, and a name in `NAMES`. Each lives in a thread
 of its own, to which records go through a queue: one that is slow is left behind, one that fails is
 told once and left out, and neither holds the run up. A run that goes on continues its tracker's run.
 """
@@ -23,8 +23,8 @@ from lowroll.checkpoint.files import write_file
 
 log = logging.getLogger(__name__)
 
-# the package of each, which is also the extra that installs it
-TABLE = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"}
+# of files here, of packages, and of the extras that install them
+NAMES = ("wandb", "tensorboard", "trackio", "mlflow")
 TRACKED_FILE = "tracked.json"
 MOST_WAITING = 1000  # records that a slow tracker is kept for
 CLOSE_LIMIT = 30.0  # seconds that they may take at the end of a run
@@ -59,7 +59,7 @@ class Tracked:
 def check(names: Sequence[str]) -> None:
     """ValueError, with the line that installs it, for a tracker whose package is not there."""
     for name in names:
-        if importlib.util.find_spec(TABLE[name]) is None:
+        if importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"track: {name} needs a package that is not installed: pip install "
                 f"'lowroll[{name}]'"
