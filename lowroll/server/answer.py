@@ -40,7 +40,8 @@ async def groups(
     """The groups of all requests. When one fails, or the client goes, all end. names: the client's
     names of a Request's fields. Refused names what the engine refuses."""
     async with _open(serving, requests, names, stream=False) as tickets:
-        return await together(_group(ticket, names) for ticket in tickets)
+        owned = _owned(names, len(requests))
+        return await together(_group(one, own) for one, own in zip(tickets, owned, strict=True))
 
 
 async def stream(
@@ -56,17 +57,17 @@ async def stream(
 
     The engine does not wait for the client: what it draws meanwhile comes in one chunk. Refused, as
     long as nothing was sent; later an event says what went wrong."""
-    serving = request.app[SERVING]
+    serving, owned = request.app[SERVING], _owned(names, len(requests))
     async with _open(serving, requests, names, stream=True) as tickets:
         events = _Events(request, serving.limits.write_s)
         await events.begin()
 
         async def tell(i: int, ticket: Ticket) -> Group:
-            async for delta in _deltas(ticket, names):
+            async for delta in _deltas(ticket, owned[i]):
                 tree = chunk(i, delta)
                 if tree is not None:
                     await events.send(tree)
-            return await _group(ticket, names)
+            return await _group(ticket, owned[i])
 
         try:
             for tree in first:
@@ -116,17 +117,24 @@ async def _open(
     serving: Serving, requests: Sequence[Request], names: Mapping[str, str], *, stream: bool
 ) -> AsyncIterator[list[Ticket]]:
     """Tickets of all requests; whatever of them is left at the end is aborted."""
+    owned = _owned(names, len(requests))
     async with AsyncExitStack() as stack:
 
         async def submit(i: int, request: Request) -> Ticket:
             try:
                 ticket = await serving.loop.submit(request, stream=stream)
             except ValueError as error:
-                many = {"prompt_ids": f"{names['prompt_ids']}[{i}]"} if len(requests) > 1 else {}
-                refuse(error, {**names, **many})
+                refuse(error, owned[i])
             return await stack.enter_async_context(ticket)
 
         yield await together(submit(i, request) for i, request in enumerate(requests))
+
+
+def _owned(names: Mapping[str, str], count: int) -> list[Mapping[str, str]]:
+    """The client's names, for each of so many requests: of several prompts each has its place."""
+    if count == 1:
+        return [names]
+    return [{**names, "prompt_ids": f"{names['prompt_ids']}[{i}]"} for i in range(count)]
 
 
 async def _deltas(ticket: Ticket, names: Mapping[str, str]) -> AsyncIterator[Delta]:

@@ -77,7 +77,8 @@ def _check_packed(body: Completion) -> None:
     if not body.return_token_ids:
         raise Refused("packed: it goes with return_token_ids: true", "packed")
     for field in ("echo", "logprobs", "prompt_logprobs"):
-        if getattr(body, field) not in (None, False):
+        value = getattr(body, field)
+        if value is not None and value is not False:  # 0 log-probs are asked for too
             raise Refused(f"packed: it does not go with {field}", "packed")
 
 
