@@ -264,7 +264,7 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
         while child.poll() is None and time.monotonic() - began < serve.GRACE_S:
             child.send_signal(signal.SIGINT)  # a busy machine may have taken one for an echo
             time.sleep(0.5)
-        assert child.poll() == 130
+        assert child.poll() in (130, -signal.SIGINT)  # one of them may meet the interpreter's end
         flight.join(timeout=10)
         assert found[0][0] == 200
         assert "abort" in {choice["finish_reason"] for choice in found[0][1]["choices"]}

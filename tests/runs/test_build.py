@@ -173,6 +173,7 @@ def test_the_orchestrator_has_its_sections() -> None:
         "env_weights": {"reverse-text": 2.5},
         "advantage": "grpo",
         "max_prompt_tokens": 32,
+        "max_sequence_tokens": 64,
         "dynamic_sampling": True,
         **dapo,
         "filters": (Gibberish(99, 9, 1.5, True), Repetition(7, 0.5, False)),

@@ -162,11 +162,12 @@ def test_evaluation_is_of_clean_norms_and_leaves_the_run_alone(
         clean = rollout_copy(hf.load(model), "int8", torch.float32).get_parameter(
             "blocks.0.input_norm.weight"
         )
+        engine = rollouts.engine.engine  # behind the conversations and the run's own
         seen.append(
             (
-                rollouts.engine.behavior.policy[0].version,
-                rollouts.engine.behavior.noise_sigma,
-                float((rollouts.engine.model.blocks[0].input_norm.weight - clean).abs().max()),
+                engine.behavior.policy[0].version,
+                engine.behavior.noise_sigma,
+                float((engine.model.blocks[0].input_norm.weight - clean).abs().max()),
             )
         )
         return evaluate(env, rollouts, *args, **more)
