@@ -112,9 +112,7 @@ class Problems(Environment):
         """The data set's worked solution when it ends in the gold answer, else the answer alone."""
         answer = prompt.info["answer"]
         solution = self.rows[prompt.info["split"]][prompt.info["row"]].solution
-        stated = last_answer(solution) if self.hashes else boxed_answer(solution)
-        same = stated == answer or stated is not None and same_number(answer, stated)
-        return solution if same else self.state(answer)
+        return solution if ends_in(solution, answer, self.hashes) else self.state(answer)
 
     def perturbed(self, prompt: Prompt) -> str:
         """The gold answer with one digit changed."""
@@ -123,6 +121,12 @@ class Problems(Environment):
     def state(self, answer: str) -> str:
         """The shortest response with this final answer."""
         return f"\\boxed{{{answer}}}"
+
+
+def ends_in(solution: str, answer: str, hashes: bool) -> bool:
+    """Whether a worked solution states this answer at its end: behind ####, or in a box."""
+    stated = last_answer(solution) if hashes else boxed_answer(solution)
+    return stated == answer or (stated is not None and bool(same_number(answer, stated)))
 
 
 def judged(prompt: Prompt, text: str, hashes: bool) -> Score:

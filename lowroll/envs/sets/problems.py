@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from lowroll.envs.answers import boxed_answer, last_answer, same_number
-from lowroll.envs.problems import CALCULATOR, ORDER, as_text, final_answer, judged, perturb
+from lowroll.envs.answers import last_answer
+from lowroll.envs.problems import (
+    CALCULATOR,
+    ORDER,
+    as_text,
+    ends_in,
+    final_answer,
+    judged,
+    perturb,
+)
 from lowroll.envs.sets.held_out import HeldOut, Task
 from lowroll.envs.sets.rows import column, text_of
 from lowroll.types import Prompt, Score
@@ -44,9 +52,7 @@ class Boxed(HeldOut):
     def gold(self, prompt: Prompt) -> str:
         """The worked solution where it ends in the gold answer, else the answer alone."""
         answer, solution = prompt.info["answer"], self.tasks[prompt.info["row"]].solution
-        stated = last_answer(solution) if self.hashes else boxed_answer(solution)
-        same = stated == answer or stated is not None and same_number(answer, stated)
-        return solution if same else self.state(answer)
+        return solution if ends_in(solution, answer, self.hashes) else self.state(answer)
 
     def perturbed(self, prompt: Prompt) -> str:
         """The gold answer with one digit changed."""
