@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +15,12 @@ from tests.fixtures.tiny import hf_folder
 
 
 @pytest.fixture(scope="module")
-def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
     root = tmp_path_factory.mktemp("programs")
-    logging.getLogger("lowroll.server.loop").setLevel(logging.CRITICAL)  # failures are told to it
-    return Trial([hf_folder(root / str(seed), seed=seed) for seed in range(2)])
+    log = logging.getLogger("lowroll.server.loop")
+    log.setLevel(logging.CRITICAL)  # failures are told to it
+    yield Trial([hf_folder(root / str(seed), seed=seed) for seed in range(2)])
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.mark.slow

@@ -199,7 +199,7 @@ def test_an_earlier_attempt_is_fenced_and_another_run_refused(
     assert new.receive(30).step == 1
     with pytest.raises(Fenced, match="attempt 2 of the trainer has taken over from attempt 1"):
         old.receive(30)
-    assert sender.cursor() == Cursor(1, 0, 2)
+    wait_until(lambda: sender.cursor() == Cursor(1, 0, 2), "the trainer's word", 30)
     other = receiver_of(stack, sender.address, 9, run="b")
     with pytest.raises(TransportError, match="orchestrator is of run 'a'; this is run 'b'"):
         other.receive(30)
