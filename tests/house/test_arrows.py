@@ -57,6 +57,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"aiohttp", "prometheus_client", "pydantic"},
     ),
     "objectives": (set(), {"torch"}),
+    "parallel": ({"model"}, {"torch"}),
     "advantages": (set(), set()),
     # transformers makes the JSON schemas of functions, where a run begins
     "envs": (
@@ -87,6 +88,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "quant",
             "objectives",
             "advantages",
+            "parallel",
             "transport",
             "checkpoint",
             "types",
