@@ -17,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
         prog="lowroll grpo",
         description=(
             "Train a model by GRPO and its relatives with low-precision rollouts, in one process, or "
-            "with launcher=local in several. The run folder (output_dir) holds the resolved "
+            "with launcher=local or launcher=ray in several. The run folder (output_dir) holds the resolved "
             "settings, metrics.jsonl, every rollout, checkpoints and the logs."
         ),
     )
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         from lowroll.runs.preflight import look_at_run
 
         return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume, arguments.overwrite))
-    if cfg.launcher == "local":
+    if cfg.launcher != "none":
         from lowroll.runs.launch.launcher import launch
 
         result = launch(cfg, resume=arguments.resume, overwrite=arguments.overwrite)

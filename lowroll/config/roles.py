@@ -15,7 +15,7 @@ from lowroll.config.vllm import Url
 if TYPE_CHECKING:
     from lowroll.config.schema import RunConfig
 
-Launcher = Literal["none", "local"]
+Launcher = Literal["none", "local", "ray"]
 Port = Annotated[int, Field(ge=1, le=65535)]
 FreePort = Annotated[int, Field(ge=0, le=65535)]  # 0: one that is free
 Whole = Annotated[int, Field(ge=0)]

@@ -39,6 +39,7 @@ from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
 from lowroll.config.noise import NoiseConfig, noise_problems
+from lowroll.config.ray import RayConfig, ray_notes, ray_problems
 from lowroll.config.roles import (
     AsynchronyConfig,
     ClientConfig,
@@ -259,7 +260,9 @@ class RunConfig(Section):
     ckpt: CkptConfig = CkptConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
-    launcher: Launcher = "none"  # local: engine, orchestrator and trainer as processes
+    # engine, orchestrator and trainer as processes: here (local), or on a Ray cluster (ray)
+    launcher: Launcher = "none"
+    ray: RayConfig = RayConfig()
     asynchrony: AsynchronyConfig = AsynchronyConfig()
     client: ClientConfig = ClientConfig()
     serve: ServeConfig = ServeConfig()
@@ -460,6 +463,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from vllm_problems(cfg)
     yield from buffer_problems(cfg)
     yield from role_problems(cfg)
+    yield from ray_problems(cfg)
     rounds, base = cfg.forward_weights, cfg.rollout.weights
     if cfg.train.lora and rounds not in (None, base) and not is_dense(base):
         yield (
@@ -651,6 +655,7 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
     yield from eval_notes(cfg.eval)
     yield from buffer_notes(cfg)
     yield from role_notes(cfg)
+    yield from ray_notes(cfg)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)
     yield from critic_notes(cfg.algorithm, cfg.critic)

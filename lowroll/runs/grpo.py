@@ -69,7 +69,7 @@ def run(
     """
     cfg, texts = configuration.read(config, overrides or {})
     resume = resume or goes_on(cfg)
-    if cfg.launcher == "local":
+    if cfg.launcher != "none":
         return launch(cfg, texts, resume=resume, overwrite=overwrite)
     if problems := one_process_problems(cfg):
         raise ValueError("\n".join(problems))

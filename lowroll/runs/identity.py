@@ -49,6 +49,7 @@ MAY_CHANGE = (
     "rollout_transport",
     "weight_broadcast",
     "launcher",
+    "ray",
     "logging_steps",
     "track",
     "track_project",

@@ -65,7 +65,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     found.attempt(lambda: trackers.check(cfg.track))
     found.attempt(lambda: hub.check(cfg.push_to_hub))
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
-    if cfg.launcher == "local":
+    if cfg.launcher != "none":
         found.attempt(lambda: refuse(cfg))
     else:
         found.problems.extend(one_process_problems(cfg))

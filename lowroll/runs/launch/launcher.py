@@ -79,7 +79,12 @@ def launch(
 
 
 def _crew(cfg: RunConfig) -> Callable[[RunConfig, Place, ExitStack], Make]:
-    return local.crew
+    """What makes the roles, by the launcher of the settings."""
+    if cfg.launcher == "local":
+        return local.crew
+    from lowroll.runs.launch import ray
+
+    return ray.crew
 
 
 def _free(folder: Path) -> None:

@@ -16,13 +16,16 @@ from lowroll.runs.roles.parent import PARENT
 
 
 class RoleProcess:
-    """`lowroll WORDS` in a process group of its own, which ends with this process. env: whole."""
+    """`lowroll WORDS` in a process group of its own, which ends with this process. env: whole. folder: in
+    which it is started; None: where this one is."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, words: Sequence[str], env: Mapping[str, str], log: Path, folder: Path | None = None
+    ) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
-            self._began = out.tell()
+            self.began = out.tell()  # its output in the log
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "lowroll", *words],
                 stdin=subprocess.DEVNULL,
@@ -30,6 +33,7 @@ class RoleProcess:
                 stderr=out,
                 env={**env, PARENT: str(os.getpid())},
                 start_new_session=True,
+                cwd=folder,
             )
 
     @property
@@ -61,7 +65,7 @@ class RoleProcess:
 
     def last_words(self) -> str:
         """Of its log since its start, with the log's path."""
-        return f"{last_error(self.log, self._began)} (log: {self.log})"
+        return f"{last_error(self.log, self.began)} (log: {self.log})"
 
 
 def how(code: int) -> str:

@@ -1,0 +1,210 @@
+"""`launcher: ray`: the roles of a run on a Ray cluster, each a process that an actor owns.
+
+One placement group has a bundle for each role: the trainer's GPUs are of one node, the engines are
+spread. Ray finds another node for a bundle whose node is lost; the role is started there again.
+Messages of actors carry commands, exit codes and last lines of logs, and nothing else goes through Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from lowroll.config import RunConfig
+from lowroll.runs.launch.fleet import LOOK_S, Make, engines
+from lowroll.runs.launch.owned import Owned
+from lowroll.runs.launch.owner import THREADS, WORD
+from lowroll.runs.launch.seat import Seat
+from lowroll.runs.roles.place import ADMIN, ORCHESTRATOR, TOKEN, TRAINER, Place
+from lowroll.runs.roles.serve import ROLE
+from lowroll.runs.terminal import tell
+from lowroll.transport.base import wait_until
+from lowroll.types import RunFailed, printable
+
+MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+# of the command's environment, what a role on another machine gets
+PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
+STORE = 80 << 20  # bytes of the object store of a cluster of our own, which carries nothing
+
+
+def crew(cfg: RunConfig, place: Place, stack: ExitStack) -> Make:
+    """What makes a role a process on the cluster. All have their places when this returns: ValueError
+    names a node that does not see the run folder, RunFailed what the cluster has no room for."""
+    stack.enter_context(_cluster(cfg))
+    met = (os.getcwd(), *stack.enter_context(_variables(cfg, place)))
+    wanted = demands(cfg, _gpus())
+    group = stack.enter_context(_group(wanted, cfg.ray.node_deadline))
+    seats = {
+        role: Seat(role, group, i, *demand, met, cfg.ray.node_deadline)
+        for i, (role, demand) in enumerate(wanted.items())
+    }
+    for seat in seats.values():
+        stack.callback(seat.leave)
+    late = cfg.ray.node_deadline + LOOK_S  # a seat names what is missing before that
+    wait_until(lambda: all([seat.take() for seat in seats.values()]), "the actors of Ray", late)
+    for role, seat in seats.items():
+        tell(f"{role} on {seat.told['here']} ({printable(seat.told['host'])})")
+
+    def make(role: str, words: list[str]) -> Owned:
+        return Owned(
+            role, words, place.heart(role), place.log(role), seats[role], place.lock(role)
+        )
+
+    return make
+
+
+def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
+    """(CPUs, GPUs) of each role, on one node. gpus: that the cluster has."""
+    ray = cfg.ray
+    given = 1.0 if gpus and cfg.device != "cpu" else 0.0
+    learner = given if ray.trainer_gpus is None else ray.trainer_gpus
+    engine = given if ray.engine_gpus is None else ray.engine_gpus
+    wanted: dict[str, tuple[float, float]] = {
+        TRAINER: (ray.trainer_cpus, learner),
+        ORCHESTRATOR: (ray.orchestrator_cpus, 0.0),
+    }
+    return wanted | {role: (ray.engine_cpus, engine) for role in engines(cfg)}
+
+
+def package(address: str | None) -> Any:
+    """Ray, with authentication by a token, and without reports to its makers. ValueError when it is not
+    installed, or in use already."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is not None:
+        os.environ.setdefault(MODE, "token")
+    else:
+        os.environ[MODE], os.environ[RAYS_TOKEN] = "token", secrets.token_hex(32)
+    try:
+        import ray
+    except ImportError:
+        raise ValueError(
+            "launcher: ray needs the package 'ray': pip install 'lowroll[ray]'"
+        ) from None
+    if ray.is_initialized():
+        raise ValueError("launcher: ray: this process is connected to a Ray cluster already")
+    return ray
+
+
+@contextmanager
+def _cluster(cfg: RunConfig) -> Iterator[None]:
+    """Connected to the cluster of ray.address, or to one of our own that ends with the block."""
+    ray = package(cfg.ray.address)
+    quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "lowroll"}
+    try:
+        if cfg.ray.address is None:
+            with _own(cfg, ray, quiet):
+                yield
+            return
+        try:
+            ray.init(address=cfg.ray.address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ValueError(_unreached(cfg.ray.address, error)) from None
+        if os.environ[MODE] != "token":
+            tell(
+                f"warning: {MODE} is {printable(os.environ[MODE])}: whoever reaches the Ray cluster "
+                "can run programs on it (docs/ray.md)"
+            )
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
+    """A cluster of this machine, at its loopback address, whose token this command alone has."""
+    from ray._private import ray_constants
+
+    least = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
+    folder = tempfile.mkdtemp(prefix="lowroll-")  # its sockets are for this user alone
+    # Ray puts a reachable address in the place of 127.0.0.1 wherever it allows clusters
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        found = ray.init(
+            num_cpus=max(least, os.cpu_count() or 1),
+            include_dashboard=False,
+            object_store_memory=STORE,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=folder,
+            **quiet,
+        )
+        host = found.address_info["node_ip_address"]
+        if not ip_address(host).is_loopback:
+            raise RunFailed(f"Ray listens at {host}, and was asked to at 127.0.0.1")
+        yield
+    finally:
+        ray.shutdown()
+        os.environ.pop(RAYS_TOKEN, None)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unreached(address: str, error: Exception) -> str:
+    causes = [str(one) for one in (error.__cause__, error.__context__, error) if one is not None]
+    line = next((text.strip().splitlines()[0] for text in causes if text.strip()), "")
+    text = f"ray.address: {address}: {printable(line, 300)}"
+    if any("token" in cause.lower() or "auth" in cause.lower() for cause in causes):
+        text += (
+            "; the cluster's token is RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH or "
+            "~/.ray/auth_token (docs/ray.md)"
+        )
+    return text
+
+
+def _gpus() -> float:
+    import ray
+
+    return float(ray.cluster_resources().get("GPU", 0))
+
+
+@contextmanager
+def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterator[Any]:
+    """A bundle for each role."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    bundles = [{"CPU": cpus} | ({"GPU": gpus} if gpus else {}) for cpus, gpus in wanted.values()]
+    group = placement_group(bundles, strategy="SPREAD")
+    try:
+        if not group.wait(timeout_seconds=deadline_s):
+            has = ray.cluster_resources()
+            asked = ", ".join(
+                f"{role} {cpus:g} CPUs and {gpus:g} GPUs" for role, (cpus, gpus) in wanted.items()
+            )
+            raise RunFailed(
+                f"the Ray cluster has had no room within {deadline_s:.0f} s (ray.node_deadline) for "
+                f"{asked}, each on one node: it has {has.get('CPU', 0):g} CPUs and "
+                f"{has.get('GPU', 0):g} GPUs in all"
+            )
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+@contextmanager
+def _variables(cfg: RunConfig, place: Place) -> Iterator[tuple[str, str]]:
+    """The file of what the roles get of this command's environment, with the run's tokens, and a word
+    in it. For this user alone: nothing of that goes through Ray."""
+    names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
+    names.update(name for env in (*cfg.env, *cfg.eval.env) for name in env.pass_env)
+    passed = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}
+    roles = engines(cfg)
+    if roles:
+        passed |= {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
+    word = secrets.token_hex(16)
+    given: dict[str, Any] = {WORD: word, "all": passed} | {role: {ROLE: role} for role in roles}
+    path = (place.roles / "variables.json").absolute()
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(given, file)
+        yield str(path), word
+    finally:
+        Path(path).unlink(missing_ok=True)
