@@ -103,6 +103,7 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     """What `lowroll sft` would meet."""
     cfg = sft.plain(cfg.resolved())
     found = Findings()
+    found.attempt(lambda: sft.refuse_ranks(cfg))
     found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from lowroll.config import from_mapping
-from lowroll.config.roles import one_process_notes
+from lowroll.config import ConfigError, from_mapping
+from lowroll.config.roles import one_process_notes, one_process_problems
 from lowroll.runs.launch import child as child_module
 from lowroll.runs.launch import local
 from lowroll.runs.launch.child import Child
 from lowroll.runs.launch.local import Launcher
-from lowroll.runs.preflight import look_at_run
+from lowroll.runs.preflight import look_at_run, look_at_sft
 from lowroll.runs.roles.orchestrate import overheard
+from lowroll.runs.sft import run_sft
 from tests.fixtures.processes import eventually
 from tests.fixtures.runs import settings
 
@@ -153,3 +154,16 @@ def test_where_a_token_can_be_overheard() -> None:
         "http://far:1/v1",
         "http://10.0.0.7:1",
     ]
+
+
+def test_several_ranks_need_processes(model: Path, tmp_path: Path) -> None:
+    cfg = from_mapping(settings(model, tmp_path / "run", train={"gpus": 2}))
+    (told,) = one_process_problems(cfg)
+    assert told.startswith("train.gpus: 2: one process learns on one GPU") and "local" in told
+    assert told in look_at_run(cfg).problems
+    with pytest.raises(ValueError, match="train.gpus: 2: lowroll sft learns on one GPU"):
+        run_sft(cfg)
+    assert look_at_sft(cfg).problems[0].startswith("train.gpus: 2: lowroll sft")
+    with pytest.raises(ConfigError, match=r"train\.sharding: full shares .* train\.gpus is 1"):
+        from_mapping(settings(model, tmp_path / "run", train={"sharding": "full"}))
+    assert not (tmp_path / "run").exists()
