@@ -78,7 +78,9 @@ class Child:
 
     def _is_mine(self) -> bool:
         said, process = self.watch.said, self.process
-        return said is not None and process is not None and said.get("pid") == process.pid
+        if said is None or process is None:
+            return False
+        return process.pid in (said.get("pid"), said.get("parent"))
 
     @property
     def phase(self) -> str:

@@ -2,7 +2,7 @@
 
     engine-0, ...   lowroll serve          each on a port that the system chose
     orchestrator    lowroll orchestrate
-    trainer         lowroll train
+    trainer         lowroll train          which starts its ranks itself (`group`)
 
 A role that has ended, or gives no sign of life for 30 s, is started again alone: an engine takes the
 newest weights first, the orchestrator goes on from its last batch, the trainer from its checkpoint.
@@ -32,9 +32,10 @@ from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import EVALUATIONS_FILE, METRICS_FILE, read, read_evaluations
 from lowroll.runs.attempt import RunResult, log_file
 from lowroll.runs.folder import LOGS, RunFolder
+from lowroll.runs.launch import devices
 from lowroll.runs.launch.child import Child
 from lowroll.runs.roles.limits import refuse
-from lowroll.runs.roles.place import ADMIN, ENGINE, LAUNCHER, ORCHESTRATOR, TOKEN, TRAINER, Place
+from lowroll.runs.roles.place import ADMIN, ENGINE, LAUNCHER, ORCHESTRATOR, TOKEN, TRAINER, Place, rank_role
 from lowroll.runs.roles.serve import ROLE
 from lowroll.runs.stop import Stop, polite_stop
 from lowroll.types import RunFailed
@@ -125,21 +126,22 @@ class Launcher:
         self._sizes: list[int] = []
         logs = place.run / LOGS
         self.warnings = {
-            TRAINER: Warnings(logs, "attempt"),
+            TRAINER: Warnings(logs, "attempt", *map(rank_role, range(1, cfg.train.gpus))),
             ORCHESTRATOR: Warnings(logs, ORCHESTRATOR),
         }
         env = dict(os.environ) | {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
         own = not cfg.client.base_url and cfg.client.elastic.hostname is None
         # of a direct way: one that is free, which the engine finds in the run folder
         meet = ["weight_broadcast.host=127.0.0.1", "weight_broadcast.port=0"] if own else []
-        first, *others = _devices(cfg.rollout.engines, _gpus(cfg))
-        self.trainer = self._child(TRAINER, ["train", str(settings), *meet], env | first)
+        placed = devices.of_run(cfg)
+        log.info("%s", placed.line())
+        self.trainer = self._child(TRAINER, ["train", str(settings), *meet], env | placed.learner)
         self.orchestrator = self._child(ORCHESTRATOR, ["orchestrate", str(settings)], env)
         words = ["serve", str(settings), "serve.host=127.0.0.1", *meet]
-        roles = {f"{ENGINE}-{i}": devices for i, devices in enumerate(others) if own}
         self.engines = [
-            self._child(role, words, env | devices | {ROLE: role})
-            for role, devices in roles.items()
+            self._child(role, words, env | placed.engine(number) | {ROLE: role})
+            for number in range(cfg.rollout.engines if own else 0)
+            for role in [f"{ENGINE}-{number}"]
         ]
         for role in (TRAINER, ORCHESTRATOR, *place.engines()):  # of another launch
             place.heart(role).unlink(missing_ok=True)  # nobody is to take them for alive or ended
@@ -321,26 +323,3 @@ def _ended(code: int | None) -> str:
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"
-
-
-def _gpus(cfg: RunConfig) -> int:
-    """Of one engine."""
-    return 1 if cfg.rollout.engine == "native" else cfg.rollout.vllm.tensor_parallel_size
-
-
-def _devices(engines: int, each: int = 1) -> list[dict[str, str]]:
-    """Variables of the learner and of the engines, of which each takes so many GPUs. Where there are
-    several the learner has the first, and the engines share the others."""
-    name = "CUDA_VISIBLE_DEVICES"
-    if name in os.environ:
-        found = [one for one in os.environ[name].split(",") if one]
-    else:
-        found = sorted(p.name[6:] for p in Path("/dev").glob("nvidia[0-9]*"))
-    if len(found) < 2:
-        return [{}] * (1 + engines)
-    own, *others = found
-    shares = [others[i : i + each] for i in range(0, len(others) - each + 1, each)] or [others]
-    return [
-        {name: own},
-        *({name: ",".join(shares[i % len(shares)])} for i in range(engines)),
-    ]
