@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -118,7 +117,8 @@ class Sharded(Group):
 
     def total(self, squares: Tensor) -> Tensor:
         squares = squares.clone()
-        dist.all_reduce(squares)
+        with self._together("the norm"):
+            dist.all_reduce(squares)
         return squares
 
     def on_whole(
@@ -134,10 +134,12 @@ class Sharded(Group):
             counts = [(one.stop - one.start) * width for one in rows]
         sent = torch.cat([part.flatten() for part in parts])
         whole = sent.new_empty(sum(counts))
-        dist.all_to_all_single(whole, sent, counts, sizes)
+        with self._together("matrices to those who work on them"):
+            dist.all_to_all_single(whole, sent, counts, sizes)
         if mine:
             whole = work(self.rank, whole.view(-1, width)).flatten()
-        dist.all_to_all_single(sent, whole, sizes, counts)
+        with self._together("matrices that come back"):
+            dist.all_to_all_single(sent, whole, sizes, counts)
         back = sent.split(sizes[: len(parts)])
         return [piece.view_as(part) for piece, part in zip(back, parts, strict=True)]
 
