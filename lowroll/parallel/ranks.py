@@ -20,7 +20,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -41,6 +41,13 @@ SIOCGIFADDR = 0x8915
 
 class RankLost(TransportError):
     """A rank went away while the others waited for it; the message names it."""
+
+
+def rows_of(rank: int, size: int, height: int) -> slice:
+    """Which rows of a matrix (entries of a vector) a rank of `size` holds: equally many from the
+    first rank on, so that the last ones may have fewer, or none."""
+    most = -(-height // size)
+    return slice(min(rank * most, height), min((rank + 1) * most, height))
 
 
 class Ranks:
@@ -72,6 +79,34 @@ class Ranks:
     def total(self, squares: Tensor) -> Tensor:
         """The squared norm of tensors, of which this rank has seen its part."""
         return squares
+
+    def forget(self) -> None:
+        """Parts of parameters are about to change: whole copies of them are dropped."""
+
+    def is_part(self, p: Tensor) -> bool:
+        """Whether ranks hold a parameter in parts: each some of its rows."""
+        return False
+
+    def part(self, p: Tensor) -> Tensor:
+        """What this rank holds of a parameter or its gradient, in the storage that it has."""
+        return p
+
+    def cut(self, whole: Tensor, p: Tensor) -> Tensor:
+        """What this rank holds of a parameter, out of a whole tensor of as many rows (or of what
+        gives its rows to a slice)."""
+        return whole[:]
+
+    def dtype(self, p: Tensor) -> torch.dtype:
+        """In which passes read a parameter; its own, or what a float32 part is rounded to."""
+        return p.dtype
+
+    def on_whole(
+        self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
+    ) -> list[Tensor]:
+        """work(i, whole) of matrices [heights[i], K] that ranks hold parts of, at most `size` of
+        them; this rank's parts of what it gives, which has the same shape. One rank does a
+        matrix."""
+        return [work(i, whole) for i, whole in enumerate(parts)]
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
         """What the rank that leads says, on every rank. The others wait `wait_s` for it to begin,
