@@ -429,7 +429,7 @@ class Optimizer:
         return self.ranks.dtype(self.params[name]) != torch.float32
 
     def _moments(
-        self, name: str, shards: int | None = None
+        self, name: str, shards: int = 1
     ) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Names, shapes and dtypes of what is kept of a whole parameter between updates, where so
         many ranks hold parts of it."""
@@ -437,7 +437,7 @@ class Optimizer:
         if name not in self.others:
             return {"momentum": (p.shape, torch.float32)}
         if self.in_8_bits:
-            return adamw8bit.moments(p, self.ranks if name in self.parts else ALONE, shards)
+            return adamw8bit.moments(p, shards)
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (p.shape, torch.float32))
 
 
