@@ -341,6 +341,14 @@ class Optimizer:
         for master in self.masters.values():
             master.grad = None
 
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's share of the parameters by name, as passes read them."""
+        return {
+            name: self.ranks.part(p.detach()).to(self.ranks.dtype(p))
+            for name, p in self.params.items()
+            if self.keeps(name)
+        }
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """This rank's share of moments (and float32 masters) by parameter name: its parts, and of
         the rank that leads what is whole. And the counters. The tensors are live, not copies."""
