@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from lowroll.checkpoint.store import check_pieces
 from lowroll.kernels.training import adamw
 from lowroll.kernels.training.adamw import Addresses, Tensors
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import Muon
 
@@ -111,7 +112,8 @@ class Optimizer:
     `update()`.
 
     `matrices` are those that Muon takes when the settings ask for it, with the rows of each stacked
-    matrix (`muon.hidden_matrices`); AdamW has all others.
+    matrix (`muon.hidden_matrices`); AdamW has all others. `ranks` learn together, and call `update`
+    together.
     """
 
     def __init__(
@@ -119,11 +121,13 @@ class Optimizer:
         params: Mapping[str, nn.Parameter],
         settings: OptimSettings,
         matrices: Mapping[str, tuple[int, ...]] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         if not params:
             raise ValueError("params: nothing to train")
         self.settings = settings
         self.params = dict(params)
+        self.ranks = ranks
         # on CUDA: the first gradient since the last update, as it came
         self._waiting: dict[str, Tensor] = {}
         self.masters = {name: _master(name, p, self._waiting) for name, p in self.params.items()}
@@ -196,9 +200,10 @@ class Optimizer:
         return metrics
 
     def _gradients(self) -> list[Tensor]:
-        """The gradient of every parameter: as they came, where all of them wait for a fused step,
-        else the masters'."""
-        if self._waiting.keys() == self.masters.keys() == self.others.keys() and self._fuses():
+        """The gradient of every parameter, summed over the ranks: as they came, where one rank's
+        wait for a fused step, else the masters'."""
+        waiting = self._waiting.keys() == self.masters.keys() == self.others.keys()
+        if self.ranks.size == 1 and waiting and self._fuses():
             return [self._waiting[name] for name in self.masters]
         for name, gradient in self._waiting.items():
             self.masters[name].grad = gradient.float()
@@ -206,7 +211,9 @@ class Optimizer:
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        return [m.grad for m in self.masters.values() if m.grad is not None]
+        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        self.ranks.add(gradients)
+        return gradients
 
     def _own(self, gradients: list[Tensor]) -> list[Tensor]:
         """Those of AdamW's part."""
