@@ -68,14 +68,12 @@ def make(
     return Measured(groups, lr=rate, betas=betas, eps=eps, min_8bit_size=SMALLEST)
 
 
-def moments(
-    p: Tensor, ranks: Ranks, shards: int | None = None
-) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Names, shapes and dtypes of what is kept of a whole parameter: all its parts, one after the
-    other. shards: how many there were, else as many as ranks hold now."""
+def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Names, shapes and dtypes of what the optimizer keeps of a whole parameter, of which so many
+    ranks have parts: all of them, one after the other."""
     if p.numel() < SMALLEST:
         return dict.fromkeys(("state1", "state2"), (p.shape, torch.float32))
-    blocks = torch.Size([sum(_blocks(p, ranks.size if shards is None else shards))])
+    blocks = torch.Size([sum(_blocks(p, shards))])
     return {
         "state1": (p.shape, torch.uint8),
         "absmax1": (blocks, torch.float32),

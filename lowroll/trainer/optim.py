@@ -341,6 +341,14 @@ class Optimizer:
         for master in self.masters.values():
             master.grad = None
 
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's share of the parameters by name, as passes read them."""
+        return {
+            name: self.ranks.part(p.detach()).to(self.ranks.dtype(p))
+            for name, p in self.params.items()
+            if self.keeps(name)
+        }
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """This rank's share of moments (and float32 masters) by parameter name: its parts, and of
         the rank that leads what is whole. And the counters. The tensors are live, not copies."""
@@ -429,7 +437,7 @@ class Optimizer:
         return self.ranks.dtype(self.params[name]) != torch.float32
 
     def _moments(
-        self, name: str, shards: int | None = None
+        self, name: str, shards: int = 1
     ) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Names, shapes and dtypes of what is kept of a whole parameter between updates, where so
         many ranks hold parts of it."""
@@ -437,7 +445,7 @@ class Optimizer:
         if name not in self.others:
             return {"momentum": (p.shape, torch.float32)}
         if self.in_8_bits:
-            return adamw8bit.moments(p, self.ranks if name in self.parts else ALONE, shards)
+            return adamw8bit.moments(p, shards)
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (p.shape, torch.float32))
 
 
