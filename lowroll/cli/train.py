@@ -65,7 +65,9 @@ def learn(cfg: RunConfig, own: Seat, arguments: argparse.Namespace) -> int:
         if own.rank:
             follow(cfg, own)
             return 0
-        return conclude(train(cfg, resume=arguments.resume, overwrite=arguments.overwrite, seat=own))
+        return conclude(
+            train(cfg, resume=arguments.resume, overwrite=arguments.overwrite, seat=own)
+        )
     except RankLost as error:
         print(f"error: {printable(error, 4000)}", file=sys.stderr)
         return LOST

@@ -111,7 +111,10 @@ class Learner:
         self.trainer = Trainer(
             model,
             Optimizer(
-                model.trainable_parameters(), trainer.optim(cfg), hidden_matrices(model), ranks=ranks
+                model.trainable_parameters(),
+                trainer.optim(cfg),
+                hidden_matrices(model),
+                ranks=ranks,
             ),
             trainer.learn(cfg),
             channel,

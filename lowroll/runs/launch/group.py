@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from lowroll.config import RunConfig
 from lowroll.metrics.record import read
 from lowroll.runs.attempt import RunResult
-from lowroll.runs.folder import LOGS, RunFolder
+from lowroll.runs.folder import RunFolder
 from lowroll.runs.launch import devices
 from lowroll.runs.launch.child import Child
-from lowroll.runs.launch.local import USERS_MISTAKE, _ended, _free
+from lowroll.runs.launch.fleet import USERS_MISTAKE
+from lowroll.runs.launch.launcher import free
 from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.place import TRAINER, Place, rank_role
 from lowroll.runs.roles.seat import Seat
@@ -50,7 +51,7 @@ def start(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -
     place = Place(cfg.output_dir)
     devices.check_ranks(resolved)
     RunFolder(resolved, "grpo", alone=False).check(resume, overwrite)
-    _free(place.run)
+    free(place.run)
     with polite_stop() as stop:
         crew = Crew(cfg, place, words, stop)
         try:
@@ -71,8 +72,9 @@ class Crew:
             heart = place.heart(rank_role(rank))
             heart.unlink(missing_ok=True)  # of another launch
             env = os.environ | Seat(rank, size, rank, host, port).variables
-            log = place.run / LOGS / f"{TRAINER}-rank{rank}.log"
-            self.ranks.append(Child(f"rank {rank}", words, env, heart, log))
+            self.ranks.append(
+                Child(f"rank {rank}", words, env, heart, place.log(f"{TRAINER}-rank{rank}"))
+            )
         self._said = self._size()
 
     def run(self) -> int:
@@ -112,7 +114,7 @@ class Crew:
         rank = next((rank for rank in failed if rank.code != LOST), failed[0])
         if rank.code == USERS_MISTAKE and not rank.ready:
             raise ValueError(f"{rank.role}: {rank.last_words().removeprefix('error: ')}")
-        raise RunFailed(f"{rank.role} has ended ({_ended(rank.code)}): {rank.last_words()}")
+        raise RunFailed(f"{rank.role} has ended ({rank.ended()}): {rank.last_words()}")
 
     def _speak(self) -> None:
         """Say what rank 0 has said since the last look."""

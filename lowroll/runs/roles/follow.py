@@ -72,7 +72,9 @@ def joined(cfg: RunConfig, seat: Seat | None) -> Iterator[Ranks]:
         return
     device = Compute.of(cfg).device
     if device.type == "cuda":
-        device = torch.device("cuda", 0)  # its own is the first that it sees (`runs.launch.devices`)
+        device = torch.device(
+            "cuda", 0
+        )  # its own is the first that it sees (`runs.launch.devices`)
     ranks = Group(seat.rank, seat.size, seat.host, seat.port, device, GONE_S)
     try:
         yield ranks

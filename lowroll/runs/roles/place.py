@@ -43,6 +43,14 @@ class Place:
         """The file of a role's sign of life."""
         return self.roles / f"{role}.json"
 
+    def log(self, role: str) -> Path:
+        """Where a launcher has a role say what happens."""
+        return self.run / "logs" / f"{role}.log"
+
+    def lock(self, role: str) -> Path:
+        """The folder that a role has while it runs."""
+        return self.run if role == TRAINER else self.roles / role
+
     def engines(self) -> list[str]:
         """The roles of engines that have ever shown themselves here, in order."""
         names = (path.stem for path in self.roles.glob(f"{ENGINE}-*.json"))
