@@ -22,7 +22,6 @@ from lowroll.config.surogate.roles import GIVEN
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Recorder, add_evaluation, read, read_evaluations
 from lowroll.orchestrator import audit
-from lowroll.runs.launch import local
 from lowroll.runs.launch.child import Child
 from lowroll.runs.launch.fleet import Fleet
 from lowroll.runs.launch.member import MOST_RESTARTS
@@ -450,25 +449,6 @@ def test_the_launcher_shows_evaluations_and_warnings(tmp_path: Path) -> None:
     assert told[1:3] == ["step 1/4 eval/words/reward 0.750", "orchestrator: engine h is fenced"]
     assert told[3].startswith("step 2/4 reward 0.500") and "eval/words/reward 0.875" in told[3]
     assert len(told) == 4
-
-
-@pytest.mark.parametrize(
-    ("gpus", "engines", "each", "wanted"),
-    [
-        ("", 2, 1, [None, None, None]),
-        ("0", 1, 1, [None, None]),
-        ("0,1", 2, 1, ["0", "1", "1"]),
-        ("3,5,7", 2, 1, ["3", "5", "7"]),
-        ("0,1,2,3,4", 2, 2, ["0", "1,2", "3,4"]),
-        ("0,1", 1, 2, ["0", "1"]),
-    ],
-)
-def test_engines_share_the_gpus_that_the_learner_leaves(
-    gpus: str, engines: int, each: int, wanted: list[str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    found = local._devices(engines, each)
-    assert [one.get("CUDA_VISIBLE_DEVICES") for one in found] == wanted
 
 
 def test_a_role_is_had_once(tmp_path: Path) -> None:

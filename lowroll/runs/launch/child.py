@@ -26,7 +26,10 @@ class Child(Member):
         return is_free(self.here, port)
 
     def is_mine(self, said: dict[str, object]) -> bool:
-        return self.process is not None and said.get("pid") == self.process.pid
+        return self.process is not None and self.process.pid in (
+            said.get("pid"),
+            said.get("parent"),
+        )
 
     def alive(self) -> bool:
         return self.process is not None and self.process.alive()

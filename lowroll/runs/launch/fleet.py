@@ -17,7 +17,7 @@ from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import EVALUATIONS_FILE, METRICS_FILE, read, read_evaluations
 from lowroll.runs.folder import LOGS
 from lowroll.runs.launch.member import Member
-from lowroll.runs.roles.place import ENGINE, ORCHESTRATOR, TRAINER, Place
+from lowroll.runs.roles.place import ENGINE, ORCHESTRATOR, TRAINER, Place, rank_role
 from lowroll.runs.stop import Stop
 from lowroll.types import RunFailed
 
@@ -64,7 +64,7 @@ class Fleet:
         self._sizes: list[int] = []
         logs = place.run / LOGS
         self.warnings = {
-            TRAINER: Warnings(logs, "attempt"),
+            TRAINER: Warnings(logs, "attempt", *map(rank_role, range(1, cfg.train.gpus))),
             ORCHESTRATOR: Warnings(logs, ORCHESTRATOR),
         }
         self.trainer = make(TRAINER, ["train", str(settings)])

@@ -56,7 +56,7 @@ def launch(
         home.check(resume, overwrite)  # a folder that nobody has touched is not even given a lock
     with ExitStack() as stack:
         lock = stack.enter_context(RunLock(place.roles / LAUNCHER))
-        _free(place.run)
+        free(place.run)
         home.check(resume, overwrite)
         stack.enter_context(log_file(place.run, lock.attempt, LAUNCHER))
         home.keep(texts or {})
@@ -87,7 +87,7 @@ def _crew(cfg: RunConfig) -> Callable[[RunConfig, Place, ExitStack], Make]:
     return ray.crew
 
 
-def _free(folder: Path) -> None:
+def free(folder: Path) -> None:
     """RunLockedError when a process makes a run there that no launcher started; the roles of one
     that has just died may still have a moment to go."""
     until = time.monotonic() + DYING_S

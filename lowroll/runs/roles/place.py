@@ -22,6 +22,11 @@ TOKEN, ADMIN = "LOWROLL_TOKEN", "LOWROLL_ADMIN_TOKEN"
 SHORTEST = 16  # characters of a token
 
 
+def rank_role(rank: int) -> str:
+    """The name of a rank of the learner, for its log and its sign of life; rank 0 is the trainer."""
+    return f"{TRAINER}-rank{rank}" if rank else TRAINER
+
+
 class Place:
     """Paths below a run folder."""
 
