@@ -30,10 +30,11 @@ class RayConfig(Section):
     # of a cluster that runs already: auto, or host:port; null: one of this command's own, here
     address: Annotated[Text, AfterValidator(_address)] | None = None
     trainer_cpus: Count = 1  # on one node
-    trainer_gpus: NotNegative | None = None  # null: one, where the cluster has GPUs
+    # on the same node; null: train.gpus, where the cluster has GPUs
+    trainer_gpus: NotNegative | None = None
     orchestrator_cpus: Count = 1  # it needs no GPU
     engine_cpus: Count = 1  # of each
-    # of each; null: one, where the cluster has GPUs
+    # of each; null: what one engine needs, where the cluster has GPUs
     engine_gpus: NotNegative | None = None
     node_deadline: Positive = 600.0  # seconds until the cluster has room for a role
     # further variables of the command's environment that the roles get

@@ -54,9 +54,7 @@ def crew(cfg: RunConfig, place: Place, stack: ExitStack) -> Make:
         tell(f"{role} on {seat.told['here']} ({printable(seat.told['host'])})")
 
     def make(role: str, words: list[str]) -> Owned:
-        return Owned(
-            role, words, place.heart(role), place.log(role), seats[role], place.lock(role)
-        )
+        return Owned(role, words, place.heart(role), place.log(role), seats[role], place.lock(role))
 
     return make
 
@@ -64,9 +62,10 @@ def crew(cfg: RunConfig, place: Place, stack: ExitStack) -> Make:
 def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
     """(CPUs, GPUs) of each role, on one node. gpus: that the cluster has."""
     ray = cfg.ray
-    given = 1.0 if gpus and cfg.device != "cpu" else 0.0
-    learner = given if ray.trainer_gpus is None else ray.trainer_gpus
-    engine = given if ray.engine_gpus is None else ray.engine_gpus
+    rollout, has = cfg.rollout, float(bool(gpus) and cfg.device != "cpu")
+    each = 1 if rollout.engine == "native" else rollout.vllm.tensor_parallel_size
+    learner = has * cfg.train.gpus if ray.trainer_gpus is None else ray.trainer_gpus
+    engine = has * each if ray.engine_gpus is None else ray.engine_gpus
     wanted: dict[str, tuple[float, float]] = {
         TRAINER: (ray.trainer_cpus, learner),
         ORCHESTRATOR: (ray.orchestrator_cpus, 0.0),
@@ -133,6 +132,7 @@ def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
             object_store_memory=STORE,
             _node_ip_address="127.0.0.1",
             _temp_dir=folder,
+            _system_config={"prestart_worker_first_driver": False},  # nobody would use them
             **quiet,
         )
         host = found.address_info["node_ip_address"]
@@ -192,7 +192,7 @@ def _variables(cfg: RunConfig, place: Place) -> Iterator[tuple[str, str]]:
     """The file of what the roles get of this command's environment, with the run's tokens, and a word
     in it. For this user alone: nothing of that goes through Ray."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
-    names.update(name for env in (*cfg.env, *cfg.eval.env) for name in env.pass_env)
+    names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
     passed = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}
     roles = engines(cfg)
     if roles:
