@@ -103,6 +103,8 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
                 yield
             return
         try:
+            if is_loopback(cfg.ray.address.rpartition(":")[0]):
+                _stay_here()
             ray.init(address=cfg.ray.address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ValueError(_unreached(cfg.ray.address, error)) from None
@@ -119,13 +121,10 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
 @contextmanager
 def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
     """A cluster of this machine, at its loopback address, whose token this command alone has."""
-    from ray._private import ray_constants
-
     least = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
     folder = tempfile.mkdtemp(prefix="lowroll-")  # its sockets are for this user alone
-    # Ray puts a reachable address in the place of 127.0.0.1 wherever it allows clusters
-    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
+        _stay_here()
         found = ray.init(
             num_cpus=max(least, os.cpu_count() or 1),
             include_dashboard=False,
@@ -136,13 +135,28 @@ def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
             **quiet,
         )
         host = found.address_info["node_ip_address"]
-        if not ip_address(host).is_loopback:
+        if not is_loopback(host):
             raise RunFailed(f"Ray listens at {host}, and was asked to at 127.0.0.1")
         yield
     finally:
         ray.shutdown()
         os.environ.pop(RAYS_TOKEN, None)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stay_here() -> None:
+    """Have Ray leave 127.0.0.1 as it is: where it allows clusters it puts a reachable address there."""
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address, or a name that is one."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _unreached(address: str, error: Exception) -> str:
