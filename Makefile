@@ -4,7 +4,7 @@ VLLM := .venv-vllm
 CLIENTS := .venv-clients
 CLASSIC := .venv-classic
 
-.PHONY: setup demo test quick long goldens vllm test-clients fuzz torture lint mutants bench bench-gpu
+.PHONY: setup demo test quick long goldens vllm test-clients fuzz torture test-ray lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -79,6 +79,12 @@ $(CLASSIC)/.installed:
 	python3 -m venv $(CLASSIC)
 	$(CLASSIC)/bin/pip install --quiet --disable-pip-version-check verifiers==0.1.14
 	touch $@
+
+# Roles on a Ray cluster of three fake nodes: a whole run, and every kind of loss TIMES times. ray (79 MB, and ten packages)
+# is installed beside the others, and changes none of them.
+test-ray: $(STAMP)
+	.venv/bin/pip install --quiet --disable-pip-version-check $(VERSIONS) -e '.[ray]'
+	TIMES=$(or $(TIMES),1) $(PY) -m pytest tests/runs/test_ray_cluster.py -m long -rs
 
 lint: $(STAMP)
 	.venv/bin/ruff check .

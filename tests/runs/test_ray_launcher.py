@@ -20,7 +20,7 @@ from lowroll.runs.launch import ray as launcher
 from lowroll.runs.launch.fleet import Fleet
 from lowroll.runs.launch.owned import Owned
 from lowroll.runs.launch.owner import Owner
-from lowroll.runs.launch.seat import Lost, Seat
+from lowroll.runs.launch.seat import Away, Lost, Seat
 from lowroll.runs.roles.place import Place
 from tests.fixtures.processes import eventually
 
@@ -33,7 +33,7 @@ class FakeSeat:
     def __init__(self, owner: Any) -> None:
         self.actor: Any = owner
         self.told = HERE
-        self.lost = ""
+        self.lost, self.away = "", False
         self.node = False
         self.left = 0
 
@@ -59,6 +59,8 @@ def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Owned, FakeS
     seat.actor.ended = SimpleNamespace(remote=lambda: "asked")
 
     def answer(_: str) -> Any:
+        if seat.away:
+            raise Away("for now")
         if seat.lost:
             raise Lost(seat.lost)
         return Owner.ended(owner)
@@ -229,7 +231,9 @@ def test_the_end_of_an_actor_or_of_its_node_is_told_with_the_roles_last_error(
     one.pid, seat.node = 7, node
     one.log.write_text("RuntimeError: NCCL timed out\n")
     assert one.alive()
-    seat.lost = "the actor died because its node has died"
+    seat.away = True
+    assert one.alive(), "Ray does not know yet"
+    seat.away, seat.lost = False, "the actor died because its node has died"
     one._ask_at = 0.0
     assert not one.alive() and one.code == -signal.SIGKILL and seat.left == 1
     assert said in one.ended() and seat.lost in one.ended()

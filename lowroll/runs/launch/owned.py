@@ -14,7 +14,7 @@ from lowroll.checkpoint.lock import RunLockedError, refuse_locked
 from lowroll.checkpoint.logfile import last_error
 from lowroll.runs.launch.member import Member
 from lowroll.runs.launch.process import how
-from lowroll.runs.launch.seat import Lost, Seat, answer
+from lowroll.runs.launch.seat import Away, Lost, Seat, answer
 
 POLL_S = 0.25  # between two questions whether a process runs
 LEFT_S = 60.0  # for a process to end whose actor or node was lost
@@ -83,6 +83,9 @@ class Owned(Member):
                 self._asked = self.seat.actor.ended.remote()
             if self._asked is None or (found := answer(self._asked)) is None:
                 return
+        except Away:
+            self._asked, self._ask_at = None, time.monotonic() + POLL_S
+            return  # when it stays so its role is silent, too
         except Lost as error:
             return self._lose(error)
         self._asked, self._ask_at = None, time.monotonic() + POLL_S

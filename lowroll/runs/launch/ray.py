@@ -123,17 +123,23 @@ def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
     """A cluster of this machine, at its loopback address, whose token this command alone has."""
     least = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
     folder = tempfile.mkdtemp(prefix="lowroll-")  # its sockets are for this user alone
+    _stay_here()
     try:
-        _stay_here()
-        found = ray.init(
-            num_cpus=max(least, os.cpu_count() or 1),
-            include_dashboard=False,
-            object_store_memory=STORE,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=folder,
-            _system_config={"prestart_worker_first_driver": False},  # nobody would use them
-            **quiet,
-        )
+        try:
+            found = ray.init(
+                num_cpus=max(least, os.cpu_count() or 1),
+                include_dashboard=False,
+                object_store_memory=STORE,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=folder,
+                _system_config={"prestart_worker_first_driver": False},  # nobody would use them
+                **quiet,
+            )
+        except Exception as error:
+            raise RunFailed(
+                f"launcher: ray: Ray does not start here: {printable(error, 300)} On a machine that is "
+                "busy its parts miss deadlines of their own, of 15 and 30 s"
+            ) from error
         host = found.address_info["node_ip_address"]
         if not is_loopback(host):
             raise RunFailed(f"Ray listens at {host}, and was asked to at 127.0.0.1")

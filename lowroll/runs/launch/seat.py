@@ -15,6 +15,10 @@ class Lost(Exception):
     """The actor is gone, or answers no more; why."""
 
 
+class Away(Lost):
+    """It does not answer now; whether it is gone Ray will say."""
+
+
 class Seat:
     """group, index: of the bundle. cpus, gpus: in it. met: what `Owner.meet` is asked with. deadline_s:
     until there is room."""
@@ -120,7 +124,8 @@ class Seat:
 
 
 def answer(asked: Any) -> Any:
-    """What was asked of an actor; None while there is no answer. Lost when there will be none."""
+    """What was asked of an actor; None while there is no answer. Lost when there will be none,
+    Away when it has to be asked again."""
     import ray
 
     ready, _ = ray.wait([asked], timeout=0)
@@ -128,12 +133,15 @@ def answer(asked: Any) -> Any:
         return None
     try:
         return ray.get(asked, timeout=ANSWER_S)
+    except ray.exceptions.ActorUnavailableError as error:
+        raise Away(why(error)) from None
     except ray.exceptions.RayActorError as error:
         raise Lost(why(error)) from None
 
 
 def why(error: Exception) -> str:
-    """Of an actor's end, in one line."""
+    """Of an actor's end, in Ray's first sentence about it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if "died because" in line or "exit" in line.lower()]
-    return printable((causes or lines or [type(error).__name__])[0], 300)
+    causes = [line for line in lines if "because" in line]
+    told = (causes or lines or [type(error).__name__])[0]
+    return printable(told.partition(". ")[0].rstrip("."), 160)
