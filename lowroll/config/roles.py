@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, Strict
 
 from lowroll.config.env import Variable
+from lowroll.config.ray import ray_notes, ray_problems
 from lowroll.config.section import Count, Positive, Problem, Section, Text
 from lowroll.config.vllm import Url
 
@@ -122,6 +123,7 @@ def role_problems(cfg: RunConfig) -> Iterator[Problem]:
             (("weight_broadcast", "type"), ("train", "lora")),
             "nccl is for all weights; an adapter travels by files",
         )
+    yield from ray_problems(cfg)
 
 
 def one_process_problems(cfg: RunConfig) -> list[str]:
@@ -176,3 +178,4 @@ def role_notes(cfg: RunConfig) -> Iterator[str]:
             "warning: client.skip_model_check: engines that serve another model are taken as they "
             "are; what they draw is not of this run's model"
         )
+    yield from ray_notes(cfg)

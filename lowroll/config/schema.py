@@ -39,7 +39,7 @@ from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
 from lowroll.config.noise import NoiseConfig, noise_problems
-from lowroll.config.ray import RayConfig, ray_notes, ray_problems
+from lowroll.config.ray import RayConfig
 from lowroll.config.roles import (
     AsynchronyConfig,
     ClientConfig,
@@ -470,7 +470,6 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from vllm_problems(cfg)
     yield from buffer_problems(cfg)
     yield from role_problems(cfg)
-    yield from ray_problems(cfg)
     rounds, base = cfg.forward_weights, cfg.rollout.weights
     if cfg.train.lora and rounds not in (None, base) and not is_dense(base):
         yield (
@@ -662,7 +661,6 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
     yield from eval_notes(cfg.eval)
     yield from buffer_notes(cfg)
     yield from role_notes(cfg)
-    yield from ray_notes(cfg)
     yield from loss_notes(cfg.correction, cfg.loss)
     yield from stage_notes(cfg.stages, cfg.train.max_steps)
     yield from critic_notes(cfg.algorithm, cfg.critic)
