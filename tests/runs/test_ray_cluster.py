@@ -4,7 +4,6 @@ processes, actors and nodes, are bit for bit those of `launcher: local`."""
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -128,14 +127,15 @@ def test_who_has_not_the_token_is_refused(
 def test_a_cluster_of_its_own_is_on_loopback_and_ends_with_the_command(
     model: Path, tmp_path: Path
 ) -> None:
-    env = {"RAY_AUTH_MODE": "", "TMPDIR": str(tmp_path)}
+    before = {path.name for path in Path("/tmp").glob("lowroll-ray-*")}
     run, command = words(model, tmp_path, "train.max_steps=100")
     log = tmp_path / "log"
-    with started(log, *command, **env) as launcher:
+    with started(log, *command) as launcher:
         pid = reached(run, "trainer", "step 2", launcher)
-        sessions = re.findall(r"lowroll-\w+", " ".join(os.listdir(tmp_path)))
-        assert sessions and listening(sessions[0]) and listening(sessions[0]) <= LOOPBACK
+        (session,) = {path.name for path in Path("/tmp").glob("lowroll-ray-*")} - before
+        assert (Path("/tmp") / session).stat().st_mode & 0o777 == 0o700
+        assert listening(session) and listening(session) <= LOOPBACK
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(timeout=DEADLINE_S) == 143, log.read_text()
-    assert not Path(f"/proc/{pid}").exists() and not listening(sessions[0])
-    assert not [name for name in os.listdir(tmp_path) if name.startswith("lowroll-")]
+    assert not Path(f"/proc/{pid}").exists() and not listening(session)
+    assert not (Path("/tmp") / session).exists()

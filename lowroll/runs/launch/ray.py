@@ -106,7 +106,7 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
             if is_loopback(cfg.ray.address.rpartition(":")[0]):
                 _stay_here()
             ray.init(address=cfg.ray.address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ValueError(_unreached(cfg.ray.address, error)) from None
         if os.environ[MODE] != "token":
             tell(
@@ -122,7 +122,8 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
 def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
     """A cluster of this machine, at its loopback address, whose token this command alone has."""
     least = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
-    folder = tempfile.mkdtemp(prefix="lowroll-")  # its sockets are for this user alone
+    # for this user alone, which Ray does not see to itself; names of sockets must be short
+    folder = tempfile.mkdtemp(prefix="lowroll-ray-", dir="/tmp")
     _stay_here()
     try:
         try:
@@ -131,7 +132,7 @@ def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
                 include_dashboard=False,
                 object_store_memory=STORE,
                 _node_ip_address="127.0.0.1",
-                _temp_dir=folder,
+                _temp_dir=f"{folder}/ray",
                 _system_config={"prestart_worker_first_driver": False},  # nobody would use them
                 **quiet,
             )
@@ -166,15 +167,13 @@ def is_loopback(host: str) -> bool:
 
 
 def _unreached(address: str, error: Exception) -> str:
-    causes = [str(one) for one in (error.__cause__, error.__context__, error) if one is not None]
-    line = next((text.strip().splitlines()[0] for text in causes if text.strip()), "")
-    text = f"ray.address: {address}: {printable(line, 300)}"
-    if any("token" in cause.lower() or "auth" in cause.lower() for cause in causes):
-        text += (
-            "; the cluster's token is RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH or "
-            "~/.ray/auth_token (docs/ray.md)"
+    causes = [str(one) for one in (error, error.__cause__, error.__context__) if one is not None]
+    if any("token" in cause.lower() for cause in causes):
+        return (
+            f"ray.address: {address}: no token, or not the cluster's, which is RAY_AUTH_TOKEN, or in "
+            "the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token (docs/ray.md)"
         )
-    return text
+    return f"ray.address: {address}: {printable(causes[0].strip().partition(chr(10))[0], 300)}"
 
 
 def _gpus() -> float:
