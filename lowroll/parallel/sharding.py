@@ -143,9 +143,7 @@ class Sharded(Group):
         back = sent.split(sizes[: len(parts)])
         return [piece.view_as(part) for piece, part in zip(back, parts, strict=True)]
 
-    def mirror(
-        self, model: Transformer, device: torch.device | str = "cpu"
-    ) -> Transformer | None:
+    def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
         """The whole model, frozen and in its dtype, on the rank that leads; None on the others. Its
         adapters and codes are the model's own. Filled, and again by `refill`."""
         made = None

@@ -436,9 +436,7 @@ class Optimizer:
         """Whether passes read the rounding of a float32 tensor."""
         return self.ranks.dtype(self.params[name]) != torch.float32
 
-    def _moments(
-        self, name: str, shards: int = 1
-    ) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def _moments(self, name: str, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Names, shapes and dtypes of what is kept of a whole parameter between updates, where so
         many ranks hold parts of it."""
         p = self.params[name]
