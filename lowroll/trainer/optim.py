@@ -227,9 +227,9 @@ class Optimizer:
             self.masters[name].grad = gradient.float()
         self._waiting.clear()
         for name in self.parts:
-            gradient = self.params[name].grad
+            found = self.params[name].grad
             self.params[name].grad = None
-            self.masters[name].grad = None if gradient is None else self.ranks.part(gradient)
+            self.masters[name].grad = None if found is None else self.ranks.part(found)
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
