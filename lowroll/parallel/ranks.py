@@ -146,7 +146,7 @@ class Group(Ranks):
         self._told = 0
         self._failed = False
         _stay_on_the_interface(host)
-        self._store = _meeting_point(host, port, self.leads, deadline_s)
+        self._store = _meeting_point(host, port, self.leads and not _torchruns(), deadline_s)
         with self._together("the start"):
             self._wait_for_all(f"to start and meet at {host}:{port}")
         cuda = device.type == "cuda"
@@ -324,6 +324,11 @@ def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
         )
     wait_until(lambda: _answers(host, port), f"rank 0 to listen at {host}:{port}", deadline_s)
     return dist.TCPStore(host, port, is_master=False, timeout=span, wait_for_workers=False)
+
+
+def _torchruns() -> bool:
+    """Whether torchrun has the store: its agent listens where the ranks meet, rank 0 among them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _answers(host: str, port: int) -> bool:
