@@ -168,5 +168,5 @@ def test_a_part_that_is_gone_or_damaged_is_named(folder: Path, by_two: list[Any]
 
 def test_codes_in_parts_are_refused_with_the_fix() -> None:
     model = lora.attach(quantize_base(tiny_model(), "int8"), 4, 8.0)
-    with pytest.raises(ValueError, match=r"train\.sharding: full: blocks\.0\.qkv is int8 .* none"):
+    with pytest.raises(ValueError, match=r"train\.sharding: full: blocks\.0\.qkv is int8 .*: none"):
         Sharded.shard(Sharded.__new__(Sharded), model)
