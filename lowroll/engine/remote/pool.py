@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 TURN = 0.25  # seconds that a step waits for an answer before it returns without one
 MARGIN = 10.0  # seconds that a waiting thread grants the loop beyond what it was asked for
+ABREAST_S = 1.0  # after the first engine took weights, for the others, at least
 TOGETHER_S = 5.0  # after the first engine answered, for the others to do so at the start
 
 
@@ -80,15 +81,17 @@ class PoolStats:
 class EnginePool:
     """See the top of the file.
 
-    urls: with or without /v1. token: of clients; admin_token: of control routes, for weights and for
-    requests that are drawn together. timeout_s: of one request at one engine. model: that all must
-    serve, unless `check_model` is off. elastic: engines by a name in DNS, beside `urls`. start_s:
-    until the first engine answers, and until one does when none is left. silent_s: the longest that
-    a silent engine holds its requests. update_s: until the first engine has taken new weights; the
-    others have `silent_s` more. concurrency: requests open at one engine. folder: of the model, where
-    a vLLM's name of it does not lead there. in_flight: whether what is in flight at an update goes
-    on or is replayed by the engines, which must be lowroll's own then. alive: called while the first
-    engine is waited for, or an update; what it raises ends the wait.
+    urls: with or without /v1. token: of clients; admin_token: of control routes, for weights and
+    for requests that are drawn together. parts: in which `generate` has requests drawn, each by
+    itself and without pages of what came before; default as many as there are engines. timeout_s:
+    of one request at one engine. model: that all must serve, unless `check_model` is off. elastic:
+    engines by a name in DNS, beside `urls`. start_s: until the first engine answers, and until one
+    does when none is left. silent_s: the longest that a silent engine holds its requests. update_s:
+    until the first engine has taken new weights; the others have `silent_s` more before they are
+    fenced. concurrency: requests open at one engine. folder: of the model, where a vLLM's name of
+    it does not lead there. in_flight: whether what is in flight at an update goes on or is replayed
+    by the engines, which must be lowroll's own then. alive: called while the first engine is waited
+    for, or an update; what it raises ends the wait.
 
     ValueError for engines that do not fit together, ServerError when none answers; either names the
     address and what it said last.
@@ -110,6 +113,7 @@ class EnginePool:
         concurrency: int = 256,
         folder: Path | None = None,
         in_flight: InFlight = "keep",
+        parts: int | None = None,
         resolver: Resolver = resolve,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
@@ -121,6 +125,7 @@ class EnginePool:
         )  # fmt: skip
         self.versions = Versions()
         self.updating = False
+        self._parts = parts
         self._members: list[Member] = []
         self._lives: dict[Member, asyncio.Task[None]] = {}
         self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
@@ -128,6 +133,7 @@ class EnginePool:
         self._open: dict[int, Ticket] = {}
         self._ended: dict[int, Group] = {}
         self._next = 0
+        self._late: set[asyncio.Future[None]] = set()  # engines that still take weights
         self._left = Counts()  # of engines that have left
         self._none_since: float | None = time.monotonic()  # no engine is ready
         self._closed = False
@@ -221,17 +227,18 @@ class EnginePool:
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
         """The groups of all requests, in their order. With the admin's token and nothing else in
-        flight, they are dealt out to as many parts as there are engines, each drawn together: the
-        same requests have the same bits every time, whatever happens to engines meanwhile. Checks
-        every request before it sends any."""
+        flight, they are dealt out to `parts`, each drawn together: the same requests have the same
+        bits every time, whatever happens to engines meanwhile. Checks every request before it sends
+        any."""
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         together = not self._open and self._terms.admin is not None and self._dialect_pauses()
         tickets = [self._ticket(request) for request in requests]
         mine = {ticket.handle for ticket in tickets}
         if together and tickets:
-            parts = dealt(tickets, len(self._members))
-            self._loop.call_soon_threadsafe(self._desk.add_parts, parts)
+            count = self._parts or len(self._members)
+            fresh = self._parts is not None
+            self._loop.call_soon_threadsafe(self._desk.add_parts, tickets, count, fresh)
         elif tickets:
             self._loop.call_soon_threadsafe(self._desk.add, tickets)
         done: dict[int, Group] = {}
@@ -254,8 +261,9 @@ class EnginePool:
     def update(self, broadcast: Published) -> BehaviorTag:
         """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
 
-        Returns when all that work have acknowledged the same version and digest; those that have not
-        are fenced, and take it before they work again. A version that is not newer than the last one
+        All are told at once. Returns when they have acknowledged the same version and digest, or when
+        one has and the others have had as long again: those draw nothing new before they have it,
+        too, and are fenced when they are silent. A version that is not newer than the last one
         takes its place: what is in flight is then drawn again. ServerError when no engine takes it,
         or when they hold different weights afterwards.
         """
@@ -530,12 +538,13 @@ class EnginePool:
                 self._desk.hand_over(member)
 
     async def _tell(self, ready: list[Member], broadcast: Published) -> dict[str, Held]:
-        """What each acknowledges. Those that do not in time, or do not at all, are fenced."""
-        terms = self._terms
+        """What each acknowledges. Those that cannot are fenced; those that need longer than twice
+        the time of the first go on with it beside the others (`_await_late`)."""
         asked = {asyncio.ensure_future(member.take(broadcast)): member for member in ready}
         taken: dict[str, Held] = {}
         pending = set(asked)
-        end = self._loop.time() + terms.update_s
+        began = self._loop.time()
+        end = began + self._terms.update_s
         while pending and (left := end - self._loop.time()) > 0:
             done, pending = await asyncio.wait(
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
@@ -544,13 +553,41 @@ class EnginePool:
                 member = asked[task]
                 try:
                     taken[member.url] = await task
-                    end = min(end, self._loop.time() + self._grace(ready))
+                    now = self._loop.time()
+                    end = min(end, now + max(ABREAST_S, now - began))
                 except ServerError as error:
                     member.kick(f"it did not take {broadcast.path.name}: {error}")
-        for task in pending:
-            task.cancel()
-            asked[task].kick(f"it had not taken {broadcast.path.name} when the others had")
+        if taken:
+            grace = self._grace(ready)
+            for task in pending:
+                self._late.add(
+                    late := asyncio.ensure_future(
+                        self._await_late(asked[task], task, broadcast, grace)
+                    )
+                )
+                late.add_done_callback(self._late.discard)
+        else:
+            for task in pending:
+                task.cancel()
+                asked[task].kick(f"it has not taken {broadcast.path.name} in time")
         return taken
+
+    async def _await_late(
+        self, member: Member, task: asyncio.Future[Held], broadcast: Published, seconds: float
+    ) -> None:
+        """One that takes weights longer than the others, which work meanwhile."""
+        try:
+            async with asyncio.timeout(seconds):
+                held = await task
+        except TimeoutError:
+            member.kick(f"it had not taken {broadcast.path.name} {seconds:g} s after the others")
+            return
+        except ServerError as error:
+            member.kick(f"it did not take {broadcast.path.name}: {error}")
+            return
+        if broadcast == self.versions.newest and not self.versions.agrees(held):
+            member.kick("its weights have another digest than those of the other engines")
+        self._desk.pump()
 
     def _grace(self, members: list[Member]) -> float:
         """Seconds for the others when the first has taken weights: some end what they draw first."""
@@ -593,20 +630,20 @@ class EnginePool:
         if member.leaving:
             self._say_goodbye()
 
+    def others_work(self, member: Member) -> bool:
+        """Whether an engine is ready beside it."""
+        return any(m.state == "ready" and m is not member for m in self._members)
+
+    def witness(self, member: Member) -> Member | None:
+        """Another one that works with the same weights."""
+        if not self.versions.settled.is_set():
+            return None
+        able = (m for m in self._members if m is not member and m.state == "ready" and not m.taking)
+        return next((m for m in able if m.version == member.version), None)
+
     def misfit(self, member: Member, error: Exception) -> None:
         said = error if isinstance(error, ValueError) else ValueError(f"{member.url}: {error}")
         self._answer(-1, said)
-
-
-def dealt(tickets: Sequence[Ticket], count: int) -> list[list[Ticket]]:
-    """As many parts, of about equal cost; which, follows from the requests alone."""
-    parts: list[list[Ticket]] = [[] for _ in range(max(1, count))]
-    costs = [0] * len(parts)
-    for ticket in tickets:
-        least = costs.index(min(costs))
-        parts[least].append(ticket)
-        costs[least] += ticket.cost
-    return [part for part in parts if part]
 
 
 def _report(member: Member) -> EngineReport:
