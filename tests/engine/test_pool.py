@@ -28,7 +28,7 @@ from lowroll.types import Group, Message, Prompt, Request
 from tests.fixtures.fake_engine import EOS, Child, FakeEngine, Mood, length, publish, started, token
 from tests.fixtures.fake_vllm import FakeVllm
 from tests.fixtures.processes import eventually
-from tests.fixtures.talks import Answers
+from tests.fixtures.talks import Answers, Numbers
 
 ADMIN = "the-admin-of-these-engines"
 HEALTHY = "perf/engines_healthy"
@@ -1005,18 +1005,8 @@ def test_whoever_waits_for_the_first_engine_is_told_and_can_leave(
 # -- conversations ---------------------------------------------------------------------------------
 
 
-class _Ids:
-    """A tokenizer whose messages are numbers."""
-
-    def encode_turn(self, messages, after, said):
-        return [3, *(int(one["content"]) for one in messages)]
-
-    def turn(self, token_ids, tools=False):
-        return {"role": "assistant", "content": " ".join(map(str, token_ids))}
-
-
 def spoken(dialogue: Dialogue, sample: int) -> list[int]:
-    """All turns of a conversation to which `_Ids` says 3 and how many messages there are."""
+    """All turns of a conversation to which `Numbers` says 3 and how many messages there are."""
     ids: list[int] = []
     for turn in range(dialogue.max_turns):
         id, i = (f"{dialogue.id}/{sample}/{turn}", 0) if turn else (dialogue.id, sample)
@@ -1047,7 +1037,7 @@ def test_a_conversation_goes_on_at_another_engine(n: int, together: bool) -> Non
                 a.stop()
             return [{"role": "user", "content": str(len(messages))}]
 
-        talks = Conversations(pool, Answers(reply), _Ids())
+        talks = Conversations(pool, Answers(reply), Numbers())
         if together:
             groups = talks.generate(dialogues)
         else:

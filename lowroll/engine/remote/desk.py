@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lowroll.engine.parts import dealt
 from lowroll.engine.remote.completions import PATH, Arrivals, Origin, most_bytes
 from lowroll.engine.remote.engine import Dialect
 from lowroll.engine.remote.member import Member, Terms
@@ -57,11 +58,6 @@ class Ticket:
     avoid: set[str] = field(default_factory=set)  # engines that did not do it right
     ended: bool = False
     part: int | None = None  # its number, where it is drawn with others
-
-    @property
-    def cost(self) -> int:
-        """Tokens that it may draw, and those of its prompt."""
-        return self.request.n * self.request.max_tokens + len(self.request.prompt_ids)
 
 
 @dataclass(eq=False)
@@ -115,20 +111,20 @@ class Desk:
         self.pump()
 
     def add_parts(self, tickets: Sequence[Ticket], count: int, fresh: bool) -> None:
-        """Requests by parts, of about equal cost; which, follows from the requests alone. A later
-        turn is in the part of the one before, where that has its share of the cost at most."""
-        parts: list[list[Ticket]] = [[] for _ in range(count)]
-        costs = [0] * count
-        fair = sum(ticket.cost for ticket in tickets) / count
-        for ticket in tickets:
-            ticket.part = costs.index(min(costs))
-            _, before = self._homes.get(ticket.request.follows or "", ("", None))
-            if before is not None and before < count and costs[before] < fair:
-                ticket.part = before
-            parts[ticket.part].append(ticket)
-            costs[ticket.part] += ticket.cost
-        self._parts.extend(Part(i, part, fresh) for i, part in enumerate(parts) if part)
+        """Requests by parts. A later turn is rather in the part of the one before, whose engine may
+        have its pages, unless a fresh part forgets them."""
+        wanted = None if fresh else [self._home(ticket)[1] for ticket in tickets]
+        parts = dealt([ticket.request for ticket in tickets], count, wanted)
+        for number, part in enumerate(parts):
+            for i in part:
+                tickets[i].part = number
+            if part:
+                self._parts.append(Part(number, [tickets[i] for i in part], fresh))
         self.pump()
+
+    def _home(self, ticket: Ticket) -> tuple[str, int | None]:
+        """Engine and part of the turn before."""
+        return self._homes.get(ticket.request.follows or "", ("", None))
 
     @property
     def dialect(self) -> Dialect:
@@ -218,7 +214,7 @@ class Desk:
     def _choose(self, free: Sequence[Member], ticket: Ticket) -> Member:
         """Who is to draw it."""
         least = min(free, key=lambda m: (m.url in ticket.avoid, m.outstanding))
-        url, _ = self._homes.get(ticket.request.follows or "", ("", None))
+        url, _ = self._home(ticket)
         home = next((m for m in free if m.url == url and url not in ticket.avoid), least)
         most = BEHIND * least.outstanding + self._load(ticket)
         return home if home.outstanding <= most else least
