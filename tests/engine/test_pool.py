@@ -831,7 +831,7 @@ def test_what_a_vllm_lacks_is_named(tmp_path: Path) -> None:
 def test_an_engine_is_sent_what_its_cache_can_soon_hold() -> None:
     """The rest waits for whoever ends first: with all sent at once one would have half of it."""
     requests = asked(40, 1, 20, ignore_eos=True)
-    with engines(2, cache=100) as (a, b), pooled([a, b]) as pool:
+    with engines(2, cache=40) as (a, b), pooled([a, b]) as pool:
         a.mood.slow, b.mood.slow = 0.02, 0.002
         found = finish(pool, [pool.add(request) for request in requests])
         assert [drawn(group) for group in found] == [expected(request) for request in requests]
