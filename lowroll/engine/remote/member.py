@@ -78,7 +78,11 @@ class Owner(Protocol):
     """The pool, as its members see it."""
 
     versions: Versions
-    updating: bool  # engines that work are being told a version
+
+    @property
+    def updating(self) -> bool:
+        """Whether engines that work are being told a version."""
+        ...
 
     def agree(self, member: Member) -> None:
         """ValueError when it is not as the others are."""
@@ -348,8 +352,8 @@ class Member:
                 f"; it was fenced {len(self._fences)} times lately: for {away:g} s" if away else ""
             )
             log.warning("engine %s is fenced: %s%s", self.url, why, rest)
-        elif self._met and why != self.last_error:
-            log.warning("engine %s does not work again yet: %s", self.url, why)
+        elif why != self.last_error and (self._met or self.owner.others_work(self)):
+            log.warning("engine %s does not work yet: %s", self.url, why)
         self.state = "fenced"
         self.last_error = why
         self.tried.set()

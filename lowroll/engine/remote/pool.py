@@ -5,7 +5,7 @@
     groups = pool.generate(requests)
 
 `member` is an engine's life, `desk` who draws which request, `versions` what they were told to draw
-from, `discovery` who is there. Everything happens on one loop in a thread of its own; callers are
+from, `herald` tells them, `discovery` who is there. Everything happens on one loop in a thread of its own; callers are
 plain threads, one at a time.
 """
 
@@ -25,9 +25,10 @@ from typing import Any
 from lowroll.engine.base import Capabilities, Drawn, InFlight
 from lowroll.engine.remote.desk import Desk, Ticket
 from lowroll.engine.remote.discovery import Discovery, Elastic, Resolver, resolve
+from lowroll.engine.remote.herald import Herald
 from lowroll.engine.remote.member import Counts, Member, Terms
 from lowroll.engine.remote.peers import Held, OwnPeer, Published, facts
-from lowroll.engine.remote.versions import Disagreement, Versions, agreed
+from lowroll.engine.remote.versions import Versions
 from lowroll.engine.remote.wire import ServerError, happens
 from lowroll.engine.request import validate
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, printable
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 TURN = 0.25  # seconds that a step waits for an answer before it returns without one
 MARGIN = 10.0  # seconds that a waiting thread grants the loop beyond what it was asked for
-ABREAST_S = 1.0  # after the first engine took weights, for the others, at least
 TOGETHER_S = 5.0  # after the first engine answered, for the others to do so at the start
 
 
@@ -124,7 +124,6 @@ class EnginePool:
             update_s, start_s, in_flight,
         )  # fmt: skip
         self.versions = Versions()
-        self.updating = False
         self._parts = parts
         self._members: list[Member] = []
         self._lives: dict[Member, asyncio.Task[None]] = {}
@@ -133,7 +132,6 @@ class EnginePool:
         self._open: dict[int, Ticket] = {}
         self._ended: dict[int, Group] = {}
         self._next = 0
-        self._late: set[asyncio.Future[None]] = set()  # engines that still take weights
         self._left = Counts()  # of engines that have left
         self._none_since: float | None = time.monotonic()  # no engine is ready
         self._closed = False
@@ -141,6 +139,9 @@ class EnginePool:
         self._discovery: Discovery | None = None
         self._loop = asyncio.new_event_loop()
         self._desk = Desk(self._members, self.versions, self._terms, self._answer)
+        self._herald = Herald(
+            self._members, self.versions, self._terms, self._desk.pump, self._told
+        )
         self._thread = threading.Thread(target=self._run, name="engine-pool", daemon=True)
         self._thread.start()
         try:
@@ -505,96 +506,16 @@ class EnginePool:
             self._none_since = time.monotonic()
 
     async def _update(self, broadcast: Published) -> None:
-        known, terms = self.versions, self._terms
-        if broadcast == known.newest and known.settled.is_set():
-            return
-        ready = [member for member in self._members if member.state == "ready"]
-        back = known.begin(broadcast)
-        taken: dict[str, Held] = {}
-        self.updating = bool(ready)
-        try:
-            taken = await self._tell(ready, broadcast)
-            if taken:
-                held = agreed(taken)
-                for member in ready:
-                    if taken.get(member.url, held) != held:
-                        member.kick("its weights have another digest than those of most engines")
-                known.settle(held)
-        except Disagreement as error:
-            raise ServerError(str(error)) from None
-        finally:
-            self.updating = False
-        try:
-            async with asyncio.timeout(terms.patience_s):
-                while not known.settled.is_set():  # whoever is met next takes it
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise ServerError(
-                f"no engine took {broadcast.path.name} within {terms.patience_s:g} s: "
-                f"{self._told()}"
-            ) from None
-        if back:
+        if await self._herald.update(broadcast):
             for member in self._members:
                 self._desk.hand_over(member)
 
-    async def _tell(self, ready: list[Member], broadcast: Published) -> dict[str, Held]:
-        """What each acknowledges. Those that cannot are fenced; those that need longer than twice
-        the time of the first go on with it beside the others (`_await_late`)."""
-        asked = {asyncio.ensure_future(member.take(broadcast)): member for member in ready}
-        taken: dict[str, Held] = {}
-        pending = set(asked)
-        began = self._loop.time()
-        end = began + self._terms.update_s
-        while pending and (left := end - self._loop.time()) > 0:
-            done, pending = await asyncio.wait(
-                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in done:
-                member = asked[task]
-                try:
-                    taken[member.url] = await task
-                    now = self._loop.time()
-                    end = min(end, now + max(ABREAST_S, now - began))
-                except ServerError as error:
-                    member.kick(f"it did not take {broadcast.path.name}: {error}")
-        if taken:
-            grace = self._grace(ready)
-            for task in pending:
-                self._late.add(
-                    late := asyncio.ensure_future(
-                        self._await_late(asked[task], task, broadcast, grace)
-                    )
-                )
-                late.add_done_callback(self._late.discard)
-        else:
-            for task in pending:
-                task.cancel()
-                asked[task].kick(f"it has not taken {broadcast.path.name} in time")
-        return taken
-
-    async def _await_late(
-        self, member: Member, task: asyncio.Future[Held], broadcast: Published, seconds: float
-    ) -> None:
-        """One that takes weights longer than the others, which work meanwhile."""
-        try:
-            async with asyncio.timeout(seconds):
-                held = await task
-        except TimeoutError:
-            member.kick(f"it had not taken {broadcast.path.name} {seconds:g} s after the others")
-            return
-        except ServerError as error:
-            member.kick(f"it did not take {broadcast.path.name}: {error}")
-            return
-        if broadcast == self.versions.newest and not self.versions.agrees(held):
-            member.kick("its weights have another digest than those of the other engines")
-        self._desk.pump()
-
-    def _grace(self, members: list[Member]) -> float:
-        """Seconds for the others when the first has taken weights: some end what they draw first."""
-        drains = any(m.peer is not None and not m.peer.in_flight for m in members)
-        return max(self._terms.silent_s, self._terms.timeout_s if drains else 0.0)
-
     # -- for members -------------------------------------------------------------------------------
+
+    @property
+    def updating(self) -> bool:
+        """Whether engines that work are being told a version."""
+        return self._herald.telling
 
     def agree(self, member: Member) -> None:
         """ValueError names what is odd."""
