@@ -43,7 +43,7 @@ class Clock(asyncio.SelectorEventLoop):
         return self.now
 
 
-class _Instantly(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class _Instantly(selectors.DefaultSelector):
     def __init__(self, loop: Clock) -> None:
         super().__init__()
         self.loop = loop

@@ -877,15 +877,16 @@ def test_a_slow_taker_holds_nobody_up(tmp_path: Path) -> None:
         assert a.bodies and total(pool, "fenced") == 0
 
 
-def test_an_answer_that_got_lost_fences_its_engine() -> None:
+def test_an_answer_that_got_lost_fences_its_engine(caplog: pytest.LogCaptureFixture) -> None:
     """It draws and says that it is well; one request is never answered."""
     with engines(2) as (a, b), pooled([a, b]) as pool:
-        a.mood.forget = 1
-        requests = asked(8, ignore_eos=True)
+        a.mood.forget, a.mood.slow = 1, 0.05
+        requests = asked(8, tokens=60, ignore_eos=True)
         groups = finish(pool, [pool.add(request) for request in requests])
         assert [drawn(group) for group in groups] == [expected(request) for request in requests]
+        assert f"{a.url} is fenced: knows of 3 requests, and 4 wait for its answer" in caplog.text
         told = next(one for one in pool.stats().engines if one.url == a.url)
-        assert told.fenced == 1 and told.handed_over == 1
+        assert told.fenced == 1 and told.handed_over == 4
 
 
 def test_one_that_returns_sings_before_it_works(
