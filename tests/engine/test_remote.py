@@ -775,7 +775,7 @@ def native(folder: Path) -> Engine:
     return engine_of(folder)
 
 
-def wait_for(done: Any, seconds: float = 10.0) -> None:
+def wait_for(done: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end
