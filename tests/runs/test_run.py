@@ -57,7 +57,7 @@ def test_resume_after_every_step_is_bitwise_the_uninterrupted_run(
     )
     result = train(tree)
     whole = fingerprint(result.folder)
-    assert len(result.records) == 6 and len(whole) > 12
+    assert len(result.records) == 6 < len(whole)
     assert fingerprint(train({**tree, "output_dir": str(tmp_path / "again")}).folder) == whole
     for step in range(1, 6):
         copy_stopped_after(result.folder, step, tmp_path / f"cut{step}")
