@@ -36,8 +36,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lowroll.model.linear import Linear
 from lowroll.model.transformer import Block, Transformer
 from lowroll.parallel.ranks import Group, rows_of
+from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 
 
@@ -65,6 +67,11 @@ class Sharded(Group):
         """In which passes read the parts, by the parameter's id: the models keep them."""
         return {}
 
+    @cached_property
+    def _named(self) -> set[Linear]:
+        """Layers whose matrix was under the name of a format."""
+        return set()
+
     def shard(self, model: Transformer) -> Transformer:
         _refuse(model)
         dtype = model.dtype
@@ -72,9 +79,8 @@ class Sharded(Group):
         for _, linear in model.linears():
             if isinstance(linear.weight, QTensor):  # a matrix under the name of a format
                 matrix = linear.weight.tensors["weight"]
-                codes = linear.aligned
-                linear.set_weight(nn.Parameter(matrix, requires_grad=False))
-                linear.aligned = codes
+                _set_weight(linear, nn.Parameter(matrix, requires_grad=False))
+                self._named.add(linear)
             if linear.adapter is not None:
                 whole |= set(linear.adapter.to(self.device).parameters())
         for module in (*model.blocks, model):
@@ -158,7 +164,17 @@ class Sharded(Group):
             for (_, ours), (_, theirs) in zip(made.linears(), model.linears(), strict=True):
                 ours.adapter, ours.aligned = theirs.adapter, theirs.aligned
         self._copy(made, model, [*model.blocks, model])
+        if made is not None:
+            self._name(made, model)
         return made
+
+    def _name(self, mirror: Transformer, model: Transformer) -> None:
+        """Put what was under the name of a format there again."""
+        for (_, ours), (_, theirs) in zip(mirror.linears(), model.linears(), strict=True):
+            if theirs in self._named and isinstance(ours.weight, Tensor):
+                named = over(ours.weight)
+                assert named is not None, "plain floating point has a name"
+                _set_weight(ours, named)
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
         """Block by block; what is frozen stays as it is."""
@@ -197,6 +213,13 @@ def _gathered(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.reshard()
+
+
+def _set_weight(linear: Linear, weight: QTensor | nn.Parameter) -> None:
+    """The same matrix in another form; the codes beside it stay."""
+    codes = linear.aligned
+    linear.set_weight(weight)
+    linear.aligned = codes
 
 
 def _learns(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@ checkpoints that other numbers of ranks go on from."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from lowroll.checkpoint.publish import DamagedError
+from lowroll.checkpoint.publish import DamagedError, DiskFullError
 from lowroll.checkpoint.store import Store
 from lowroll.model import lora
-from lowroll.parallel.ranks import ALONE, Ranks
+from lowroll.parallel.ranks import ALONE, RankLost, Ranks
 from lowroll.parallel.sharding import Sharded
 from lowroll.weights.publish import digest, quantize_base
 from tests.fixtures.learner import tiny_model
@@ -164,6 +165,64 @@ def test_a_part_that_is_gone_or_damaged_is_named(folder: Path, by_two: list[Any]
         Store(step.parent).load(1)
     part.write_bytes(held)
     assert Store(step.parent).load(1).step == 1
+
+
+PHASES = {  # of a save by two ranks: who is killed, at which point
+    "the follower, its share half written": (1, "store.tensors_written/model"),
+    "the leader, when all shares are there": (0, "store.shared"),
+    "the leader, before the folder has its name": (0, "publish.manifest_synced"),
+}
+
+
+def save_twice(ranks: Ranks, folder: Path, victim: int, point: str) -> str:
+    """A checkpoint, and a second one in which a rank is killed; what the other says of it."""
+    learning = Learning(CASES["fp32 untied"], ranks)
+    learning.save(folder)
+    if ranks.rank == victim:
+        os.environ["LOWROLL_FAULT"] = f"{point}:kill"
+    try:
+        learning.save(folder, 2)
+    except RankLost as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(
+    phase: str, tmp_path: Path
+) -> None:
+    victim, point = PHASES[phase]
+    told = together(2, save_twice, tmp_path, victim, point, make=SHARDED, deadline_s=20.0)
+    assert told[victim] is None and f"rank {victim}" in told[1 - victim], told
+    store = Store(tmp_path)
+    store.clean()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert store.load().step == 1
+
+
+def fill_disk(ranks: Ranks, folder: Path) -> str:
+    """A follower's disk is full, once."""
+    learning = Learning(CASES["fp32 untied"], ranks)
+    if ranks.rank == 1:
+        os.environ["LOWROLL_FAULT"] = "store.tensors_written/model:enospc"
+    try:
+        learning.save(folder)
+    except DiskFullError as error:
+        told = str(error.__cause__)
+        ranks.meet("a checkpoint")  # as the others do, whose save went on
+    else:
+        told = ""
+    os.environ.pop("LOWROLL_FAULT", None)
+    learning.save(folder)
+    return told
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_any_rank_fails_the_save_and_the_next_one_works(tmp_path: Path) -> None:
+    leader, follower = together(2, fill_disk, tmp_path, make=SHARDED, deadline_s=20.0)
+    assert "No space left on device (rank 1)" in leader and follower == "", (leader, follower)
+    assert Store(tmp_path).load().step == 1
 
 
 def test_codes_in_parts_are_refused_with_the_fix() -> None:
