@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
+from lowroll.checkpoint.store import Store
 from lowroll.config import ConfigError, from_mapping
 from lowroll.config.roles import one_process_problems
 from lowroll.metrics.record import read
@@ -326,11 +326,10 @@ BOUND = 2e-6
 def far(mine: Path, other: Path, step: int) -> float:
     """The largest difference of weights between two runs after a step."""
     first, second = (
-        load_file(run / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
-        for run in (mine, other)
+        Store(run / "checkpoints").load(step).tensors["model"] for run in (mine, other)
     )
     assert first.keys() == second.keys()
-    return max((first[name] - second[name]).abs().max().item() for name in first)
+    return max((first[name][:] - second[name][:]).abs().max().item() for name in first)
 
 
 def tree_of(folder: Path) -> dict[str, Any]:
@@ -358,8 +357,8 @@ def test_two_ranks_learn_what_one_learns_and_a_lost_one_is_made_good(tmp_path: P
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("level", "changes"),
-    [(0, {}), (1, {}), (0, {"lora": True, "lora_rank": 2})],
-    ids=["level 0", "level 1", "lora"],
+    [(0, {}), (1, {}), (0, {"sharding": "none"}), (0, {"lora": True, "lora_rank": 2})],
+    ids=["level 0", "level 1", "whole models", "lora"],
 )
 @pytest.mark.parametrize("losses", ["some", "phases"])
 def test_a_rank_that_is_lost_in_any_phase_is_made_good(

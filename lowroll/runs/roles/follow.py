@@ -73,9 +73,7 @@ def joined(cfg: RunConfig, seat: Seat | None) -> Iterator[Ranks]:
         return
     device = Compute.of(cfg).device
     if device.type == "cuda":
-        device = torch.device(
-            "cuda", 0
-        )  # its own is the first that it sees (`runs.launch.devices`)
+        device = torch.device("cuda", 0)  # its own is the first (`runs.launch.devices`)
     kind = Sharded if is_sharded(cfg) else Group
     ranks = kind(seat.rank, seat.size, seat.host, seat.port, device, GONE_S)
     try:
