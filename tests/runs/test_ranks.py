@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,12 @@ from lowroll.config import ConfigError, from_mapping
 from lowroll.config.roles import one_process_problems
 from lowroll.metrics.record import read
 from lowroll.parallel.ranks import Ranks
+from lowroll.runs import preflight
+from lowroll.runs.build import models
+from lowroll.runs.build.compute import Compute
 from lowroll.runs.launch import devices, group
 from lowroll.runs.launch.devices import Placement, own_first, place
+from lowroll.runs.memory.plan import Planner, Share
 from lowroll.runs.preflight import look_at_run, look_at_sft
 from lowroll.runs.roles import follow
 from lowroll.runs.roles.follow import Begin, Lead, Order, Orders, Reader, same_base
@@ -161,6 +166,31 @@ def test_what_is_said_of_devices() -> None:
     assert place("01", 1, 1).line().startswith("devices: learner: GPU 0; engine 0: GPU 1")
     shared = place("01", 2, 4)
     assert shared.shares == 2 and shared.line().endswith("(the learner's are shared with engines)")
+
+
+def test_the_memory_of_a_rank_is_its_share(model: Path, tmp_path: Path) -> None:
+    """Of the learner; of engines those that are on its GPU. Alone it is the plan that it was."""
+    cfg = from_mapping(
+        settings(model, tmp_path / "run", train={"gpus": 4}, rollout={"max_tokens": 6})
+    )
+    assert cfg.is_sharded and not from_mapping({"model": "m"}).is_sharded
+    assert not from_mapping({"model": "m", "train": {"gpus": 4, "lora": True}}).is_sharded
+    assert preflight._share(cfg, place("0123", 4, 4)) == Share(4, 1)
+    assert preflight._share(cfg, place("01234567", 4, 4)) == Share(4, 0)
+    assert preflight._share(cfg, Placement()) == Share(4, 1)
+    compute = Compute.of(cfg)
+    planner = Planner(compute, models.outline("model", cfg.model, compute), [], {}, None)
+    whole, quarter, apart, two = (
+        replace(planner, share=share).plan(cfg).phases
+        for share in (Share(), Share(4, 1), Share(4, 0), Share(4, 2))
+    )
+    assert whole == planner.plan(cfg).phases
+    assert "blocks, put together" not in whole["learn"]
+    for part in ("learner's weights", "optimiser", "gradients"):
+        assert quarter["learn"][part] == -(-whole["learn"][part] // 4) > 0
+    assert quarter["learn"]["rollouts' weights"] == whole["learn"]["rollouts' weights"] > 0
+    assert two["learn"]["rollouts' weights"] == 2 * quarter["learn"]["rollouts' weights"]
+    assert "rollouts' weights" not in apart["learn"] and "generate" not in apart
 
 
 def test_too_few_gpus_are_one_error(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
