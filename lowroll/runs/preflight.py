@@ -98,8 +98,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     if cfg.rollout.engine != "native":
         found.lines.append(_vllm_memory(cfg, compute))
     if beside is not None and works is not None and placed is not None:
-        share = _share(cfg, placed)
-        planner = Planner.now(compute, model, works, beside, share)
+        planner = Planner.now(compute, model, works, beside, _share(cfg, placed))
         _memory(found, found.attempt(lambda: planner.plan(cfg)), lambda _: fit.advice(planner, cfg))
     return found
 

@@ -430,7 +430,7 @@ def test_ranks_that_torchrun_started_are_those_of_the_launcher(model: Path, tmp_
 @LONG
 @pytest.mark.timeout(600)
 def test_a_run_of_one_process_goes_on_with_two_ranks(model: Path, tmp_path: Path) -> None:
-    steps = {"max_steps": 4, "warmup_steps": 1}
+    steps = {"max_steps": 5, "warmup_steps": 1}
     one = train(settings(model, tmp_path / "one", train=steps)).folder
     copy_stopped_after(one, 2, tmp_path / "two")
     file = write(
