@@ -188,6 +188,9 @@ def peer(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
     return {"seconds": seconds, "bytes": peak(job)}
 
 
+SIDES = {"ours": ours, "peer": peer}
+
+
 def micro(job: Job) -> int:
     """Tokens of a micro-batch: a quarter of a step's at most."""
     return min(MICRO, job.tokens // 4)
@@ -312,8 +315,7 @@ def main() -> int:
     jobs = {name: replace(JOBS[name], device="cpu" if args.cpu else "cuda") for name in names}
     if args.side:
         torch.set_num_threads(1 if args.cpu else torch.get_num_threads())
-        run = ours if args.side == "ours" else peer
-        found = run(jobs[names[0]], args.rank, int(args.ranks), args.port, args.steps)
+        found = SIDES[args.side](jobs[names[0]], args.rank, int(args.ranks), args.port, args.steps)
         if args.rank == 0:
             args.found.write_text(json.dumps(found))
         return 0
