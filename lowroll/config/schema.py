@@ -335,6 +335,15 @@ class RunConfig(Section):
         return [self, *(self.at(stage.step) for stage in self.stages)]
 
     @property
+    def is_sharded(self) -> bool:
+        """Does each rank of the learner hold a part of it? Where all weights learn, unless the file
+        says otherwise."""
+        asked = self.train.sharding
+        return self.train.gpus > 1 and (
+            asked == "full" or (asked == "auto" and not self.train.lora)
+        )
+
+    @property
     def forward_weights(self) -> str | None:
         """The format of the learner's forward; None: the learner multiplies with its own weights."""
         forward = self.train.forward

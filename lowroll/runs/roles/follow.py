@@ -73,22 +73,13 @@ def joined(cfg: RunConfig, seat: Seat | None) -> Iterator[Ranks]:
         return
     device = Compute.of(cfg).device
     if device.type == "cuda":
-        device = torch.device(
-            "cuda", 0
-        )  # its own is the first that it sees (`runs.launch.devices`)
-    kind = Sharded if is_sharded(cfg) else Group
+        device = torch.device("cuda", 0)  # its own is the first (`runs.launch.devices`)
+    kind = Sharded if cfg.is_sharded else Group
     ranks = kind(seat.rank, seat.size, seat.host, seat.port, device, GONE_S)
     try:
         yield ranks
     finally:
         ranks.close()
-
-
-def is_sharded(cfg: RunConfig) -> bool:
-    """Whether each rank holds a part of the model: all of what learns in full, unless told
-    otherwise."""
-    asked = cfg.train.sharding
-    return asked == "full" or (asked == "auto" and not cfg.train.lora)
 
 
 class Lead:
