@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from lowroll.config import ConfigError, from_mapping
-from lowroll.config.roles import one_process_notes, one_process_problems
-from lowroll.runs.launch import child as child_module
-from lowroll.runs.launch import local
+from lowroll.config import from_mapping
+from lowroll.config.roles import one_process_notes
+from lowroll.runs.launch import fleet
+from lowroll.runs.launch import process as process_module
 from lowroll.runs.launch.child import Child
-from lowroll.runs.launch.local import Launcher
-from lowroll.runs.preflight import look_at_run, look_at_sft
+from lowroll.runs.launch.fleet import Fleet
+from lowroll.runs.preflight import look_at_run
 from lowroll.runs.roles.orchestrate import overheard
-from lowroll.runs.sft import run_sft
 from tests.fixtures.processes import eventually
 from tests.fixtures.runs import settings
 
@@ -32,13 +31,13 @@ def child_of(tmp_path: Path, role: str, command: list[str] | None = None) -> Chi
     return Child(role, words, os.environ, tmp_path / f"{role}.json", tmp_path / f"{role}.log")
 
 
-def launcher_of(tmp_path: Path, **roles: Any) -> Launcher:
+def launcher_of(tmp_path: Path, **roles: Any) -> Fleet:
     """A launcher of children that were not started, but for the given ones."""
-    made = Launcher.__new__(Launcher)
+    made = Fleet.__new__(Fleet)
     made.trainer = roles.get("trainer") or child_of(tmp_path, "trainer")
     made.orchestrator = roles.get("orchestrator") or child_of(tmp_path, "orchestrator")
     made.engines = [roles.get("engine") or child_of(tmp_path, "engine-0")]
-    made.ports = {}
+    made.at = {}
     made.flags, made.stop = [], SimpleNamespace(signal=15)  # type: ignore[assignment]
     made._show = lambda: None  # type: ignore[method-assign]
     return made
@@ -61,8 +60,8 @@ def test_the_number_of_a_process_that_was_reaped_is_not_ours(
     one.start()
     assert one.process is not None
     assert eventually(lambda: not one.alive(), 60)
-    assert one.process.returncode is None, "its number is kept until its group is killed"
-    monkeypatch.setattr(child_module.os, "killpg", lambda pid, _: killed.append(pid))
+    assert one.process.process.returncode is None, "its number is kept until its group is killed"
+    monkeypatch.setattr(process_module.os, "killpg", lambda pid, _: killed.append(pid))
     one.kill()
     assert killed == [one.process.pid] and one.code == 2
     one.kill()
@@ -73,7 +72,7 @@ def test_the_number_of_a_process_that_was_reaped_is_not_ours(
 
 def test_a_sign_of_life_without_a_phase_is_none_of_readiness(tmp_path: Path) -> None:
     one = child_of(tmp_path, "trainer")
-    one.process = SimpleNamespace(pid=7, returncode=0)  # type: ignore[assignment]
+    one.process = SimpleNamespace(pid=7, alive=lambda: False)  # type: ignore[assignment]
     for beat, (said, ready) in enumerate([({}, False), ({"phase": "waiting"}, True)]):
         one.heart.write_text(json.dumps({"pid": 7, "beat": beat, **said}))
         one.look()
@@ -123,7 +122,7 @@ def test_an_orchestrator_that_had_ended_comes_back_when_the_trainer_waits(tmp_pa
 def test_a_trainer_that_hangs_is_named_while_all_stop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "LOOK_S", 0.001)
+    monkeypatch.setattr(fleet, "LOOK_S", 0.001)
     hangs, ended = iter([None, None, "the trainer (process 7) gives no sign of life"]), []
     trainer = SimpleNamespace(
         signal=lambda number: None,
@@ -154,16 +153,3 @@ def test_where_a_token_can_be_overheard() -> None:
         "http://far:1/v1",
         "http://10.0.0.7:1",
     ]
-
-
-def test_several_ranks_need_processes(model: Path, tmp_path: Path) -> None:
-    cfg = from_mapping(settings(model, tmp_path / "run", train={"gpus": 2}))
-    (told,) = one_process_problems(cfg)
-    assert told.startswith("train.gpus: 2: one process learns on one GPU") and "local" in told
-    assert told in look_at_run(cfg).problems
-    with pytest.raises(ValueError, match="train.gpus: 2: lowroll sft learns on one GPU"):
-        run_sft(cfg)
-    assert look_at_sft(cfg).problems[0].startswith("train.gpus: 2: lowroll sft")
-    with pytest.raises(ConfigError, match=r"train\.sharding: full shares .* train\.gpus is 1"):
-        from_mapping(settings(model, tmp_path / "run", train={"sharding": "full"}))
-    assert not (tmp_path / "run").exists()
