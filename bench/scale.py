@@ -14,8 +14,8 @@ weights ready, so nobody waits for it. Time is real; nothing of it is sped up.
 Responses have 220 tokens in the median (`light`: 64), groups 8 samples. One and a half times what the
 engines can draw at once is open, at level 1, and a batch is half of that, 1,024 samples at most. Processor seconds
 of orchestrator, scoring workers and fakes are counted apart: on a machine with fewer free cores than
-processes the rates fall, and these stay. Rows go to bench/baselines/scale.json and the picture to
-docs/results/scale.png.
+processes the rates fall, and these stay. Rows go to bench/baselines/scale.json; `python -m
+bench.pictures` draws them.
 """
 
 from __future__ import annotations
@@ -97,6 +97,19 @@ QUANTITIES = {  # unit of each
     "batches": "batches/s",
     "wire": "MB/s",
     "engines fenced": "engines",
+}
+
+SHOWN = {  # in docs/scale.md, by the head of its column
+    "rollouts a second": "rollouts/s",
+    "orchestrator: processor": "orchestrator, cores",
+    "orchestrator: processor for a rollout": "ms a rollout",
+    "orchestrator: main thread's part": "main thread's part",
+    "fakes: processor": "fakes, cores",
+    "orchestrator: memory, peak": "memory, MB",
+    "rows of the engines that draw": "rows that draw",
+    "groups asked for and not back": "groups in flight",
+    "groups at engines": "at engines",
+    "groups back, not in a batch": "back, waiting",
 }
 
 
