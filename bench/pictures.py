@@ -1,5 +1,5 @@
-"""The pictures of docs/results.md and of the README, drawn from `results/curves.json`,
-`results/sparse.json` and `baselines/decode.json`: `python -m bench.pictures`.
+"""The pictures of docs/results.md, docs/scale.md and the README, drawn from `results/curves.json`,
+`results/sparse.json`, `baselines/decode.json` and `baselines/scale.json`: `python -m bench.pictures`.
 
 Lines are means over the seeds, smoothed over ten steps; bands reach from the lowest seed to the
 highest. Prompts differ from step to step and are the same in every variant, so what the curves
