@@ -162,7 +162,7 @@ def test_an_engine_whose_address_leads_nowhere_from_here_is_refused() -> None:
     there = {"role": "engine-3", "host": "gpu-machine"}
     for url in ("http://10.0.0.2:8000", "http://gpu-machine:8000", "http://[fd00::2]:8000"):
         _check_reached({**there, "url": url})
-    for host in ("127.0.0.1", "127.0.1.1", "0.0.0.0", "localhost", "[::1]", "[::]"):
+    for host in ("127.0.0.1", "127.0.1.1", "0.0.0.0", "localhost", "[::1]", "[::]"):  # noqa: S104
         with pytest.raises(ValueError, match="^engine-3: on gpu-machine .*serve.host=ADDRESS"):
             _check_reached({**there, "url": f"http://{host}:8000"})
     with pytest.raises(ValueError, match="^engine-3: its vLLM on gpu-machine"):
