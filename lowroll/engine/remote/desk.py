@@ -104,13 +104,16 @@ class Desk:
         self._parts: deque[Part] = deque()
         self._flights: dict[int, Flight] = {}  # by handle
         self._tasks: set[asyncio.Task[None]] = set()
+        self._called = False  # requests came, and are dealt in this turn of the loop
         self._share = 1.0  # of the tokens that requests may draw, those that they do
         self._homes: dict[str, tuple[str, int | None]] = {}  # by id: the engine, the part
 
     def add(self, tickets: Sequence[Ticket]) -> None:
-        """Requests, each by itself."""
+        """Requests, each by itself. They are dealt once for all that come in one turn of the loop."""
         self._waiting.extend(tickets)
-        self.pump()
+        if not self._called:
+            self._called = True
+            asyncio.get_running_loop().call_soon(self._pump_added)
 
     def add_parts(self, tickets: Sequence[Ticket], count: int, fresh: bool) -> None:
         """Requests by parts. A later turn is rather in the part of the one before, whose engine may
@@ -182,8 +185,14 @@ class Desk:
             self._waiting.extendleft(flight.ticket for flight in reversed(lost))
         self.pump()
 
+    def _pump_added(self) -> None:
+        self._called = False
+        self.pump()
+
     def pump(self) -> None:
         """Send what can be sent."""
+        if not self._waiting and not self._parts:
+            return  # nothing: every answer and every heartbeat asks
         now = asyncio.get_running_loop().time()
         able = [member for member in self.members if member.takes_work(now)]
         for member in able:
