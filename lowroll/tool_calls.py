@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -30,6 +30,10 @@ _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _MISTRAL, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _LLAMA = "<|python_tag|>"
 _SPACE = " \t\r\n"
+# what a call begins with, and all that a reader looks for: special tokens of some tokenizers
+_MARKS = {"hermes": _OPEN, "qwen3_coder": _OPEN, "llama3_json": _LLAMA, "mistral": _MISTRAL}
+UNTYPED = frozenset(("qwen3_coder",))
+WORDS = frozenset((_OPEN, _CLOSE, _MISTRAL, _ARGS, _CALL_ID, _LLAMA))
 
 
 class IllFormed(ValueError):
@@ -110,13 +114,82 @@ def read(format: str, text: str) -> Spoken:
     return FORMATS[format](text[:MOST_TEXT])
 
 
+class Speech:
+    """A turn as it is written, piece by piece: what is said, and what may be a call and is held back.
+    What was given out is what the whole says, however it is cut.
+
+    The space before a call is left out; a turn in which nothing can be read as a call is said as it
+    stands."""
+
+    def __init__(self, format: str) -> None:
+        self.format = format
+        self.text = ""
+        self.given = 0  # characters of it
+
+    def feed(self, piece: str) -> str:
+        """What can be said now."""
+        self.text += piece
+        return self._give(self._plain())
+
+    def end(self) -> tuple[str, tuple[Call, ...]]:
+        """The rest of what is said, and the calls."""
+        calls = read(self.format, self.text).calls
+        if not calls:
+            return self._give(len(self.text)), ()
+        return self._give(self._plain()), calls
+
+    def _give(self, until: int) -> str:
+        new = self.text[self.given : until]
+        self.given = max(self.given, until)
+        return new
+
+    def _plain(self) -> int:
+        """Characters that are no part of a call, whatever follows."""
+        text, mark = self.text, _MARKS[self.format]
+        until = text.find(mark, self.given)
+        if until < 0 and self.format == "llama3_json" and text.lstrip(_SPACE)[:1] in ("", "{"):
+            return 0
+        if until < 0:
+            until = len(text) - overlap(text, mark)
+        return len(text[:until].rstrip(_SPACE))
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` with which `mark` begins, and is longer."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0
+
+
 def typed(arguments: dict[str, Any], texts: Container[str]) -> dict[str, Any]:
     """Arguments with those that are a text, and are none of `texts` (names of the parameters that
-    may be one), read as JSON where they are some: formats that write values as text need it."""
+    may be one), read as JSON where they are some: formats that write values as text (`UNTYPED`)
+    need it."""
     return {
         key: _unquoted(value) if isinstance(value, str) and key not in texts else value
         for key, value in arguments.items()
     }
+
+
+def texts(schema: dict[str, Any], names: Iterable[str]) -> set[str]:
+    """Those of the parameters `names` that may be a text, by a tool's JSON schema of its parameters;
+    what it does not type may be one."""
+    known = schema.get("properties")
+    properties = known if isinstance(known, dict) else {}
+    return {name for name in names if _admits_text(properties.get(name))}
+
+
+def _admits_text(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return True
+    if "enum" in schema and isinstance(schema["enum"], list):
+        return any(isinstance(value, str) for value in schema["enum"])
+    for some in ("anyOf", "oneOf"):
+        if isinstance(schema.get(some), list):
+            return any(map(_admits_text, schema[some]))
+    kinds = schema.get("type", "string")
+    return "string" in (kinds if isinstance(kinds, list) else [kinds])
 
 
 def _unquoted(text: str) -> Any:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lowroll.quant.table import DEFAULT, FORMATS
+from lowroll.tool_calls import FORMATS as TOOL_FORMATS
 
 if TYPE_CHECKING:
     import torch
     from aiohttp import web
 
     from lowroll.engine.native import NativeEngine
+    from lowroll.model.tokenizer import ChatTokenizer
     from lowroll.model.transformer import Transformer
     from lowroll.server.guard import Tokens
     from lowroll.server.serving import Limits, Serving
@@ -44,6 +46,7 @@ SETTINGS = {
     "lora_rank": "train.lora_rank",
     "lora_alpha": "train.lora_alpha",
     "uaq_scale": "train.uaq_scale",
+    "tool_call_parser": "rollout.tool_call_parser",
 }
 OF_MODEL = ("lookahead", "noisy", "token_env", "admin_token_env")  # and follow from a run
 LORA_ALPHA = 32.0  # `train.lora_alpha` of a run that does not say
@@ -75,6 +78,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
     p.add_argument(
         "--port", type=int, default=8000, help="0: one that is free (default: %(default)s)"
+    )
+    p.add_argument(
+        "--tool-call-parser",
+        choices=tuple(TOOL_FORMATS),
+        help="how the model writes calls of tools (default: as its chat template shows it)",
     )
     p.add_argument("--name", help="what clients call the model (default: its folder's name)")
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -314,7 +322,7 @@ def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = Non
     """The engine's loop, not started yet, and what the routes know of the model."""
     from lowroll import __version__
     from lowroll.engine.native import pick_device
-    from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
+    from lowroll.model.tokenizer import load_tokenizer
     from lowroll.server.loop import EngineLoop
     from lowroll.server.serving import Serving
     from lowroll.server.text import Vocabulary
@@ -327,13 +335,22 @@ def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = Non
     print(words(engine, pick_device(arguments.device)), file=sys.stderr, flush=True)
     return Serving(
         EngineLoop(engine),
-        ChatTokenizer(tokenizer) if getattr(tokenizer, "chat_template", None) else None,
+        _chat(tokenizer, arguments.tool_call_parser),
         name,
         engine.capabilities,
         None if tokenizer is None else Vocabulary(tokenizer),
         limits(arguments),
         __version__,
     )
+
+
+def _chat(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
+    """None for a tokenizer without a chat template."""
+    from lowroll.model.tokenizer import ChatTokenizer
+
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    return ChatTokenizer(tokenizer, tool_format)
 
 
 def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> NativeEngine:

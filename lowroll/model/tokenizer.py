@@ -177,6 +177,14 @@ class ChatTokenizer:
                 "that were drawn; use max_turns: 1, or another template"
             )
 
+    def check_tools(self) -> None:
+        """ValueError unless the template shows tools."""
+        if "tools" not in self.source:
+            raise ValueError(
+                "chat template: it says nothing of `tools`, so this model cannot be shown any; take "
+                "a model whose template does, or describe them in the prompt"
+            )
+
     @cached_property
     def _end(self) -> str:
         """The special token that the template puts behind the assistant's words; "" for none."""
@@ -221,14 +229,10 @@ class ChatTokenizer:
         open_turn: bool,
         tools: Sequence[dict[str, Any]] = (),
     ) -> str:
-        source = self.source
-        if tools and "tools" not in source:
-            raise ValueError(
-                "chat template: it says nothing of `tools`, so this model cannot be shown any; take "
-                "a model whose template does, or describe them in the prompt"
-            )
+        if tools:
+            self.check_tools()
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        return template(source, tuple(variables.items())).render(messages, open_turn, tools)
+        return template(self.source, tuple(variables.items())).render(messages, open_turn, tools)
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -20,7 +20,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -41,6 +41,13 @@ SIOCGIFADDR = 0x8915
 
 class RankLost(TransportError):
     """A rank went away while the others waited for it; the message names it."""
+
+
+def rows_of(rank: int, size: int, height: int) -> slice:
+    """Which rows of a matrix (entries of a vector) a rank of `size` holds: equally many from the
+    first rank on, so that the last ones may have fewer, or none."""
+    most = -(-height // size)
+    return slice(min(rank * most, height), min((rank + 1) * most, height))
 
 
 class Ranks:
@@ -72,6 +79,34 @@ class Ranks:
     def total(self, squares: Tensor) -> Tensor:
         """The squared norm of tensors, of which this rank has seen its part."""
         return squares
+
+    def forget(self) -> None:
+        """Parts of parameters are about to change: whole copies of them are dropped."""
+
+    def is_part(self, p: Tensor) -> bool:
+        """Whether ranks hold a parameter in parts: each some of its rows."""
+        return False
+
+    def part(self, p: Tensor) -> Tensor:
+        """What this rank holds of a parameter or its gradient, in the storage that it has."""
+        return p
+
+    def cut(self, whole: Tensor, p: Tensor) -> Tensor:
+        """What this rank holds of a parameter, out of a whole tensor of as many rows (or of what
+        gives its rows to a slice)."""
+        return whole[:]
+
+    def dtype(self, p: Tensor) -> torch.dtype:
+        """In which passes read a parameter; its own, or what a float32 part is rounded to."""
+        return p.dtype
+
+    def on_whole(
+        self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
+    ) -> list[Tensor]:
+        """work(i, whole) of matrices [heights[i], K] that ranks hold parts of, at most `size` of
+        them; this rank's parts of what it gives, which has the same shape. One rank does a
+        matrix."""
+        return [work(i, whole) for i, whole in enumerate(parts)]
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
         """What the rank that leads says, on every rank. The others wait `wait_s` for it to begin,
@@ -111,7 +146,7 @@ class Group(Ranks):
         self._told = 0
         self._failed = False
         _stay_on_the_interface(host)
-        self._store = _meeting_point(host, port, self.leads, deadline_s)
+        self._store = _meeting_point(host, port, self.leads and not _torchruns(), deadline_s)
         with self._together("the start"):
             self._wait_for_all(f"to start and meet at {host}:{port}")
         cuda = device.type == "cuda"
@@ -289,6 +324,11 @@ def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
         )
     wait_until(lambda: _answers(host, port), f"rank 0 to listen at {host}:{port}", deadline_s)
     return dist.TCPStore(host, port, is_master=False, timeout=span, wait_for_workers=False)
+
+
+def _torchruns() -> bool:
+    """Whether torchrun has the store: its agent listens where the ranks meet, rank 0 among them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _answers(host: str, port: int) -> bool:

@@ -32,7 +32,8 @@ from lowroll.model.spec import read_config, read_spec
 
 # Settings that may differ between a run and its resumption, because no step computes anything else
 # under them. The guard decides after a step, about those that follow, and `no_signal` about a step
-# that cannot be made: they do what the new settings say from then on.
+# that cannot be made: they do what the new settings say from then on. Another number of GPUs changes
+# the order of sums alone.
 MAY_CHANGE = (
     "output_dir",
     "ckpt",
@@ -54,6 +55,8 @@ MAY_CHANGE = (
     "track_project",
     "push_to_hub",
     "rollout.cuda_graphs",
+    "train.gpus",
+    "train.sharding",
 )
 # may change too, after a run that ended because it found no signal
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")

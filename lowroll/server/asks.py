@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from lowroll.server.body import Answered, Message, Sampling, stops
+from lowroll.server.body import Answered, Chat, Message, Sampling, Tool, ToolCall, stops
 from lowroll.server.errors import Refused
 from lowroll.server.serving import Serving
 from lowroll.server.text import Vocabulary
@@ -32,6 +33,16 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None  # None where ids were given
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Tools that the model may call, and how it writes that (`lowroll.tool_calls`); several: more
+    than one call in a turn."""
+
+    tools: Sequence[Tool]
+    format: str
+    several: bool
 
 
 def check_model(serving: Serving, model: str | None) -> None:
@@ -76,32 +87,79 @@ def _several(given: str | list[int] | list[str] | list[list[int]]) -> Sequence[A
     return given
 
 
-async def conversation(serving: Serving, messages: list[Message], open_turn: bool) -> Prompt:
-    """A conversation in the model's template; open_turn: with the header of the answer."""
+async def conversation(
+    serving: Serving, messages: list[Message], open_turn: bool, tools: Sequence[Tool] = ()
+) -> Prompt:
+    """A conversation in the model's template; open_turn: with the header of the answer; tools: what
+    it shows of them."""
     known = vocabulary(serving, "messages")
     if serving.chat is None:
         raise Refused(
             "messages: the model has no chat template; use /v1/completions with a prompt",
             "messages",
         )
-    turns = [_turn(message) for message in messages]
+    turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    shown = [tool.schema_shown for tool in tools]
     try:
-        ids = await asyncio.to_thread(known.encode_chat, serving.chat, turns, open_turn)
+        ids = await asyncio.to_thread(known.encode_chat, serving.chat, turns, open_turn, shown)
     except ValueError as error:
         raise Refused(f"messages: {error}", "messages") from None
     return Prompt(ids)
 
 
-def _turn(message: Message) -> dict[str, str | None]:
+def _turn(message: Message, where: str) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
+    calls = [
+        _call(one, f"{where}.tool_calls[{i}].function.arguments")
+        for i, one in enumerate(message.tool_calls or ())
+    ]
+    if calls and content is None:
+        content = ""  # some templates read it whatever else there is
     return {
         "role": message.role,
         "content": content,
         "name": message.name,
         "reasoning_content": message.reasoning_content,
+        "tool_calls": calls or None,
+        "tool_call_id": message.tool_call_id,
     }
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    """A call as chat templates take it, its arguments as an object."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise Refused(f"{where}: expected a JSON object as a text", where)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
+
+
+def offered(serving: Serving, body: Chat) -> Offer | None:
+    """What the model may call; with tool_choice "none" it is shown nothing. Refused when tools cannot
+    be shown, or calls not be read, or calls are asked for that only the model can decide."""
+    if body.tool_choice not in ("auto", "none"):
+        raise Refused(
+            "tool_choice: auto or none; whether it calls a tool, and which, is the model's to say",
+            "tool_choice",
+            code="unsupported",
+        )
+    names = [tool.function.name for tool in body.tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            where = f"tools[{i}].function.name"
+            raise Refused(f"{where}: two tools are called {name!r}", where)
+    if not body.tools or body.tool_choice == "none" or serving.chat is None:
+        return None
+    try:
+        serving.chat.check_tools()
+        return Offer(body.tools, serving.chat.tool_format, body.parallel_tool_calls)
+    except ValueError as error:
+        raise Refused(f"tools: {error}", "tools") from None
 
 
 def engine_request(

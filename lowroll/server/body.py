@@ -32,13 +32,13 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 HEEDLESS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prediction "
-    "parallel_tool_calls cache_salt priority routed_experts_prompt_start".split()
+    "cache_salt priority routed_experts_prompt_start".split()
 )
 _OFF: tuple[Any, ...] = (None, False, [], {}, "")
 # by name: the values that ask for nothing that is not there
 IDLE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        "tools functions tool_calls tool_call_id refusal logit_bias suffix audio documents echo "
+        "tools functions tool_calls tool_call_id annotations refusal logit_bias suffix audio documents echo "
         "chat_template chat_template_kwargs truncate_prompt_tokens allowed_token_ids bad_words "
         "logits_processors structured_outputs guided_json guided_regex guided_choice "
         "guided_grammar kv_transfer_params vllm_xargs mm_processor_kwargs web_search_options "
@@ -47,8 +47,7 @@ IDLE: dict[str, tuple[Any, ...]] = {
         "thinking_token_budget moderation".split(),
         _OFF,
     ),
-    "tool_choice": (None, "none", "auto"),
-    "function_call": (None, "none", "auto"),
+    **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "presence_penalty": (None, 0),
@@ -130,6 +129,20 @@ class Part(Body):
     text: Text
 
 
+class Called(Body):
+    name: Name
+    arguments: Text  # a JSON object
+
+
+class ToolCall(Body):
+    """One of an assistant's earlier turns."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: Called
+    index: int | None = None  # of a delta, which some clients leave in
+
+
 class Message(Body):
     """One turn of a conversation. What else it says goes to the chat template."""
 
@@ -137,6 +150,26 @@ class Message(Body):
     content: Text | list[Part] | None = None
     name: Name | None = None
     reasoning_content: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Name | None = None
+
+
+class Function(Body):
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None  # their JSON schema
+    strict: bool = False  # calls are drawn as everything is, whatever this says
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def schema_shown(self) -> dict[str, Any]:
+        """What chat templates show of it."""
+        shown = self.function.model_dump(exclude_unset=True, exclude={"strict"})
+        return {"type": "function", "function": shown}
 
 
 class Chat(Sampling, Answered):
@@ -149,6 +182,9 @@ class Chat(Sampling, Answered):
     prompt_logprobs: TopLogprobs | None = None
     score_temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] = 1.0
     add_generation_prompt: bool = True
+    tools: list[Tool] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
 
 
 class SamplingParams(Sampling):
@@ -172,6 +208,7 @@ class Tokenize(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    tools: list[Tool] = []
     return_token_strs: bool = False
 
 

@@ -9,11 +9,13 @@ from aiohttp import web
 from lowroll.server.answer import ends, groups, stream, to_json, wants_usage
 from lowroll.server.asks import (
     NAMES,
+    Offer,
     Prompt,
     check_model,
     check_stream,
     conversation,
     engine_request,
+    offered,
     room,
 )
 from lowroll.server.body import Chat, check, stops
@@ -45,7 +47,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
     check_stream(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused("top_logprobs: it goes with logprobs: true", "top_logprobs")
-    prompt = await conversation(serving, body.messages, body.add_generation_prompt)
+    offer = offered(serving, body)
+    tools = offer.tools if offer is not None else ()
+    prompt = await conversation(serving, body.messages, body.add_generation_prompt, tools)
     asked, names = _request(serving, prompt, body)
     scores = None
     if body.prompt_logprobs is not None:
@@ -56,7 +60,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
             body.score_temperature,
             field=names["prompt_ids"],
         )
-    answer = _Answer(request, body, prompt, scores)
+    answer = _Answer(request, body, prompt, scores, offer)
     if body.stream:
         first = answer.first()
         return await stream(request, [asked], names, answer.chunk, first=first, last=answer.last)
@@ -85,11 +89,22 @@ def _request(serving: Serving, prompt: Prompt, body: Chat) -> tuple[Request, dic
     return asked, names
 
 
+def _message(content: str, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
+    if not calls:
+        return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+
 class _Answer:
     """The answer to one conversation as JSON."""
 
     def __init__(
-        self, request: web.Request, body: Chat, prompt: Prompt, scores: Scores | None
+        self,
+        request: web.Request,
+        body: Chat,
+        prompt: Prompt,
+        scores: Scores | None,
+        offer: Offer | None,
     ) -> None:
         serving = request.app[SERVING]
         self.body = body
@@ -104,6 +119,7 @@ class _Answer:
                 stops(body),
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 token_ids=body.return_token_ids,
+                offer=offer,
             )
             for sample in range(body.n)
         ]
@@ -119,7 +135,7 @@ class _Answer:
         choices = []
         for sample, rollout in enumerate(group.rollouts):
             choice = self.choices[sample].part(whole(sample, rollout))
-            choice["message"] = {"role": "assistant", "content": choice.pop("content")}
+            choice["message"] = _message(choice.pop("content"), choice.pop("tool_calls", None))
             if self.body.return_token_ids:
                 choice["lowroll"] = origin(rollout)
             choices.append(choice)
@@ -139,11 +155,14 @@ class _Answer:
     def chunk(self, _: int, delta: Delta) -> dict[str, Any] | None:
         """A part of the stream; None when it would say nothing."""
         choice = self.choices[delta.sample].part(delta)
-        content = choice.pop("content")
+        content, calls = choice.pop("content"), choice.pop("tool_calls", None)
         if not content and delta.finish_reason is None:
             if not self.body.logprobs and not self.body.return_token_ids:
                 return None
-        return self._event(choice | {"delta": {"content": content} if content else {}})
+        said: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            said["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
+        return self._event(choice | {"delta": said})
 
     def last(self, ended: list[Group]) -> list[dict[str, Any]]:
         """What ends the stream."""

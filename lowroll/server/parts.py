@@ -7,16 +7,19 @@ written in one part.
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowroll.engine.remote.packed import pack
-from lowroll.server.asks import Prompt
+from lowroll.server.asks import Offer, Prompt
 from lowroll.server.loop import Delta
 from lowroll.server.scoring import Scores, Top
 from lowroll.server.text import Shown, Vocabulary
+from lowroll.tool_calls import UNTYPED, Call, Speech, texts, typed
 from lowroll.types import Group, Rollout
 
 Told = dict[str, list[Any]]  # log-probs as /v1/completions has them
@@ -48,9 +51,14 @@ class Text:
     """The text of one choice, and where its tokens begin in it."""
 
     def __init__(
-        self, vocabulary: Vocabulary | None, prompt_ids: list[int], stop: Sequence[str], at: int
+        self,
+        vocabulary: Vocabulary | None,
+        prompt_ids: list[int],
+        stop: Sequence[str],
+        at: int,
+        marks: bool = False,
     ) -> None:
-        self.shown = Shown(vocabulary.decoder(prompt_ids), stop) if vocabulary else None
+        self.shown = Shown(vocabulary.decoder(prompt_ids, marks), stop) if vocabulary else None
         self.at = at  # characters before it
 
     def take(self, delta: Delta, offsets: list[int] | None) -> str:
@@ -172,7 +180,7 @@ def _nothing_told() -> Told:
 
 
 class ChatChoice:
-    """One choice of /v1/chat/completions; logprobs as above."""
+    """One choice of /v1/chat/completions; logprobs as above. offer: what the model may call."""
 
     def __init__(
         self,
@@ -183,27 +191,68 @@ class ChatChoice:
         *,
         logprobs: int | None = None,
         token_ids: bool = False,
+        offer: Offer | None = None,
     ) -> None:
         self.index = index
         self.names = names
         self.logprobs = logprobs
         self.token_ids = token_ids
-        self.text = Text(names.vocabulary, prompt.token_ids, stop, 0)
+        self.prompt = prompt
+        self.offer = offer
+        self.speech = Speech(offer.format) if offer is not None else None
+        self.text = Text(names.vocabulary, prompt.token_ids, stop, 0, marks=offer is not None)
 
     def part(self, delta: Delta) -> dict[str, Any]:
-        """The next part as JSON, its text as `content`."""
+        """The next part as JSON: its text as `content`, and at the end `tool_calls`, if there are
+        any."""
+        content, calls = self.text.take(delta, None), []
+        if self.speech is not None:
+            content = self.speech.feed(content)
+            if delta.finish_reason is not None:
+                rest, found = self.speech.end()
+                content, calls = content + rest, self._told(found)
         choice: dict[str, Any] = {
             "index": self.index,
-            "content": self.text.take(delta, None),
+            "content": content,
             "logprobs": None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if calls:
+            choice["tool_calls"] = calls
+            if delta.finish_reason == "stop":
+                choice["finish_reason"] = "tool_calls"
         if self.logprobs is not None:
             choice["logprobs"] = {"content": contents(self.names, delta, self.logprobs)}
         if self.token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
+
+    def _told(self, calls: Sequence[Call]) -> list[dict[str, Any]]:
+        assert self.offer is not None
+        return [
+            {
+                "id": call.id or self._id(number),
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call, self.offer)},
+            }
+            for number, call in enumerate(calls if self.offer.several else calls[:1])
+        ]
+
+    def _id(self, number: int) -> str:
+        """Another one in each turn of a conversation, and the same for the same request; of nine
+        characters, as some templates want it."""
+        seen = repr((self.prompt.token_ids, self.index, number))
+        return hashlib.sha256(seen.encode()).hexdigest()[:9]
+
+
+def _arguments(call: Call, offer: Offer) -> str:
+    """As JSON; where the format writes them as text, of the types that the tool's schema says."""
+    arguments = call.arguments
+    if offer.format in UNTYPED:
+        schemas = [t.function.parameters for t in offer.tools if t.function.name == call.name]
+        arguments = typed(arguments, texts((schemas[0] if schemas else None) or {}, arguments))
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def contents(names: Names, delta: Delta, top: int) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lowroll.tool_calls import WORDS, overlap
+
 if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
 
@@ -40,6 +42,7 @@ class Vocabulary:
         self.backend = tokenizer.backend_tokenizer
         added = self.backend.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
+        self.marks = {i: added[i].content for i in self.special if added[i].content in WORDS}
         self._bytes = type(self.backend.decoder).__name__ == "ByteLevel"
         self.pieces = _Pieces(self._piece)
         self._names: dict[int, str] = {}
@@ -69,16 +72,22 @@ class Vocabulary:
             known = self._names[token_id] = self.piece(token_id).decode("utf-8", "replace")
         return known
 
-    def decoder(self, prompt_ids: Sequence[int] = ()) -> Decoder:
-        """For one response to a prompt, without special tokens."""
+    def decoder(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> Decoder:
+        """For one response to a prompt, without special tokens; marks: but those of tool calls."""
+        if marks and self.marks:
+            return _MarkedDecoder(self, prompt_ids)
         return _ByteDecoder(self) if self._bytes else _WindowDecoder(self, prompt_ids)
 
     def encode_chat(
-        self, chat: ChatTokenizer, messages: list[dict[str, Any]], open_turn: bool
+        self,
+        chat: ChatTokenizer,
+        messages: list[dict[str, Any]],
+        open_turn: bool,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
         """Ids of a conversation in the model's template. ValueError says what it objects to."""
         with self._lock:
-            return chat.encode_chat(messages, open_turn)
+            return chat.encode_chat(messages, open_turn, tools)
 
     def _piece(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
@@ -189,6 +198,27 @@ class _WindowDecoder:
         return new
 
 
+class _MarkedDecoder:
+    """Special tokens that are words of a tool call are shown, as if the text began behind them."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
+        self.vocabulary = vocabulary
+        self.inner = vocabulary.decoder(prompt_ids)
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return "".join(map(self._next, token_ids))
+
+    def end(self) -> str:
+        return self.inner.end()
+
+    def _next(self, token_id: int) -> str:
+        mark = self.vocabulary.marks.get(token_id)
+        if mark is None:
+            return self.inner.feed([token_id])
+        before, self.inner = self.inner.end(), self.vocabulary.decoder()
+        return before + mark
+
+
 class Shown:
     """The text of one response as it comes, cut at the stop that ended it.
 
@@ -230,14 +260,6 @@ class Shown:
 
     def _release(self, new: str) -> str:
         text = self._held + new
-        keep = max(_overlap(text, stop) for stop in self.stop)
+        keep = max(overlap(text, stop) for stop in self.stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins, and is longer."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -51,7 +51,7 @@ async def _prompt(serving: Serving, body: Tokenize) -> Prompt:
     if body.messages is not None:
         if body.add_special_tokens:
             raise Refused("add_special_tokens: the chat template has them", "add_special_tokens")
-        return await conversation(serving, body.messages, body.add_generation_prompt)
+        return await conversation(serving, body.messages, body.add_generation_prompt, body.tools)
     assert body.prompt is not None
     known = vocabulary(serving, "prompt")
     special = body.add_special_tokens is not False

@@ -179,11 +179,11 @@ class Critic:
         }
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """Weights and moments by file and name, and the counters. The tensors are live, not
-        copies."""
+        """Weights and moments by file and name, of several ranks this one's share, and the counters.
+        The tensors are live, not copies."""
         moments, counters = self.optimizer.state()
         return {
-            "critic": {name: p.detach() for name, p in self.params.items()},
+            "critic": self.optimizer.weights(),
             "critic_optimizer": moments,
         }, counters
 
@@ -199,15 +199,19 @@ class Critic:
                 f"critic state: {odd[0]} is {'missing' if odd[0] in self.params else 'unknown'} "
                 f"({len(odd)} such names)"
             )
+        ranks = self.optimizer.ranks
         for name, p in self.params.items():
-            if saved[name].shape != p.shape or saved[name].dtype != p.dtype:
+            dtype = ranks.dtype(p)
+            if saved[name].shape != p.shape or saved[name].dtype != dtype:
                 raise ValueError(
                     f"critic state: {name} is {saved[name].dtype} {list(saved[name].shape)}, "
-                    f"expected {p.dtype} {list(p.shape)}"
+                    f"expected {dtype} {list(p.shape)}"
                 )
         self.optimizer.restore(tensors["critic_optimizer"], counters)
         for name, p in self.params.items():
-            p.copy_(saved[name])
+            part = ranks.part(p)
+            if part.dtype == saved[name].dtype:  # else it is a master
+                part.copy_(ranks.cut(saved[name], p))
 
     def _run(
         self,

@@ -142,7 +142,7 @@ LIGHT = (
     "runs.build.environments",
     "runs.build.orchestrator",
     "runs.build.prompts",
-    "runs.launch.local",
+    "runs.launch.launcher",
     "runs.roles.orchestrate",
 )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -16,10 +17,14 @@ import openai
 import pytest
 
 from lowroll import Engine, Request
+from lowroll.runs.demo import build_tokenizer
+from tests.fixtures.hermes import TEMPLATE
 from tests.fixtures.http import NAME, events, post, serving
+from tests.fixtures.scripted import Scripted
 
 CLIENTS = Path(__file__).parents[1] / "fixtures" / "clients"
 PYTHON = os.environ.get("LOWROLL_CLIENTS_PYTHON")
+CLASSIC = os.environ.get("LOWROLL_CLASSIC_PYTHON")
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
@@ -242,11 +247,11 @@ def test_the_requests_of_lm_eval(url: str, reference: Engine) -> None:
     assert status == 200 and "\n" not in tree["choices"][0]["text"]
 
 
-def outside(script: str, url: str, model: Path) -> dict[str, Any]:
+def outside(script: str, url: str, model: Path, python: str | None = PYTHON) -> Any:
     """What a program of another environment prints."""
-    assert PYTHON is not None
+    assert python is not None
     done = subprocess.run(
-        [PYTHON, str(CLIENTS / script), url, str(model), NAME],
+        [python, str(CLIENTS / script), url, str(model), NAME],
         capture_output=True,
         text=True,
         timeout=120,
@@ -293,6 +298,42 @@ def test_verifiers(url: str, model: Path, reference: Engine) -> None:
     (plain,) = reference.generate([Request(tree["tokens"], **sampling)])[0].rollouts
     assert found["content"] == reference.text(plain)
     assert found["usage"] == [tree["count"], len(plain.token_ids)]
+
+
+@pytest.fixture(scope="module")
+def calculating() -> Iterator[str]:
+    """A model that calls `add` where it is asked for a sum, and then says what came back."""
+
+    def say(prompt: str, _: int) -> str:
+        _, seen, behind = prompt.rpartition("result: ")
+        if seen:
+            return f"{behind.partition('<|end|>')[0]}<|end|>"
+        a, b = re.findall(r"(\d+) \+ (\d+)\?", prompt)[-1]
+        call = {"name": "add", "arguments": {"a": int(a), "b": int(b)}}
+        return f"So: <tool_call>{json.dumps(call)}</tool_call><|end|>"
+
+    known = build_tokenizer()
+    known.chat_template = TEMPLATE
+    with serving(Scripted(known, say), tokenizer=known) as found:
+        yield found
+
+
+@own_environment
+@pytest.mark.slow
+def test_verifiers_relays_tools(calculating: str, tmp_path: Path) -> None:
+    turns = outside("verifiers_tools.py", calculating, tmp_path)
+    assert turns == [["tool_calls", "So:", 1], ["stop", "5", 0]]
+
+
+@pytest.mark.skipif(CLASSIC is None, reason="verifiers 0.1: make test-clients")
+@pytest.mark.slow
+def test_verifiers_rolls_out_with_tools(calculating: str, tmp_path: Path) -> None:
+    """Its ToolEnv, whole: the call, its result, the answer and the reward."""
+    found = outside("verifiers_rollouts.py", calculating, tmp_path, CLASSIC)
+    for i, one in enumerate(found):
+        assert (one["reward"], one["error"]) == (pytest.approx(1.1), None)
+        assert [said["role"] for said in one["completion"]] == ["assistant", "tool", "assistant"]
+        assert [said["content"] for said in one["completion"]] == ["So:", str(i + 2), str(i + 2)]
 
 
 def test_the_requests_of_a_trainer(url: str, reference: Engine) -> None:
