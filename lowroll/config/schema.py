@@ -404,11 +404,14 @@ class RunConfig(Section):
         because = (f"correction: {correction}, because {reason}",) if reason else ()
         return copy.with_notes(*because, *_warnings(copy))
 
+    def tree(self) -> dict[str, Any]:
+        """The resolved settings as plain values: what loading `dump()` gives."""
+        return self.resolved().model_dump(mode="json")
+
     def dump(self) -> str:
         """YAML text of the resolved tree; loading it gives the same tree."""
-        tree = self.resolved().model_dump(mode="json")
         return yaml.dump(
-            tree, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
+            self.tree(), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
         )
 
 

@@ -20,8 +20,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lowroll.config import EnvConfig, RunConfig
 from lowroll.config.buffer import BufferConfig
 from lowroll.config.renamed import renamed_tree
@@ -172,7 +170,7 @@ def refuse_other_settings(
     when nothing is scheduled over its length.
     """
     before = ADDED | _flatten(renamed_tree(saved))
-    after = _flatten(yaml.safe_load(cfg.dump()))
+    after = _flatten(cfg.tree())
     unscheduled = (
         cfg.train.lr_scheduler_type == "constant"
         and cfg.rollout.temp_scheduler is None
