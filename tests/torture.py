@@ -22,6 +22,8 @@ on tiny models.
     roles      engine, orchestrator, trainer and launcher are killed, stopped and paused, at every point that they
                pass and a moment after it: the run goes on by itself, makes no more than one step again, its
                ledger is clean, and at level 0 it is bit for bit one process (tests/fixtures/losses.py)
+    fleets     two to five engines of a pool die, hang, lag, forget, lie and come back at random: the rollouts are
+               those of one engine that nothing happens to (tests/fixtures/fleets.py)
     programs   requests, aborts, pauses, updates, failures and ends in any order over the engine's loop
                (tests/fixtures/programs.py)
 
@@ -53,9 +55,11 @@ from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
 from lowroll.runs import demo
 from lowroll.transport import read_rollouts
+from lowroll.types import RunFailed
 from tests.fixtures import hostile, losses, pieces, stormed, strike
 from tests.fixtures.ends import Pair
 from tests.fixtures.ends import strike as strike_pair
+from tests.fixtures.fleets import Fleet
 from tests.fixtures.frames import Fuzz
 from tests.fixtures.losses import Launch
 from tests.fixtures.programs import Trial
@@ -77,6 +81,7 @@ SHARES = {
     "pieces": 3,
     "server": 10,
     "transport": 6,
+    "fleets": 4,
     "programs": 3,
 }
 
@@ -586,6 +591,14 @@ def roles(bench: Bench, rng: random.Random) -> Iterator[str]:
         print(f"roles: {name}: {', '.join(told)}; so far {dict(counted)}", flush=True)
 
 
+def fleets(bench: Bench, rng: random.Random) -> Iterator[str | None]:
+    for _ in count():
+        try:
+            yield Fleet(random.Random(rng.getrandbits(32))).problem()
+        except (RunFailed, AssertionError) as error:
+            yield str(error)
+
+
 SUITES = {
     "roles": roles,
     "kills": kills,
@@ -596,6 +609,7 @@ SUITES = {
     "pieces": every_piece,
     "server": server,
     "transport": transport,
+    "fleets": fleets,
     "programs": programs,
 }
 

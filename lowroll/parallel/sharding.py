@@ -42,7 +42,12 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class Sharded(Group):
-    """This process among those that hold a model together. Arguments as `Group`'s."""
+    """This process among those that hold a model together. Arguments as `Group`'s.
+
+    It keeps a model's part on the ranks' device; one that is on the host goes over block by block. A
+    model must be all that it will be: scaled, aligned, with its adapter. `shard` raises ValueError
+    for low-bit weights, before anything changes.
+    """
 
     lockstep = True
 
@@ -61,9 +66,6 @@ class Sharded(Group):
         return {}
 
     def shard(self, model: Transformer) -> Transformer:
-        """Keep this rank's part of a model that all ranks hold, on the ranks' device; returns it. A
-        model on the host goes over block by block. It must be whole: scaled, aligned, with its
-        adapter. ValueError for low-bit weights, before anything changes."""
         _refuse(model)
         dtype = model.dtype
         whole = set()
@@ -143,11 +145,9 @@ class Sharded(Group):
         back = sent.split(sizes[: len(parts)])
         return [piece.view_as(part) for piece, part in zip(back, parts, strict=True)]
 
-    def mirror(
-        self, model: Transformer, device: torch.device | str = "cpu"
-    ) -> Transformer | None:
+    def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
         """The whole model, frozen and in its dtype, on the rank that leads; None on the others. Its
-        adapters and codes are the model's own. Filled, and again by `refill`."""
+        adapters and codes are the model's own."""
         made = None
         if self.leads:
             dtype = self.dtype(next(model.parameters()))
@@ -157,15 +157,20 @@ class Sharded(Group):
                     p.data = p.data.pin_memory()
             for (_, ours), (_, theirs) in zip(made.linears(), model.linears(), strict=True):
                 ours.adapter, ours.aligned = theirs.adapter, theirs.aligned
-        self.refill(made, model)
+        self._copy(made, model, [*model.blocks, model])
         return made
 
-    @torch.no_grad()
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
-        """Bring a mirror to the model's weights. All ranks call it; those without one give None."""
+        """Block by block; what is frozen stays as it is."""
+        self._copy(mirror, model, [m for m in (*model.blocks, model) if _learns(m)])
+
+    @torch.no_grad()
+    def _copy(
+        self, mirror: Transformer | None, model: Transformer, modules: list[nn.Module]
+    ) -> None:
         self.forget()
         targets = {} if mirror is None else dict(mirror.named_parameters())
-        for module in (*model.blocks, model):
+        for module in modules:
             prefix = f"blocks.{module.layer}." if isinstance(module, Block) else ""
             with _gathered(module):
                 for name, p in module.named_parameters():
@@ -194,12 +199,19 @@ def _gathered(module: nn.Module) -> Iterator[None]:
         module.reshard()
 
 
+def _learns(module: nn.Module) -> bool:
+    """Whether any of the module's own parts does."""
+    return any(p.requires_grad and isinstance(p, DTensor) for p in module.parameters())
+
+
 def _refuse(model: Transformer) -> None:
     """ValueError for what cannot be held in parts."""
     for name, linear in model.linears():
         weight = linear.weight
-        if isinstance(weight, QTensor) and not get_format(weight.format).dense:
+        if not isinstance(weight, QTensor):
+            continue
+        if not get_format(weight.format).dense or weight.tensors["weight"].dtype != model.dtype:
             raise ValueError(
-                f"train.sharding: full: {name} is {weight.format} codes, which stay whole; write "
-                "train.sharding: none (every GPU has the base, and the adapter learns on all)"
+                f"train.sharding: full: {name} is {weight.format} under {model.dtype}, which stays "
+                "whole; write train.sharding: none (every GPU has the base, all learn the adapter)"
             )

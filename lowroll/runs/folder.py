@@ -75,6 +75,8 @@ class RunFolder:
     """`output_dir` of a configuration, for the runs of a command: grpo or sft. alone: one process
     makes the run; else the rollouts are the orchestrator's (`runs.roles`)."""
 
+    verified = False  # whether somebody has just verified the checkpoint that is asked for
+
     def __init__(self, cfg: RunConfig, command: str, alone: bool = True) -> None:
         self.alone = alone
         self.attempt = 0  # the number of this launch, once it has the lock
@@ -244,7 +246,7 @@ class RunFolder:
         """
         key, steps = self.length
         try:
-            saved = self.store.load(self._asked)
+            saved = self.store.load(self._asked, verified=self.verified)
         except FileNotFoundError as error:
             if self._asked is not None:
                 raise ValueError(f"ckpt.resume_step: {error}") from None
@@ -353,10 +355,16 @@ class RunFolder:
         tensors: dict[str, dict[str, Any]],
         state: dict[str, Any],
         meta: dict[str, Any],
+        parts: int = 1,
+        share: Callable[[Path], object] | None = None,
     ) -> None:
-        """Keep a checkpoint, with the settings and the command beside `meta`."""
+        """Keep a checkpoint, with the settings and the command beside `meta`. parts, share: as
+        `Store.save`'s."""
         meta = {"config": self._settings, "command": self.command, **meta}
-        self.space.write(self.store.path(step), lambda: self.store.save(step, tensors, state, meta))
+        self.space.write(
+            self.store.path(step),
+            lambda: self.store.save(step, tensors, state, meta, parts, share),
+        )
 
     def publish(self, write: Callable[[Path], object]) -> None:
         """Put the folder that `write(path)` publishes in the place of final/."""
