@@ -47,6 +47,11 @@ class Prompt:
     messages: list[Message]
     info: dict[str, Any] = field(default_factory=dict)
 
+    def answered(self, text: str, said: list[Message] | None) -> str | list[Message]:
+        """What a scorer is to judge of a response: its text, or all messages of a conversation, of
+        which `said` has what came after the prompt."""
+        return text if said is None else [*self.messages, *said]
+
 
 @dataclass(frozen=True)
 class Score:

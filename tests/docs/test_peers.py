@@ -126,6 +126,16 @@ def test_the_page_on_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         make("data", args={"path": str(row), "answer": "anwser"})
 
 
+@pytest.mark.slow
+def test_the_readme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here,) = blocks("../README.md", "python")
+    rows = "".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(8))
+    (folder / "rows.jsonl").write_text(rows)
+    here = here.replace("lowroll.train(", "result = lowroll.train(")
+    record = of_python(here.replace("Qwen/Qwen3-0.6B", "outputs/demo/model"), monkeypatch)
+    assert 0 < record["reward/data/brief"] <= 1
+
+
 def load_text(text: str) -> RunConfig:
     Path("mixed.yaml").write_text(text)
     return load("mixed.yaml")
