@@ -128,8 +128,8 @@ def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
         yield "its code", code
     for key, value in env.args.items():
         for text in texts(value):
-            code, colon, _ = text.partition(".py:")  # a function of a file
-            path = f"{code}.py" if colon else text
+            start, colon, _ = text.partition(".py:")  # a function of a file
+            path = f"{start}.py" if colon else text
             if os.path.isfile(path):  # of a long text Path.is_file raises
                 yield key if text == value else f"{key}: {text}", Path(path)
 
