@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	.venv/bin/lowroll demo
 
-# Two workers, which take the tests from each other. A plain `pytest` runs the same tests one after the other.
-PYTEST := $(PY) -m pytest --numprocesses 2 --dist worksteal
+# Two workers, which take the tests from each other. A plain `pytest` runs the same tests one after the other. Bytecode is
+# kept even where a machine's settings say not to: else each of the processes that tests start compiles the package.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest --numprocesses 2 --dist worksteal
 
 test: $(STAMP)
 	$(PYTEST)

@@ -10,6 +10,8 @@ their own (`fixtures/interpreted.py`).
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 pytest_plugins = ["tests.fixtures.interpreted"]
 pytest.register_assert_rewrite("tests.fixtures")
+
+
+def pytest_collection_finish() -> None:
+    """Ten thousand tests and all that they import are two million objects, and every `gc.collect`
+    of a run that changes its engine looked at them for more than a second."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # what is never collected Triton reports as leaked
 
 
 @pytest.fixture(scope="module")

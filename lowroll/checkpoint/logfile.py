@@ -33,11 +33,11 @@ def last_error(log: Path, since: int = 0) -> str:
 
 class Warnings:
     """The warnings and errors of logs of lowroll's own, `<name>_<attempt>.log`: the first of each
-    kind, which is its text without numbers."""
+    kind, which is its text without numbers, whichever of `names` says it."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
-        self.name = name
+        self.names = names
         self._read = {path: path.stat().st_size for path in self._logs()}
         self._kinds: set[str] = set()
 
@@ -66,4 +66,4 @@ class Warnings:
         return found
 
     def _logs(self) -> list[Path]:
-        return sorted(self.folder.glob(f"{self.name}_*.log"))
+        return sorted(path for name in self.names for path in self.folder.glob(f"{name}_*.log"))

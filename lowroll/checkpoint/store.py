@@ -1,5 +1,9 @@
 """The numbered checkpoints of a run: `step_000012/{<name>.safetensors, state.json, MANIFEST.json}`.
 
+Where several processes hold parts of the tensors, each writes its own into the same folder,
+`<name>.1of2.safetensors` and so on, before it is published. The rows of a tensor are those of its
+parts one after the other, so any number of processes can read them.
+
 What the store promises:
 1. a checkpoint exists whole or not at all (`publish`), and holds tensors and JSON only;
 2. `load()` returns the newest one whose every byte is what was written; damaged ones are moved to `damaged/`, loudly,
@@ -15,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +31,8 @@ from lowroll.checkpoint.publish import (
     DamagedError,
     NotSyncedError,
     publish_folder,
+    published_files,
+    read_meta,
     remove_leftovers,
     verify_folder,
 )
@@ -44,12 +50,32 @@ _STEP = re.compile(r"step_([0-9]{6,})")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
+class Pieces:
+    """A tensor whose rows lie in several files, in order; they are read when a slice asks for
+    them."""
+
+    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
+        self.pieces = pieces
+        self.dtype = pieces[0].dtype
+        self.shape = (sum(map(len, pieces)), *pieces[0].shape[1:])
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        import torch
+
+        start, stop, _ = rows.indices(self.shape[0])
+        found = []
+        for piece in self.pieces:
+            found.append(piece[max(start, 0) : max(stop, 0)])
+            start, stop = start - len(piece), stop - len(piece)
+        return torch.cat(found)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A verified checkpoint, tensors on the CPU with the dtypes and shapes they were saved with."""
 
     step: int
-    tensors: dict[str, dict[str, torch.Tensor]]
+    tensors: dict[str, dict[str, Any]]  # a torch.Tensor, or Pieces
     state: dict[str, Any]
     meta: dict[str, Any]  # what the writer put beside the step: versions, hashes, attempt
     path: Path
@@ -104,8 +130,13 @@ class Store:
         tensors: dict[str, dict[str, torch.Tensor]],
         state: dict[str, Any],
         meta: dict[str, Any] | None = None,
+        parts: int = 1,
+        share: Callable[[Path], object] | None = None,
     ) -> Path:
         """Publish checkpoint `step`, verify it from disk, then apply the retention rule.
+
+        parts: how many processes hold parts of the tensors; `tensors` are then the first one's.
+        share(folder) has the others `write_part` theirs into a folder, and returns when they have.
 
         Each entry of `tensors` becomes `<name>.safetensors`; `state` must be JSON data that comes
         back as it went in (no NaN, tuples or non-string keys: ValueError naming the place).
@@ -116,9 +147,10 @@ class Store:
         text = _encode_state(state)
 
         def write(folder: Path) -> None:
-            for name, group in tensors.items():
-                _write_tensors(folder / f"{name}.safetensors", group)
-                faultpoint(f"store.tensors_written/{name}")
+            if share is not None:
+                share(folder)
+                faultpoint("store.shared")
+            write_part(folder, tensors, 0, parts)
             (folder / STATE).write_text(text, encoding="utf-8")
 
         path, synced = self.path(step), True
@@ -138,9 +170,15 @@ class Store:
             self._apply_retention(step)
         return path
 
-    def load(self, step: int | None = None, only: Collection[str] | None = None) -> Checkpoint:
+    def load(
+        self,
+        step: int | None = None,
+        only: Collection[str] | None = None,
+        verified: bool = False,
+    ) -> Checkpoint:
         """The newest verified checkpoint, or checkpoint `step`. only: the tensor files to read;
-        None reads all.
+        None reads all. verified: somebody has just loaded this step, and its bytes are not read
+        twice.
 
         A damaged newest one is moved to `damaged/` with a warning and the one before is tried; when
         none is left DamagedError. A damaged `step` that was asked for by number raises and stays
@@ -151,7 +189,7 @@ class Store:
                 raise FileNotFoundError(
                     f"{self.folder}: no checkpoint of step {step}, there are {self.steps()}"
                 )
-            return self._read(step, only)
+            return self._read(step, only, verified)
         for candidate in reversed(self.steps()):
             try:
                 return self._read(candidate, only)
@@ -185,14 +223,16 @@ class Store:
             if _STEP.fullmatch(leftover.name.removeprefix(TRASH)):
                 shutil.rmtree(leftover)
 
-    def _read(self, step: int, only: Collection[str] | None = None) -> Checkpoint:
+    def _read(
+        self, step: int, only: Collection[str] | None = None, verified: bool = False
+    ) -> Checkpoint:
         path = self.folder / _folder_name(step)
-        meta = verify_folder(path)
+        meta = (read_meta(path) if verified else None) or verify_folder(path)
         if meta.get("step") != step or "tensors" not in meta:
             raise DamagedError(f"{path}: its manifest is not that of checkpoint {step}")
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         tensors = {
-            name: _read_tensors(path / f"{name}.safetensors")
+            name: _read_tensors(path, name)
             for name in meta["tensors"]
             if only is None or name in only
         }
@@ -246,6 +286,16 @@ class Store:
             log.warning("%r is not a checkpoint name, ignored", str(path))
 
 
+def write_part(
+    folder: Path, tensors: Mapping[str, Mapping[str, torch.Tensor]], part: int, parts: int
+) -> None:
+    """Write the tensors that one of so many processes holds into the folder of a checkpoint that is
+    about to be published."""
+    for name, group in tensors.items():
+        _write_tensors(folder / _file_name(name, part, parts), group)
+        faultpoint(f"store.tensors_written/{name}")
+
+
 def check_pieces(where: str, state: Mapping[str, Any], wanted: Collection[str]) -> None:
     """ValueError unless `state`, read from a checkpoint, has exactly the pieces `wanted`: what is
     missing must not be taken for its default."""
@@ -254,6 +304,10 @@ def check_pieces(where: str, state: Mapping[str, Any], wanted: Collection[str]) 
             f"{where}: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}: the checkpoint "
             "is of another lowroll, continue it there"
         )
+
+
+def _file_name(name: str, part: int, parts: int) -> str:
+    return f"{name}.safetensors" if parts == 1 else f"{name}.{part + 1}of{parts}.safetensors"
 
 
 def _folder_name(step: int) -> str:
@@ -293,7 +347,7 @@ def _check_json(value: object, where: str) -> None:
         raise ValueError(f"{where}: a {type(value).__name__} does not survive JSON")
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
     flat: dict[str, torch.Tensor] = {}
@@ -311,7 +365,21 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(flat, path)
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def _read_tensors(path: Path, name: str) -> dict[str, Any]:
+    """The tensors of one name, whole or in parts, of a checkpoint whose files are there."""
     from safetensors.torch import load_file
 
-    return dict(load_file(path))
+    if (path / f"{name}.safetensors").is_file():
+        return dict(load_file(path / f"{name}.safetensors"))
+    numbers = [
+        int(match[1])
+        for file in published_files(path)
+        if (match := re.fullmatch(rf"{name}\.1of([0-9]+)\.safetensors", file))
+    ]
+    if len(numbers) != 1:
+        raise DamagedError(f"{path}: {name}: neither whole nor in the parts of one save")
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for part in range(numbers[0]):
+        for key, tensor in load_file(path / _file_name(name, part, numbers[0])).items():
+            pieces.setdefault(key, []).append(tensor)
+    return {key: Pieces(found) if len(found) > 1 else found[0] for key, found in pieces.items()}

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume, arguments.overwrite))
     if cfg.launcher == "local":
-        from lowroll.runs.launch.local import launch
+        from lowroll.runs.launch.launcher import launch
 
         result = launch(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     else:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
 
 from lowroll.cli.ending import conclude
 from lowroll.cli.settings import add_folder_options, add_role_settings, read_role
+from lowroll.types import printable
+
+if TYPE_CHECKING:
+    from lowroll.config import RunConfig
+    from lowroll.runs.roles.seat import Seat
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,9 +32,42 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     from lowroll.runs.roles.parent import die_with_parent
+    from lowroll.runs.roles.seat import seat
 
     die_with_parent()
     cfg = read_role("train", arguments)
+    own = seat(cfg)
+    if own is not None and own.size > 1:
+        return learn(cfg, own, arguments)
+    if cfg.train.gpus > 1:
+        from lowroll.runs.launch.group import start
+
+        flags = [f"--{name}" for name in ("resume", "overwrite") if getattr(arguments, name)]
+        words = ["train", *arguments.settings, *flags]
+        return conclude(start(cfg, words, arguments.resume, arguments.overwrite))
     from lowroll.runs.roles.train import train
 
     return conclude(train(cfg, resume=arguments.resume, overwrite=arguments.overwrite))
+
+
+def learn(cfg: RunConfig, own: Seat, arguments: argparse.Namespace) -> int:
+    """Be one of several ranks; returns the exit code."""
+    from lowroll.runs.launch import devices
+
+    if cfg.device != "cpu" and (gpus := devices.visible()):
+        os.environ |= devices.own_first(own.local, gpus)  # before CUDA is asked for anything
+    from lowroll.parallel.ranks import RankLost
+    from lowroll.runs.launch.group import LOST
+    from lowroll.runs.roles.follow import follow
+    from lowroll.runs.roles.train import train
+
+    try:
+        if own.rank:
+            follow(cfg, own)
+            return 0
+        return conclude(
+            train(cfg, resume=arguments.resume, overwrite=arguments.overwrite, seat=own)
+        )
+    except RankLost as error:
+        print(f"error: {printable(error, 4000)}", file=sys.stderr)
+        return LOST

@@ -113,6 +113,35 @@ RENAMED: dict[str, str] = {
     "enforce_eager": "rollout.cuda_graphs: false",
     "enable_prefix_caching": "rollout.prefix_caching",
     "engine_kwargs": "rollout.vllm.serve_args (of rollout.engine: vllm)",
+    # several GPUs
+    **dict.fromkeys(
+        (
+            "num_gpus",
+            "n_gpus",
+            "ngpus",
+            "n_gpus_per_node",
+            "num_gpus_per_node",
+            "actor_num_gpus_per_node",
+            "actor_num_nodes",
+            "nnodes",
+            "num_nodes",
+            "num_processes",
+            "nproc_per_node",
+            "world_size",
+            "dp",
+            "data_parallel_size",
+            "ddp",
+            "accelerate",
+            "distributed",
+        ),
+        "train.gpus (of the learner; those of engines: rollout.engines)",
+    ),
+    "rollout_num_gpus": "rollout.engines",
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "zero_level", "zero_stage"),
+        "train.sharding (none, full), of train.gpus",
+    ),
+    "colocate": "launcher: local, where engines share the learner's GPUs if there are no others",
     # asynchrony
     **dict.fromkeys(
         ("async_level", "async_training", "fully_async", "staleness_threshold"),
@@ -213,56 +242,32 @@ RENAMED: dict[str, str] = {
     "load": "lowroll grpo run.yaml --resume",
 }
 
-ONE_DEVICE = (
-    "several GPUs or processes; a run has one device (`device`), and train.lora, rollout.weights: nvfp4 and "
-    "train.optimizer: adamw8bit make it hold larger models"
+OTHER_SHARES = (
+    "other ways to share one model or its memory; train.gpus learns on several GPUs (train.sharding), "
+    "and train.lora, rollout.weights: nvfp4 and train.optimizer: adamw8bit make each hold more"
 )
 ENGINES = "another engine; rollouts come from lowroll's own or from vLLM (rollout.engine)"
 ABSENT: dict[str, str] = {
     **dict.fromkeys(
         (
-            "gpus",
-            "num_gpus",
-            "n_gpus",
-            "ngpus",
-            "n_gpus_per_node",
-            "num_gpus_per_node",
             "num_gpus_per_engine",
-            "actor_num_gpus_per_node",
-            "actor_num_nodes",
-            "rollout_num_gpus",
             "rollout_num_gpus_per_engine",
-            "nnodes",
-            "num_nodes",
-            "num_processes",
-            "world_size",
             "tp",
-            "dp",
             "pp",
-            "data_parallel_size",
             "pipeline_parallel_size",
             "pipeline_model_parallel_size",
             "context_parallel_size",
             "expert_model_parallel_size",
             "sequence_parallel_size",
             "ulysses_sequence_parallel_size",
-            "deepspeed",
-            "fsdp",
-            "fsdp_config",
-            "ddp",
-            "zero_level",
-            "zero_stage",
-            "accelerate",
             "ray",
             "ray_kwargs",
-            "colocate",
             "megatron",
-            "distributed",
             "offload",
             "param_offload",
             "optimizer_offload",
         ),
-        ONE_DEVICE,
+        OTHER_SHARES,
     ),
     **dict.fromkeys(("sglang", "sglang_server"), ENGINES),
     **dict.fromkeys(

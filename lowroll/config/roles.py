@@ -112,6 +112,11 @@ def role_problems(cfg: RunConfig) -> Iterator[Problem]:
             "keep has responses in the cache over an update, and rollout.release_cache gives the "
             "cache away; write replay",
         )
+    if cfg.train.sharding == "full" and cfg.train.gpus == 1:
+        yield (
+            (("train", "sharding"), ("train", "gpus")),
+            "full shares the model between several GPUs, and train.gpus is 1",
+        )
     if cfg.weight_broadcast.type == "nccl" and cfg.train.lora:
         yield (
             (("weight_broadcast", "type"), ("train", "lora")),
@@ -127,6 +132,11 @@ def one_process_problems(cfg: RunConfig) -> list[str]:
         told.append(
             f"rollout.engines: {cfg.rollout.engines}: one process has one engine; several are for "
             "launcher: local"
+        )
+    if cfg.train.gpus > 1:
+        told.append(
+            f"train.gpus: {cfg.train.gpus}: one process learns on one GPU; several are for launcher: "
+            "local, or `lowroll train`"
         )
     if level.strict_async_level and level.max_async_level:
         told.append(

@@ -152,6 +152,10 @@ class TrainConfig(Section):
     """The learner. One batch gives `minibatches` optimiser updates."""
 
     max_steps: Count = 100  # steps of the run
+    gpus: Count = 1  # of the learner: ranks, each a process with a GPU, that learn together
+    # what several of them hold: each the whole model, or each a part; auto: parts, unless an adapter
+    # learns on a base that fits
+    sharding: Literal["auto", "none", "full"] = "auto"
     minibatches: Count = 1  # optimiser updates a batch
     # packed tokens of a forward pass; a prompt and its response must fit in
     tokens_per_microbatch: Count = 8192
@@ -400,11 +404,14 @@ class RunConfig(Section):
         because = (f"correction: {correction}, because {reason}",) if reason else ()
         return copy.with_notes(*because, *_warnings(copy))
 
+    def tree(self) -> dict[str, Any]:
+        """The resolved settings as plain values: what loading `dump()` gives."""
+        return self.resolved().model_dump(mode="json")
+
     def dump(self) -> str:
         """YAML text of the resolved tree; loading it gives the same tree."""
-        tree = self.resolved().model_dump(mode="json")
         return yaml.dump(
-            tree, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
+            self.tree(), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
         )
 
 

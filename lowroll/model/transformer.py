@@ -156,6 +156,16 @@ RunBlock = Callable[
 ]
 
 
+# how the weights of a model's blocks are read beside their calls: (model) -> some blocks at a time,
+# whose parameters are there until the next are asked for
+ReadBlocks = Callable[["Transformer"], Iterator[list[Block]]]
+
+
+def all_blocks(model: Transformer) -> Iterator[list[Block]]:
+    """All at once."""
+    yield [block for block in model.blocks if isinstance(block, Block)]
+
+
 def run_block(
     block: Block,
     x_TD: Tensor,
@@ -173,7 +183,8 @@ class Transformer(nn.Module):
     them.
 
     layers: the kind of its layers, a learner's unless an engine asks for its own. `run_block` is
-    how it runs a block; whoever trains it may put another way there (`trainer.recompute`)."""
+    how it runs a block, `read_blocks` how others read their weights; whoever trains it may put
+    another way there (`trainer.recompute`, `parallel.sharding`)."""
 
     def __init__(
         self,
@@ -185,6 +196,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec = spec
         self.run_block: RunBlock = run_block
+        self.read_blocks: ReadBlocks = all_blocks
         # names of weights whose storages belong to another model too
         self.shared: frozenset[str] = frozenset()
         self.embedding = nn.Parameter(

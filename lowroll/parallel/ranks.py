@@ -9,16 +9,45 @@ the gradients, and, where the weights are sharded, every pass.
     Group        n processes, each with the whole model (plain data parallel)
     parallel.sharding.Sharded     n processes, each with a part of it (FSDP2)
 
-Values travel as tensors of known sizes, never as pickles.
+Values travel as tensors of known sizes, never as pickles. All wait for the slowest, at most for the
+group's deadline; before each wait a rank notes at the meeting point where it is, so that an error
+names those who did not come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lowroll.transport.base import DeadlineExceeded, TransportError, check_deadline, wait_until
+
 PerToken = dict[int, Tensor]  # sample index -> float32 [tokens of its response], on the host
+
+BUCKET = 64 << 20  # gradients that travel at once, in entries
+ROLL_CALL_S = 2.0  # after a failure: until who has not failed too counts as missing
+IFREQ = 40  # bytes of Linux' struct ifreq
+SIOCGIFADDR = 0x8915
+
+
+class RankLost(TransportError):
+    """A rank went away while the others waited for it; the message names it."""
+
+
+def rows_of(rank: int, size: int, height: int) -> slice:
+    """Which rows of a matrix (entries of a vector) a rank of `size` holds: equally many from the
+    first rank on, so that the last ones may have fewer, or none."""
+    most = -(-height // size)
+    return slice(min(rank * most, height), min((rank + 1) * most, height))
 
 
 class Ranks:
@@ -51,8 +80,37 @@ class Ranks:
         """The squared norm of tensors, of which this rank has seen its part."""
         return squares
 
-    def tell(self, data: bytes | None = None) -> bytes:
-        """What the rank that leads says, on every rank."""
+    def forget(self) -> None:
+        """Parts of parameters are about to change: whole copies of them are dropped."""
+
+    def is_part(self, p: Tensor) -> bool:
+        """Whether ranks hold a parameter in parts: each some of its rows."""
+        return False
+
+    def part(self, p: Tensor) -> Tensor:
+        """What this rank holds of a parameter or its gradient, in the storage that it has."""
+        return p
+
+    def cut(self, whole: Tensor, p: Tensor) -> Tensor:
+        """What this rank holds of a parameter, out of a whole tensor of as many rows (or of what
+        gives its rows to a slice)."""
+        return whole[:]
+
+    def dtype(self, p: Tensor) -> torch.dtype:
+        """In which passes read a parameter; its own, or what a float32 part is rounded to."""
+        return p.dtype
+
+    def on_whole(
+        self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
+    ) -> list[Tensor]:
+        """work(i, whole) of matrices [heights[i], K] that ranks hold parts of, at most `size` of
+        them; this rank's parts of what it gives, which has the same shape. One rank does a
+        matrix."""
+        return [work(i, whole) for i, whole in enumerate(parts)]
+
+    def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
+        """What the rank that leads says, on every rank. The others wait `wait_s` for it to begin,
+        without it the group's deadline."""
         assert data is not None
         return data
 
@@ -61,3 +119,241 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the others."""
+
+
+ALONE = Ranks()
+
+
+class Group(Ranks):
+    """This process among `size`, which meet at tcp://host:port.
+
+    host: an IPv4 address or name of the rank that leads; its store listens there alone, and where
+    the address belongs to an interface of this machine, so do gloo and NCCL (GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME come first where they are set). device: of the model; what is on the host
+    goes by gloo, what is on a CUDA device by NCCL. deadline_s: for every wait. Raises
+    DeadlineExceeded, which names the ranks that have not come, and RankLost.
+    """
+
+    def __init__(
+        self, rank: int, size: int, host: str, port: int, device: torch.device, deadline_s: float
+    ) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank: must lie in 0 .. {size - 1}, is {rank}")
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.deadline_s = check_deadline(deadline_s)
+        self._told = 0
+        self._failed = False
+        _stay_on_the_interface(host)
+        self._store = _meeting_point(host, port, self.leads and not _torchruns(), deadline_s)
+        with self._together("the start"):
+            self._wait_for_all(f"to start and meet at {host}:{port}")
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+        with self._together("the connections"):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=dist.PrefixStore("group", self._store),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=deadline_s),
+                device_id=device if cuda else None,
+            )
+
+    def deal(self, costs: Sequence[float]) -> list[int | None]:
+        """In lockstep passes of like costs go side by side. Else the costliest that is left goes to
+        the rank that has least to do (LPT, Graham 1969: at most 4/3 of the best dealing)."""
+        costliest = sorted(range(len(costs)), key=lambda i: -costs[i])
+        if self.lockstep:
+            turns = range(-(-len(costs) // self.size))
+            places = [turn * self.size + self._seat(turn) for turn in turns]
+            return [costliest[at] if at < len(costs) else None for at in places]
+        loads = [0.0] * self.size
+        mine: list[int] = []
+        for i in costliest:
+            least = loads.index(min(loads))
+            loads[least] += costs[i]
+            if least == self.rank:
+                mine.append(i)
+        return [*sorted(mine)]
+
+    def _seat(self, turn: int) -> int:
+        """This rank's place in a turn: there and back, so that none has the costliest of each."""
+        return self.size - 1 - self.rank if turn % 2 else self.rank
+
+    def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
+        """The bits travel as integers, of which all ranks but one have zeros: no value changes."""
+        flat = torch.zeros(len(values), sum(sizes.values()))
+        for found, row in zip(values, flat, strict=True):
+            for i, piece in zip(sizes, row.split(list(sizes.values())), strict=True):
+                if i in found:
+                    piece.copy_(found[i])
+        with self._together("what the passes found"):
+            dist.all_reduce(flat.view(torch.int32))
+        return [dict(zip(sizes, row.split(list(sizes.values())), strict=True)) for row in flat]
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Bucket by bucket: each is laid end to end, added, and laid back."""
+        if self.device.type == "cuda":
+            self.meet("the gradients")  # NCCL itself names nobody
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            with self._together("the gradients"):
+                dist.all_reduce(flat)
+            pieces = flat.split([gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+
+    def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
+        """The length by the store, then the bytes."""
+        self._told += 1
+        key = f"told/{self._told}"
+        said = bytearray(data or b"")
+        with self._together("what rank 0 says"):
+            if self.leads:
+                assert data is not None
+                self._store.set(key, str(len(data)))
+            else:
+                wait_until(
+                    lambda: self._store.check([key]),
+                    f"rank 0 of {self.size}, which leads, to say what comes next",
+                    self.deadline_s if wait_s is None else wait_s,
+                )
+                said = bytearray(int(self._store.get(key)))
+            if said:
+                dist.broadcast(torch.frombuffer(said, dtype=torch.uint8), src=0)
+        return bytes(said)
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks are here. DeadlineExceeded and RankLost name who is not."""
+        with self._together(what):
+            dist.all_reduce(torch.zeros(1))
+
+    def close(self) -> None:
+        """Leave the others; after an error without a word to them."""
+        if not dist.is_initialized():
+            return
+        with suppress(RuntimeError):
+            if self._failed:
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """A wait for all. What torch raises there becomes an error that names who is missing."""
+        began = time.monotonic()
+        try:
+            self._store.set(f"at/{self.rank}", what)
+            yield
+        except TransportError:
+            self._failed = True
+            raise
+        except RuntimeError as error:
+            self._failed = True
+            raise self._failure(what, error, time.monotonic() - began) from None
+
+    def _failure(self, what: str, error: RuntimeError, waited_s: float) -> TransportError:
+        """Who has not failed within ROLL_CALL_S too is missing. The rank with the store stays
+        longer, so that the others can ask."""
+        said = str(error).strip().partition("\n")[0]
+        self._store.set_timeout(timedelta(seconds=ROLL_CALL_S))
+        try:
+            self._store.set(f"failed/{self.rank}", "")
+            with suppress(DeadlineExceeded):
+                wait_until(lambda: not self._absent("failed"), "the others", ROLL_CALL_S)
+            missing = self._names(self._absent("failed"))
+            time.sleep(ROLL_CALL_S / 2 if self.leads else 0)
+        except RuntimeError:
+            missing = "rank 0, at which all meet"
+        whom = missing or "a rank (all failed alike)"
+        if waited_s >= 0.9 * self.deadline_s:
+            return DeadlineExceeded(f"{whom}; rank {self.rank} is at {what} ({said})", waited_s)
+        return RankLost(f"{whom} went away; rank {self.rank} is at {what} ({said})")
+
+    def _absent(self, word: str) -> list[int]:
+        """The ranks that have not left this word at the meeting point."""
+        return [r for r in range(self.size) if not self._store.check([f"{word}/{r}"])]
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        """Ranks, and where they were last seen."""
+        seen = [self._store.get(f"at/{r}").decode() for r in ranks]
+        named = [f"rank {r} (last at {where})" for r, where in zip(ranks, seen, strict=True)]
+        return ", ".join(named)
+
+    def _wait_for_all(self, what: str) -> None:
+        try:
+            wait_until(lambda: not self._absent("at"), what, self.deadline_s)
+        except DeadlineExceeded:
+            late = ", ".join(map(str, self._absent("at")))
+            raise DeadlineExceeded(f"rank {late} of {self.size} {what}", self.deadline_s) from None
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """As they come, up to BUCKET entries together."""
+    bucket: list[Tensor] = []
+    entries = 0
+    for gradient in gradients:
+        if bucket and entries + gradient.numel() > BUCKET:
+            yield bucket
+            bucket, entries = [], 0
+        bucket.append(gradient)
+        entries += gradient.numel()
+    if bucket:
+        yield bucket
+
+
+def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
+    """The store: of the rank that leads on a socket at this address alone (torch's own would listen
+    on all), of the others a connection to it."""
+    span = timedelta(seconds=deadline_s)
+    if leads:
+        try:
+            listening = socket.create_server((host, port), backlog=1024)
+        except OSError as error:
+            raise TransportError(f"rank 0 cannot listen at {host}:{port}: {error}") from None
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=span,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    wait_until(lambda: _answers(host, port), f"rank 0 to listen at {host}:{port}", deadline_s)
+    return dist.TCPStore(host, port, is_master=False, timeout=span, wait_for_workers=False)
+
+
+def _torchruns() -> bool:
+    """Whether torchrun has the store: its agent listens where the ranks meet, rank 0 among them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _stay_on_the_interface(host: str) -> None:
+    """gloo and NCCL listen where this machine meets `host`, and not wherever its name points to."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            if own == _address(probe, name):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _address(probe: socket.socket, interface: str) -> bytes:
+    """The IPv4 address of an interface; nothing where it has none or the system is not Linux."""
+    try:
+        asked = interface.encode().ljust(IFREQ, b"\0")
+        return fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]
+    except OSError:
+        return b""

@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 from weakref import ref
@@ -282,7 +283,7 @@ class Format(ABC):
 
     def empty(self, shape: tuple[int, int], device: torch.device) -> QTensor:
         """Storages for a matrix [N, K]; nothing is in them yet."""
-        like = self.encode(torch.empty(shape, device="meta"))
+        like = _stored(self, *shape)
         return QTensor(
             self.name, shape, {name: torch.empty_like(t, device=device) for name, t in like.items()}
         )
@@ -398,6 +399,13 @@ def get_format(name: str) -> Format:
         module, _, cls = FORMATS[name].home.partition(":")
         _MADE[name] = getattr(importlib.import_module(module), cls)()
     return _MADE[name]
+
+
+@lru_cache(maxsize=1024)
+def _stored(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
+    """What a format keeps of a matrix, on the meta device, where finding it out takes as long as
+    quantizing a small matrix."""
+    return format.encode(torch.empty((rows, columns), device="meta"))
 
 
 def stored_format(name: str) -> str:

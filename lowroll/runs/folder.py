@@ -98,6 +98,10 @@ class RunFolder:
         """What the run reads beside its settings and weights (`identity.read_by`)."""
         return identity.read_by(self.cfg, self.command)
 
+    @cached_property
+    def _settings(self) -> str:
+        return self.cfg.dump()
+
     # -- whose it is -------------------------------------------------------------------------------
 
     def made_by(self) -> str | None:
@@ -191,11 +195,7 @@ class RunFolder:
             path.resolve()
             for path in (self.store.folder, self.final, *(self.path / name for name in BATCHES))
         ]
-        settings = {
-            key: value
-            for key, value in yaml.safe_load(self.cfg.dump()).items()
-            if key != "output_dir"
-        }
+        settings = {key: value for key, value in self.cfg.tree().items() if key != "output_dir"}
         for text in identity.texts(settings):
             if os.path.exists(text) and any(
                 Path(text).resolve().is_relative_to(path) for path in goes
@@ -333,8 +333,7 @@ class RunFolder:
             self.trackers.close()
 
     def _track(self, step: int) -> None:
-        settings = yaml.safe_load(self.cfg.dump())
-        run = Tracked(self.path, self.cfg.track_project, settings, step)
+        run = Tracked(self.path, self.cfg.track_project, self.cfg.tree(), step)
         self.trackers = Trackers(self.cfg.track, run)
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
@@ -356,7 +355,7 @@ class RunFolder:
         meta: dict[str, Any],
     ) -> None:
         """Keep a checkpoint, with the settings and the command beside `meta`."""
-        meta = {"config": self.cfg.dump(), "command": self.command, **meta}
+        meta = {"config": self._settings, "command": self.command, **meta}
         self.space.write(self.store.path(step), lambda: self.store.save(step, tensors, state, meta))
 
     def publish(self, write: Callable[[Path], object]) -> None:
@@ -369,7 +368,7 @@ class RunFolder:
         assert _MARK.fullmatch(mark)
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / CONFIG
-        self.space.write(path, lambda: write_file(path, (mark + self.cfg.dump()).encode()))
+        self.space.write(path, lambda: write_file(path, (mark + self._settings).encode()))
 
     def _clear_roles(self) -> None:
         """Remove what the roles of a run left to each other: batches, evaluations, the ledger and

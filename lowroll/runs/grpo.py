@@ -35,7 +35,7 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder, goes_on
-from lowroll.runs.launch.local import launch
+from lowroll.runs.launch.launcher import launch
 from lowroll.runs.learner import Learner
 from lowroll.runs.memory import fit
 from lowroll.runs.memory.plan import Planner

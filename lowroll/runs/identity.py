@@ -21,8 +21,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lowroll.config import EnvConfig, RunConfig
 from lowroll.config.buffer import BufferConfig
 from lowroll.config.renamed import renamed_tree
@@ -33,7 +31,8 @@ from lowroll.model.spec import read_config, read_spec
 
 # Settings that may differ between a run and its resumption, because no step computes anything else
 # under them. The guard decides after a step, about those that follow, and `no_signal` about a step
-# that cannot be made: they do what the new settings say from then on.
+# that cannot be made: they do what the new settings say from then on. Another number of GPUs changes
+# the order of sums alone.
 MAY_CHANGE = (
     "output_dir",
     "ckpt",
@@ -55,6 +54,8 @@ MAY_CHANGE = (
     "track_project",
     "push_to_hub",
     "rollout.cuda_graphs",
+    "train.gpus",
+    "train.sharding",
 )
 # may change too, after a run that ended because it found no signal
 FOR_SIGNAL = ("dapo.dynamic_sampling", "dapo.max_rounds")
@@ -172,7 +173,7 @@ def refuse_other_settings(
     when nothing is scheduled over its length.
     """
     before = ADDED | _flatten(renamed_tree(saved))
-    after = _flatten(yaml.safe_load(cfg.dump()))
+    after = _flatten(cfg.tree())
     unscheduled = (
         cfg.train.lr_scheduler_type == "constant"
         and cfg.rollout.temp_scheduler is None

@@ -6,6 +6,7 @@ One process joins it to `runs.batches`; as a role it is `lowroll train`.
 
 from __future__ import annotations
 
+import json
 import logging
 import resource
 import time
@@ -24,6 +25,7 @@ from lowroll.model import hf
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.client import PhaseProgress
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.runs import identity
 from lowroll.runs.build import models, trainer
 from lowroll.runs.build.about import about
@@ -80,7 +82,8 @@ class Publisher(Protocol):
 
 class Learner:
     """See the top of the file. model: the one that learns, with `base` the digest of its weights at
-    the beginning. deadline_s: for a batch."""
+    the beginning. deadline_s: for a batch. ranks: that learn together; all make the same calls, and what
+    the monitor wants is what that of rank 0 wants."""
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class Learner:
         channel: RolloutReceiver,
         publisher: Publisher,
         deadline_s: float,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.home = home
         self.checkpoints = checkpoints
@@ -101,16 +105,22 @@ class Learner:
         self.compute = compute
         self.model = model
         self.publisher = publisher
+        self.ranks = ranks
         self.stages = Stages(cfg)
         self.monitor = Monitor(cfg)
         self.trainer = Trainer(
             model,
-            Optimizer(model.trainable_parameters(), trainer.optim(cfg), hidden_matrices(model)),
+            Optimizer(
+                model.trainable_parameters(),
+                trainer.optim(cfg),
+                hidden_matrices(model),
+                ranks=ranks,
+            ),
             trainer.learn(cfg),
             channel,
             publisher.publish,
             reference=models.reference(cfg, compute),
-            critic=models.critic(cfg, compute, chat),
+            critic=models.critic(cfg, compute, chat, ranks),
             teacher=models.teacher(cfg, compute, chat),
             save_offending=self._save_offending,
             before_first=self._first_look,
@@ -166,6 +176,7 @@ class Learner:
         stage = self.enter(step)
         metrics = batch.stats | stage | self.trainer.step(batch)
         metrics |= self.monitor.look(step, metrics)
+        self._agree()
         if batch.orchestrator is not None:
             self.drawn = batch.orchestrator
         self.heed_monitor()
@@ -211,10 +222,17 @@ class Learner:
 
     def _first_look(self, batch: Batch) -> dict[str, float]:
         """The mismatch before the first update, which may widen the objective's thresholds."""
-        first = probe(self.model, batch, self.trainer.settings)
+        first = probe(self.model, batch, self.trainer.settings, self.ranks)
         metrics = self.monitor.first_look(first, self.stages.now)
+        self._agree()
         self._set_options()
         return metrics
+
+    def _agree(self) -> None:
+        """What rank 0's monitor has decided holds on all ranks."""
+        if self.ranks.size > 1:
+            told = self.ranks.tell(json.dumps(self.monitor.state()).encode())
+            self.monitor.restore(json.loads(told))
 
     def heed_monitor(self) -> None:
         """The next step is done with the bounds and the format that the monitor wants."""

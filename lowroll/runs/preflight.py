@@ -28,6 +28,7 @@ from lowroll.runs import hub, sft
 from lowroll.runs.build import engines, environments, models, prompts, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
+from lowroll.runs.launch import devices
 from lowroll.runs.memory import fit
 from lowroll.runs.memory.plan import Plan, Planner, plan_sft
 from lowroll.runs.roles.limits import refuse
@@ -67,6 +68,8 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
     if cfg.launcher == "local":
         found.attempt(lambda: refuse(cfg))
+        if (placed := found.attempt(lambda: devices.of_run(cfg))) is not None:
+            found.lines.append(placed.line())
     else:
         found.problems.extend(one_process_problems(cfg))
         found.notes.extend(one_process_notes(cfg))
@@ -103,6 +106,7 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     """What `lowroll sft` would meet."""
     cfg = sft.plain(cfg.resolved())
     found = Findings()
+    found.attempt(lambda: sft.refuse_ranks(cfg))
     found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None

@@ -42,6 +42,7 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
     The trained model, or the adapter, is `output_dir/final`. The folder is treated as by
     `lowroll.run`, `resume`, `overwrite` and signals included.
     """
+    refuse_ranks(cfg)
     cfg = cfg.resolved()
     with attempt(cfg, "sft", resume, overwrite) as folder:
         steps = SftRun(folder, resume)
@@ -49,6 +50,14 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
         with progress(cfg.sft.steps) as show, polite_stop() as stop:
             signal = drive(steps, first, cfg.sft.steps, cfg.ckpt.interval, show, stop)
     return RunResult(folder.path, read(folder.path), signal=signal)
+
+
+def refuse_ranks(cfg: RunConfig) -> None:
+    """ValueError for settings with several learner ranks."""
+    if cfg.train.gpus > 1:
+        raise ValueError(
+            f"train.gpus: {cfg.train.gpus}: lowroll sft learns on one GPU; write train.gpus=1"
+        )
 
 
 def warm_start(cfg: RunConfig, source: Path, target: Path) -> dict[str, float]:

@@ -6,15 +6,22 @@ dynamic tree code: 2 bytes a parameter (and 1/32) in the place of 8. An update d
 AdamW's in float32, and quantizes again. Tensors of fewer than 4096 entries (norms, biases, small
 adapters) keep float32 moments, as the library has it.
 
+Where ranks hold parts of a parameter, blocks are those of a part, and what counts against 4096 is
+the whole. So the results differ within the rounding of the moments, unless the parts end where
+blocks do (a multiple of 256 entries): then they are the same.
+
 The library is the extra `bnb`; its CPU path needs 0.50.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lowroll.parallel.ranks import Ranks, rows_of
 
 SMALLEST = 4096  # entries from which on moments are 8-bit: the library's min_8bit_size
 BLOCK = 256
@@ -32,14 +39,28 @@ def find() -> Any:
     return AdamW8bit
 
 
-def make(groups: list[dict[str, Any]], rate: float, betas: tuple[float, float], eps: float) -> Any:
+def make(
+    groups: list[dict[str, Any]],
+    rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    sizes: Mapping[int, int],
+) -> Any:
     """The library's optimizer; `moved` is the squared 2-norm of the updates since it was last set
-    to 0, weight decay left out. ValueError as `find` says."""
+    to 0, weight decay left out. sizes: entries of the whole parameter, by the id of what is held of
+    it. ValueError as `find` says."""
 
     class Measured(find()):  # type: ignore[misc]
         moved = 0.0
 
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            config: dict[str, Any] = super().get_config(gindex, pindex, group)
+            p = group["params"][pindex]
+            return config | {"min_8bit_size": 0 if sizes[id(p)] >= SMALLEST else p.numel() + 1}
+
         def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+            if not p.numel():
+                return
             before = p.detach() * (1 - group["lr"] * group["weight_decay"])
             super().update_step(group, p, gindex, pindex)
             self.moved += torch.linalg.vector_norm(p.detach() - before).square().item()
@@ -47,17 +68,46 @@ def make(groups: list[dict[str, Any]], rate: float, betas: tuple[float, float], 
     return Measured(groups, lr=rate, betas=betas, eps=eps, min_8bit_size=SMALLEST)
 
 
-def moments(p: Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Names, shapes and dtypes of what the optimizer keeps of a parameter."""
+def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Names, shapes and dtypes of what the optimizer keeps of a whole parameter, of which so many
+    ranks have parts: all of them, one after the other."""
     if p.numel() < SMALLEST:
         return dict.fromkeys(("state1", "state2"), (p.shape, torch.float32))
-    blocks = torch.Size([-(-p.numel() // BLOCK)])
+    blocks = torch.Size([sum(_blocks(p, shards))])
     return {
         "state1": (p.shape, torch.uint8),
         "absmax1": (blocks, torch.float32),
         "state2": (p.shape, torch.uint8),
         "absmax2": (blocks, torch.float32),
     }
+
+
+def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
+    """The blocks of what this rank holds of a parameter, of all of its blocks, made of so many
+    parts. ValueError when its parts begin within these."""
+    size = ranks.size if ranks.is_part(p) else 1
+    before = _blocks(p, size)
+    if size != shards and not (_ends_with_blocks(p, size) and _ends_with_blocks(p, shards)):
+        raise ValueError(
+            f"optimizer state: the 8-bit moments of a parameter {list(p.shape)} were made by "
+            f"{shards} ranks, in blocks of {BLOCK} that {size} cannot share; go on with "
+            f"{shards} (train.gpus={shards}), or with another optimizer from the weights"
+        )
+    first = sum(before[: ranks.rank]) if size > 1 else 0
+    return absmax[first : first + before[ranks.rank if size > 1 else 0]]
+
+
+def _blocks(p: Tensor, shards: int) -> list[int]:
+    """How many each part has."""
+    width = p.numel() // max(1, len(p))
+    parts = (rows_of(rank, shards, len(p)) for rank in range(shards))
+    return [-(-(rows.stop - rows.start) * width // BLOCK) for rows in parts]
+
+
+def _ends_with_blocks(p: Tensor, shards: int) -> bool:
+    """Whether every part but the last ends where a block does."""
+    first = rows_of(0, shards, len(p)).stop * (p.numel() // max(1, len(p)))
+    return first % BLOCK == 0 or first == p.numel()
 
 
 def revive(optimizer: Any, p: Tensor, saved: dict[str, Tensor], step: int) -> None:

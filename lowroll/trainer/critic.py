@@ -34,8 +34,19 @@ from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.reduce import Counts
 from lowroll.objectives.value import value_loss
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack
+from lowroll.trainer.packing import (
+    Packed,
+    PerToken,
+    check,
+    collate,
+    cost,
+    dealt,
+    gather,
+    pack,
+    tokens_of,
+)
 from lowroll.types import RunFailed, Sample
 
 NO_VARIANCE = 1e-12  # of returns: rounding leaves so much of equal ones
@@ -81,7 +92,11 @@ class Critic:
     learns."""
 
     def __init__(
-        self, body: Transformer, optim: OptimSettings, settings: CriticSettings | None = None
+        self,
+        body: Transformer,
+        optim: OptimSettings,
+        settings: CriticSettings | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         body.lm_head = None
         self.body = body.requires_grad_(True)
@@ -92,7 +107,7 @@ class Critic:
             "head.weight": self.weight_D,
             "head.bias": self.bias,
         }
-        self.optimizer = Optimizer(self.params, optim)
+        self.optimizer = Optimizer(self.params, optim, ranks=ranks)
 
     @property
     def warming_up(self) -> bool:
@@ -164,11 +179,11 @@ class Critic:
         }
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """Weights and moments by file and name, and the counters. The tensors are live, not
-        copies."""
+        """Weights and moments by file and name, of several ranks this one's share, and the counters.
+        The tensors are live, not copies."""
         moments, counters = self.optimizer.state()
         return {
-            "critic": {name: p.detach() for name, p in self.params.items()},
+            "critic": self.optimizer.weights(),
             "critic_optimizer": moments,
         }, counters
 
@@ -184,15 +199,19 @@ class Critic:
                 f"critic state: {odd[0]} is {'missing' if odd[0] in self.params else 'unknown'} "
                 f"({len(odd)} such names)"
             )
+        ranks = self.optimizer.ranks
         for name, p in self.params.items():
-            if saved[name].shape != p.shape or saved[name].dtype != p.dtype:
+            dtype = ranks.dtype(p)
+            if saved[name].shape != p.shape or saved[name].dtype != dtype:
                 raise ValueError(
                     f"critic state: {name} is {saved[name].dtype} {list(saved[name].shape)}, "
-                    f"expected {p.dtype} {list(p.shape)}"
+                    f"expected {dtype} {list(p.shape)}"
                 )
         self.optimizer.restore(tensors["critic_optimizer"], counters)
         for name, p in self.params.items():
-            p.copy_(saved[name])
+            part = ranks.part(p)
+            if part.dtype == saved[name].dtype:  # else it is a master
+                part.copy_(ranks.cut(saved[name], p))
 
     def _run(
         self,
@@ -202,9 +221,17 @@ class Critic:
     ) -> PerToken:
         """The values of the chosen samples, each portion packed by itself. With `loss(packed,
         values_N)`, a micro-batch's share of the loss, its gradient is added to that of the
-        parameters."""
+        parameters. Each rank runs what it is dealt, and has all values."""
         values: PerToken = {}
-        for indices in pack(samples, portions, self.settings.tokens_per_microbatch):
+        ranks = self.optimizer.ranks
+        costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
+        capacity = self.settings.tokens_per_microbatch
+        microbatches = [
+            each
+            for portion in portions
+            for each in pack(samples, [portion], capacity, costs, ranks.size)
+        ]
+        for indices, counts in dealt(samples, microbatches, costs, ranks):
             packed = collate(samples, indices, self.body.device)
             with torch.set_grad_enabled(loss is not None):
                 hidden_TD = self.body(
@@ -212,10 +239,11 @@ class Critic:
                 )
                 values_N = hidden_TD[packed.index_N].float() @ self.weight_D + self.bias
                 if loss is not None:
-                    loss(packed, values_N).backward()
-            sizes = [len(samples[i].rollout.token_ids) for i in packed.samples]
-            values.update(zip(packed.samples, values_N.detach().split(sizes), strict=True))
-        return values
+                    (loss(packed, values_N) if counts else 0 * values_N.sum()).backward()
+            if counts:
+                sizes = [len(samples[i].rollout.token_ids) for i in packed.samples]
+                values.update(zip(packed.samples, values_N.detach().split(sizes), strict=True))
+        return ranks.gather((values,), tokens_of(samples, microbatches))[0]
 
 
 def explained_variance(

@@ -15,6 +15,12 @@ it. QaRL trains so with lr 1e-6 and wd 0.01; it prints no other detail.
 
 Fused matrices (q, k, v; gate, up) are several, and each is orthogonalised by itself. The iteration
 runs in bfloat16 on a GPU and in float32 elsewhere.
+
+It needs whole matrices. Where ranks hold parts of them, momentum and weights stay in parts, and the
+directions go round: as many matrices of like cost as there are ranks at a time, each to one rank,
+which orthogonalises it and gives the parts of the update back. A rank so does 1/n of the
+arithmetic, for 8 bytes an entry that travel; doing all of it on every rank would travel half as far
+and compute n times as much.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model.transformer import Transformer
+from lowroll.parallel.ranks import ALONE, Ranks
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -64,13 +71,17 @@ def orthogonalize(x_NK: Tensor) -> Tensor:
 
 class Muon:
     """Muon over named float32 matrices; `rows[name]` are the heights of those stacked in one
-    tensor."""
+    tensor, of which each of `ranks` may hold a part."""
 
     def __init__(
-        self, params: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]], weight_decay: float
+        self,
+        params: Mapping[str, Tensor],
+        rows: Mapping[str, Sequence[int]],
+        weight_decay: float,
+        ranks: Ranks = ALONE,
     ) -> None:
         for name, p in params.items():
-            if p.ndim != 2 or sum(rows[name]) != len(p):
+            if p.ndim != 2 or (ranks.size == 1 and sum(rows[name]) != len(p)):
                 raise ValueError(
                     f"muon: {name} of shape {list(p.shape)} is no stack of matrices of "
                     f"{rows[name]} rows"
@@ -78,23 +89,50 @@ class Muon:
         self.params = dict(params)
         self.rows = dict(rows)
         self.weight_decay = weight_decay
+        self.ranks = ranks
         self.momentum: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def step(self, rate: float) -> Tensor:
-        """Update every parameter from its gradient; returns the update's squared 2-norm, weight
-        decay left out."""
+        """Update every parameter from its gradient; returns the squared 2-norm of the updates that
+        this rank has made, weight decay left out."""
         total = torch.zeros(())
-        for name, p in self.params.items():
-            assert p.grad is not None
-            m = self.momentum.setdefault(name, torch.zeros_like(p)).lerp_(p.grad, 1 - MOMENTUM)
-            direction = p.grad.lerp(m, MOMENTUM)
-            p.mul_(1 - rate * self.weight_decay)
-            for piece, target in zip(
-                direction.split(list(self.rows[name])), p.split(list(self.rows[name])), strict=True
-            ):
-                size = rate * RMS * max(piece.shape) ** 0.5
-                update = orthogonalize(piece).mul_(size)
-                target.sub_(update)
-                total = total.to(p.device) + torch.linalg.vector_norm(update).square()
+        for names in self._rounds():
+
+            def update(i: int, direction: Tensor, names: Sequence[str] = names) -> Tensor:
+                nonlocal total
+                made = torch.empty_like(direction)
+                rows = list(self.rows[names[i]])
+                for piece, target in zip(direction.split(rows), made.split(rows), strict=True):
+                    size = rate * RMS * max(piece.shape) ** 0.5
+                    target.copy_(orthogonalize(piece).mul_(size))
+                    total = total.to(target.device) + torch.linalg.vector_norm(target).square()
+                return made
+
+            updates = self.ranks.on_whole(
+                update,
+                [self._direction(name) for name in names],
+                [sum(self.rows[name]) for name in names],
+            )
+            for name, made in zip(names, updates, strict=True):
+                self.params[name].mul_(1 - rate * self.weight_decay).sub_(made)
         return total
+
+    def _rounds(self) -> list[list[str]]:
+        """What the ranks do at a time: a matrix each, of like cost."""
+        names = list(self.params)
+        if self.ranks.size > 1:
+            names.sort(key=self._cost)
+        return [names[i : i + self.ranks.size] for i in range(0, len(names), self.ranks.size)]
+
+    def _cost(self, name: str) -> int:
+        """Multiplications of an iteration, up to a factor."""
+        width = self.params[name].shape[1]
+        return sum(height * width * min(height, width) for height in self.rows[name])
+
+    def _direction(self, name: str) -> Tensor:
+        """The momentum takes the gradient in; Nesterov's U."""
+        p = self.params[name]
+        assert p.grad is not None
+        m = self.momentum.setdefault(name, torch.zeros_like(p)).lerp_(p.grad, 1 - MOMENTUM)
+        return p.grad.lerp(m, MOMENTUM)

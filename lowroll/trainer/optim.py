@@ -16,6 +16,10 @@ A bfloat16 parameter keeps 8 bits of mantissa, so an update of 1e-5 of its size 
 such parameters get a float32 master here, gradients are accumulated in float32 on it, and the
 parameter is its rounding.
 
+Where ranks hold a parameter in parts (`parallel.sharding`), its part is the master here, and its
+rounding is made when a pass reads it. Everything of AdamW is done to parts as it is to whole
+parameters; what needs more than a part is the norm, and Muon.
+
 A non-finite norm must never reach the moments: one NaN there is in every weight after the next step
 and stays. So the update is refused, weights and moments stay bit for bit, and `refused_in_a_row`
 counts up until an update succeeds.
@@ -34,6 +38,7 @@ from torch import Tensor, nn
 from lowroll.checkpoint.store import check_pieces
 from lowroll.kernels.training import adamw
 from lowroll.kernels.training.adamw import Addresses, Tensors
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import Muon
 
@@ -111,7 +116,8 @@ class Optimizer:
     `update()`.
 
     `matrices` are those that Muon takes when the settings ask for it, with the rows of each stacked
-    matrix (`muon.hidden_matrices`); AdamW has all others.
+    matrix (`muon.hidden_matrices`); AdamW has all others. `ranks` learn together, and call `update`
+    together.
     """
 
     def __init__(
@@ -119,14 +125,26 @@ class Optimizer:
         params: Mapping[str, nn.Parameter],
         settings: OptimSettings,
         matrices: Mapping[str, tuple[int, ...]] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         if not params:
             raise ValueError("params: nothing to train")
         self.settings = settings
         self.params = dict(params)
+        self.ranks = ranks
+        self.parts = {name for name, p in self.params.items() if ranks.is_part(p)}
         # on CUDA: the first gradient since the last update, as it came
         self._waiting: dict[str, Tensor] = {}
-        self.masters = {name: _master(name, p, self._waiting) for name, p in self.params.items()}
+        self.masters = {
+            name: ranks.part(p) if name in self.parts else _master(name, p, self._waiting)
+            for name, p in self.params.items()
+        }
+        # the parameters that are written as the rounding of another tensor
+        self.lows = {
+            name: p
+            for name, p in self.params.items()
+            if name not in self.parts and p is not self.masters[name]
+        }
         self.num_steps = 0  # training steps begun: the schedule's clock
         self.num_updates = 0  # updates applied: AdamW's t
         self.refused_in_a_row = 0
@@ -139,6 +157,7 @@ class Optimizer:
             {name: m for name, m in self.masters.items() if name in rows},
             rows,
             settings.weight_decay,
+            ranks if self.parts else ALONE,
         )
         self.others = {name: m for name, m in self.masters.items() if name not in rows}
         decaying = [m for m in self.others.values() if m.ndim >= 2]
@@ -150,8 +169,13 @@ class Optimizer:
             groups.append({"params": constant, "weight_decay": 0.0})
         if not groups:
             groups.append({"params": []})
-        make = adamw8bit.make if self.in_8_bits else torch.optim.AdamW
-        self.adamw: Any = make(groups, settings.learning_rate, settings.betas, settings.eps)
+        self.adamw: Any
+        rates = settings.learning_rate, settings.betas, settings.eps
+        if self.in_8_bits:
+            sizes = {id(m): self.params[name].numel() for name, m in self.others.items()}
+            self.adamw = adamw8bit.make(groups, *rates, sizes)
+        else:
+            self.adamw = torch.optim.AdamW(groups, *rates)
         self.rate = settings.learning_rate
         self._fused: Tensors | None = None
 
@@ -177,9 +201,7 @@ class Optimizer:
         but the count of refusals. A parameter without a gradient takes part with a gradient of 0.
         """
         gradients = self._gradients()
-        norm = torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
-        )
+        norm = torch.linalg.vector_norm(self._norms(gradients))
         at = None
         if self._fused is not None:  # before norm.item() waits for the device
             at = self._fused.addresses(self._own(gradients))
@@ -196,17 +218,34 @@ class Optimizer:
         return metrics
 
     def _gradients(self) -> list[Tensor]:
-        """The gradient of every parameter: as they came, where all of them wait for a fused step,
-        else the masters'."""
-        if self._waiting.keys() == self.masters.keys() == self.others.keys() and self._fuses():
+        """The gradient of every parameter, summed over the ranks: as they came, where one rank's
+        wait for a fused step, else the masters'."""
+        waiting = self._waiting.keys() == self.masters.keys() == self.others.keys()
+        if self.ranks.size == 1 and waiting and self._fuses():
             return [self._waiting[name] for name in self.masters]
         for name, gradient in self._waiting.items():
             self.masters[name].grad = gradient.float()
         self._waiting.clear()
+        for name in self.parts:
+            gradient = self.params[name].grad
+            self.params[name].grad = None
+            self.masters[name].grad = None if gradient is None else self.ranks.part(gradient)
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        return [m.grad for m in self.masters.values() if m.grad is not None]
+        gradients = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+        self.ranks.forget()
+        self.ranks.add([g for name, g in gradients.items() if name not in self.parts])
+        return list(gradients.values())
+
+    def _norms(self, gradients: list[Tensor]) -> Tensor:
+        """The 2-norm of each whole gradient [P], float32."""
+        norms_P = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+        if not self.parts:
+            return norms_P
+        in_parts_P = torch.tensor([name in self.parts for name in self.masters])
+        whole_P = self.ranks.total(norms_P.square()).sqrt()
+        return torch.where(in_parts_P.to(norms_P.device), whole_P, norms_P)
 
     def _own(self, gradients: list[Tensor]) -> list[Tensor]:
         """Those of AdamW's part."""
@@ -214,7 +253,7 @@ class Optimizer:
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
         """Clip by the gradients' norm, step, round to the parameters; returns the 2-norm of the
-        update."""
+        update (beside parts, a whole parameter counts once a rank)."""
         plain = {} if self._fuses() else self.others
         most = self.settings.max_grad_norm
         by_hand = self.muon.params | plain
@@ -223,9 +262,8 @@ class Optimizer:
         moved = self.muon.step(self.rate)
         if plain:
             self.adamw.step()
-        for name, master in by_hand.items():
-            if master is not self.params[name]:
-                self.params[name].copy_(master)
+        for name in by_hand.keys() & self.lows.keys():
+            self.lows[name].copy_(self.masters[name])
         if self._fuses():
             clip = torch.ones_like(norm)
             if most is not None:
@@ -241,8 +279,12 @@ class Optimizer:
                 eps=self.settings.eps,
                 t=self.num_updates,
             )
-            return moved.sqrt().item()
-        return math.hypot(moved.sqrt().item(), self._adamw_norm())
+            return self._total(moved).sqrt().item()
+        return math.hypot(self._total(moved).sqrt().item(), self._adamw_norm())
+
+    def _total(self, squares: Tensor) -> Tensor:
+        """Of all ranks, where this one has seen parts."""
+        return self.ranks.total(squares) if self.parts else squares
 
     def _fuses(self) -> bool:
         """Whether AdamW's part of an update is one launch."""
@@ -267,10 +309,7 @@ class Optimizer:
                 list(self.others.values()),
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
-                [
-                    None if m is self.params[name] else self.params[name]
-                    for name, m in self.others.items()
-                ],
+                [self.lows.get(name) for name in self.others],
                 [groups[id(m)]["weight_decay"] for m in self.others.values()],
             )
         return self._fused
@@ -281,9 +320,9 @@ class Optimizer:
         if not self.others:
             return 0.0
         if self.in_8_bits:
-            moved = self.adamw.moved
+            moved = torch.tensor(self.adamw.moved, dtype=torch.float64)
             self.adamw.moved = 0.0
-            return math.sqrt(moved)
+            return math.sqrt(self._total(moved))
         b1, b2 = (1 - beta**self.num_updates for beta in self.settings.betas)
         rate = self.adamw.param_groups[0]["lr"]
         norms = []
@@ -293,7 +332,8 @@ class Optimizer:
                 torch.linalg.vector_norm(torch.div(moments["exp_avg"], step, out=step))
                 * (rate / b1)
             )
-        return torch.linalg.vector_norm(torch.stack(norms)).item()
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        return (self._total(norm.square()).sqrt() if self.parts else norm).item()
 
     def zero_grad(self) -> None:
         """Drop accumulated gradients and their memory."""
@@ -301,38 +341,58 @@ class Optimizer:
         for master in self.masters.values():
             master.grad = None
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Moments (and float32 masters) by parameter name, and the counters. The tensors are live,
-        not copies."""
-        tensors = {
-            f"{name}.master": m.detach()
-            for name, m in self.masters.items()
-            if m is not self.params[name]
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's share of the parameters by name, as passes read them."""
+        return {
+            name: self.ranks.part(p.detach()).to(self.ranks.dtype(p))
+            for name, p in self.params.items()
+            if self.keeps(name)
         }
-        for name, master in self.others.items():
-            if master in self.adamw.state:
-                tensors |= {
-                    f"{name}.{kind}": self.adamw.state[master][kind] for kind in self._moments(name)
-                }
-        tensors |= {f"{name}.momentum": momentum for name, momentum in self.muon.momentum.items()}
-        return tensors, {
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """This rank's share of moments (and float32 masters) by parameter name: its parts, and of
+        the rank that leads what is whole. And the counters. The tensors are live, not copies."""
+        tensors = {}
+        for name, master in self.masters.items():
+            if not self.keeps(name):
+                continue
+            if self._has_master(name):
+                tensors[f"{name}.master"] = master.detach()
+            moments = self.adamw.state.get(master, {})
+            if name in self.muon.momentum:
+                moments = {"momentum": self.muon.momentum[name]}
+            if moments:
+                tensors |= {f"{name}.{kind}": moments[kind] for kind in self._moments(name)}
+        counters = {
             "num_steps": self.num_steps,
             "num_updates": self.num_updates,
             "refused_in_a_row": self.refused_in_a_row,
         }
+        if self.in_8_bits and self.parts:
+            counters["shards"] = self.ranks.size
+        return tensors, counters
+
+    def keeps(self, name: str) -> bool:
+        """Whether this rank's share of a checkpoint has something of a parameter."""
+        return self.ranks.leads or name in self.parts
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Put back what `state()` gave, bitwise. Raises ValueError, before any change, when names
-        or shapes differ."""
-        check_pieces("optimizer state", state, ("num_steps", "num_updates", "refused_in_a_row"))
+        """Put back what the shares of all ranks gave, bitwise; they may have been more or fewer.
+
+        Raises ValueError, before any change, when names or shapes differ, or 8-bit moments were made
+        of parts whose blocks cannot be cut otherwise."""
+        shards = ("shards",) if self.in_8_bits and "shards" in state else ()
+        check_pieces(
+            "optimizer state", state, ("num_steps", "num_updates", "refused_in_a_row", *shards)
+        )
         expected = {}
-        for name, master in self.masters.items():
+        for name, p in self.params.items():
             if state["num_updates"]:
-                for kind, like in self._moments(name).items():
+                for kind, like in self._moments(name, state.get("shards", 1)).items():
                     expected[f"{name}.{kind}"] = like
-            if master is not self.params[name]:
-                expected[f"{name}.master"] = (master.shape, master.dtype)
+            if self._has_master(name):
+                expected[f"{name}.master"] = (p.shape, torch.float32)
         if odd := sorted(expected.keys() ^ tensors.keys()):
             what = "missing" if odd[0] in expected else "unknown"
             raise ValueError(f"optimizer state: {odd[0]} is {what} ({len(odd)} such names)")
@@ -349,27 +409,44 @@ class Optimizer:
         self._fused = None
         self.muon.momentum.clear()
         for name, master in self.masters.items():
-            if master is not self.params[name]:
-                master.copy_(tensors[f"{name}.master"])
-            saved = {}
+            if self._has_master(name):
+                master.copy_(self.ranks.cut(tensors[f"{name}.master"], self.params[name]))
             if state["num_updates"]:
-                for kind in self._moments(name):
-                    saved[kind] = tensors[f"{name}.{kind}"].to(master.device, copy=True)
-            if name not in self.others:
-                self.muon.momentum.update((name, momentum) for momentum in saved.values())
-            elif saved and self.in_8_bits:
-                adamw8bit.revive(self.adamw, master, saved, self.num_updates)
-            elif saved:
-                self.adamw.state[master] = {"step": torch.tensor(float(self.num_updates))} | saved
+                saved = {kind: tensors[f"{name}.{kind}"] for kind in self._moments(name)}
+                self._revive(name, master, saved, state.get("shards", 1))
 
-    def _moments(self, name: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Names, shapes and dtypes of what is kept of a parameter between updates."""
-        master = self.masters[name]
+    def _revive(self, name: str, master: Tensor, saved: dict[str, Tensor], shards: int) -> None:
+        """Give a parameter the moments that were saved of it, by so many ranks that held parts."""
+        p = self.params[name]
+        mine = {
+            kind: adamw8bit.cut(t, p, self.ranks, shards)
+            if kind.startswith("absmax")
+            else self.ranks.cut(t, p)
+            for kind, t in saved.items()
+        }
+        mine = {kind: t.to(master.device, copy=True) for kind, t in mine.items()}
         if name not in self.others:
-            return {"momentum": (master.shape, master.dtype)}
+            self.muon.momentum[name] = mine["momentum"]
+        elif self.in_8_bits:
+            adamw8bit.revive(self.adamw, master, mine, self.num_updates)
+        else:
+            self.adamw.state[master] = {"step": torch.tensor(float(self.num_updates))} | mine
+
+    def _has_master(self, name: str) -> bool:
+        """Whether passes read the rounding of a float32 tensor."""
+        return self.ranks.dtype(self.params[name]) != torch.float32
+
+    def _moments(
+        self, name: str, shards: int = 1
+    ) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Names, shapes and dtypes of what is kept of a whole parameter between updates, where so
+        many ranks hold parts of it."""
+        p = self.params[name]
+        if name not in self.others:
+            return {"momentum": (p.shape, torch.float32)}
         if self.in_8_bits:
-            return adamw8bit.moments(master)
-        return dict.fromkeys(("exp_avg", "exp_avg_sq"), (master.shape, master.dtype))
+            return adamw8bit.moments(p, shards)
+        return dict.fromkeys(("exp_avg", "exp_avg_sq"), (p.shape, torch.float32))
 
 
 def _master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:

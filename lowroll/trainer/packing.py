@@ -5,6 +5,10 @@ that still has room (first-fit decreasing: at most 11/9 of the optimal number of
 2007). Positions restart with every sequence and `lengths` bounds its attention, so a packed row
 computes what the sequences would compute alone.
 
+For n ranks there are a multiple of n micro-batches, as long as there are so many sequences, and they
+are filled to equal cost, the multiplications of tokens and of attention, with the same capacity: the
+costliest sequence that is left goes to the micro-batch that costs least.
+
 A response token y_t is predicted by the hidden state of the token before it, so entry n of every
 `_N` tensor is about one response token: `targets_N[n]` is y_t, `index_N[n]` the row of the hidden
 state that predicts it, and log pi(y_t | x, y_<t) of the learner lands at n. The last token of a
@@ -15,8 +19,9 @@ T: tokens fed to the model, N: response tokens, S: sequences of one micro-batch.
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,6 +30,8 @@ import torch
 from torch import Tensor
 
 from lowroll.model.attention import upload
+from lowroll.model.spec import ModelSpec
+from lowroll.parallel.ranks import Ranks
 from lowroll.types import MicroBatch, Sample
 
 # sample index -> float32 [tokens of its response], detached, on any device
@@ -137,15 +144,89 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
     return [MicroBatch(tuple(b), load) for b, load in zip(bins, loads, strict=True)]
 
 
+def balance(
+    lengths: Sequence[int], costs: Sequence[float], capacity: int, parts: int
+) -> list[MicroBatch]:
+    """Pack as `first_fit` does, into micro-batches of equal cost whose number is a multiple of
+    `parts`, where there are so many sequences."""
+    number = len(first_fit(lengths, capacity))
+    costliest = sorted(range(len(lengths)), key=lambda i: -costs[i])
+    while True:
+        number = min(len(lengths), -(-number // parts) * parts)
+        bins: list[list[int]] = [[] for _ in range(number)]
+        loads, spent = [0] * number, [0.0] * number
+        for i in costliest:
+            homes = [b for b in range(number) if not bins[b] or loads[b] + lengths[i] <= capacity]
+            if not homes:
+                break
+            home = min(homes, key=spent.__getitem__)
+            bins[home].append(i)
+            loads[home] += lengths[i]
+            spent[home] += costs[i]
+        else:
+            return [MicroBatch(tuple(b), load) for b, load in zip(bins, loads, strict=True)]
+        number += 1
+
+
+def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
+    """Multiplications of a forward pass over a sample; a backward pass takes about twice as many.
+    outputs: numbers made of the hidden state before each token of the response."""
+    fed = num_fed(sample)
+    queries = spec.num_heads * spec.head_dim
+    keys = spec.num_kv_heads * spec.head_dim
+    mlp = spec.experts_per_token * spec.moe_intermediate_size or spec.intermediate_size
+    token = spec.hidden_size * (2 * queries + 2 * keys + 3 * mlp)
+    attention = fed * queries  # of a token: scores and values of fed / 2 keys
+    head = len(sample.rollout.token_ids) * outputs * spec.hidden_size
+    return float(spec.num_layers * fed * (token + attention) + head)
+
+
 def pack(
-    samples: Sequence[Sample], portions: Iterable[Sequence[int]], capacity: int
+    samples: Sequence[Sample],
+    portions: Iterable[Sequence[int]],
+    capacity: int,
+    costs: Sequence[float] = (),
+    parts: int = 1,
 ) -> list[list[int]]:
-    """Micro-batches of the chosen samples, as their indices; each portion is packed by itself."""
-    return [
-        [portion[i] for i in packed.indices]
-        for portion in portions
-        for packed in first_fit([num_fed(samples[i]) for i in portion], capacity)
-    ]
+    """Micro-batches of the chosen samples, as their indices; each portion is packed by itself.
+
+    With more than one of `parts` (ranks) each portion fills as many of them as its share of all
+    costs is; costs[i] is that of sample i, in any unit.
+    """
+    portions = list(portions)
+    total = sum(costs[i] for portion in portions for i in portion) if parts > 1 else 0.0
+    packed = []
+    for portion in portions:
+        lengths = [num_fed(samples[i]) for i in portion]
+        if parts == 1:
+            bins = first_fit(lengths, capacity)
+        else:
+            own = [costs[i] for i in portion]
+            share = min(parts, math.ceil(parts * sum(own) / total)) if own else 1
+            bins = balance(lengths, own, capacity, share)
+        packed += [[portion[i] for i in each.indices] for each in bins]
+    return packed
+
+
+def dealt(
+    samples: Sequence[Sample],
+    microbatches: Sequence[Sequence[int]],
+    costs: Sequence[float],
+    ranks: Ranks,
+) -> Iterator[tuple[Sequence[int], bool]]:
+    """The micro-batches that this rank runs, and whether each counts: one that does not is the
+    smallest sample, which is run for the sake of the others."""
+    smallest = min(range(len(samples)), key=lambda i: num_fed(samples[i]))
+    for number in ranks.deal([sum(costs[i] for i in each) for each in microbatches]):
+        if number is None:
+            yield [smallest], False
+        else:
+            yield microbatches[number], True
+
+
+def tokens_of(samples: Sequence[Sample], microbatches: Iterable[Sequence[int]]) -> dict[int, int]:
+    """Response tokens of each sample, in the order in which the micro-batches have them."""
+    return {i: len(samples[i].rollout.token_ids) for each in microbatches for i in each}
 
 
 def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:

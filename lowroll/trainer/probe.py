@@ -20,6 +20,7 @@ from torch import Tensor
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import spread
 from lowroll.objectives.reduce import masked_mean, sequence_any, sequences_of
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.packing import Packed
 from lowroll.trainer.step import Forward, LearnSettings, gather
 from lowroll.types import Batch
@@ -98,8 +99,11 @@ class Probe:
         }
 
 
-def probe(model: Transformer, batch: Batch, settings: LearnSettings) -> Probe | None:
-    """Score a batch with the learner as it is; None when no token of it is learnt from."""
+def probe(
+    model: Transformer, batch: Batch, settings: LearnSettings, ranks: Ranks = ALONE
+) -> Probe | None:
+    """Score a batch with the learner as it is, on all its ranks; None when no token of it is learnt
+    from."""
     active = [i for i, sample in enumerate(batch.samples) if any(sample.loss_mask)]
     if not active:
         return None
@@ -110,6 +114,7 @@ def probe(model: Transformer, batch: Batch, settings: LearnSettings) -> Probe | 
         settings.logprob_chunk,
         batch.temperature,
         settings.replay_kv,
+        ranks,
     )
     packed = forward.collate(active)
     return Probe(packed, gather(forward.run([active]).log_probs, packed), settings)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lowroll.model import scaling
 from lowroll.model.transformer import Transformer
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.weights import derived
@@ -33,12 +34,11 @@ Tensors = dict[str, dict[str, Tensor]]
 def capture(
     model: Transformer, optimizer: Optimizer, critic: Critic | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
-    """The state of model, optimizer and critic. The tensors are the live ones: write them before
-    the next step."""
+    """The state of model, optimizer and critic, of several ranks this one's share. The tensors are
+    the live ones: write them before the next step."""
     moments, counters = optimizer.state()
-    weights = {name: p.detach() for name, p in model.trainable_parameters().items()}
     tensors, state = (
-        {"model": weights, "optimizer": moments},
+        {"model": optimizer.weights(), "optimizer": moments},
         {"optimizer": counters, "uaq_scale": scaling.applied(model)},
     )
     if critic is None:
@@ -55,14 +55,17 @@ def restore(
     state: Mapping[str, Any],
     critic: Critic | None = None,
 ) -> None:
-    """Put back what `capture` gave, bitwise and in place.
+    """Put back what the `capture` of all ranks gave, bitwise and in place; they may have been more
+    or fewer.
 
     An aligned model's codes are made anew. Raises ValueError, before anything changes, that names
     the first parameter that is missing, unknown or mis-shaped, or says that the weights were scaled
     otherwise than the model is.
     """
     saved = tensors["model"]
-    _check(model, saved, state)
+    ranks = optimizer.ranks
+    ranks.forget()
+    _check(model, saved, state, ranks)
     if (critic is None) != ("critic" not in state):
         raise ValueError(
             f"critic state: "
@@ -71,22 +74,29 @@ def restore(
     if critic is not None:
         critic.restore(tensors, state["critic"])
     optimizer.restore(tensors["optimizer"], state["optimizer"])
-    restore_weights(model, saved, state)
+    restore_weights(model, saved, state, ranks)
 
 
 @torch.no_grad()
 def restore_weights(
-    model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any]
+    model: Transformer,
+    saved: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    ranks: Ranks = ALONE,
 ) -> None:
-    """The half of `restore` that is the model's: its trainable parameters, and an aligned model's
-    codes."""
-    _check(model, saved, state)
+    """The half of `restore` that is the model's: its trainable parameters, but for parts that are
+    masters, and an aligned model's codes."""
+    _check(model, saved, state, ranks)
     for name, param in model.trainable_parameters().items():
-        param.copy_(saved[name])
+        part = ranks.part(param)
+        if part.dtype == saved[name].dtype:
+            part.copy_(ranks.cut(saved[name], param))
     derived.renew(model)
 
 
-def _check(model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def _check(
+    model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, Any], ranks: Ranks
+) -> None:
     if state.get("uaq_scale") != scaling.applied(model):
         raise ValueError(
             f"model state: uaq_scale: the saved weights carry {state.get('uaq_scale')}, and the "
@@ -99,8 +109,9 @@ def _check(model: Transformer, saved: Mapping[str, Tensor], state: Mapping[str, 
             "such names)"
         )
     for name, param in params.items():
-        if saved[name].shape != param.shape or saved[name].dtype != param.dtype:
+        dtype = ranks.dtype(param)
+        if saved[name].shape != param.shape or saved[name].dtype != dtype:
             raise ValueError(
                 f"model state: {name} is {saved[name].dtype} {list(saved[name].shape)}, expected "
-                f"{param.dtype} {list(param.shape)}"
+                f"{dtype} {list(param.shape)}"
             )

@@ -60,9 +60,21 @@ from lowroll.objectives.mismatch import by_length, by_staleness, mismatch
 from lowroll.objectives.objective import Objective
 from lowroll.objectives.reduce import Counts, masked_mean
 from lowroll.objectives.rejection import rejection
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
-from lowroll.trainer.packing import Packed, PerToken, check, collate, gather, pack, split_groups
+from lowroll.trainer.packing import (
+    Packed,
+    PerToken,
+    check,
+    collate,
+    cost,
+    dealt,
+    gather,
+    pack,
+    split_groups,
+    tokens_of,
+)
 from lowroll.types import Batch, RunFailed, Sample, Score
 from lowroll.weights import derived, noise
 
@@ -150,6 +162,7 @@ class Forward:
     logprob_chunk: int
     temperature: float = 1.0
     replay_kv: bool = False
+    ranks: Ranks = ALONE
 
     def run(
         self,
@@ -159,10 +172,13 @@ class Forward:
         """Run the chosen samples, each portion packed by itself. With `objective(packed,
         learner_N)`, a micro-batch's share of J, the gradient of -J is added to that of the
         parameters; without, nothing is kept for a backward pass, and the log-probs are the same bit
-        for bit."""
+        for bit. Each rank runs what it is dealt, and has what all have found; the gradient stays
+        its own."""
         arrivals: list[tuple[Packed, Tensor]] = []
-        alike = chain.from_iterable(map(self._by_temperature, portions))
-        for indices in pack(self.samples, alike, self.tokens_per_microbatch):
+        arrived = None
+        costs = [cost(s, self.model.spec, self.model.spec.vocab_size) for s in self.samples]
+        microbatches = [each for portion in portions for each in self._pack(portion, costs)]
+        for indices, counts in dealt(self.samples, microbatches, costs, self.ranks):
             packed = self.collate(indices)
             with torch.set_grad_enabled(objective is not None):
                 hidden_TD = self.model(packed.ids_T, packed.pos_T, self.attend(packed))
@@ -174,19 +190,34 @@ class Forward:
                     chunk=self.logprob_chunk,
                 )
                 del hidden_TD
-                both_2N = torch.stack((learner_N.detach(), entropy_N))
-                arrivals.append((packed, both_2N.to("cpu", non_blocking=True)))
-                arrived = _record(self.model.device)
+                if counts:
+                    both_2N = torch.stack((learner_N.detach(), entropy_N))
+                    arrivals.append((packed, both_2N.to("cpu", non_blocking=True)))
+                    arrived = _record(self.model.device)
                 if objective is not None:
-                    (-objective(packed, learner_N)).backward()
+                    J = objective(packed, learner_N) if counts else 0 * learner_N.sum()
+                    (-J).backward()
         trace = Trace()
-        if arrivals and arrived is not None:
+        if arrived is not None:
             arrived.synchronize()
         for packed, both_2N in arrivals:
             sizes = [len(self.samples[i].rollout.token_ids) for i in packed.samples]
             for values, x_N in zip((trace.log_probs, trace.entropy), both_2N, strict=True):
                 values.update(zip(packed.samples, x_N.split(sizes), strict=True))
-        return trace
+        return Trace(
+            *self.ranks.gather(
+                (trace.log_probs, trace.entropy), tokens_of(self.samples, microbatches)
+            )
+        )
+
+    def _pack(self, portion: Sequence[int], costs: Sequence[float]) -> list[list[int]]:
+        return pack(
+            self.samples,
+            self._by_temperature(portion),
+            self.tokens_per_microbatch,
+            costs,
+            self.ranks.size,
+        )
 
     def _temperature(self, index: int) -> float:
         own = self.samples[index].temperature
@@ -274,6 +305,7 @@ def learn(
         settings.logprob_chunk,
         batch.temperature,
         settings.replay_kv,
+        optimizer.ranks,
     )
     minibatches = split_groups([s.group for s in samples], settings.minibatches)
     active = [[i for i in minibatch if any(samples[i].loss_mask)] for minibatch in minibatches]

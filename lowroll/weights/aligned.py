@@ -22,7 +22,7 @@ from torch import nn
 
 from lowroll.kernels import checksum
 from lowroll.model.linear import Linear
-from lowroll.model.transformer import Transformer
+from lowroll.model.transformer import Block, Transformer
 from lowroll.quant.formats import QTensor, get_format
 
 
@@ -57,12 +57,23 @@ def refresh(model: Transformer) -> None:
     """Quantize the master weights of an aligned model again, in place; any other model is left
     alone.
 
-    ValueError, before anything is written, names a weight that is not finite.
+    ValueError, before anything is written (of the blocks that are read together), names a weight
+    that is not finite.
     """
+    if all(linear.aligned is None for _, linear in model.linears()):
+        return
+    for blocks in model.read_blocks(model):
+        _refresh(blocks)
+
+
+def _refresh(blocks: list[Block]) -> None:
     pairs = [
-        (name, linear.aligned, linear.weight)
-        for name, linear in model.linears()
-        if linear.aligned is not None and isinstance(linear.weight, nn.Parameter)
+        (f"blocks.{block.layer}.{name}", linear.aligned, linear.weight)
+        for block in blocks
+        for name, linear in block.named_modules()
+        if isinstance(linear, Linear)
+        and linear.aligned is not None
+        and isinstance(linear.weight, nn.Parameter)
     ]
     amax = checksum.amax([master for *_, master in pairs])
     for (name, codes, _), finite in zip(pairs, checksum.finite(amax), strict=True):

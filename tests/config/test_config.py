@@ -586,13 +586,14 @@ def foreign(tree: dict[str, object]) -> list[str]:
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        ("gpus", "not there yet: several GPUs"),
+        ("n_gpus", "here it is train.gpus"),
+        ("pp", "not there yet: other ways to share"),
         ("report_to", "here it is track (a list of wandb, "),
         ("async_level", "here it is asynchrony.max_async_level"),
         ("sglang", "not there yet: another engine"),
         ("use_vllm", "here it is rollout.engine: vllm"),
         ("vllm_server_base_url", "here it is rollout.vllm.url"),
-        ("deepspeed", "not there yet: several GPUs"),
+        ("deepspeed", "here it is train.sharding"),
         ("num_generations", "here it is rollouts_per_example"),
         ("per_device_train_batch_size", "here it is batch_size"),
         ("beta", "here it is loss.kl_coef"),

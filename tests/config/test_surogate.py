@@ -393,8 +393,8 @@ REFUSED: list[tuple[str, str, str, list[str]]] = [
     (
         "train",
         "gpus: 1",
-        "gpus: 4",
-        ["train.yaml:3: gpus: one trainer learns on one GPU; only 1 works"],
+        "gpus: 0",
+        ["train.yaml:3: gpus: must be >= 1, got 0"],
     ),
     ("train", "gpus: 1", "gpsu: 1", ["train.yaml:3: gpsu: unknown key (did you mean gpus?)"]),
     (

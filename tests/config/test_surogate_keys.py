@@ -54,6 +54,7 @@ SCHEDULE = {"type": "linear", "start_temperature": 1.0, "end_temperature": 0.6}
 CHANGES: dict[str, Change] = {
     "train.model": Change("m", "n"),
     "train.output_dir": Change("output", "there"),
+    "train.gpus": Change(1, 2),
     "train.sequence_len": Change(2048, 4096),
     "train.per_device_train_batch_size": Change(2, 1),
     "train.max_steps": Change(40, 41),
@@ -194,7 +195,6 @@ OF_VLLM: dict[str, Change] = {
 }
 # what is refused, at a value that asks for it
 REFUSED: dict[str, Any] = {
-    "train.gpus": 2,
     "train.zero_level": 2,
     "train.gradient_accumulation_steps": 1,
     "infer.trust_remote_code": True,

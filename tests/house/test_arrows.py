@@ -57,7 +57,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"aiohttp", "prometheus_client", "pydantic"},
     ),
     "objectives": (set(), {"torch"}),
-    "parallel": ({"model"}, {"torch"}),
+    # parallel -> transport: a wait for other ranks has a deadline and names what for
+    "parallel": ({"model", "transport"}, {"torch"}),
     "advantages": (set(), set()),
     # transformers makes the JSON schemas of functions, where a run begins
     "envs": (
@@ -141,7 +142,7 @@ LIGHT = (
     "runs.build.environments",
     "runs.build.orchestrator",
     "runs.build.prompts",
-    "runs.launch.local",
+    "runs.launch.launcher",
     "runs.roles.orchestrate",
 )
 

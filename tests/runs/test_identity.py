@@ -136,6 +136,8 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "track_project": [{"track_project": "mine"}],
     "push_to_hub": [{"push_to_hub": "me/mine"}],
     "rollout.cuda_graphs": [{"rollout": {"cuda_graphs": False}}],
+    "train.gpus": [],  # for processes: tests/runs/test_ranks.py
+    "train.sharding": [{"train": {"sharding": "none"}}],
     "train.max_steps": [{"train": {"max_steps": STEPS + 2}}],
 }
 

@@ -16,10 +16,10 @@ import pytest
 
 from lowroll.config import from_mapping
 from lowroll.config.roles import one_process_notes
-from lowroll.runs.launch import child as child_module
-from lowroll.runs.launch import local
+from lowroll.runs.launch import fleet
+from lowroll.runs.launch import process as process_module
 from lowroll.runs.launch.child import Child
-from lowroll.runs.launch.local import Launcher
+from lowroll.runs.launch.fleet import Fleet
 from lowroll.runs.preflight import look_at_run
 from lowroll.runs.roles.orchestrate import overheard
 from tests.fixtures.processes import eventually
@@ -31,13 +31,13 @@ def child_of(tmp_path: Path, role: str, command: list[str] | None = None) -> Chi
     return Child(role, words, os.environ, tmp_path / f"{role}.json", tmp_path / f"{role}.log")
 
 
-def launcher_of(tmp_path: Path, **roles: Any) -> Launcher:
+def launcher_of(tmp_path: Path, **roles: Any) -> Fleet:
     """A launcher of children that were not started, but for the given ones."""
-    made = Launcher.__new__(Launcher)
+    made = Fleet.__new__(Fleet)
     made.trainer = roles.get("trainer") or child_of(tmp_path, "trainer")
     made.orchestrator = roles.get("orchestrator") or child_of(tmp_path, "orchestrator")
     made.engines = [roles.get("engine") or child_of(tmp_path, "engine-0")]
-    made.ports = {}
+    made.at = {}
     made.flags, made.stop = [], SimpleNamespace(signal=15)  # type: ignore[assignment]
     made._show = lambda: None  # type: ignore[method-assign]
     return made
@@ -60,8 +60,8 @@ def test_the_number_of_a_process_that_was_reaped_is_not_ours(
     one.start()
     assert one.process is not None
     assert eventually(lambda: not one.alive(), 60)
-    assert one.process.returncode is None, "its number is kept until its group is killed"
-    monkeypatch.setattr(child_module.os, "killpg", lambda pid, _: killed.append(pid))
+    assert one.process.process.returncode is None, "its number is kept until its group is killed"
+    monkeypatch.setattr(process_module.os, "killpg", lambda pid, _: killed.append(pid))
     one.kill()
     assert killed == [one.process.pid] and one.code == 2
     one.kill()
@@ -72,7 +72,7 @@ def test_the_number_of_a_process_that_was_reaped_is_not_ours(
 
 def test_a_sign_of_life_without_a_phase_is_none_of_readiness(tmp_path: Path) -> None:
     one = child_of(tmp_path, "trainer")
-    one.process = SimpleNamespace(pid=7, returncode=0)  # type: ignore[assignment]
+    one.process = SimpleNamespace(pid=7, alive=lambda: False)  # type: ignore[assignment]
     for beat, (said, ready) in enumerate([({}, False), ({"phase": "waiting"}, True)]):
         one.heart.write_text(json.dumps({"pid": 7, "beat": beat, **said}))
         one.look()
@@ -122,7 +122,7 @@ def test_an_orchestrator_that_had_ended_comes_back_when_the_trainer_waits(tmp_pa
 def test_a_trainer_that_hangs_is_named_while_all_stop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "LOOK_S", 0.001)
+    monkeypatch.setattr(fleet, "LOOK_S", 0.001)
     hangs, ended = iter([None, None, "the trainer (process 7) gives no sign of life"]), []
     trainer = SimpleNamespace(
         signal=lambda number: None,

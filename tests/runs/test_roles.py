@@ -22,9 +22,10 @@ from lowroll.config.surogate.roles import GIVEN
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Recorder, add_evaluation, read, read_evaluations
 from lowroll.orchestrator import audit
-from lowroll.runs.launch import local
-from lowroll.runs.launch.child import MOST_RESTARTS, Child
-from lowroll.runs.launch.local import Launcher
+from lowroll.runs.launch.child import Child
+from lowroll.runs.launch.fleet import Fleet
+from lowroll.runs.launch.member import MOST_RESTARTS
+from lowroll.runs.launch.process import RoleProcess
 from lowroll.runs.preflight import look_at_run
 from lowroll.runs.roles.heart import Heart, Watch
 from lowroll.runs.roles.orchestrate import orchestrate
@@ -290,7 +291,7 @@ def test_whoever_stops_is_named_by_those_that_wait_for_it(model: Path, tmp_path:
 def test_the_orchestrators_command_imports_no_torch() -> None:
     code = (
         "import sys; import lowroll.cli.orchestrate, lowroll.runs.roles.orchestrate, "
-        "lowroll.runs.launch.local; assert not {'torch', 'transformers'} & set(sys.modules)"
+        "lowroll.runs.launch.launcher; assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -343,7 +344,7 @@ def test_a_child_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
         pauses.append(child.pause())
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, None]
     child.start()
-    assert child.process is not None and child.process.wait(timeout=60) == 2
+    assert child.process is not None and child.process.process.wait(timeout=60) == 2
     assert "unknown command 'no-such-command'" in child.last_words()
     assert printable(tmp_path / "log") in child.last_words()
 
@@ -370,7 +371,9 @@ def test_a_child_that_has_said_its_end_may_take_a_while(
     """A machine that is busy, or memory of a large model: it must not learn its last steps again."""
     now = [0.0]
     child = Child("trainer", [], os.environ, tmp_path / "h", tmp_path / "log")
-    child.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    child.process = RoleProcess(["--help"], os.environ, tmp_path / "log")
+    child.process.process.wait(timeout=60)
+    child.process.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     child.watch = Watch(tmp_path / "h", clock=lambda: now[0])
     try:
         said = {"role": "trainer", "pid": child.process.pid, "phase": phase, "beat": 1}
@@ -421,7 +424,12 @@ def test_the_launcher_shows_evaluations_and_warnings(tmp_path: Path) -> None:
     cfg = from_mapping({"model": "m", "output_dir": str(tmp_path), "rollout": {"engines": 3}})
     out = io.StringIO()
     view = LiveView(4, "run", Console(file=out, width=200))
-    launcher = Launcher(cfg, Place(tmp_path), tmp_path / "x", False, False, view, Stop())
+    place = Place(tmp_path)
+
+    def make(role: str, words: list[str]) -> Child:
+        return Child(role, words, {}, place.heart(role), place.log(role))
+
+    launcher = Fleet(cfg, place, tmp_path / "x", make, view, Stop())
     assert [child.role for child in launcher.engines] == ["engine-0", "engine-1", "engine-2"]
     launcher.trainer.ready = True
     recorder = Recorder(tmp_path)
@@ -441,25 +449,6 @@ def test_the_launcher_shows_evaluations_and_warnings(tmp_path: Path) -> None:
     assert told[1:3] == ["step 1/4 eval/words/reward 0.750", "orchestrator: engine h is fenced"]
     assert told[3].startswith("step 2/4 reward 0.500") and "eval/words/reward 0.875" in told[3]
     assert len(told) == 4
-
-
-@pytest.mark.parametrize(
-    ("gpus", "engines", "each", "wanted"),
-    [
-        ("", 2, 1, [None, None, None]),
-        ("0", 1, 1, [None, None]),
-        ("0,1", 2, 1, ["0", "1", "1"]),
-        ("3,5,7", 2, 1, ["3", "5", "7"]),
-        ("0,1,2,3,4", 2, 2, ["0", "1,2", "3,4"]),
-        ("0,1", 1, 2, ["0", "1"]),
-    ],
-)
-def test_engines_share_the_gpus_that_the_learner_leaves(
-    gpus: str, engines: int, each: int, wanted: list[str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    found = local._devices(engines, each)
-    assert [one.get("CUDA_VISIBLE_DEVICES") for one in found] == wanted
 
 
 def test_a_role_is_had_once(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ NO_TRACKER = (
     "a file of lowroll's own says `track: [wandb]`; metrics.jsonl has every number and rollouts/ "
     "every response, and `lowroll report` draws them"
 )
-ONE_GPU = "one trainer learns on one GPU"
 ONE_ADAPTER = "an engine holds one adapter, the run's own"
 ONE_ANSWER = "an environment asks once, reads the whole response, and has no tools"
 
@@ -55,9 +54,11 @@ class TrainFile(Section):
 
     model: Text  # folder or hub id
     output_dir: Text = "output"  # the folder that holds the orchestrator's run_* folders
-    gpus: Annotated[int, only(1, why=ONE_GPU)] = 1  # GPUs of the trainer
+    gpus: Count = 1  # GPUs of the trainer
     # what several GPUs share: optimizer states (1), ...
-    zero_level: Annotated[int, only(1, why=f"{ONE_GPU}, which shares with nobody")] = 1
+    zero_level: Annotated[
+        int, only(1, why="what several GPUs share is all or nothing: the override train.sharding")
+    ] = 1
     sequence_len: Count = 1024  # longest packed sequence of the trainer
     per_device_train_batch_size: Count = 2  # packed sequences in a forward pass
     # micro-batches of an optimizer step

@@ -67,6 +67,7 @@ TRAIN: Mapping[str, Row] = {
         "lora_alpha",
         "lora_target_modules",
     ),
+    "gpus": _copied("train.gpus", "two or more need processes: the override launcher=local"),
     "optimizer": Row(
         ("train.optimizer",), "8-bit moments only where it is written: they need the extra `bnb`"
     ),

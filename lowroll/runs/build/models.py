@@ -10,6 +10,7 @@ from lowroll.model import hf, lora, scaling
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.runs.build import trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.trainer import recompute
@@ -81,7 +82,9 @@ def tokenizer(source: str | Path, tool_format: str | None = None) -> ChatTokeniz
     return ChatTokenizer(load_tokenizer(hf.resolve(source, weights=False)), tool_format)
 
 
-def critic(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Critic | None:
+def critic(
+    cfg: RunConfig, compute: Compute, chat: ChatTokenizer, ranks: Ranks = ALONE
+) -> Critic | None:
     """PPO's critic, with a head of zeros on the model that its section names; None for any other
     algorithm."""
     if not cfg.has_critic:
@@ -92,7 +95,7 @@ def critic(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Critic | No
         refuse_other_vocabulary("critic.model", source, cfg, chat)
     body = hf.load(source or cfg.model, compute.device, compute.dtype)
     recompute.apply(dequantize_base(body), cfg.train.activation_checkpointing)
-    return Critic(body, trainer.critic_optim(cfg), trainer.critic(cfg))
+    return Critic(body, trainer.critic_optim(cfg), trainer.critic(cfg), ranks=ranks)
 
 
 def reference(cfg: RunConfig, compute: Compute) -> Transformer | None:

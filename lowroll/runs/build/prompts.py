@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from lowroll.config import RunConfig
 from lowroll.envs import Environment
@@ -17,14 +18,18 @@ if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
 
 LOOKED_AT = 128  # prompts of an environment whose lengths size the KV cache
+_known: WeakKeyDictionary[ChatTokenizer, dict[tuple[Environment, str], list[int]]] = (
+    WeakKeyDictionary()
+)
 
 
 def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
-    """Tokens of the first prompts of a split."""
-    size = env.size(split)
-    return [
-        len(encode(env, prompt_at(env, i, split), chat)) for i in range(min(count, size or count))
-    ]
+    """Tokens of the first prompts of a split. Who sizes the cache, who plans the memory and who
+    checks the prompts ask for the same ones, which are put into the chat template once."""
+    known = _known.setdefault(chat, {}).setdefault((env, split), [])
+    count = min(count, env.size(split) or count)
+    known += [len(encode(env, prompt_at(env, i, split), chat)) for i in range(len(known), count)]
+    return known[:count]
 
 
 def longest(cfg: RunConfig, spec: ModelSpec) -> int:

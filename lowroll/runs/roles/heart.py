@@ -41,6 +41,7 @@ class Heart:
         self.said: dict[str, Any] = {
             "role": role,
             "pid": os.getpid(),
+            "parent": os.getppid(),  # who started the ranks of a learner, for rank 0
             "host": socket.gethostname(),
             "attempt": attempt,
             "step": 0,

@@ -22,6 +22,11 @@ TOKEN, ADMIN = "LOWROLL_TOKEN", "LOWROLL_ADMIN_TOKEN"
 SHORTEST = 16  # characters of a token
 
 
+def rank_role(rank: int) -> str:
+    """The name of a rank of the learner, for its log and its sign of life; rank 0 is the trainer."""
+    return f"{TRAINER}-rank{rank}" if rank else TRAINER
+
+
 class Place:
     """Paths below a run folder."""
 
@@ -37,6 +42,14 @@ class Place:
     def heart(self, role: str) -> Path:
         """The file of a role's sign of life."""
         return self.roles / f"{role}.json"
+
+    def log(self, role: str) -> Path:
+        """Where a launcher has a role say what happens."""
+        return self.run / "logs" / f"{role}.log"
+
+    def lock(self, role: str) -> Path:
+        """The folder that a role has while it runs."""
+        return self.run if role == TRAINER else self.roles / role
 
     def engines(self) -> list[str]:
         """The roles of engines that have ever shown themselves here, in order."""

@@ -18,6 +18,7 @@ from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
 from lowroll.model.transformer import Transformer
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.runs.attempt import RunResult, attempt, drive
 from lowroll.runs.build import models, trainer
@@ -26,9 +27,11 @@ from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.learner import Learner
 from lowroll.runs.roles.channels import receiver
+from lowroll.runs.roles.follow import Lead, Told, joined, same_base
 from lowroll.runs.roles.heart import GONE_S, Heart, Watch
 from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
+from lowroll.runs.roles.seat import Seat
 from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed, RolloutReceiver
 from lowroll.transport.spool import Spool
@@ -46,9 +49,12 @@ log = logging.getLogger(__name__)
 STEPS_IN_USE = 2  # versions that engines may still have to take, beyond those of the level
 
 
-def train(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> RunResult:
+def train(
+    cfg: RunConfig, *, resume: bool = False, overwrite: bool = False, seat: Seat | None = None
+) -> RunResult:
     """Learn as `cfg` says from an orchestrator's batches; returns the run folder and its records.
-    The folder is treated as by `lowroll.run`, `resume`, `overwrite` and signals included."""
+    The folder is treated as by `lowroll.run`, `resume`, `overwrite` and signals included. seat: of
+    rank 0, where several ranks learn."""
     resume = resume or goes_on(cfg)
     cfg = cfg.resolved()
     refuse(cfg)
@@ -57,7 +63,8 @@ def train(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> R
     with ExitStack() as stack:
         home = stack.enter_context(attempt(cfg, "grpo", resume, overwrite, alone=False))
         heart = stack.enter_context(Heart(place.heart(TRAINER), TRAINER, home.attempt))
-        role = Training(home, place, heart, resume)
+        ranks = stack.enter_context(joined(cfg, seat))
+        role = Training(home, place, heart, resume, ranks)
         first = role.go_on() if resume else role.begin()
         view = stack.enter_context(
             LiveView(last, f"{home.path}: {cfg.algorithm}, {cfg.correction}")
@@ -74,28 +81,39 @@ def train(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) -> R
             signal = drive(role, first, last, cfg.ckpt.interval, show, stop)
         except ChannelClosed as reason:
             role.finish(role.learner.made)
+            role.lead.say("end")
             return RunResult(home.path, read(home.path), ended=str(reason))
         finally:
             role.close()
+        role.lead.say("end")
     return RunResult(home.path, read(home.path), signal=signal)
 
 
 class Training:
     """The role, joined. With `resume`, ValueError when the newest checkpoint is another run's."""
 
-    def __init__(self, home: RunFolder, place: Place, heart: Heart, resume: bool) -> None:
+    def __init__(
+        self,
+        home: RunFolder,
+        place: Place,
+        heart: Heart,
+        resume: bool,
+        ranks: Ranks = ALONE,
+    ) -> None:
         cfg = home.cfg
         self.home = home
         self.cfg = cfg
         self.place = place
         self.heart = heart
         self.stop = Stop()
+        self.lead = Lead(ranks)
         self.orchestrator = Watch(place.heart(ORCHESTRATOR))
         checkpoints = Checkpointing(home, resume)
+        self.lead.begin(home.attempt, checkpoints, cfg)
         compute = Compute.of(cfg)
         self.chat = models.tokenizer(cfg.model)
         model = models.learner(cfg, compute)
-        base = digest(model)
+        base = same_base(ranks, digest(model), cfg)
         self.channel = _Late()
         self.publisher = Broadcasting(cfg, compute, model, place, home.attempt)
         self.learner = Learner(
@@ -106,9 +124,10 @@ class Training:
             model,
             base,
             self.chat,
-            self.channel,
+            Told(self.channel, self.lead),
             self.publisher,
             deadline_s=GONE_S * 48,
+            ranks=ranks,
         )
         self._ended = time.monotonic()  # the step before
 
@@ -189,6 +208,7 @@ class Training:
     def checkpoint(self, step: int) -> None:
         """A checkpoint; the orchestrator's batches up to it are not needed any more."""
         self.heart.say(phase="checkpoint", doing="")
+        self.lead.say("checkpoint", step)
         self.learner.checkpoint(step)
         faultpoint(f"train.checkpoint/{step}")
         self.channel.commit(step)
@@ -196,6 +216,7 @@ class Training:
     def finish(self, step: int) -> None:
         """The last checkpoint and the trained model."""
         self.heart.say(phase="finishing", doing="")
+        self.lead.say("finish", step)
         self.learner.finish(step)
         if step:
             self.channel.commit(step)

@@ -1,0 +1,205 @@
+"""Models in parts: every rank holds some rows of each weight, its gradient and its moments (FSDP2).
+
+    ranks = Sharded(rank, size, host, port, device, deadline_s)
+    ranks.shard(model)
+
+`fully_shard` is put on each block and on the model from outside. A pass gathers a block's weights
+right before it runs and lets go of them after it; its gradients, summed over the ranks in float32,
+go to those who hold the rows. So every pass needs all ranks (`lockstep`).
+
+    learning weights   float32 parts are the masters; passes read them rounded to the model's dtype,
+                       which is what one rank's bfloat16 parameters are
+    frozen weights     parts in the model's dtype: a reference, a teacher, the base of an adapter
+    adapters           whole on every rank: they are small, and everything after the backward pass is
+                       plain data parallel
+    codes              of an aligned forward are whole on every rank, and made again block by block
+                       from gathered weights
+
+The model's own parameters (embedding, norm, lm_head) stay gathered from a pass to the update, since
+log-probs read lm_head outside of the model's call. `forget` drops them; without it the next pass
+would read the weights of before the update.
+
+What reads whole weights (a digest, a publication, a saved folder) reads a `mirror`: a plain model on
+the rank that leads, refilled block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lowroll.model.transformer import Block, Transformer
+from lowroll.parallel.ranks import Group, rows_of
+from lowroll.quant.formats import QTensor, get_format
+
+
+class Sharded(Group):
+    """This process among those that hold a model together. Arguments as `Group`'s."""
+
+    lockstep = True
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        assert dist.group.WORLD is not None
+        return DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+
+    @cached_property
+    def _models(self) -> list[Transformer]:
+        return []
+
+    @cached_property
+    def _dtypes(self) -> dict[int, torch.dtype]:
+        """In which passes read the parts, by the parameter's id: the models keep them."""
+        return {}
+
+    def shard(self, model: Transformer) -> Transformer:
+        """Keep this rank's part of a model that all ranks hold, on the ranks' device; returns it. A
+        model on the host goes over block by block. It must be whole: scaled, aligned, with its
+        adapter. ValueError for low-bit weights, before anything changes."""
+        _refuse(model)
+        dtype = model.dtype
+        whole = set()
+        for _, linear in model.linears():
+            if isinstance(linear.weight, QTensor):  # a matrix under the name of a format
+                matrix = linear.weight.tensors["weight"]
+                codes = linear.aligned
+                linear.set_weight(nn.Parameter(matrix, requires_grad=False))
+                linear.aligned = codes
+            if linear.adapter is not None:
+                whole |= set(linear.adapter.to(self.device).parameters())
+        for module in (*model.blocks, model):
+            learning = []
+            for p in module.parameters():
+                if p.requires_grad and p not in whole and not isinstance(p, DTensor):
+                    p.data = p.data.float()
+                    learning.append(p)
+            policy = MixedPrecisionPolicy(
+                param_dtype=dtype if learning else None,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
+            fully_shard(module, mesh=self._mesh, mp_policy=policy, ignored_params=whole)
+            assert isinstance(module, FSDPModule)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self._dtypes.update((id(p), dtype) for p in model.parameters())
+        self._models.append(model)
+        model.read_blocks = self._read_blocks
+        return model
+
+    def forget(self) -> None:
+        for model in self._models:
+            assert isinstance(model, FSDPModule)
+            model.reshard()
+
+    def is_part(self, p: Tensor) -> bool:
+        return isinstance(p, DTensor)
+
+    @torch.no_grad()
+    def part(self, p: Tensor) -> Tensor:
+        return p.to_local().detach() if isinstance(p, DTensor) else p
+
+    def cut(self, whole: Tensor, p: Tensor) -> Tensor:
+        if not isinstance(p, DTensor):
+            return super().cut(whole, p)
+        return whole[rows_of(self.rank, self.size, len(p))]
+
+    def dtype(self, p: Tensor) -> torch.dtype:
+        return self._dtypes.get(id(p), p.dtype)
+
+    def total(self, squares: Tensor) -> Tensor:
+        squares = squares.clone()
+        with self._together("the norm"):
+            dist.all_reduce(squares)
+        return squares
+
+    def on_whole(
+        self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
+    ) -> list[Tensor]:
+        """Matrix i goes to rank i."""
+        sizes = [part.numel() for part in parts] + [0] * (self.size - len(parts))
+        mine = self.rank < len(parts)
+        counts = [0] * self.size
+        if mine:
+            width = parts[self.rank].shape[1]
+            rows = (rows_of(r, self.size, heights[self.rank]) for r in range(self.size))
+            counts = [(one.stop - one.start) * width for one in rows]
+        sent = torch.cat([part.flatten() for part in parts])
+        whole = sent.new_empty(sum(counts))
+        with self._together("matrices to those who work on them"):
+            dist.all_to_all_single(whole, sent, counts, sizes)
+        if mine:
+            whole = work(self.rank, whole.view(-1, width)).flatten()
+        with self._together("matrices that come back"):
+            dist.all_to_all_single(sent, whole, sizes, counts)
+        back = sent.split(sizes[: len(parts)])
+        return [piece.view_as(part) for piece, part in zip(back, parts, strict=True)]
+
+    def mirror(
+        self, model: Transformer, device: torch.device | str = "cpu"
+    ) -> Transformer | None:
+        """The whole model, frozen and in its dtype, on the rank that leads; None on the others. Its
+        adapters and codes are the model's own. Filled, and again by `refill`."""
+        made = None
+        if self.leads:
+            dtype = self.dtype(next(model.parameters()))
+            made = Transformer(model.spec, device, dtype).requires_grad_(False)
+            if self.device.type == "cuda" and torch.device(device).type == "cpu":
+                for p in made.parameters():
+                    p.data = p.data.pin_memory()
+            for (_, ours), (_, theirs) in zip(made.linears(), model.linears(), strict=True):
+                ours.adapter, ours.aligned = theirs.adapter, theirs.aligned
+        self.refill(made, model)
+        return made
+
+    @torch.no_grad()
+    def refill(self, mirror: Transformer | None, model: Transformer) -> None:
+        """Bring a mirror to the model's weights. All ranks call it; those without one give None."""
+        self.forget()
+        targets = {} if mirror is None else dict(mirror.named_parameters())
+        for module in (*model.blocks, model):
+            prefix = f"blocks.{module.layer}." if isinstance(module, Block) else ""
+            with _gathered(module):
+                for name, p in module.named_parameters():
+                    if not isinstance(p, DTensor) and prefix + name in targets:
+                        target = targets[prefix + name]
+                        if target is not p:
+                            target.copy_(p, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _read_blocks(self, model: Transformer) -> Iterator[list[Block]]:
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            with _gathered(block):
+                yield [block]
+
+
+@contextmanager
+def _gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, a module's own parameters are whole, in the dtype that passes read."""
+    assert isinstance(module, FSDPModule)
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
+
+
+def _refuse(model: Transformer) -> None:
+    """ValueError for what cannot be held in parts."""
+    for name, linear in model.linears():
+        weight = linear.weight
+        if isinstance(weight, QTensor) and not get_format(weight.format).dense:
+            raise ValueError(
+                f"train.sharding: full: {name} is {weight.format} codes, which stay whole; write "
+                "train.sharding: none (every GPU has the base, and the adapter learns on all)"
+            )

@@ -1,0 +1,109 @@
+"""Which GPU each child of a launcher gets. No torch.
+
+The learner's ranks have the first GPUs, one each, and the engines the others, each as many as it needs:
+they share them where they are too few. Where nothing is left for an engine it shares the learner's
+GPUs. Without GPUs nobody is told anything, and with one all share it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowroll.config import RunConfig
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """GPUs by name: one of each rank, and those of each engine; none where a device is not chosen."""
+
+    ranks: tuple[str, ...] = ()
+    engines: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def learner(self) -> dict[str, str]:
+        """The environment of the trainer, for all its ranks."""
+        return {VISIBLE: ",".join(self.ranks)} if self.ranks else {}
+
+    def engine(self, number: int) -> dict[str, str]:
+        """The environment of an engine."""
+        return {VISIBLE: ",".join(self.engines[number])} if self.engines else {}
+
+    @property
+    def shares(self) -> int:
+        """Engines on the GPU of a rank, at most."""
+        return max((sum(gpu in own for own in self.engines) for gpu in self.ranks), default=0)
+
+    def line(self) -> str:
+        """For people."""
+        if not self.ranks:
+            return "devices: the learner and the engines share one"
+        told = [f"rank {rank}: GPU {gpu}" for rank, gpu in enumerate(self.ranks)]
+        if len(told) == 1:
+            told = [f"learner: GPU {self.ranks[0]}"]
+        told += [
+            f"engine {number}: GPU {', '.join(own)}" for number, own in enumerate(self.engines)
+        ]
+        how = "shared with engines" if self.shares else "each on its own"
+        return f"devices: {'; '.join(told)} (the learner's are {how})"
+
+
+def visible(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs that this process may use, by name: those of CUDA_VISIBLE_DEVICES, else all of the
+    machine."""
+    if VISIBLE in environ:
+        return [one.strip() for one in environ[VISIBLE].split(",") if one.strip()]
+    found = (path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*"))
+    return sorted(found, key=int)
+
+
+def place(gpus: Sequence[str], ranks: int = 1, engines: int = 1, each: int = 1) -> Placement:
+    """Which of `gpus` each rank and each engine gets, of which an engine needs `each`. ValueError
+    where there are GPUs, and fewer than the ranks or than one engine needs."""
+    if not gpus or len(gpus) == ranks == each == 1:
+        return Placement()
+    if len(gpus) < ranks:
+        raise ValueError(
+            f"train.gpus: {ranks} ranks need a GPU each, and there are {len(gpus)} "
+            f"({', '.join(gpus)}; {VISIBLE} says which are used)"
+        )
+    if len(gpus) < each:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel_size: an engine needs {each} GPUs, and there are "
+            f"{len(gpus)} ({', '.join(gpus)}; {VISIBLE} says which are used)"
+        )
+    own, others = tuple(gpus[:ranks]), gpus[ranks:]
+    room = others if len(others) >= each else gpus
+    shares = [tuple(room[i : i + each]) for i in range(0, len(room) - each + 1, each)]
+    return Placement(own, tuple(shares[number % len(shares)] for number in range(engines)))
+
+
+def of_run(cfg: RunConfig) -> Placement:
+    """Where the roles of a run on this machine go. ValueError as `place` says."""
+    each = 1 if cfg.rollout.engine == "native" else cfg.rollout.vllm.tensor_parallel_size
+    gpus = [] if cfg.device == "cpu" else visible()
+    return place(gpus, cfg.train.gpus, cfg.rollout.engines, each)
+
+
+def check_ranks(cfg: RunConfig) -> None:
+    """ValueError where this machine has GPUs, and fewer than ranks."""
+    if cfg.device != "cpu":
+        place(visible(), cfg.train.gpus)
+
+
+def own_first(local: int, gpus: Sequence[str]) -> dict[str, str]:
+    """The environment of the `local`th rank of its machine: its own GPU is the first that it sees,
+    behind it are those of the others, which NCCL reaches directly. ValueError where there is none
+    for it."""
+    if len(gpus) < 2 and not local:
+        return {}
+    if local >= len(gpus):
+        raise ValueError(
+            f"LOCAL_RANK: {local}, and {len(gpus)} GPUs are used here ({VISIBLE} says which); every "
+            "rank needs one of its own"
+        )
+    return {VISIBLE: ",".join([gpus[local], *gpus[:local], *gpus[local + 1 :]])}

@@ -1,0 +1,248 @@
+"""Which roles a run has, when each is started, watched and started again; what is shown of them. Who
+starts their processes, and where, is the launcher's (`member`)."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lowroll.checkpoint.logfile import Warnings
+from lowroll.config import RunConfig
+from lowroll.metrics.live import LiveView
+from lowroll.metrics.record import EVALUATIONS_FILE, METRICS_FILE, read, read_evaluations
+from lowroll.runs.folder import LOGS
+from lowroll.runs.launch.member import Member
+from lowroll.runs.roles.place import ENGINE, ORCHESTRATOR, TRAINER, Place, rank_role
+from lowroll.runs.stop import Stop
+from lowroll.types import RunFailed
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+ENDING_S = 30.0  # for a role that has nothing more to do
+STOPPING_S = 590.0  # for the trainer's step and checkpoint
+USERS_MISTAKE = 2  # the exit code of commands
+
+Make = Callable[[str, list[str]], Member]  # of a role and its words behind `lowroll`
+
+
+def engines(cfg: RunConfig) -> list[str]:
+    """The roles of the engines that a launcher starts; none where the settings name others."""
+    if cfg.client.base_url or cfg.client.elastic.hostname is not None:
+        return []
+    return [f"{ENGINE}-{i}" for i in range(cfg.rollout.engines)]
+
+
+class Fleet:
+    """The roles of a run, joined. cfg: resolved. settings: the file that they read. make: of each, once."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        place: Place,
+        settings: Path,
+        make: Make,
+        view: LiveView,
+        stop: Stop,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        self.cfg = cfg
+        self.place = place
+        self.view = view
+        self.stop = stop
+        self.flags = ["--resume"] if resume else ["--overwrite"] if overwrite else []
+        self.at: dict[str, tuple[str, int]] = {}  # where engines have served, by role
+        self.shown = 0  # the last step whose record was shown
+        self.evaluated = read_evaluations(place.run)  # that were shown
+        self._sizes: list[int] = []
+        logs = place.run / LOGS
+        self.warnings = {
+            TRAINER: Warnings(logs, "attempt", *map(rank_role, range(1, cfg.train.gpus))),
+            ORCHESTRATOR: Warnings(logs, ORCHESTRATOR),
+        }
+        self.trainer = make(TRAINER, ["train", str(settings)])
+        self.orchestrator = make(ORCHESTRATOR, ["orchestrate", str(settings)])
+        self.engines = [make(role, ["serve", str(settings)]) for role in engines(cfg)]
+        for role in (TRAINER, ORCHESTRATOR, *place.engines()):  # of another launch
+            place.heart(role).unlink(missing_ok=True)  # nobody is to take them for alive or ended
+        if resume and (place.run / METRICS_FILE).is_file():
+            self.shown = max((record["step"] for record in read(place.run)), default=0)
+
+    @property
+    def members(self) -> list[Member]:
+        """In the order in which they are started."""
+        return [*self.engines, self.orchestrator, self.trainer]
+
+    def run(self) -> int:
+        """Until the run has ended; the number of the signal that ended it early, else 0."""
+        for member in self.members:
+            member.again_at = time.monotonic()
+        while not self.trainer.done:
+            if self.stop:
+                return self._stop()
+            for member in self.members:
+                self._look(member)
+            self._rejoin()
+            self._show()
+            time.sleep(LOOK_S)
+        while not self.orchestrator.done and not self.stop:  # the last evaluation
+            for member in (*self.engines, self.orchestrator):
+                self._look(member)
+            time.sleep(LOOK_S)
+        self._show()
+        for engine in self.engines:
+            engine.end(ENDING_S)
+        return self.stop.signal
+
+    def _start(self, member: Member) -> None:
+        member.start(*self._addresses(member))
+        log.info("%s: %s: lowroll %s", member.role, member.name, " ".join(member.command))
+
+    def _addresses(self, member: Member) -> list[str]:
+        """The settings and flags of a role that are known when it is started."""
+        here = member.here
+        if member in self.engines:
+            # of a direct way: the one that the trainer names in the run folder
+            listens = [f"serve.host={here}", f"serve.port={self._port(member)}"]
+            return [*listens, *self._meet("127.0.0.1")]
+        if member is self.trainer:
+            return [*self._meet(here), *(["--resume"] if member.ready else self.flags)]
+        if ip_address(here).is_loopback:
+            return []
+        return [f"rollout_transport.host={here}"]
+
+    def _meet(self, here: str) -> list[str]:
+        if not self.engines:
+            return []
+        return [f"weight_broadcast.host={here}", "weight_broadcast.port=0"]
+
+    def _port(self, engine: Member) -> int:
+        """One that is free at first (0); then the one that the orchestrator knows, or, where that is
+        another machine's or somebody else's now, a new one: then the orchestrator is started again,
+        which asks the engines where they are."""
+        host, port = self.at.get(engine.role, ("", 0))
+        if not port or (host == engine.here and engine.is_free(port)):
+            return port
+        why = f"its port {port} was taken by another process"
+        if host != engine.here:
+            why = f"it has moved from {host} to {engine.here}"
+        log.warning(
+            "%s: %s: it gets a new port, and the orchestrator is started again to find it",
+            engine.role,
+            why,
+        )
+        self.orchestrator.kill()
+        del self.at[engine.role]
+        return 0
+
+    def _look(self, member: Member) -> None:
+        """Start again what has ended or hangs. RunFailed when that does not help."""
+        if member.done:
+            return
+        member.look()
+        url = (member.watch.said or {}).get("url") if member.ready else None
+        if url:  # one that is lost while it starts again says none
+            where = urlsplit(str(url))
+            self.at[member.role] = (where.hostname or "", where.port or 0)
+        if member.again_at:
+            if time.monotonic() >= member.again_at and member.placed():
+                member.again_at = 0.0
+                self._start(member)
+            return
+        if (hangs := member.hangs()) is not None:
+            member.kill()
+            self._again(member, hangs)
+        elif not member.alive():
+            member.kill()  # what is left of its group
+            if member.code == 0 and member not in self.engines:
+                member.done = True
+                return
+            told = f"{member.role} has ended ({member.ended()}): {member.last_words()}"
+            self._again(member, told)
+
+    def _rejoin(self) -> None:
+        """Start an orchestrator again that has ended, when the trainer waits for a batch: it was lost
+        while it finished, and its last checkpoint is damaged."""
+        if self.orchestrator.done and self.trainer.phase == "waiting":
+            log.warning("the trainer has gone back, and the orchestrator is started again")
+            self.orchestrator.done, self.orchestrator.again_at = False, time.monotonic()
+
+    def _again(self, member: Member, why: str) -> None:
+        pause = member.pause()
+        if member.code == USERS_MISTAKE and not member.ready:
+            raise ValueError(f"{member.role}: {member.last_words().removeprefix('error: ')}")
+        if pause is None:
+            raise RunFailed(
+                f"{member.role}: stopped after {len(member.starts) - 1} restarts: {why}"
+            )
+        log.warning("%s; it is started again in %.1f s", why, pause)
+        member.again_at = time.monotonic() + pause
+
+    def _stop(self) -> int:
+        """A signal came: the trainer finishes its step, then all end."""
+        self.trainer.signal(signal.SIGTERM)
+        until = time.monotonic() + STOPPING_S
+        while self.trainer.alive() and time.monotonic() < until:
+            self.trainer.look()
+            if (hangs := self.trainer.hangs()) is not None:
+                log.warning("%s; it is ended, and --resume goes on from its checkpoint", hangs)
+                break
+            for engine in self.engines:
+                self._look(engine)
+            if not self.orchestrator.done:
+                self._look(self.orchestrator)
+            self._show()
+            time.sleep(LOOK_S)
+        self.trainer.kill()
+        for member in (self.orchestrator, *self.engines):
+            member.end(ENDING_S)
+        return self.stop.signal
+
+    def _show(self) -> None:
+        """New records, evaluations and warnings, and what each role does."""
+        files = [self.place.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
+        sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
+        if sizes != self._sizes and self.trainer.ready:
+            self._sizes = sizes
+            self._show_records()
+        for role, warnings in self.warnings.items():
+            for line in warnings.new():
+                self.view.note(f"{role}: {line}")
+        self.view.phase(" | ".join(map(self._told, self.members)), 0, 0)
+
+    def _show_records(self) -> None:
+        """An evaluation comes after the record of its step, or with it."""
+        with_record = set()
+        for record in read(self.place.run):
+            if record["step"] > self.shown:
+                self.shown = record["step"]
+                with_record.add(self.shown)
+                self.view.step(record)
+                log.info("%s", self.view.line())
+        for step, evaluation in read_evaluations(self.place.run).items():
+            if self.evaluated.get(step) != evaluation and max(1, step) <= self.shown:
+                self.evaluated[step] = evaluation
+                if max(1, step) not in with_record:
+                    self.view.evaluation(evaluation)
+
+    def _told(self, member: Member) -> str:
+        """What a role does, in words."""
+        member.look()
+        if not member.alive():
+            return f"{member.role}: {'done' if member.done else 'ended'}"
+        silent = member.watch.silent_for
+        if silent > member.watch.silent_s / 2 and member.ready:
+            return f"{member.role}: silent for {silent:.0f} s ({member.watch.told()})"
+        return f"{member.role}: {member.watch.told()}"
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        for member in reversed(self.members):
+            member.kill()

@@ -1,0 +1,140 @@
+"""A role that a launcher keeps alive: its words, its sign of life, how often it was started. How its
+process is started, asked for and ended is the launcher's own (`child`, `owned`)."""
+
+from __future__ import annotations
+
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowroll.runs.roles.heart import Watch
+
+MOST_RESTARTS = 5  # within WINDOW_S
+WINDOW_S = 600.0
+FIRST_PAUSE_S = 0.5  # before a restart; then twice as long each time
+LONGEST_PAUSE_S = 10.0
+LOOK_S = 0.05
+ENDING_S = 120.0  # from its last sign of life to its end: it gives a large model's memory back
+START_S = 900.0  # until the first sign of life: loading a large model takes minutes
+
+
+class Member(ABC):
+    """role: its name. command: words after `lowroll`. heart: of the role's sign of life. log: what its
+    process says is appended there."""
+
+    here = "127.0.0.1"  # the address of its machine, at which it listens
+
+    def __init__(self, role: str, command: Sequence[str], heart: Path, log: Path) -> None:
+        self.role = role
+        self.command = list(command)
+        self.heart = heart
+        self.log = log
+        self.watch = Watch(heart)
+        self.starts: deque[float] = deque()
+        self.ready = False  # in this launch it was past its start once
+        self.again_at = 0.0  # of `time.monotonic`, when it is to be started again
+        self.done = False  # it has ended as it should
+
+    def start(self, *more: str) -> None:
+        """Start it, in a process group of its own."""
+        self.starts.append(time.monotonic())
+        self.begin([*self.command, *more])
+        self.watch = Watch(self.heart)
+
+    @abstractmethod
+    def begin(self, words: list[str]) -> None:
+        """Start the process of `lowroll WORDS`."""
+
+    def placed(self) -> bool:
+        """Whether there is a machine to start it on. RunFailed when none is found in time."""
+        return True
+
+    @abstractmethod
+    def is_free(self, port: int) -> bool:
+        """Whether it could listen there."""
+
+    @abstractmethod
+    def is_mine(self, said: dict[str, object]) -> bool:
+        """Whether its very process has said that."""
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether its process runs."""
+
+    @abstractmethod
+    def signal(self, number: int) -> None:
+        """To the process alone."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it and all of its group now, and wait for that. Idempotent."""
+
+    @property
+    @abstractmethod
+    def code(self) -> int:
+        """With which it has ended, once it was killed or found dead; 0 before."""
+
+    @abstractmethod
+    def ended(self) -> str:
+        """How it has ended, in words."""
+
+    @abstractmethod
+    def last_words(self) -> str:
+        """Of its log since its last start, with the log's path."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Of its process, for the log."""
+
+    def look(self) -> None:
+        """See its sign of life."""
+        if self.watch.look() and self._said() is not None:
+            # "ended" says nothing: a user's mistake ends a role in its start, too
+            said = self.watch.said or {}
+            self.ready |= said.get("phase", "starting") not in ("starting", "ended")
+
+    def _said(self) -> dict[str, object] | None:
+        said = self.watch.said
+        return said if said is not None and self.is_mine(said) else None
+
+    @property
+    def phase(self) -> str:
+        """What this very process has said that it does; "" before."""
+        said = self._said() if self.alive() else None
+        return str((said or {}).get("phase", ""))
+
+    def hangs(self) -> str | None:
+        """Why it counts as hanging; None when it does not."""
+        if not self.alive():
+            return None
+        limit = START_S
+        if (said := self._said()) is not None:
+            limit = ENDING_S if said["phase"] == "ended" else self.watch.silent_s
+        if self.watch.silent_for <= limit:
+            return None
+        return (
+            f"the {self.watch.name} gives no sign of life for {self.watch.silent_for:.0f} s: it is "
+            f"stopped or hangs; last it said: {self.watch.told() or 'nothing'}"
+        )
+
+    def pause(self) -> float | None:
+        """Seconds before it is started again; None when that was too often."""
+        now = time.monotonic()
+        while self.starts and now - self.starts[0] > WINDOW_S:
+            self.starts.popleft()
+        restarts = len(self.starts) - 1
+        if restarts >= MOST_RESTARTS:
+            return None
+        return float(min(FIRST_PAUSE_S * 2.0 ** max(0, restarts), LONGEST_PAUSE_S))
+
+    def end(self, seconds: float) -> None:
+        """Ask it to end, and end it after so many seconds."""
+        self.signal(signal.SIGTERM)
+        until = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < until:
+            time.sleep(LOOK_S)
+        self.kill()

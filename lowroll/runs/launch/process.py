@@ -1,0 +1,82 @@
+"""The process of a role, as any launcher has it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lowroll.checkpoint.logfile import last_error
+from lowroll.runs.roles.parent import PARENT
+
+
+class RoleProcess:
+    """`lowroll WORDS` in a process group of its own, which ends with this process. env: whole."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self._began = out.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "lowroll", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**env, PARENT: str(os.getpid())},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
+
+    def alive(self) -> bool:
+        """Whether it runs. One that has ended keeps its number until `kill`, so that nobody else gets
+        it."""
+        if self.process.returncode is not None:
+            return False
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.process.pid, flags) is None
+
+    def signal(self, number: int) -> None:
+        """To the process alone."""
+        if self.alive():
+            os.kill(self.process.pid, number)
+
+    def kill(self) -> int:
+        """End it and all of its group now, and wait for that; its exit code. Idempotent: a number that
+        was given back may be another's."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=30.0)
+        return self.process.returncode
+
+    def last_words(self) -> str:
+        """Of its log since its start, with the log's path."""
+        return f"{last_error(self.log, self._began)} (log: {self.log})"
+
+
+def how(code: int) -> str:
+    """An exit code in words."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there, so that a server could."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError:
+            return False
+    return True

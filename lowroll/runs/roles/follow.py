@@ -1,0 +1,282 @@
+"""The learner's ranks beside rank 0: they do what rank 0 says, when it says it.
+
+    rank 0        learn + batch    checkpoint    ...    finish    end
+    the others    the same calls on a learner of the same kind, whose run folder writes nothing
+
+An order comes before what it is of, so all ranks make the same calls in the same order, and each may
+work with the others in any of them. Rank 0 alone reads the channel, decides, writes and broadcasts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lowroll.checkpoint.faults import faultpoint
+from lowroll.config import RunConfig
+from lowroll.model.transformer import Transformer
+from lowroll.parallel.ranks import ALONE, Group, Ranks
+from lowroll.runs.attempt import log_file
+from lowroll.runs.build import models, trainer
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.checkpointing import Checkpointing
+from lowroll.runs.folder import RunFolder
+from lowroll.runs.learner import Learner
+from lowroll.runs.roles.heart import GONE_S, Heart
+from lowroll.runs.roles.place import Place, rank_role
+from lowroll.runs.roles.seat import Seat
+from lowroll.runs.stop import polite_stop
+from lowroll.transport.base import RolloutReceiver
+from lowroll.transport.codec import decode_batch, encode_batch
+from lowroll.types import Batch
+from lowroll.weights.noise import share
+from lowroll.weights.publish import digest
+
+log = logging.getLogger(__name__)
+
+ORDER_S = GONE_S * 50  # for rank 0's next order: longer than it waits for a batch
+
+Do = Literal["learn", "checkpoint", "finish", "end"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks do next. step: of the batch, or of the checkpoint."""
+
+    do: Do
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Begin:
+    """What the others must know before they begin. attempt: of rank 0. step: of the checkpoint to
+    go on from; None where there is none. settings: as rank 0 has them."""
+
+    attempt: int
+    step: int | None
+    settings: str
+
+
+@contextmanager
+def joined(cfg: RunConfig, seat: Seat | None) -> Iterator[Ranks]:
+    """The ranks that this process learns with."""
+    if seat is None or seat.size == 1:
+        yield ALONE
+        return
+    device = Compute.of(cfg).device
+    if device.type == "cuda":
+        device = torch.device(
+            "cuda", 0
+        )  # its own is the first that it sees (`runs.launch.devices`)
+    ranks = Group(seat.rank, seat.size, seat.host, seat.port, device, GONE_S)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+class Lead:
+    """Rank 0's side: it says what comes before it does it. Nothing to nobody where it is alone."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def begin(self, attempt: int, checkpoints: Checkpointing, cfg: RunConfig) -> None:
+        """Have the others make their learners."""
+        step = None if checkpoints.found is None else checkpoints.found.step
+        if self.ranks.size > 1:
+            self.ranks.tell(json.dumps(asdict(Begin(attempt, step, cfg.dump()))).encode())
+
+    def say(self, do: Do, step: int = 0, batch: Batch | None = None) -> None:
+        """The next order, with the batch that it is of."""
+        if self.ranks.size > 1:
+            payload = b"" if batch is None else encode_batch(batch)
+            self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
+
+
+def same_base(ranks: Ranks, base: str, cfg: RunConfig) -> str:
+    """The digest of the weights that all ranks begin with. ValueError on a rank that has others."""
+    if ranks.size > 1 and ranks.tell(base.encode()).decode() != base:
+        raise ValueError(f"model: the weights of {cfg.model} here are not those of rank 0")
+    return base
+
+
+def follow(cfg: RunConfig, seat: Seat) -> None:
+    """Learn with rank 0 until it says that the run is over. ValueError when this rank was given
+    another run's settings or weights."""
+    cfg = cfg.resolved()
+    place, role = Place(cfg.output_dir), rank_role(seat.rank)
+    with ExitStack() as stack:
+        stack.enter_context(polite_stop())  # rank 0 stops for all
+        ranks = stack.enter_context(joined(cfg, seat))
+        begin = Begin(**json.loads(ranks.tell(wait_s=ORDER_S)))
+        _refuse_other(cfg, begin)
+        stack.enter_context(log_file(place.run, begin.attempt, role))
+        heart = stack.enter_context(Heart(place.heart(role), role, begin.attempt))
+        log.info("rank %d of %d, attempt %d", seat.rank, seat.size, begin.attempt)
+        Follower(cfg, ranks, heart, begin).run()
+
+
+class Follower:
+    """A rank that is told what to do."""
+
+    def __init__(self, cfg: RunConfig, ranks: Ranks, heart: Heart, begin: Begin) -> None:
+        self.ranks = ranks
+        self.heart = heart
+        home = Reader(cfg, begin.step)
+        checkpoints = Checkpointing(home, resume=begin.step is not None)
+        compute = Compute.of(cfg)
+        model = models.learner(cfg, compute)
+        base = same_base(ranks, digest(model), cfg)
+        self.orders = Orders(ranks)
+        self.learner = Learner(
+            home,
+            checkpoints,
+            cfg,
+            compute,
+            model,
+            base,
+            models.tokenizer(cfg.model),
+            self.orders,
+            Nowhere(cfg, model),
+            deadline_s=ORDER_S,
+            ranks=ranks,
+        )
+        self.learner.watch(self._phase, lambda _: None)
+        if begin.step is not None:
+            saved = self.learner.restore()
+            assert saved is not None
+            self.learner.go_on(saved)
+
+    def run(self) -> None:
+        """Until the run is over."""
+        does: Mapping[str, Callable[[int], object]] = {
+            "learn": self.learner.step,
+            "checkpoint": self._checkpoint,
+            "finish": self.learner.finish,
+        }
+        while True:
+            self.heart.say(phase="waiting", doing="for rank 0")
+            order = self.orders.hear()
+            faultpoint(f"rank.{order.do}/{order.step}")
+            if order.do == "end":
+                return
+            self.heart.say(phase=order.do, step=order.step, doing="")
+            does[order.do](order.step)
+
+    def _checkpoint(self, step: int) -> None:
+        self.learner.enter(step)
+        self.learner.checkpoint(step)
+
+    def _phase(self, name: str, done: int, total: int) -> None:
+        self.heart.progress(name, done, total)
+        faultpoint(f"rank.{name}")
+
+
+class Orders:
+    """Rank 0's orders, and, for the learner, the batches that come with them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._batch: Batch | None = None
+
+    def hear(self) -> Order:
+        """The next one."""
+        line, _, payload = self.ranks.tell(wait_s=ORDER_S).partition(b"\n")
+        self._batch = decode_batch(payload) if payload else None
+        return Order(**json.loads(line))
+
+    def receive(self, deadline_s: float) -> Batch:
+        """That of the order to learn."""
+        assert self._batch is not None
+        return self._batch
+
+    def commit(self, step: int) -> None:
+        """Rank 0's business."""
+
+    def close(self) -> None:
+        """Rank 0's business."""
+
+
+class Told:
+    """Rank 0's channel: the others get each batch that it receives."""
+
+    def __init__(self, channel: RolloutReceiver, lead: Lead) -> None:
+        self.channel = channel
+        self.lead = lead
+        self.commit = channel.commit
+        self.close = channel.close
+
+    def receive(self, deadline_s: float) -> Batch:
+        batch = self.channel.receive(deadline_s)
+        self.lead.say("learn", batch.step, batch)
+        return batch
+
+
+class Reader(RunFolder):
+    """The run folder for who writes nothing there. step: of the checkpoint to go on from."""
+
+    def __init__(self, cfg: RunConfig, step: int | None) -> None:
+        super().__init__(cfg, "grpo", alone=False)
+        self._step = step
+
+    @property
+    def _asked(self) -> int | None:
+        return self._step
+
+    def resume(self, step: int, about: Mapping[str, str]) -> None:
+        """Rank 0 cuts it back."""
+
+    def keep_batch(self, name: str, batch: Batch) -> Path:
+        return self.path / name
+
+    def save(self, step: int, tensors: Any, state: Any, meta: Any) -> None:
+        """Rank 0 keeps it."""
+
+    def publish(self, write: Callable[[Path], object]) -> None:
+        """Rank 0 puts it there."""
+
+
+class Nowhere:
+    """New weights, which rank 0 broadcasts (`runs.learner.Publisher`)."""
+
+    cache_tokens = None
+    hidden_bytes = 0
+
+    def __init__(self, cfg: RunConfig, model: Transformer) -> None:
+        self.cfg = cfg
+        self.model = model
+        self.weights = cfg.rollout.weights
+        self.noise = trainer.noise(cfg)
+
+    def publish(self, version: int) -> Mapping[str, float]:
+        """What the learner does itself when there is a version."""
+        if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
+            share(self.model, None if self.noise is None else self.noise.at(version))
+        return {}
+
+    def update(self, version: int) -> None:
+        self.publish(version)
+
+    def change_format(self, weights: str) -> None:
+        raise AssertionError(f"a fallback to {weights} was refused at the start")
+
+    def release(self) -> None:
+        """There is no engine here."""
+
+
+def _refuse_other(cfg: RunConfig, begin: Begin) -> None:
+    """ValueError names the first setting that is not rank 0's."""
+    for mine, theirs in zip(cfg.dump().splitlines(), begin.settings.splitlines(), strict=False):
+        if mine != theirs:
+            raise ValueError(
+                f"{cfg.source}: {mine.strip()}: rank 0 has {theirs.strip()}; all ranks have one run's "
+                "settings"
+            )
