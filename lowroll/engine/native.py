@@ -100,6 +100,9 @@ class NativeEngine:
     max_model_len: tokens of the longest prompt with its response, where the model could take longer
     ones. memory_share: of the device's memory, which weights and a KV cache of no given size may fill.
     prefix_caching: a prompt finds the pages of an earlier one with the same beginning.
+    turn_caching: the next turn of a conversation also finds the pages of what was drawn in the turn
+    before. Keys that a decode step made differ in their last bits from those of a prompt that runs,
+    and so do the log-probs behind them. It needs the dense cache, unrounded, and one format.
     cuda_graphs: False starts the kernels of a decode step one by one, to look for a fault.
     ValueError names the argument that is wrong.
     """
@@ -130,11 +133,15 @@ class NativeEngine:
         max_model_len: int | None = None,
         memory_share: float | None = None,
         prefix_caching: bool = True,
+        turn_caching: bool = False,
         cuda_graphs: bool = True,
     ) -> None:
         if lookahead is not None and not 1 <= lookahead <= MOST_STEPS:
             raise ValueError(f"lookahead: expected 1..{MOST_STEPS} steps, got {lookahead}")
         self.kv = _policy_or_dense(kv)
+        if turn_caching:
+            _check_turn_caching(self.kv, kv_dtype, large_batch_weights, prefix_caching)
+        self._turn_caching = turn_caching
         self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
@@ -594,6 +601,7 @@ class NativeEngine:
             eos_ids=self._eos_ids(),
             decode=decode,
             evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
+            turn_caching=self._turn_caching,
         )
 
     def _num_pages(
@@ -656,6 +664,21 @@ def policy_bytes(
     say which keys it drops."""
     recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
     return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
+
+
+def _check_turn_caching(
+    kv: CachePolicy, kv_dtype: str | None, large_batch_weights: str | None, prefix_caching: bool
+) -> None:
+    """ValueError for what would make the pages of drawn tokens others than those of a prompt."""
+    reasons = {
+        "a cache policy that drops keys": kv.budget is not None,
+        f"a cache in {kv_dtype}": kv_dtype is not None,
+        "large_batch_weights": large_batch_weights is not None,
+        "prefix_caching: false": not prefix_caching,
+    }
+    for reason, stands in reasons.items():
+        if stands:
+            raise ValueError(f"turn_caching: it does not go with {reason}")
 
 
 def _policy_or_dense(kv: CachePolicy | None) -> CachePolicy:

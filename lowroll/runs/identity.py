@@ -65,6 +65,7 @@ ADDED: dict[str, object] = {
     "rollout.max_model_len": None,
     "rollout.seed": None,
     "rollout.prefix_caching": True,
+    "rollout.turn_caching": False,
     "rollout.gpu_memory_utilization": None,
     "advantage_function": None,
     "track": [],

@@ -118,7 +118,7 @@ def test_what_cannot_be_played_is_named(found: Any) -> None:
     assert "no environment 'vf-none' is installed (prime env install vf-none" in refused["missing"]
     assert "vf-words: cuont: Extra inputs are not permitted" in refused["argument"]
     assert "setup needs a runtime of verifiers" in refused["runtime"]
-    assert "max_turns must be at least 1, got 0" in refused["turns"]
+    assert "max_turns: expected a number of at least 1, got 0" in refused["turns"]
     assert "no train task" in refused["empty"]
 
 

@@ -32,7 +32,8 @@ from lowroll.envs.base import bounded
 from lowroll.envs.blame import describe, place
 from lowroll.envs.data.columns import Message
 from lowroll.envs.outcome import MAX_REWARD, InvalidScore, ScorerFailed, awaited
-from lowroll.envs.table import import_file, nearest, split_file
+from lowroll.envs.table import import_file, split_file
+from lowroll.types import nearest
 
 ANSWER = "answer"  # the function that comes along: is the final answer the gold one?
 TEXTS = ("text", "solution_str")  # names of a response's text; the second is verl's
@@ -113,7 +114,7 @@ class RewardFunction:
                 why = UNKNOWN_HERE.get(name, "there is no such column")
                 known = [*self.own, *columns]
                 raise ValueError(
-                    f"{self.where} takes {name!r}, and {why}{nearest(name, known)}; it may take "
+                    f"{self.where} takes {name!r}, and {why}{nearest(name, known, repr)}; it may take "
                     f"{', '.join(known)}"
                 )
 
@@ -207,7 +208,7 @@ def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction:
     if not inspect.isfunction(function):
         known = [k for k, v in vars(modules[key]).items() if inspect.isfunction(v)]
         raise ValueError(
-            f"{key}: no function {name!r}{nearest(name, known)}; it has: {', '.join(known) or 'none'}"
+            f"{key}: no function {name!r}{nearest(name, known, repr)}; it has: {', '.join(known) or 'none'}"
         )
     return RewardFunction(name, function, function.__code__.co_filename)
 

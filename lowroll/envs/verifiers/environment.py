@@ -43,10 +43,9 @@ class Verifiers(Environment):
         self.eval_source = None
         if eval_args is not None:
             self.eval_source = self._load(env_id, args | eval_args)
-        if max_turns is not None and (type(max_turns) is not int or max_turns < 1):
-            raise ValueError(f"env {name!r}: max_turns must be at least 1, got {max_turns!r}")
         own = self.source.max_turns
-        self.max_turns = max_turns or (own if own > 0 else MOST_TURNS)
+        bound = own if own > 0 else MOST_TURNS
+        self.max_turns = bound if max_turns is None else max_turns
         self._tasks: dict[str, _Tasks] = {}
         self._order = lru_cache(maxsize=4)(self._shuffled)
 
