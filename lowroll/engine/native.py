@@ -138,10 +138,7 @@ class NativeEngine:
     ) -> None:
         if lookahead is not None and not 1 <= lookahead <= MOST_STEPS:
             raise ValueError(f"lookahead: expected 1..{MOST_STEPS} steps, got {lookahead}")
-        self.kv = _policy_or_dense(kv)
-        if turn_caching:
-            _check_turn_caching(self.kv, kv_dtype, large_batch_weights, prefix_caching)
-        self._turn_caching = turn_caching
+        self.kv = _policy_or_dense(kv, turn_caching, kv_dtype, large_batch_weights)
         self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
@@ -185,7 +182,7 @@ class NativeEngine:
             cuda_graphs,
             one_pass,
         )
-        self.pool = PagePool(num_pages, page_size, prefix_caching)
+        self.pool = PagePool(num_pages, page_size, prefix_caching, turn_caching)
         if large_batch_weights is not None:
             weights = f"{weights}+{large_batch_weights}"
         self.behavior = BehaviorTag(
@@ -601,7 +598,6 @@ class NativeEngine:
             eos_ids=self._eos_ids(),
             decode=decode,
             evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
-            turn_caching=self._turn_caching,
         )
 
     def _num_pages(
@@ -666,28 +662,27 @@ def policy_bytes(
     return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
 
 
-def _check_turn_caching(
-    kv: CachePolicy, kv_dtype: str | None, large_batch_weights: str | None, prefix_caching: bool
-) -> None:
-    """ValueError for what would make the pages of drawn tokens others than those of a prompt."""
-    reasons = {
-        "a cache policy that drops keys": kv.budget is not None,
-        f"a cache in {kv_dtype}": kv_dtype is not None,
-        "large_batch_weights": large_batch_weights is not None,
-        "prefix_caching: false": not prefix_caching,
-    }
-    for reason, stands in reasons.items():
-        if stands:
-            raise ValueError(f"turn_caching: it does not go with {reason}")
-
-
-def _policy_or_dense(kv: CachePolicy | None) -> CachePolicy:
-    """The dense policy for None. ValueError for what is no policy."""
+def _policy_or_dense(
+    kv: CachePolicy | None,
+    turn_caching: bool,
+    kv_dtype: str | None,
+    large_batch_weights: str | None,
+) -> CachePolicy:
+    """The dense policy for None. ValueError for what is no policy, and for what would make the pages
+    of drawn tokens others than those of a prompt."""
     if kv is not None and not isinstance(kv, CachePolicy):
         raise ValueError(
             "kv: expected a CachePolicy, as lowroll.kv.policy.table.make gives, or None, the dense "
             f"cache, got {type(kv).__name__}"
         )
+    reasons = {
+        "a cache policy that drops keys": kv is not None and kv.budget is not None,
+        f"a cache in {kv_dtype}": kv_dtype is not None,
+        "large_batch_weights": large_batch_weights is not None,
+    }
+    for reason, stands in reasons.items():
+        if turn_caching and stands:
+            raise ValueError(f"turn_caching: it does not go with {reason}")
     return DENSE if kv is None else kv
 
 

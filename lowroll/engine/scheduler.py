@@ -46,7 +46,7 @@ from dataclasses import replace
 
 from lowroll.engine.base import Drawn
 from lowroll.engine.drafts import Replays, agreed, begin, drawn, plan_checks
-from lowroll.engine.outcome import behavior_salt, drawn_by, rollouts_of
+from lowroll.engine.outcome import behavior_salt, drawn_by, give_up, rollouts_of
 from lowroll.engine.sequence import Compaction, LiveGroup, Plan, PrefillChunk, Sequence
 from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
@@ -65,8 +65,7 @@ class Scheduler:
     that decode rows take before other prompts run, 0 for none. behavior: how
     tokens are drawn now; its last policy span names the weights. decode: token ids to text, needed
     for stop strings only. evictions: what the cache of the sample in a slot has dropped (of slot
-    None: nothing yet), for its rollout; None where that is not recorded. turn_caching: pages of
-    what a sample drew are offered to later requests, too.
+    None: nothing yet), for its rollout; None where that is not recorded.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Scheduler:
         eos_ids: Iterable[int] = (),
         decode: Callable[[list[int]], str] | None = None,
         evictions: Callable[[int | None], Evictions] | None = None,
-        turn_caching: bool = False,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -103,7 +101,6 @@ class Scheduler:
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.evictions = evictions
-        self.turn_caching = turn_caching
         self.reserved_pages = 0  # over all sequences; never over pool.num_free
         self._groups: dict[int, LiveGroup] = {}  # by handle, in order of arrival
         self._waiting: deque[LiveGroup] = deque()  # groups with samples that wait, oldest first
@@ -558,18 +555,6 @@ class Scheduler:
         if group.salt == self.salt and group.page_keys is not None:
             self.pool.publish(group.leader.pages[: len(group.page_keys)], group.page_keys)
 
-    def _publish_drawn(self, sequence: Sequence) -> None:
-        """Offer the full pages of a sample that ends, so that a request which goes on from there
-        finds its prompt. Not while a later sample may still write behind the prompt's end into the
-        same page, and not when some key is of other weights, or was dropped."""
-        group = sequence.group
-        one_policy = group.page_keys is not None and group.salt == self.salt
-        if not one_policy or group.num_unforked or self.kv.budget is not None:
-            return
-        ids = [*group.request.prompt_ids, *sequence.token_ids][: sequence.cached_len]
-        keys = page_keys(ids, self.pool.page_size, self.salt)
-        self.pool.publish(sequence.pages[: len(keys)], keys)
-
     # -- the end of a sample -----------------------------------------------------------------------
 
     def _finish(
@@ -583,10 +568,7 @@ class Scheduler:
         if self.evictions is not None:
             decoded = len(sequence.token_ids) > 1  # before that its slot may show an earlier sample
             sequence.evictions = self.evictions(sequence.slot if decoded else None)
-        if self.turn_caching:
-            self._publish_drawn(sequence)
-        self.pool.free(sequence.pages)
-        sequence.pages = []
+        give_up(self.pool, sequence, self.salt)
         if not sequence.forked:
             self._forked(sequence)  # it never will: one sample fewer needs the prompt's pages
         self._reserve(sequence, 0)

@@ -221,7 +221,7 @@ def test_later_turns_begin_behind_what_was_drawn(folder: Path, weights: str, n: 
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_dtype": "fp8"}, {"large_batch_weights": "fp8"}, {"prefix_caching": False}],
+    [{"kv_dtype": "fp8"}, {"large_batch_weights": "fp8"}],
     ids=str,
 )
 def test_turn_caching_is_refused_where_pages_would_be_others(

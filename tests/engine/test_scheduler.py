@@ -45,8 +45,8 @@ def commit_all(scheduler: Scheduler, samples: list[tuple]) -> None:
         scheduler.commit_run(sequence, tokens, [-0.25] * len(tokens))
 
 
-def make(num_pages=16, page_size=4, **knobs) -> tuple[Scheduler, FakeRunner]:
-    pool = PagePool(num_pages, page_size)
+def make(num_pages=16, page_size=4, turn_caching=False, **knobs) -> tuple[Scheduler, FakeRunner]:
+    pool = PagePool(num_pages, page_size, turn_caching=turn_caching)
     defaults = {"behavior": tag(), "max_batch": 4, "max_prefill_tokens": 64, "eos_ids": [EOS]}
     scheduler = Scheduler(pool, **(defaults | knobs))
     return scheduler, FakeRunner(pool, scheduler)
