@@ -27,6 +27,11 @@ HUB_NAME = r"^[\w.-]+/[\w.-]+$"  # of a model or data set of the hub, as a regul
 MAX_TOP_LOGPROBS = 20  # likeliest tokens that are reported at one place
 
 
+# a field that is left out of a message where it is None: what was written before it was there still
+# reads, and what has no use for it keeps its bytes
+OMITTED: dict[str, Any] = {"omitted": True}
+
+
 class RunFailed(RuntimeError):
     """A run that cannot go on, for a reason that people can read and act on; commands show it as
     one line."""
@@ -104,6 +109,8 @@ class Request:
     seed: int = 0
     id: str = ""
     top_logprobs: int = 0  # likeliest tokens to report at each place, of what is drawn from
+    # id of the request whose sequence this prompt goes on from: its engine may have the pages
+    follows: str | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)
@@ -154,11 +161,6 @@ class Evictions:
     heads: int
     after: tuple[int, ...] = ()
     numbers: bytes = b""
-
-
-# a field that is left out of a message where it is None: what was written before it was there still
-# reads, and what has no use for it keeps its bytes
-OMITTED: dict[str, Any] = {"omitted": True}
 
 
 @dataclass(frozen=True)
