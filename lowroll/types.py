@@ -6,7 +6,9 @@ from. Everything here is plain data: it survives `lowroll.transport.codec` byte 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -21,6 +23,7 @@ Ended = Literal["done", "turns", "length", "tokens", "error", "abort"]
 MAX_SAMPLES = 1024  # of one prompt
 TEMPERATURES = (1e-4, 1e4)  # beyond these, logits / temperature can leave float32
 PENALTIES = (1e-2, 1e2)
+HUB_NAME = r"^[\w.-]+/[\w.-]+$"  # of a model or data set of the hub, as a regular expression
 MAX_TOP_LOGPROBS = 20  # likeliest tokens that are reported at one place
 
 
@@ -32,6 +35,14 @@ OMITTED: dict[str, Any] = {"omitted": True}
 class RunFailed(RuntimeError):
     """A run that cannot go on, for a reason that people can read and act on; commands show it as
     one line."""
+
+
+def nearest(
+    word: str, known: Iterable[str], show: Callable[[str], str] = str, cutoff: float = 0.6
+) -> str:
+    """ " (did you mean x?)", x as `show` has it; "" when nothing is near."""
+    found = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f" (did you mean {show(found[0])}?)" if found else ""
 
 
 def printable(text: object, most: int = 500) -> str:
@@ -51,6 +62,11 @@ class Prompt:
     env: str  # name of the environment that made it and will score it
     messages: list[Message]
     info: dict[str, Any] = field(default_factory=dict)
+
+    def answered(self, text: str, said: list[Message] | None) -> str | list[Message]:
+        """What a scorer is to judge of a response: its text, or all messages of a conversation, of
+        which `said` has what came after the prompt."""
+        return text if said is None else [*self.messages, *said]
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,9 @@ class RolloutConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # of what is drawn; null: the run's
     cuda_graphs: bool = True  # false: kernels are started one by one, to look for a fault
     prefix_caching: bool = True  # pages of a prompt serve a later one with the same beginning
+    # pages of drawn tokens, too: a conversation's next turn runs what is new of it alone. Last bits
+    # of its log-probs are others then
+    turn_caching: bool = False
     # share of the GPU's memory that the engine may fill with weights and cache; null: what the run
     # can use
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
