@@ -1,5 +1,5 @@
-"""The pictures of docs/results.md and of the README, drawn from `results/curves.json`,
-`results/sparse.json` and `baselines/decode.json`: `python -m bench.pictures`.
+"""The pictures of docs/results.md, docs/scale.md and the README, drawn from `results/curves.json`,
+`results/sparse.json`, `baselines/decode.json` and `baselines/scale.json`: `python -m bench.pictures`.
 
 Lines are means over the seeds, smoothed over ten steps; bands reach from the lowest seed to the
 highest. Prompts differ from step to step and are the same in every variant, so what the curves
@@ -47,6 +47,9 @@ CACHES = (
 )
 MOST_INSIDE = 8  # names of a legend that stands among the curves
 BATCHES = (1, 64, 256)
+SIZES = tuple(2**i for i in range(10))  # engines
+COST = "orchestrator: processor for a rollout"
+FULL = 50.0  # rollouts/s of an engine with 64 rows: 13,200 tokens/s at 265 a response
 ALIGNED = 1e-9  # a KL below this is rounding; it would stretch the axis
 
 
@@ -136,8 +139,32 @@ def front(path: Path, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) ->
         figure.savefig(path, metadata={"Software": None})
 
 
+def orchestrated(path: Path, rows: list[dict[str, Any]]) -> None:
+    """What a rollout costs the orchestrator on the left, and on the right how many a core makes
+    beside what the engines would draw, by the number of engines."""
+    found = {row["name"]: row["ours"] for row in rows}
+    with matplotlib.rc_context({"font.size": 9}):
+        figure = Figure(figsize=(10, 3.4), layout="constrained", dpi=120)
+        left, right = figure.subplots(1, 2)
+        for work, mark in (("full", "o"), ("light", "s")):
+            counts = [n for n in SIZES if f"{work} E={n}: {COST}" in found]
+            costs = [found[f"{work} E={n}: {COST}"] for n in counts]
+            left.plot(counts, costs, marker=mark, label=work)
+            right.plot(counts, [1e3 / cost for cost in costs], marker=mark, label=f"{work}, a core")
+        right.plot(SIZES, [n * FULL for n in SIZES], "k--", linewidth=1, label="full, the engines")
+        left.set(ylabel="processor ms a rollout", ylim=(0, None))
+        right.set(ylabel="rollouts/s", yscale="log")
+        for axes in (left, right):
+            axes.set(xlabel="engines", xscale="log")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.25)
+            axes.legend(frameon=False, fontsize=8)
+        figure.savefig(path, metadata={"Software": None})
+
+
 def main() -> None:
-    """Draw the four pictures."""
+    """Draw the pictures."""
+    orchestrated(FOLDER / "scale.png", json.loads((BASELINES / "scale.json").read_text())["rows"])
     runs = json.loads((RESULTS / "curves.json").read_text())["runs"]
     picture(
         FOLDER / "prices.png",

@@ -256,7 +256,7 @@ def measured() -> str:
     paths = [
         path
         for path in sorted((ROOT / "bench" / "baselines").glob("*.json"))
-        if path.stem not in ON_GPU
+        if path.stem not in (*ON_GPU, "scale")
     ]
     return (
         "\n".join(_file(path.stem) for path in paths)
@@ -267,6 +267,27 @@ def measured() -> str:
 def gpu() -> str:
     """Every row of `make bench-gpu`, a table a file."""
     return "\n".join(_file(name) for name in ON_GPU if _stored(name)) or NOT_RUN
+
+
+def scale() -> str:
+    """What `bench.scale` stored: a table a kind of engine, a line a number of engines."""
+    record = _stored("scale")
+    if not record:
+        return "Nothing of this is stored in bench/baselines/: run `python -m bench.scale`.\n"
+    from bench.scale import SHOWN, WORKS
+
+    found = {row["name"]: row["ours"] for row in record["rows"]}
+    lines = [f"{_machine(record)}; a load of {record['machine']['load']:.0f}."]
+    for work in WORKS:
+        counts = [n for n in SIZES if f"{work} E={n}: batches" in found]
+        rows = [
+            (str(n), *(_number(found[f"{work} E={n}: {what}"]) for what in SHOWN)) for n in counts
+        ]
+        lines += ["", f"`{work}`:", "", table(("engines", *SHOWN.values()), rows)]
+    return "\n".join(lines)
+
+
+SIZES = [2**i for i in range(10)]  # engines
 
 
 def targets() -> str:
@@ -555,6 +576,7 @@ PARTS: dict[str, Callable[[], str]] = {
         measured,
         gpu,
         targets,
+        scale,
         curves,
         cache_runs,
         prices,

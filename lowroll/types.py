@@ -6,7 +6,9 @@ from. Everything here is plain data: it survives `lowroll.transport.codec` byte 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -21,12 +23,26 @@ Ended = Literal["done", "turns", "length", "tokens", "error", "abort"]
 MAX_SAMPLES = 1024  # of one prompt
 TEMPERATURES = (1e-4, 1e4)  # beyond these, logits / temperature can leave float32
 PENALTIES = (1e-2, 1e2)
+HUB_NAME = r"^[\w.-]+/[\w.-]+$"  # of a model or data set of the hub, as a regular expression
 MAX_TOP_LOGPROBS = 20  # likeliest tokens that are reported at one place
+
+
+# a field that is left out of a message where it is None: what was written before it was there still
+# reads, and what has no use for it keeps its bytes
+OMITTED: dict[str, Any] = {"omitted": True}
 
 
 class RunFailed(RuntimeError):
     """A run that cannot go on, for a reason that people can read and act on; commands show it as
     one line."""
+
+
+def nearest(
+    word: str, known: Iterable[str], show: Callable[[str], str] = str, cutoff: float = 0.6
+) -> str:
+    """ " (did you mean x?)", x as `show` has it; "" when nothing is near."""
+    found = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f" (did you mean {show(found[0])}?)" if found else ""
 
 
 def printable(text: object, most: int = 500) -> str:
@@ -46,6 +62,11 @@ class Prompt:
     env: str  # name of the environment that made it and will score it
     messages: list[Message]
     info: dict[str, Any] = field(default_factory=dict)
+
+    def answered(self, text: str, said: list[Message] | None) -> str | list[Message]:
+        """What a scorer is to judge of a response: its text, or all messages of a conversation, of
+        which `said` has what came after the prompt."""
+        return text if said is None else [*self.messages, *said]
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,8 @@ class Request:
     seed: int = 0
     id: str = ""
     top_logprobs: int = 0  # likeliest tokens to report at each place, of what is drawn from
+    # id of the request whose sequence this prompt goes on from: its engine may have the pages
+    follows: str | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)
@@ -138,11 +161,6 @@ class Evictions:
     heads: int
     after: tuple[int, ...] = ()
     numbers: bytes = b""
-
-
-# a field that is left out of a message where it is None: what was written before it was there still
-# reads, and what has no use for it keeps its bytes
-OMITTED: dict[str, Any] = {"omitted": True}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ pytest_plugins = ["tests.fixtures.interpreted"]
 pytest.register_assert_rewrite("tests.fixtures")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Ten thousand tests and all that they import are two million objects, and every `gc.collect`
     of a run that changes its engine looked at them for more than a second."""

@@ -196,6 +196,7 @@ class Trial(Runner):
             self.judge(mutant, lambda tell: pytest.main([*OPTIONS, *files], [Runner(tests, tell)]))
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        gc.unfreeze()  # the tests' own, which are looked for
         self.functions = [found for found in gc.get_objects() if isinstance(found, FunctionType)]
         gc.freeze()  # a collection in a fork would copy every page
         for mutant in self.waiting:

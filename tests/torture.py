@@ -22,6 +22,10 @@ on tiny models.
     roles      engine, orchestrator, trainer and launcher are killed, stopped and paused, at every point that they
                pass and a moment after it: the run goes on by itself, makes no more than one step again, its
                ledger is clean, and at level 0 it is bit for bit one process (tests/fixtures/losses.py)
+    ranks      the same where two ranks learn, which are killed, stopped and paused, too: at level 0 bit for bit the
+               run of two ranks that nobody disturbed
+    fleets     two to five engines of a pool die, hang, lag, forget, lie and come back at random: the rollouts are
+               those of one engine that nothing happens to (tests/fixtures/fleets.py)
     programs   requests, aborts, pauses, updates, failures and ends in any order over the engine's loop
                (tests/fixtures/programs.py)
 
@@ -45,6 +49,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -53,9 +58,11 @@ from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
 from lowroll.runs import demo
 from lowroll.transport import read_rollouts
+from lowroll.types import RunFailed
 from tests.fixtures import hostile, losses, pieces, stormed, strike
 from tests.fixtures.ends import Pair
 from tests.fixtures.ends import strike as strike_pair
+from tests.fixtures.fleets import Fleet
 from tests.fixtures.frames import Fuzz
 from tests.fixtures.losses import Launch
 from tests.fixtures.programs import Trial
@@ -69,6 +76,7 @@ from tests.fixtures.tiny import hf_folder
 STEPS = 4
 SHARES = {
     "roles": 3,
+    "ranks": 2,
     "kills": 6,
     "errors": 5,
     "damage": 6,
@@ -77,6 +85,7 @@ SHARES = {
     "pieces": 3,
     "server": 10,
     "transport": 6,
+    "fleets": 4,
     "programs": 3,
 }
 
@@ -547,9 +556,41 @@ def roles(bench: Bench, rng: random.Random) -> Iterator[str]:
         for level in (0, 1)
         for way in ("filesystem", "zmq")
     }
+
+    def alone(name: str, _: Launch) -> dict[str, str]:
+        folder = bench.root / f"one {name}"
+        attempt(bench.words(folder, **ways[name]))
+        return outcome(folder)
+
+    yield from _losses(bench, rng, ways, partial(Launch, words=[]), alone)
+
+
+def ranks(bench: Bench, rng: random.Random) -> Iterator[str]:
+    """The same where two ranks learn: of them, too, one is lost at a time."""
+    steps = {"max_steps": 12, "gpus": 2}
+    ways = {
+        "two ranks": {"train": steps},
+        "two ranks, lora": {"train": steps | {"lora": True, "lora_rank": 2}},
+        "two ranks, level 1": {"train": steps, "asynchrony": {"max_async_level": 1}},
+    }
+    ways = {name: {"eval": {"interval": None}, **changes} for name, changes in ways.items()}
+    names = (*losses.ROLES, losses.RANK_1)
+    make = partial(Launch, words=[], roles=names, most_restarts=100, patience=2)
+    yield from _losses(bench, rng, ways, make, lambda _, whole: outcome(whole.run))
+
+
+def _losses(
+    bench: Bench,
+    rng: random.Random,
+    ways: dict[str, dict[str, Any]],
+    make: Callable[[Path], Launch],
+    like: Callable[[str, Launch], dict[str, str]],
+) -> Iterator[str]:
+    """Runs of these ways in turn, each disturbed. like: what a way comes to undisturbed, by its name
+    and such a run."""
     wanted, queues, counted = {}, {}, Counter[str]()
     for name, changes in ways.items():
-        launch = Launch(_fresh(bench.root / "roles"), [])
+        launch = make(_fresh(bench.root / "roles"))
         launch.words = bench.words(launch.run, **changes)
         launch.start()
         problem = launch.finish() or "; ".join(launch.wrong())
@@ -559,12 +600,10 @@ def roles(bench: Bench, rng: random.Random) -> Iterator[str]:
         queues[name] = losses.every(launch, rng)
         print(f"roles: {name}: {len(queues[name])} losses to choose from", flush=True)
         if not changes.get("asynchrony"):
-            alone = bench.root / f"one {name}"
-            attempt(bench.words(alone, **changes))
-            wanted[name] = outcome(alone)
+            wanted[name] = like(name, launch)
     for number in count():
         name = list(ways)[number % len(ways)]
-        launch = Launch(_fresh(bench.root / "roles"), [])
+        launch = make(_fresh(bench.root / "roles"))
         launch.words = bench.words(launch.run, **ways[name])
         launch.start()
         told = []
@@ -586,8 +625,17 @@ def roles(bench: Bench, rng: random.Random) -> Iterator[str]:
         print(f"roles: {name}: {', '.join(told)}; so far {dict(counted)}", flush=True)
 
 
+def fleets(bench: Bench, rng: random.Random) -> Iterator[str | None]:
+    for _ in count():
+        try:
+            yield Fleet(random.Random(rng.getrandbits(32))).problem()
+        except (RunFailed, AssertionError) as error:
+            yield str(error)
+
+
 SUITES = {
     "roles": roles,
+    "ranks": ranks,
     "kills": kills,
     "errors": errors,
     "damage": damage,
@@ -596,6 +644,7 @@ SUITES = {
     "pieces": every_piece,
     "server": server,
     "transport": transport,
+    "fleets": fleets,
     "programs": programs,
 }
 

@@ -162,13 +162,15 @@ def _before(
     arguments: argparse.Namespace, preset: Preset | None, envs: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Settings under those that the user names: a preset's, and what sets need."""
+    from lowroll.envs.sets.table import PREFIX
+
     found: dict[str, object] = dict(preset.settings) if preset is not None else {}
     files = [word for word in arguments.settings if word.endswith((".yaml", ".yml"))]
     if preset is not None or not (files or arguments.train):
         found["train.tokens_per_microbatch"] = ROOM
-    if any(env["id"].startswith("set/") for env in envs):
+    if any(env["id"].startswith(PREFIX) for env in envs):
         found["eval.num_examples"] = None
-    if any(env["id"] == "set/livecodebench" for env in envs):
+    if any(env["id"] == f"{PREFIX}livecodebench" for env in envs):
         found["score.time_limit"] = PROGRAM_SECONDS
     return [f"{key}={json.dumps(value)}" for key, value in found.items()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 
 from lowroll.cli.settings import add_role_settings, read_role
 
@@ -20,6 +21,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+YOUNGEST = 50_000  # new objects between two looks for garbage; Python's own number is 700
+
+
 def run(arguments: argparse.Namespace) -> int:
     from lowroll.runs.roles.parent import die_with_parent
 
@@ -27,5 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = read_role("orchestrate", arguments)
     from lowroll.runs.roles.orchestrate import orchestrate
 
-    signal = orchestrate(cfg)
+    before = gc.get_threshold()
+    gc.set_threshold(
+        YOUNGEST, *before[1:]
+    )  # requests in flight are many objects, and none is garbage
+    try:
+        signal = orchestrate(cfg)
+    finally:
+        gc.set_threshold(*before)
     return 128 + signal if signal else 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 import yaml
@@ -119,14 +118,6 @@ def dotted(path: Path) -> str:
         else:
             text += f".{part}" if text else part
     return text
-
-
-def nearest(word: str, known: list[str], cutoff: float = 0.6) -> str:
-    """ " (did you mean x?)", or "" when nothing is near."""
-    close = get_close_matches(word, known, n=1, cutoff=cutoff)
-    if not close:
-        return ""
-    return f" (did you mean {close[0]}?)"
 
 
 def parse(text: str, name: str) -> Document:

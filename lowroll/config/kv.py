@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
-from lowroll.config.document import Path, nearest
+from lowroll.config.document import Path
 from lowroll.config.section import Problem, Section, one_of
 from lowroll.kv.policy.table import POLICIES, filled, problems
+from lowroll.types import nearest
 
 Policy = Annotated[str, one_of(lambda: POLICIES)]
 Dtype = Literal["auto", "fp8"]

@@ -28,7 +28,6 @@ from lowroll.config.document import (
     Path,
     clip,
     dotted,
-    nearest,
     parse,
     parse_value,
     plain,
@@ -37,7 +36,8 @@ from lowroll.config.foreign import explain, foreign_keys
 from lowroll.config.paths import anchor
 from lowroll.config.renamed import carry_over, renamed_overrides
 from lowroll.config.schema import RunConfig
-from lowroll.config.section import HUB_NAME, Section
+from lowroll.config.section import Section
+from lowroll.types import HUB_NAME, nearest
 
 M = TypeVar("M", bound=BaseModel)
 Overrides = Mapping[str, object] | Iterable[str]

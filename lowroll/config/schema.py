@@ -95,6 +95,9 @@ class RolloutConfig(Section):
     engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
     vllm: VllmConfig = VllmConfig()  # read by engine: vllm alone
     engines: Count = 1  # that a run with roles has, each a process (on a GPU of its own)
+    # in which a batch is drawn, each by itself: then log-probs do not depend on the number of engines,
+    # not even in their last bits. null: as many as there are engines
+    parts: Count | None = None
     weights: Weights = DEFAULT  # format of the linear weights; dense: the run's dtype
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
@@ -123,6 +126,9 @@ class RolloutConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # of what is drawn; null: the run's
     cuda_graphs: bool = True  # false: kernels are started one by one, to look for a fault
     prefix_caching: bool = True  # pages of a prompt serve a later one with the same beginning
+    # pages of drawn tokens, too: a conversation's next turn runs what is new of it alone. Last bits
+    # of its log-probs are others then
+    turn_caching: bool = False
     # share of the GPU's memory that the engine may fill with weights and cache; null: what the run
     # can use
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -333,6 +339,15 @@ class RunConfig(Section):
     def each_stage(self) -> list[RunConfig]:
         """The settings of the run's beginning, and those of every later stage."""
         return [self, *(self.at(stage.step) for stage in self.stages)]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Does each rank of the learner hold a part of it? Where all weights learn, unless the file
+        says otherwise."""
+        asked = self.train.sharding
+        return self.train.gpus > 1 and (
+            asked == "full" or (asked == "auto" and not self.train.lora)
+        )
 
     @property
     def forward_weights(self) -> str | None:

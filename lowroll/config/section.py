@@ -24,7 +24,7 @@ from lowroll.config.document import Path
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS
 from lowroll.quant.table import FORMATS, OWN, is_dense, large_batch
 from lowroll.tool_calls import FORMATS as TOOL_FORMATS
-from lowroll.types import MAX_SAMPLES, PENALTIES, TEMPERATURES
+from lowroll.types import HUB_NAME, MAX_SAMPLES, PENALTIES, TEMPERATURES
 
 # the keys it concerns, the one to blame first; what is wrong
 Problem = tuple[tuple[Path, ...], str]
@@ -40,7 +40,6 @@ Temperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])]
 Penalty = Annotated[float, Field(ge=PENALTIES[0], le=PENALTIES[1])]
 Text = Annotated[str, Field(min_length=1)]
 Schedule = Literal["constant", "linear", "cosine"]
-HUB_NAME = r"^[\w.-]+/[\w.-]+$"
 HubName = Annotated[str, Field(pattern=HUB_NAME)]
 
 

@@ -191,6 +191,11 @@ def vllm_problems(cfg: RunConfig) -> Iterator[Problem]:
             "vLLM's cache is what rollout.vllm.gpu_memory_utilization leaves it",
         ),
         (
+            ("rollout", "turn_caching"),
+            rollout.turn_caching,
+            "vLLM keeps pages of drawn tokens anyway",
+        ),
+        (
             ("rollout", "prefill_chunk"),
             rollout.prefill_chunk is not None,
             "vLLM cuts prompts itself (rollout.vllm.serve_args: [--max-num-batched-tokens, ...])",

@@ -100,6 +100,9 @@ class NativeEngine:
     max_model_len: tokens of the longest prompt with its response, where the model could take longer
     ones. memory_share: of the device's memory, which weights and a KV cache of no given size may fill.
     prefix_caching: a prompt finds the pages of an earlier one with the same beginning.
+    turn_caching: the next turn of a conversation also finds the pages of what was drawn in the turn
+    before. Keys that a decode step made differ in their last bits from those of a prompt that runs,
+    and so do the log-probs behind them. It needs the dense cache, unrounded, and one format.
     cuda_graphs: False starts the kernels of a decode step one by one, to look for a fault.
     ValueError names the argument that is wrong.
     """
@@ -130,11 +133,12 @@ class NativeEngine:
         max_model_len: int | None = None,
         memory_share: float | None = None,
         prefix_caching: bool = True,
+        turn_caching: bool = False,
         cuda_graphs: bool = True,
     ) -> None:
         if lookahead is not None and not 1 <= lookahead <= MOST_STEPS:
             raise ValueError(f"lookahead: expected 1..{MOST_STEPS} steps, got {lookahead}")
-        self.kv = _policy_or_dense(kv)
+        self.kv = _policy_or_dense(kv, turn_caching, kv_dtype, large_batch_weights)
         self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
         weights = weights or self._own_format(model)
@@ -178,7 +182,7 @@ class NativeEngine:
             cuda_graphs,
             one_pass,
         )
-        self.pool = PagePool(num_pages, page_size, prefix_caching)
+        self.pool = PagePool(num_pages, page_size, prefix_caching, turn_caching)
         if large_batch_weights is not None:
             weights = f"{weights}+{large_batch_weights}"
         self.behavior = BehaviorTag(
@@ -658,13 +662,27 @@ def policy_bytes(
     return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
 
 
-def _policy_or_dense(kv: CachePolicy | None) -> CachePolicy:
-    """The dense policy for None. ValueError for what is no policy."""
+def _policy_or_dense(
+    kv: CachePolicy | None,
+    turn_caching: bool,
+    kv_dtype: str | None,
+    large_batch_weights: str | None,
+) -> CachePolicy:
+    """The dense policy for None. ValueError for what is no policy, and for what would make the pages
+    of drawn tokens others than those of a prompt."""
     if kv is not None and not isinstance(kv, CachePolicy):
         raise ValueError(
             "kv: expected a CachePolicy, as lowroll.kv.policy.table.make gives, or None, the dense "
             f"cache, got {type(kv).__name__}"
         )
+    reasons = {
+        "a cache policy that drops keys": kv is not None and kv.budget is not None,
+        f"a cache in {kv_dtype}": kv_dtype is not None,
+        "large_batch_weights": large_batch_weights is not None,
+    }
+    for reason, stands in reasons.items():
+        if turn_caching and stands:
+            raise ValueError(f"turn_caching: it does not go with {reason}")
     return DENSE if kv is None else kv
 
 

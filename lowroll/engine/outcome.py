@@ -9,6 +9,7 @@ from dataclasses import replace
 from lowroll.engine.base import Drawn
 from lowroll.engine.request import sampler_settings
 from lowroll.engine.sequence import LiveGroup, Sequence
+from lowroll.kv.pages import PagePool, page_keys
 from lowroll.types import BehaviorTag, PolicySpan, Rollout
 
 
@@ -65,3 +66,22 @@ def behavior_salt(behavior: BehaviorTag) -> bytes:
             behavior.noise_sigma,
         )
     ).encode()
+
+
+def give_up(pool: PagePool, sequence: Sequence, salt: bytes) -> None:
+    """Free the pages of a sample that ends. Where the pool keeps turns, the full ones are offered, so
+    that a request which goes on from there finds its prompt: not while a later sample may still
+    write behind the prompt's end into the same page, and not when some key is of other weights. For
+    the dense cache."""
+    group = sequence.group
+    if (
+        pool.turn_caching
+        and not group.num_unforked
+        and group.page_keys is not None
+        and group.salt == salt
+    ):
+        ids = [*group.request.prompt_ids, *sequence.token_ids][: sequence.cached_len]
+        keys = page_keys(ids, pool.page_size, salt)
+        pool.publish(sequence.pages[: len(keys)], keys)
+    pool.free(sequence.pages)
+    sequence.pages = []

@@ -46,7 +46,7 @@ from dataclasses import replace
 
 from lowroll.engine.base import Drawn
 from lowroll.engine.drafts import Replays, agreed, begin, drawn, plan_checks
-from lowroll.engine.outcome import behavior_salt, drawn_by, rollouts_of
+from lowroll.engine.outcome import behavior_salt, drawn_by, give_up, rollouts_of
 from lowroll.engine.sequence import Compaction, LiveGroup, Plan, PrefillChunk, Sequence
 from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
@@ -568,8 +568,7 @@ class Scheduler:
         if self.evictions is not None:
             decoded = len(sequence.token_ids) > 1  # before that its slot may show an earlier sample
             sequence.evictions = self.evictions(sequence.slot if decoded else None)
-        self.pool.free(sequence.pages)
-        sequence.pages = []
+        give_up(self.pool, sequence, self.salt)
         if not sequence.forked:
             self._forked(sequence)  # it never will: one sample fewer needs the prompt's pages
         self._reserve(sequence, 0)

@@ -33,7 +33,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from lowroll.envs import child
-from lowroll.envs.table import nearest
+from lowroll.types import nearest
 
 LEVEL = "curriculum_level"
 BLOCK = 256  # items of one list: some generators prepare data for each item at construction
@@ -233,7 +233,7 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
             f"reasoning-gym/{name} needs the package 'reasoning-gym' (pip install 'lowroll[envs]')"
         ) from error
     if name not in DATASETS:
-        raise ValueError(f"reasoning-gym has no generator {name!r}{nearest(name, list(DATASETS))}")
+        raise ValueError(f"reasoning-gym has no generator {name!r}{nearest(name, DATASETS, repr)}")
     if LEVEL in options:
         options = _at_level(name, options, options[LEVEL])
     config = DATASETS[name][1]
@@ -241,7 +241,7 @@ def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     for key in options:
         if key not in known:
             raise ValueError(
-                f"reasoning-gym/{name} has no option {key!r}{nearest(key, known)}; known: "
+                f"reasoning-gym/{name} has no option {key!r}{nearest(key, known, repr)}; known: "
                 f"{', '.join(known)}"
             )
     if name == "composite":
@@ -292,7 +292,7 @@ def _steps(name: str) -> list[dict[str, Any]]:
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
     if name not in DATASETS:
-        raise ValueError(f"reasoning-gym has no generator {name!r}{nearest(name, list(DATASETS))}")
+        raise ValueError(f"reasoning-gym has no generator {name!r}{nearest(name, DATASETS, repr)}")
     if name not in CURRICULA:
         raise ValueError(f"reasoning-gym/{name} has no curriculum")
     curriculum = create_curriculum(name)

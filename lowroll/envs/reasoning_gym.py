@@ -19,8 +19,7 @@ from typing import Any
 from lowroll.envs.base import Environment, bounded, split_of
 from lowroll.envs.curriculum import Curriculum
 from lowroll.envs.generator import LEVEL, ItemSource, levels, source
-from lowroll.envs.table import nearest
-from lowroll.types import Prompt, Score
+from lowroll.types import Prompt, Score, nearest
 
 SYSTEM = "Think step by step. Then give the final answer, and nothing else, between <answer> and </answer>."
 MAX_DRAWS = 64
@@ -138,7 +137,7 @@ def _rule(
     for key in settings:
         if key not in known:
             raise ValueError(
-                f"curriculum: no setting {key!r}{nearest(key, known)}; known: {', '.join(known)}"
+                f"curriculum: no setting {key!r}{nearest(key, known, repr)}; known: {', '.join(known)}"
             )
     most = levels(generator, options)
     if settings.get("levels", 1) > most:

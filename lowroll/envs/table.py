@@ -7,7 +7,6 @@ runs its code, here and in the scoring workers, so `make` announces it.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -21,6 +20,7 @@ from typing import Any
 from lowroll.envs.base import Environment
 from lowroll.envs.blame import blamed
 from lowroll.envs.sets.table import CLASSES, PREFIX, named
+from lowroll.types import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +87,10 @@ def construct(
     else:
         known = [*ids(), f"{REASONING_GYM}<generator>", f"{VERIFIERS}<name>", f"{PREFIX}<name>"]
         raise ValueError(
-            f"unknown environment {id!r}{nearest(id, known)}; known: {', '.join(known)}, "
+            f"unknown environment {id!r}{nearest(id, known, repr)}; known: {', '.join(known)}, "
             f"path/to/file.py[:Class]"
         )
-    limits = _limits(cls, name, args)
+    limits = _limits(cls, args)
     _check_args(cls, id, args)
     with blamed(f"env {name!r}", own_file(cls)):
         env = cls(name=name, seed=seed, **args)
@@ -101,7 +101,7 @@ def construct(
         )
     for key, value in limits.items():
         setattr(env, key, value)
-    _check_turns(env)
+    _check_limits(env)
     return env
 
 
@@ -183,21 +183,20 @@ def import_file(file: Path) -> ModuleType:
     return module
 
 
-def _limits(cls: type[Environment], name: str, args: dict[str, Any]) -> dict[str, int]:
+def _limits(cls: type[Environment], args: dict[str, Any]) -> dict[str, Any]:
     """The limits of a conversation, taken out of the arguments: every environment has them."""
     own = inspect.signature(cls).parameters
-    found = {key: args.pop(key) for key in LIMITS if key in args and key not in own}
-    for key, value in found.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"env {name!r}: {key}: expected a number of at least 1, got {value!r}")
-    return found
+    return {key: args.pop(key) for key in LIMITS if key in args and key not in own}
 
 
-def _check_turns(env: Environment) -> None:
-    if type(env.max_turns) is not int or env.max_turns < 1:
-        raise ValueError(
-            f"env {env.name!r}: max_turns: expected a number of at least 1, got {env.max_turns!r}"
-        )
+def _check_limits(env: Environment) -> None:
+    for key in LIMITS:
+        value = getattr(env, key)
+        unbounded = value is None and key == "max_sequence_tokens"
+        if not unbounded and (type(value) is not int or value < 1):
+            raise ValueError(
+                f"env {env.name!r}: {key}: expected a number of at least 1, got {value!r}"
+            )
     if env.max_turns > 1 and type(env).respond is Environment.respond:
         raise ValueError(
             f"env {env.name!r}: max_turns is {env.max_turns}, but the environment answers nothing: "
@@ -216,7 +215,7 @@ def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
         if key not in parameters:
             known = [p for p in parameters if p not in ("name", "seed")]
             raise ValueError(
-                f"env {id!r}: unknown argument {key!r}{nearest(key, known)}; known: "
+                f"env {id!r}: unknown argument {key!r}{nearest(key, known, repr)}; known: "
                 f"{', '.join(known)}"
             )
     for key, parameter in parameters.items():
@@ -226,8 +225,3 @@ def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
             and key not in ("name", "seed")
         ):
             raise ValueError(f"env {id!r}: argument {key!r} is missing")
-
-
-def nearest(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -194,8 +194,6 @@ class ToolEnvironment(Environment):
         most_output: int = MOST_OUTPUT,
     ) -> None:
         super().__init__(name=name, seed=seed, system=system, template=template)
-        if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
-            raise ValueError(f"env {name!r}: max_turns must be at least 1, got {max_turns!r}")
         self.max_turns = max_turns
         # plain functions of a class body are no methods here
         own = [inspect.unwrap(f) for f in (self.functions if functions is None else functions)]

@@ -31,9 +31,16 @@ class OutOfPages(RuntimeError):
 
 class PagePool:
     """Allocator with reference counts and a prefix cache. It moves page numbers only, never K/V.
-    prefix_caching: name pages by their content; without it none is found again."""
+    prefix_caching: name pages by their content; without it none is found again. turn_caching: those
+    of drawn tokens, too (`engine.outcome.give_up`)."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_caching: bool = True,
+        turn_caching: bool = False,
+    ) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(
                 f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}"
@@ -41,6 +48,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._caching = prefix_caching
+        self.turn_caching = turn_caching
         self.peak_used = 0  # most pages ever held at once
         self.hits = 0  # pages served from the prefix cache
         self._refcount = [0] * num_pages

@@ -84,11 +84,15 @@ def _set(name: str, failures: Sequence[Failure]) -> str:
     return f"<details class=step open><summary>{head}</summary>{''.join(map(_failure, first))}</details>"
 
 
+def transcript(messages: Sequence[dict[str, Any]]) -> str:
+    """Chat messages as lines."""
+    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in messages)
+
+
 def _failure(one: Failure) -> str:
     marks = " · ".join(f"{a.name} {a.solved}/{a.count}" for a in one.attempts)
-    asked = "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in one.messages)
     line = escape(" ".join(str(one.messages[-1].get("content", "")).split()), _LINE)
-    texts = [("asked", asked), ("gold answer", _gold(one.info))]
+    texts = [("asked", transcript(one.messages)), ("gold answer", _gold(one.info))]
     for attempt in one.attempts:
         if attempt.wrong is not None:
             note = f", {attempt.note}" if attempt.note else ""

@@ -160,8 +160,10 @@ class Talk:
         """For the next turn."""
         asked = self.dialogue
         ids = [*asked.prompt_ids, *self.token_ids]
-        own = f"{asked.id}/{self.sample}/{len(self.turns)}"
-        return asked.sized(replace(asked.first, prompt_ids=ids, n=1, id=own))
+        turn, stem = len(self.turns), f"{asked.id}/{self.sample}"
+        before = f"{stem}/{turn - 1}" if turn > 1 else asked.id
+        own = replace(asked.first, prompt_ids=ids, n=1, id=f"{stem}/{turn}", follows=before)
+        return asked.sized(own)
 
     @property
     def rollout(self) -> Rollout:

@@ -41,10 +41,6 @@ class Response:
     messages: list[Message] | None = None
     failed: str | None = None
 
-    def said(self, prompt: Prompt) -> str | list[Message]:
-        """What the scorer is to judge."""
-        return self.text if self.messages is None else [*prompt.messages, *self.messages]
-
     @property
     def solved(self) -> bool:
         """Whether it was scored, and right."""
@@ -121,23 +117,32 @@ def score(
     keep: Keep,
     on_progress: Progress | None = None,
 ) -> None:
-    """Score every response; whole examples go to `keep` as they are done."""
+    """Score every response; whole examples go to `keep` as they are done. What was aborted, or whose
+    environment failed, is not sent to the scorer."""
     done = 0
     for part in _parts(examples):
-        items = [(one.prompt, response) for one in part for response in one.responses]
-        found = scorer.score([(prompt, response.said(prompt)) for prompt, response in items])
+        ended = [(one.prompt, response) for one in part for response in one.responses]
+        for _, response in ended:
+            response.score = _unscored(response)
+        items = [(prompt, response) for prompt, response in ended if response.score is None]
+        found = scorer.score([(p, p.answered(r.text, r.messages)) for p, r in items])
         for (_, response), outcome in zip(items, found, strict=True):
             if isinstance(outcome, Score) and not math.isfinite(outcome.reward):
                 outcome = ScoreError("invalid", f"reward {outcome.reward}")
-            if response.finish_reason == "abort":
-                outcome = ScoreError("invalid", f"aborted after {response.tokens} tokens")
-            if response.failed is not None:
-                outcome = ScoreError("exception", response.failed)
             response.score = outcome
         keep(part)
         done += len(part)
         if on_progress is not None:
             on_progress(done, len(examples))
+
+
+def _unscored(response: Response) -> ScoreError | None:
+    """Why a response is not to be scored; None for one that is."""
+    if response.failed is not None:
+        return ScoreError("exception", response.failed)
+    if response.finish_reason == "abort":
+        return ScoreError("invalid", f"aborted after {response.tokens} tokens")
+    return None
 
 
 def votes(

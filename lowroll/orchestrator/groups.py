@@ -161,7 +161,8 @@ def score(
         for sample in group
         if sample.rollout.finish_reason != "abort" and sample.ended != "error"
     ]
-    outcomes = scorer.score([_asked(sample) for sample in finished], on_progress=on_progress)
+    said = [(one.prompt, one.prompt.answered(one.text, one.messages)) for one in finished]
+    outcomes = scorer.score(said, on_progress=on_progress)
     if len(outcomes) != len(finished):
         raise ValueError(f"scorer: {len(outcomes)} outcomes for {len(finished)} items")
     for sample, outcome in zip(finished, outcomes, strict=True):
@@ -226,13 +227,6 @@ def _last_turn(rollout: Rollout) -> list[int]:
     if not rollout.turns:
         return rollout.token_ids
     return rollout.token_ids[rollout.turns[-1].start : rollout.turns[-1].end]
-
-
-def _asked(sample: Sample) -> tuple[Prompt, str | list[Message]]:
-    """What the scorer is to judge."""
-    if sample.messages is None:
-        return sample.prompt, sample.text
-    return sample.prompt, [*sample.prompt.messages, *sample.messages]
 
 
 def _shaped(sample: Sample, settings: Settings) -> float | None:

@@ -23,13 +23,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lowroll.transport.base import DeadlineExceeded, TransportError, check_deadline, wait_until
+
+if TYPE_CHECKING:
+    from lowroll.model.transformer import Transformer
 
 PerToken = dict[int, Tensor]  # sample index -> float32 [tokens of its response], on the host
 
@@ -79,6 +82,18 @@ class Ranks:
     def total(self, squares: Tensor) -> Tensor:
         """The squared norm of tensors, of which this rank has seen its part."""
         return squares
+
+    def shard(self, model: Transformer) -> Transformer:
+        """Keep what this rank holds of a model, all of whose weights it has; returns it."""
+        return model
+
+    def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
+        """A whole model with the weights of one that ranks hold, on the rank that leads; without
+        parts the model itself."""
+        return model
+
+    def refill(self, mirror: Transformer | None, model: Transformer) -> None:
+        """Bring a mirror to the model's weights. All ranks call it; those without one give None."""
 
     def forget(self) -> None:
         """Parts of parameters are about to change: whole copies of them are dropped."""

@@ -36,13 +36,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lowroll.model.linear import Linear
 from lowroll.model.transformer import Block, Transformer
 from lowroll.parallel.ranks import Group, rows_of
+from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 
 
 class Sharded(Group):
-    """This process among those that hold a model together. Arguments as `Group`'s."""
+    """This process among those that hold a model together. Arguments as `Group`'s.
+
+    It keeps a model's part on the ranks' device; one that is on the host goes over block by block. A
+    model must be all that it will be: scaled, aligned, with its adapter. `shard` raises ValueError
+    for low-bit weights, before anything changes.
+    """
 
     lockstep = True
 
@@ -60,19 +67,20 @@ class Sharded(Group):
         """In which passes read the parts, by the parameter's id: the models keep them."""
         return {}
 
+    @cached_property
+    def _named(self) -> set[Linear]:
+        """Layers whose matrix was under the name of a format."""
+        return set()
+
     def shard(self, model: Transformer) -> Transformer:
-        """Keep this rank's part of a model that all ranks hold, on the ranks' device; returns it. A
-        model on the host goes over block by block. It must be whole: scaled, aligned, with its
-        adapter. ValueError for low-bit weights, before anything changes."""
         _refuse(model)
         dtype = model.dtype
         whole = set()
         for _, linear in model.linears():
             if isinstance(linear.weight, QTensor):  # a matrix under the name of a format
                 matrix = linear.weight.tensors["weight"]
-                codes = linear.aligned
-                linear.set_weight(nn.Parameter(matrix, requires_grad=False))
-                linear.aligned = codes
+                _set_weight(linear, nn.Parameter(matrix, requires_grad=False))
+                self._named.add(linear)
             if linear.adapter is not None:
                 whole |= set(linear.adapter.to(self.device).parameters())
         for module in (*model.blocks, model):
@@ -143,11 +151,9 @@ class Sharded(Group):
         back = sent.split(sizes[: len(parts)])
         return [piece.view_as(part) for piece, part in zip(back, parts, strict=True)]
 
-    def mirror(
-        self, model: Transformer, device: torch.device | str = "cpu"
-    ) -> Transformer | None:
+    def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
         """The whole model, frozen and in its dtype, on the rank that leads; None on the others. Its
-        adapters and codes are the model's own. Filled, and again by `refill`."""
+        adapters and codes are the model's own."""
         made = None
         if self.leads:
             dtype = self.dtype(next(model.parameters()))
@@ -157,15 +163,30 @@ class Sharded(Group):
                     p.data = p.data.pin_memory()
             for (_, ours), (_, theirs) in zip(made.linears(), model.linears(), strict=True):
                 ours.adapter, ours.aligned = theirs.adapter, theirs.aligned
-        self.refill(made, model)
+        self._copy(made, model, [*model.blocks, model])
+        if made is not None:
+            self._name(made, model)
         return made
 
-    @torch.no_grad()
+    def _name(self, mirror: Transformer, model: Transformer) -> None:
+        """Put what was under the name of a format there again."""
+        for (_, ours), (_, theirs) in zip(mirror.linears(), model.linears(), strict=True):
+            if theirs in self._named and isinstance(ours.weight, Tensor):
+                named = over(ours.weight)
+                assert named is not None, "plain floating point has a name"
+                _set_weight(ours, named)
+
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
-        """Bring a mirror to the model's weights. All ranks call it; those without one give None."""
+        """Block by block; what is frozen stays as it is."""
+        self._copy(mirror, model, [m for m in (*model.blocks, model) if _learns(m)])
+
+    @torch.no_grad()
+    def _copy(
+        self, mirror: Transformer | None, model: Transformer, modules: list[nn.Module]
+    ) -> None:
         self.forget()
         targets = {} if mirror is None else dict(mirror.named_parameters())
-        for module in (*model.blocks, model):
+        for module in modules:
             prefix = f"blocks.{module.layer}." if isinstance(module, Block) else ""
             with _gathered(module):
                 for name, p in module.named_parameters():
@@ -194,12 +215,26 @@ def _gathered(module: nn.Module) -> Iterator[None]:
         module.reshard()
 
 
+def _set_weight(linear: Linear, weight: QTensor | nn.Parameter) -> None:
+    """The same matrix in another form; the codes beside it stay."""
+    codes = linear.aligned
+    linear.set_weight(weight)
+    linear.aligned = codes
+
+
+def _learns(module: nn.Module) -> bool:
+    """Whether any of the module's own parts does."""
+    return any(p.requires_grad and isinstance(p, DTensor) for p in module.parameters())
+
+
 def _refuse(model: Transformer) -> None:
     """ValueError for what cannot be held in parts."""
     for name, linear in model.linears():
         weight = linear.weight
-        if isinstance(weight, QTensor) and not get_format(weight.format).dense:
+        if not isinstance(weight, QTensor):
+            continue
+        if not get_format(weight.format).dense or weight.tensors["weight"].dtype != model.dtype:
             raise ValueError(
-                f"train.sharding: full: {name} is {weight.format} codes, which stay whole; write "
-                "train.sharding: none (every GPU has the base, and the adapter learns on all)"
+                f"train.sharding: full: {name} is {weight.format} under {model.dtype}, which stays "
+                "whole; write train.sharding: none (every GPU has the base, all learn the adapter)"
             )

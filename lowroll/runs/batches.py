@@ -9,6 +9,7 @@ One process joins it to `runs.learner`; as a role it is `lowroll orchestrate`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from lowroll.engine.base import EngineStats
     from lowroll.model.spec import ModelSpec
     from lowroll.model.tokenizer import ChatTokenizer
+
+log = logging.getLogger(__name__)
 
 
 class Drawn(Measured, Protocol):
@@ -80,7 +83,8 @@ class Batches:
         self.spec = spec
         self.rollouts = rollouts
         prompts.check_stages(cfg, spec)
-        prompts.check(cfg, spec, chat, tasks.envs)
+        for line in prompts.check(cfg, spec, chat, tasks.envs):
+            log.warning("%s", line)
         self.stages = Stages(cfg)
         scorer = stack.enter_context(environments.scorer(cfg, cfg.env))
         eval_scorer = scorer

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lowroll.checkpoint.store import Checkpoint
+from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.runs import identity
 from lowroll.runs.folder import RunFolder
+from lowroll.trainer import shares
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +54,27 @@ class Checkpointing:
         self._newest = saved.step
         return saved
 
-    def save(self, step: int, capture: Callable[[], tuple[Tensors, State]], **meta: object) -> None:
+    def save(
+        self,
+        step: int,
+        capture: Callable[[], tuple[Tensors, State]],
+        ranks: Ranks = ALONE,
+        **meta: object,
+    ) -> None:
         """Keep what `capture()` gives, the state after `step`, in one atomic folder; nothing when
-        that is done already."""
+        that is done already. ranks: of which each has its share; without them it is all here."""
         if self._newest == step:
             return
         began = time.monotonic()
         tensors, state = capture()
-        self.home.save(step, tensors, state, {"base": self.base, "read": self.inputs, **meta})
+        meta |= {"base": self.base, "read": self.inputs}
+        if ranks.size == 1:
+            self.home.save(step, tensors, state, meta)
+        elif ranks.leads:
+            keep = partial(self.home.save, step, tensors, state, meta, ranks.size)
+            shares.lead(ranks, keep)
+        else:
+            shares.follow(ranks, tensors)
         self._newest = step
         self._seconds = {"time/checkpoint": time.monotonic() - began}
         log.info("checkpoint of step %d", step)

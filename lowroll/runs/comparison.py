@@ -54,13 +54,14 @@ def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         "cut %": partial(_percent, "truncated"),
         "no answer %": partial(_percent, "no_answer"),
         "unscored %": partial(_percent, "unscored"),
+        "env failed": partial(_number, "env_failed"),
         "too long": partial(_number, "left_out"),
         "seconds": partial(_number, "seconds"),
     }
     idle = {} if several else {"k", "pass@k %", "maj@k %"}
     silent = {
         "-": ("difference", "maj@k %", "no answer %"),
-        "0": ("too long",),
+        "0": ("too long", "env failed"),
         "0.0": ("unscored %",),
     }
     head, cells = [], []
@@ -107,7 +108,8 @@ def rows_of(measured: Sequence[Measured], seed: int = 0) -> list[dict[str, Any]]
 
     Keys: env, what answered, examples, n (responses to each), reward, pass_at_1 with its interval
     (low, high), avg_at_k, pass_at_k and maj_at_k with k = n, pass_at (by k), length_mean in tokens,
-    truncated, no_answer and unscored (shares of responses), left_out, seconds; of every engine after
+    truncated, no_answer and unscored (shares of responses), env_failed (conversations that their
+    environment broke off with an error), left_out, seconds; of every engine after
     the first also difference, difference_low and difference_high: its pass@1 less that of the
     first, paired by example. Intervals are 95 % percentiles of a bootstrap over examples.
     """
@@ -150,6 +152,7 @@ def _row(one: Measured, seed: int) -> dict[str, Any]:
         "truncated": fmean(r.finish_reason == "length" for r in responses),
         "no_answer": 1 - fmean(told) if told else None,
         "unscored": 1 - len(scored) / len(responses),
+        "env_failed": sum(r.failed is not None for r in responses),
         "left_out": one.left_out,
         "seconds": one.seconds,
     }
@@ -172,7 +175,7 @@ def _average(side: Sequence[Measured], rows: Sequence[dict[str, Any]], seed: int
     """The mean over environments, each as heavy as any other."""
     low, high = interval([list(one.shares.values()) for one in side], seed)
     row: dict[str, Any] = {"env": AVERAGE, **side[0].about}
-    for name in ("examples", "left_out", "seconds"):
+    for name in ("examples", "env_failed", "left_out", "seconds"):
         row[name] = sum(each[name] for each in rows)
     for name in ("pass_at_1", "avg_at_k", "pass_at_k", "maj_at_k"):
         values = [each[name] for each in rows]

@@ -3,6 +3,7 @@ several caches, or of what a server serves."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from lowroll.runs.responses import Responses
 from lowroll.runs.server import Server
 
 Rows = list[dict[str, Any]]
+log = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -69,13 +71,17 @@ def evaluate(
     envs = environments.make(chosen, cfg.seed)
     work = [engines.eval_workload(cfg, model.spec, chat, envs)]
     measured: list[Measured] = []
+    told: set[str] = set()
     with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
         for cache, name in product(caches, weights):
             cfg = _under(cfg, cache)
             engine = engines.make(cfg, compute, model, chat, name, work)
             cfg = engines.with_cache(cfg, engine.stats().cache_tokens)  # the same for all
             most = min(prompts.longest(_under(cfg, one), model.spec) for one in caches)
-            prompts.check(cfg, model.spec, chat, envs, "test")
+            for line in prompts.check(cfg, model.spec, chat, envs, "test"):
+                if line not in told:  # engines of other formats leave as much room
+                    log.warning("%s", line)
+                    told.add(line)
             about = {"weights": compute.format(name), "kv": cache.name}
             held = {"cache": cache.resolved().model_dump(mode="json")}
             asker = _Asker(cfg, chosen, envs, scorer, each or {}, out, on_phase, held)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig
-from lowroll.metrics.failures import Attempt, Failure, failure_page
+from lowroll.metrics.failures import Attempt, Failure, failure_page, transcript
 from lowroll.orchestrator.examples import Example, Response
 from lowroll.runs.comparison import Measured, shown
 from lowroll.types import Score, ScoreError
@@ -83,9 +83,16 @@ def _attempt(side: Measured, example: Example) -> Attempt:
         ", ".join(side.about.values()),
         sum(one.solved for one in example.responses),
         len(example.responses),
-        None if wrong is None else wrong.text,
+        None if wrong is None else _said(wrong),
         "" if wrong is None else _note(wrong),
     )
+
+
+def _said(response: Response) -> str:
+    """A response's text, or all turns of a conversation behind its prompt."""
+    if response.messages is None:
+        return response.text
+    return transcript(response.messages)
 
 
 def _note(response: Response) -> str:

@@ -51,7 +51,7 @@ from lowroll.transport.rollout_log import (
     without_evictions,
     write_rollouts,
 )
-from lowroll.types import Batch
+from lowroll.types import Batch, Sample
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ def goes_on(cfg: RunConfig) -> bool:
 class RunFolder:
     """`output_dir` of a configuration, for the runs of a command: grpo or sft. alone: one process
     makes the run; else the rollouts are the orchestrator's (`runs.roles`)."""
+
+    verified = False  # whether somebody has just verified the checkpoint that is asked for
 
     def __init__(self, cfg: RunConfig, command: str, alone: bool = True) -> None:
         self.alone = alone
@@ -244,7 +246,7 @@ class RunFolder:
         """
         key, steps = self.length
         try:
-            saved = self.store.load(self._asked)
+            saved = self.store.load(self._asked, verified=self.verified)
         except FileNotFoundError as error:
             if self._asked is not None:
                 raise ValueError(f"ckpt.resume_step: {error}") from None
@@ -336,8 +338,11 @@ class RunFolder:
         run = Tracked(self.path, self.cfg.track_project, self.cfg.tree(), step)
         self.trackers = Trackers(self.cfg.track, run)
 
-    def keep_batch(self, name: str, batch: Batch) -> Path:
-        """Write a batch into the folder `name`, one of BATCHES; returns its file.
+    def keep_batch(
+        self, name: str, batch: Batch, line: Callable[[Sample], bytes] | None = None
+    ) -> Path:
+        """Write a batch into the folder `name`, one of BATCHES; returns its file. line: as of
+        `transport.codec.encode_batch`.
 
         What caches dropped is left out of `rollouts`, which has a file of every step: it is many
         times what people read there, and no step is learnt from its file.
@@ -345,7 +350,7 @@ class RunFolder:
         folder = self.path / name
         if name == "rollouts":
             batch = without_evictions(batch)
-        return self.space.write(folder, lambda: write_rollouts(folder, batch))
+        return self.space.write(folder, lambda: write_rollouts(folder, batch, line))
 
     def save(
         self,
@@ -353,10 +358,16 @@ class RunFolder:
         tensors: dict[str, dict[str, Any]],
         state: dict[str, Any],
         meta: dict[str, Any],
+        parts: int = 1,
+        share: Callable[[Path], object] | None = None,
     ) -> None:
-        """Keep a checkpoint, with the settings and the command beside `meta`."""
+        """Keep a checkpoint, with the settings and the command beside `meta`. parts, share: as
+        `Store.save`'s."""
         meta = {"config": self._settings, "command": self.command, **meta}
-        self.space.write(self.store.path(step), lambda: self.store.save(step, tensors, state, meta))
+        self.space.write(
+            self.store.path(step),
+            lambda: self.store.save(step, tensors, state, meta, parts, share),
+        )
 
     def publish(self, write: Callable[[Path], object]) -> None:
         """Put the folder that `write(path)` publishes in the place of final/."""

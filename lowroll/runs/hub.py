@@ -10,6 +10,7 @@ The token is the hub's login or HF_TOKEN. It is in no setting, file or log of lo
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from typing import Any
 import lowroll
 from lowroll.checkpoint.publish import MANIFEST
 from lowroll.config import RunConfig, load
-from lowroll.envs.data.rows import HUB_ID, is_hub_id
+from lowroll.envs.data.rows import is_hub_id
 from lowroll.metrics.record import read
-from lowroll.types import RunFailed
+from lowroll.types import HUB_NAME, RunFailed
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def check(name: str | None) -> None:
 
     if name is None:
         return
-    if HUB_ID.fullmatch(name) is None:
+    if re.fullmatch(HUB_NAME, name) is None:
         raise ValueError(f"push_to_hub: {name!r} is no repository: write ORG/NAME")
     if not get_token():
         raise ValueError(

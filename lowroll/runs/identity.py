@@ -4,7 +4,8 @@ must have the same.
     model                        what config.json says, key by key, and the files of its tokenizer and chat template
     train.teacher, critic.model  what their config.json says
     sft.data                     of a supervised run
-    env                          the Python file that an environment is, and every file that one of its arguments names
+    env                          the Python file that an environment is, and every file that one of its arguments names,
+                                 those of its reward functions too
 
 are recorded by their values and SHA-256 digests; weights have digests of their own
 (`weights.publish`). Not seen are modules that an environment's file imports, folders, data sets of
@@ -65,6 +66,7 @@ ADDED: dict[str, object] = {
     "rollout.max_model_len": None,
     "rollout.seed": None,
     "rollout.prefix_caching": True,
+    "rollout.turn_caching": False,
     "rollout.gpu_memory_utilization": None,
     "advantage_function": None,
     "track": [],
@@ -129,8 +131,10 @@ def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
         yield "its code", code
     for key, value in env.args.items():
         for text in texts(value):
-            if os.path.isfile(text):  # of a long text Path.is_file raises
-                yield key if text == value else f"{key}: {text}", Path(text)
+            start, colon, _ = text.partition(".py:")  # a function of a file
+            path = f"{start}.py" if colon else text
+            if os.path.isfile(path):  # of a long text Path.is_file raises
+                yield key if text == value else f"{key}: {text}", Path(path)
 
 
 def texts(value: object) -> Iterator[str]:
@@ -188,12 +192,27 @@ def refuse_other_settings(
         if not any(key == name or key.startswith(f"{name}.") for name in free)
     }
     held -= {key for key in before.keys() & after.keys() if _same(before[key], after[key])}
+    apart = [one for key in held for one in _apart(key, before.get(key), after.get(key))]
     _refuse(
         f"the configuration is not that of {of}",
-        {key: before[key] for key in held & before.keys()},
-        {key: after[key] for key in held & after.keys()},
+        {key: old for key, old, _ in apart},
+        {key: new for key, _, new in apart},
         repr,
     )
+
+
+def _apart(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Where two settings differ, as deep as that can be named: (place, before, after)."""
+    if _same(before, after):
+        return
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            yield from _apart(f"{key}[{i}]", old, new)
+    elif isinstance(before, dict) and isinstance(after, dict):
+        for name in dict.fromkeys((*before, *after)):
+            yield from _apart(f"{key}.{name}", before.get(name), after.get(name))
+    else:
+        yield key, before, after
 
 
 def _same(before: object, after: object) -> bool:

@@ -83,7 +83,8 @@ class Publisher(Protocol):
 class Learner:
     """See the top of the file. model: the one that learns, with `base` the digest of its weights at
     the beginning. deadline_s: for a batch. ranks: that learn together; all make the same calls, and what
-    the monitor wants is what that of rank 0 wants."""
+    the monitor wants is what that of rank 0 wants. whole: the model as it is saved, where ranks hold
+    it in parts and this one leads; the publisher keeps it up to date."""
 
     def __init__(
         self,
@@ -98,16 +99,22 @@ class Learner:
         publisher: Publisher,
         deadline_s: float,
         ranks: Ranks = ALONE,
+        whole: Transformer | None = None,
     ) -> None:
         self.home = home
         self.checkpoints = checkpoints
         self.cfg = cfg
         self.compute = compute
         self.model = model
+        self.whole = whole or model
         self.publisher = publisher
         self.ranks = ranks
         self.stages = Stages(cfg)
         self.monitor = Monitor(cfg)
+        teacher = models.teacher(cfg, compute, chat)
+        beside = {} if teacher is None else {identity.TEACHER: digest(teacher)}
+        checkpoints.identify(base, beside)
+        reference = models.reference(cfg, compute)
         self.trainer = Trainer(
             model,
             Optimizer(
@@ -119,15 +126,13 @@ class Learner:
             trainer.learn(cfg),
             channel,
             publisher.publish,
-            reference=models.reference(cfg, compute),
+            reference=reference and ranks.shard(reference),
             critic=models.critic(cfg, compute, chat, ranks),
-            teacher=models.teacher(cfg, compute, chat),
+            teacher=teacher and ranks.shard(teacher),
             save_offending=self._save_offending,
             before_first=self._first_look,
             deadline_s=deadline_s,
         )
-        teacher = self.trainer.teacher
-        checkpoints.identify(base, {} if teacher is None else {identity.TEACHER: digest(teacher)})
         self.made = 0  # the last step
         self.drawn: State = {}  # the orchestrator's, after the last batch
 
@@ -193,7 +198,9 @@ class Learner:
 
     def checkpoint(self, step: int) -> None:
         """Both halves of the run after `step`, in one atomic folder."""
-        self.checkpoints.save(step, self._state, cache_tokens=self.publisher.cache_tokens)
+        ranks = self.ranks if self.trainer.in_parts else ALONE
+        tokens = self.publisher.cache_tokens
+        self.checkpoints.save(step, self._state, ranks, cache_tokens=tokens)
 
     def _state(self) -> tuple[Tensors, State]:
         tensors, state = self.trainer.state()
@@ -209,9 +216,9 @@ class Learner:
         if self.cfg.train.lora:
             self.publisher.release()
             batch = newest_batch(self.home.path, step)
-            publish_adapter(self.cfg, self.model, target, batch, step)
+            publish_adapter(self.cfg, self.whole, target, batch, step)
         else:
-            hf.save(self.model, target, hf.resolve(self.cfg.model), step)
+            hf.save(self.whole, target, hf.resolve(self.cfg.model), step)
 
     def enter(self, step: int) -> dict[str, float]:
         """Go over to the settings of the step's stage; returns its metrics, none in a run without

@@ -30,7 +30,7 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.launch import devices
 from lowroll.runs.memory import fit
-from lowroll.runs.memory.plan import Plan, Planner, plan_sft
+from lowroll.runs.memory.plan import Plan, Planner, Share, plan_sft
 from lowroll.runs.roles.limits import refuse
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.sft import encode_all
@@ -68,11 +68,12 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
     if cfg.launcher != "none":
         found.attempt(lambda: refuse(cfg))
-        if (placed := found.attempt(lambda: devices.of_run(cfg))) is not None:
-            found.lines.append(placed.line())
+        placed = found.attempt(lambda: devices.of_run(cfg))
+        found.lines += [] if placed is None else [placed.line()]
     else:
         found.problems.extend(one_process_problems(cfg))
         found.notes.extend(one_process_notes(cfg))
+        placed = devices.Placement()
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
     chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None
@@ -96,10 +97,15 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     works = found.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
     if cfg.rollout.engine != "native":
         found.lines.append(_vllm_memory(cfg, compute))
-    if beside is not None and works is not None:
-        planner = Planner.now(compute, model, works, beside)
+    if beside is not None and works is not None and placed is not None:
+        planner = Planner.now(compute, model, works, beside, _share(cfg, placed))
         _memory(found, found.attempt(lambda: planner.plan(cfg)), lambda _: fit.advice(planner, cfg))
     return found
+
+
+def _share(cfg: RunConfig, placed: devices.Placement) -> Share:
+    """What of the run is on the GPU of a learner rank."""
+    return Share(cfg.train.gpus if cfg.is_sharded else 1, placed.shares if placed.ranks else 1)
 
 
 def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:

@@ -5,9 +5,10 @@ What a paper does not say is listed as such; then the value is this file's choic
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from lowroll.types import nearest
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,5 @@ def preset(name: str) -> Preset:
     """The preset of this name. ValueError with the nearest known one."""
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = nearest(name, PRESETS, repr)
     raise ValueError(f"--preset: unknown {name!r}{hint}; known: {', '.join(PRESETS)}")

@@ -8,13 +8,18 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from lowroll.server.body import Answered, Chat, Message, Sampling, Tool, ToolCall, stops
+from aiohttp import web
+
+from lowroll.server.body import Answered, Chat, Message, Sampling, Tool, ToolCall, check, stops
 from lowroll.server.errors import Refused
-from lowroll.server.serving import Serving
+from lowroll.server.guard import read_json
+from lowroll.server.serving import SERVING, Serving
 from lowroll.server.text import Vocabulary
 from lowroll.types import Request
+
+A = TypeVar("A", bound=Answered)
 
 # fields of a Request by the names that clients use
 NAMES = {
@@ -43,6 +48,15 @@ class Offer:
     tools: Sequence[Tool]
     format: str
     several: bool
+
+
+async def read(request: web.Request, kind: type[A]) -> A:
+    """The body of a request that draws text, which asks for this model."""
+    body = check(await read_json(request), kind)
+    check_model(request.app[SERVING], body.model)
+    if body.stream_options is not None and not body.stream:
+        raise Refused("stream_options: stream is not asked for", "stream_options")
+    return body
 
 
 def check_model(serving: Serving, model: str | None) -> None:
@@ -204,12 +218,6 @@ def check_id(body: Answered, count: int) -> None:
         raise Refused(
             f"request_id: it names one request, and there are {count} prompts", "request_id"
         )
-
-
-def check_stream(body: Answered) -> None:
-    """Refused for options of a stream that is not asked for."""
-    if body.stream_options is not None and not body.stream:
-        raise Refused("stream_options: stream is not asked for", "stream_options")
 
 
 def refuse(error: ValueError, names: Mapping[str, str]) -> NoReturn:

@@ -11,16 +11,14 @@ from lowroll.server.asks import (
     NAMES,
     Offer,
     Prompt,
-    check_model,
-    check_stream,
     conversation,
     engine_request,
     offered,
+    read,
     room,
 )
-from lowroll.server.body import Chat, check, stops
+from lowroll.server.body import Chat, stops
 from lowroll.server.errors import Refused
-from lowroll.server.guard import read_json
 from lowroll.server.loop import Delta
 from lowroll.server.parts import (
     ChatChoice,
@@ -42,9 +40,7 @@ _NAMES = NAMES | {"prompt_ids": "messages", "top_logprobs": "top_logprobs"}
 async def handle(request: web.Request) -> web.StreamResponse:
     """n answers to one conversation."""
     serving = request.app[SERVING]
-    body = check(await read_json(request), Chat)
-    check_model(serving, body.model)
-    check_stream(body)
+    body = await read(request, Chat)
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused("top_logprobs: it goes with logprobs: true", "top_logprobs")
     offer = offered(serving, body)

@@ -12,15 +12,13 @@ from lowroll.server.asks import (
     NAMES,
     Prompt,
     check_id,
-    check_model,
-    check_stream,
     engine_request,
     prompts,
+    read,
     room,
 )
-from lowroll.server.body import DEFAULT_MAX_TOKENS, Completion, check, stops
+from lowroll.server.body import DEFAULT_MAX_TOKENS, Completion, stops
 from lowroll.server.errors import Refused
-from lowroll.server.guard import read_json
 from lowroll.server.loop import Delta
 from lowroll.server.parts import (
     CompletionChoice,
@@ -40,8 +38,7 @@ from lowroll.types import Group, Request
 async def handle(request: web.Request) -> web.StreamResponse:
     """One answer for each sample of each prompt, those of the first prompt first."""
     serving = request.app[SERVING]
-    body = check(await read_json(request), Completion)
-    check_model(serving, body.model)
+    body = await read(request, Completion)
     _check(body)
     given = await prompts(serving, body.prompt, body.add_special_tokens)
     check_id(body, len(given))
@@ -56,7 +53,6 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
 def _check(body: Completion) -> None:
     """What fields ask for together."""
-    check_stream(body)
     if body.best_of not in (None, body.n):
         raise Refused(f"best_of: {body.best_of} with n {body.n} is not supported", "best_of")
     if body.packed:

@@ -7,9 +7,8 @@ from typing import Any
 from aiohttp import web
 
 from lowroll.server.answer import ends, groups, stream, to_json
-from lowroll.server.asks import NAMES, Prompt, check_model, check_stream, engine_request, room
-from lowroll.server.body import Generate, check
-from lowroll.server.guard import read_json
+from lowroll.server.asks import NAMES, Prompt, engine_request, read, room
+from lowroll.server.body import Generate
 from lowroll.server.loop import Delta
 from lowroll.server.parts import Names, contents, drawn, origin, prompt_logprobs, usage, whole
 from lowroll.server.scoring import Scores, score
@@ -26,9 +25,7 @@ _NAMES = {"prompt_ids": "token_ids", "id": "request_id"} | {
 async def handle(request: web.Request) -> web.StreamResponse:
     """n continuations of one prompt."""
     serving = request.app[SERVING]
-    body = check(await read_json(request), Generate)
-    check_model(serving, body.model)
-    check_stream(body)
+    body = await read(request, Generate)
     params, prompt = body.sampling_params, Prompt(body.token_ids)
     scores = None
     if params.prompt_logprobs is not None:

@@ -99,7 +99,7 @@ class Critic:
         ranks: Ranks = ALONE,
     ) -> None:
         body.lm_head = None
-        self.body = body.requires_grad_(True)
+        self.body = ranks.shard(body.requires_grad_(True))
         self.settings = settings or CriticSettings()
         self.weight_D = nn.Parameter(torch.zeros(body.spec.hidden_size, device=body.device))
         self.bias = nn.Parameter(torch.zeros(1, device=body.device))

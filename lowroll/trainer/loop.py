@@ -92,6 +92,12 @@ class Trainer:
             "perf/learn_tokens_per_second": tokens / max(learned - started, 1e-9),
         }
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks hold what learns in parts, so that `state` is this rank's share."""
+        critic = set() if self.critic is None else self.critic.optimizer.parts
+        return bool(self.optimizer.parts | critic)
+
     def state(self) -> tuple[states.Tensors, dict[str, Any]]:
         """What `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
         tensors, state = states.capture(self.model, self.optimizer, self.critic)

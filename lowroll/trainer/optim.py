@@ -227,9 +227,9 @@ class Optimizer:
             self.masters[name].grad = gradient.float()
         self._waiting.clear()
         for name in self.parts:
-            gradient = self.params[name].grad
+            found = self.params[name].grad
             self.params[name].grad = None
-            self.masters[name].grad = None if gradient is None else self.ranks.part(gradient)
+            self.masters[name].grad = None if found is None else self.ranks.part(found)
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -436,9 +436,7 @@ class Optimizer:
         """Whether passes read the rounding of a float32 tensor."""
         return self.ranks.dtype(self.params[name]) != torch.float32
 
-    def _moments(
-        self, name: str, shards: int = 1
-    ) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def _moments(self, name: str, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Names, shapes and dtypes of what is kept of a whole parameter between updates, where so
         many ranks hold parts of it."""
         p = self.params[name]

@@ -51,14 +51,18 @@ def lead(ranks: Ranks, save: Callable[[Callable[[Path], None]], Result]) -> Resu
 def follow(ranks: Ranks, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Write this rank's share whenever the one that leads has a folder for it."""
     while folder := ranks.tell(wait_s=SAVE_S):
-        code = 0
-        try:
-            write_part(Path(folder.decode()), tensors, ranks.rank, ranks.size)
-        except Exception as error:
-            code = system_error(error) or 0
-            if not code:
-                raise
-        _said(ranks, code)
+        _said(ranks, _written(Path(folder.decode()), tensors, ranks))
+
+
+def _written(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> int:
+    """The error of the system that writing a share has met; 0 for none."""
+    try:
+        write_part(folder, tensors, ranks.rank, ranks.size)
+    except Exception as error:
+        if code := system_error(error):
+            return code
+        raise
+    return 0
 
 
 def _said(ranks: Ranks, code: int) -> list[int]:

@@ -25,6 +25,7 @@ import math
 import operator
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NoReturn, TypeVar, Union
@@ -46,13 +47,13 @@ class CodecError(ValueError):
     loss."""
 
 
-def encode_batch(batch: Batch) -> bytes:
-    """Header line and one line a sample. CodecError naming the field that JSON cannot carry
-    exactly."""
+def encode_batch(batch: Batch, line: Callable[[Sample], bytes] | None = None) -> bytes:
+    """Header line and one line a sample (by `line`, else `encode_sample`). CodecError naming the
+    field that JSON cannot carry exactly."""
     header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
     header |= _encode(replace(batch, samples=[]), Batch, "batch")
     del header["samples"]
-    return _line(header) + b"".join(encode_sample(sample) for sample in batch.samples)
+    return _line(header) + b"".join(map(line or encode_sample, batch.samples))
 
 
 def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
@@ -80,6 +81,29 @@ def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
 def encode_sample(sample: Sample) -> bytes:
     """One line, newline included."""
     return encode_record(sample, "sample")
+
+
+class Lines:
+    """The lines of samples that are written twice: into the log, then into a frame. Writing numbers
+    is most of what a batch costs its orchestrator. A sample must not change in between."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Sample, bytes]] = {}
+
+    def clear(self) -> None:
+        """Another batch begins."""
+        self._kept.clear()
+
+    def first(self, sample: Sample) -> bytes:
+        """As `encode_sample`."""
+        line = encode_sample(sample)
+        self._kept[id(sample)] = sample, line  # which keeps the id its own
+        return line
+
+    def again(self, sample: Sample) -> bytes:
+        """What `first` wrote of this very object, once; else as `encode_sample`."""
+        kept = self._kept.pop(id(sample), None)
+        return encode_sample(sample) if kept is None else kept[1]
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:

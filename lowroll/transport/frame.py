@@ -10,6 +10,7 @@ that the batch belongs to: one of another run is refused, wherever it lies.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +24,7 @@ from lowroll.transport.codec import (
     encode_batch,
     encode_record,
 )
-from lowroll.types import Batch, printable
+from lowroll.types import Batch, Sample, printable
 
 FORMAT = 1
 LONGEST_HEADER = 4096
@@ -41,18 +42,19 @@ class Header:
     format: int = FORMAT
 
 
-def encode_frame(batch: Batch, run: str) -> bytes:
-    """CodecError for a batch that the codec cannot carry, or one that no reader would take."""
-    payload = encode_batch(batch)
+def encode_frame(batch: Batch, run: str, line: Callable[[Sample], bytes] | None = None) -> bytes:
+    """line: as of `encode_batch`. CodecError for a batch that the codec cannot carry, or one that no
+    reader would take."""
+    payload = encode_batch(batch, line)
     if len(payload) > MAX_BYTES:
         raise CodecError(
             f"step {batch.step}: a batch of {len(payload)} bytes is over the limit of {MAX_BYTES}"
         )
     header = Header(run, batch.step, len(payload), hashlib.sha256(payload).hexdigest())
-    line = seal(encode_record(header, "frame").removesuffix(b"\n")) + b"\n"
-    if len(line) > LONGEST_HEADER:
+    first = seal(encode_record(header, "frame").removesuffix(b"\n")) + b"\n"
+    if len(first) > LONGEST_HEADER:
         raise CodecError(f"run: a name of {len(run)} characters is too long for a frame")
-    return line + payload
+    return first + payload
 
 
 def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:

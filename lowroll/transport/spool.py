@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from lowroll.checkpoint.faults import faultpoint
@@ -20,7 +21,7 @@ from lowroll.checkpoint.seal import seal, unseal
 from lowroll.transport.base import Cursor, DamagedFrame, Fenced, FrameGone, TransportError
 from lowroll.transport.frame import check_frame, decode_frame, encode_frame
 from lowroll.transport.words import cursor_of, encode_word, said
-from lowroll.types import Batch, printable
+from lowroll.types import Batch, Sample, printable
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Spool:
     def __init__(self, folder: Path, run: str = "") -> None:
         self.folder = Path(folder)
         self.run = run
+        self.line: Callable[[Sample], bytes] | None = None  # of a sample, as of `encode_batch`
         self._unheeded = b""  # damaged words that were told of
 
     def path(self, step: int) -> Path:
@@ -64,7 +66,7 @@ class Spool:
         TransportError for another one of a step that is there, or one that leaves a gap.
         CodecError for a batch that cannot travel. Nothing is written then.
         """
-        data = encode_frame(batch, self.run)
+        data = encode_frame(batch, self.run, self.line)
         steps = self.steps()
         if batch.step in steps:
             if read_file(self.path(batch.step)) == data:

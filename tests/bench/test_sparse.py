@@ -15,6 +15,7 @@ from rich.console import Console
 
 from bench import sparse
 from lowroll.runs.demo import build_model
+from tests.fixtures.jobs import works_once
 from tests.fixtures.runs import TINY
 
 SMALL: dict[str, Any] = {
@@ -138,12 +139,6 @@ def test_runs_of_other_settings_are_left_out(tmp_path: Path) -> None:
     assert sparse.stored(path, about | {"settings": {}}) == []
 
 
-def works_once(name: str, seed: int, gpu: int) -> dict[str, Any]:
-    if name == "broken":
-        raise ValueError(f"broken by {seed}")
-    return {"name": name, "seed": seed}
-
-
 @pytest.mark.slow
 def test_a_failed_run_does_not_take_the_others_with_it() -> None:
     jobs = [("broken", 1), ("sound", 2), ("sound", 3)]
@@ -155,7 +150,13 @@ def test_a_failed_run_does_not_take_the_others_with_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", sparse.ARMS)
+@pytest.mark.parametrize(
+    "arm",
+    [
+        pytest.param(arm, marks=() if arm in ("rkv replay", "fp8 cache") else pytest.mark.long)
+        for arm in sparse.ARMS
+    ],
+)
 def test_an_arm_runs(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of each on a tiny model, with caches so small that they are compacted."""
     cache = sparse.ARMS[arm].get("rollout", {}).get("kv", {"policy": "dense"})

@@ -24,6 +24,7 @@ from lowroll.cli.main import main
 from lowroll.config.schema import TrainConfig
 from lowroll.engine.native import pick_device
 from lowroll.server.serving import SERVING
+from tests.fixtures.processes import eventually
 
 DENSE = "rollout.weights=dense"
 ANYWHERE = ".".join("0000")
@@ -224,6 +225,19 @@ def ask(url: str, body: Any = None, token: str = "") -> tuple[int, Any]:
     return answer.status, json.loads(answer.read())
 
 
+def drawing(url: str, token: str) -> bool:
+    """Wait until a sample is drawn."""
+
+    def running() -> bool:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"})
+        said = connection.getresponse().read().decode()
+        connection.close()
+        return float(said.partition("\nlowroll_samples_running ")[2].split()[0]) > 0
+
+    return eventually(running)
+
+
 @pytest.mark.slow
 def test_a_life(model: Path) -> None:
     """It starts, answers, and ends at a signal with the answers of what was in flight."""
@@ -239,7 +253,7 @@ def test_a_life(model: Path) -> None:
             )
         )
         flight.start()
-        time.sleep(0.5)
+        assert drawing(url, "a-token-of-some-length")
         child.send_signal(signal.SIGTERM)
         assert child.wait(timeout=30) == 143
         flight.join(timeout=10)
@@ -260,7 +274,7 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
             target=lambda: found.append(ask(f"{url}/v1/completions", LONG | many))
         )
         flight.start()
-        time.sleep(0.3)
+        assert drawing(url, "a-token-of-some-length")
         child.send_signal(signal.SIGINT)
         time.sleep(0.1)
         child.send_signal(signal.SIGINT)  # an echo

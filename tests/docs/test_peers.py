@@ -4,7 +4,9 @@ lowroll runs."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,26 @@ def test_the_page_on_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
     with pytest.raises(ValueError, match=re.escape(said[1] if said else "?")):
         make("data", args={"path": str(row), "answer": "anwser"})
+
+
+@pytest.mark.slow
+def test_the_readme(folder: Path) -> None:
+    """As a script: its function has no other home than that."""
+    (here,) = blocks("../README.md", "python")
+    rows = "".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(8))
+    (folder / "rows.jsonl").write_text(rows)
+    small = "max_steps=1, batch_size=8, rollouts_per_example=4, max_tokens=4, score={'workers': 1}"
+    here = here.replace("max_steps=40", small).replace("Qwen/Qwen3-0.6B", "outputs/demo/model")
+    (folder / "script.py").write_text(here)
+    subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        check=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    record = json.loads((folder / "outputs/run/metrics.jsonl").read_text())
+    assert 0 < record["reward/data/brief"] <= 1
 
 
 def load_text(text: str) -> RunConfig:

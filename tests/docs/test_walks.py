@@ -19,7 +19,7 @@ DOTTED = re.compile(r"`([a-z_]+(?:\.\w+)+)`")
 
 def walks() -> dict[str, list[str]]:
     """The names of each walk, in order."""
-    section = PAGE.partition("\n## Three walks\n")[2].partition("\n## ")[0]
+    section = PAGE.partition("\n## Four walks\n")[2].partition("\n## ")[0]
     _, *parts = re.split(r"^### ", section, flags=re.MULTILINE)
     return {part.partition("\n")[0]: DOTTED.findall(part) for part in parts}
 
@@ -52,8 +52,8 @@ def sources(names: list[str]) -> Iterator[tuple[str, str]]:
         before += inspect.getsource(parts(name)[0])
 
 
-def test_there_are_three_and_they_are_long() -> None:
-    assert len(walks()) == 3
+def test_there_are_four_and_they_are_long() -> None:
+    assert len(walks()) == 4
     assert all(len(names) > 12 for names in walks().values())
 
 

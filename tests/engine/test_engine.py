@@ -196,6 +196,41 @@ def test_pages_return_and_prompts_are_shared(folder: Path) -> None:
     assert tokens(first) == tokens(cold)
 
 
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+@pytest.mark.parametrize("n", [1, 8])
+def test_later_turns_begin_behind_what_was_drawn(folder: Path, weights: str, n: int) -> None:
+    """The same tokens as without, and log-probs but for rounding; fewer tokens run."""
+    told, hits = [], []
+    for caching in (False, True):
+        engine = engine_of(folder, weights=weights, turn_caching=caching)
+        first = Request(prompt(9), n=n, max_tokens=11, seed=3, ignore_eos=True)
+        (group,) = engine.generate([first])
+        before = engine.pool.hits
+        later = [
+            Request([*prompt(9), *ids, 5, 6], max_tokens=8, seed=3, id=str(i))
+            for i, ids in enumerate(tokens(group))
+        ]
+        found = engine.generate(later)
+        told.append([rollout for one in (group, *found) for rollout in one.rollouts])
+        hits.append(engine.pool.hits - before)
+    assert hits == [2 * n, 4 * n]  # full pages of 9 tokens, and of 19 whose keys there are
+    for a, b in zip(*told, strict=True):
+        assert a.token_ids == b.token_ids
+        assert b.logprobs == pytest.approx(a.logprobs, abs=1e-5 if weights == "fp32" else 0.05)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_dtype": "fp8"}, {"large_batch_weights": "fp8"}],
+    ids=str,
+)
+def test_turn_caching_is_refused_where_pages_would_be_others(
+    folder: Path, options: dict[str, object]
+) -> None:
+    with pytest.raises(ValueError, match="^turn_caching: it does not go with"):
+        engine_of(folder, turn_caching=True, **options)
+
+
 def test_abort_and_wrong_requests_leave_the_others_alone(folder: Path) -> None:
     alone = engine_of(folder).generate(
         [Request(prompt(7), n=2, max_tokens=25, seed=2, ignore_eos=True)]

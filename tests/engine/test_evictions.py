@@ -108,20 +108,27 @@ def neighbour(one: Evictions) -> Evictions:
     return pack_evictions(unpack_evictions(one).roll(1, 2), one.after)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks": {"prefill_chunk": 5, "max_prefill_tokens": 12},
+    "small": {"cache_tokens": 112, "max_batch": 6},
+}
+# every pair of a policy, a way to hold its samples and a lookahead
+CASES = [
+    (kind, options, (1, 16)[(i + j) % 2])
+    for i, kind in enumerate(POLICIES)
+    for j, options in enumerate(OPTIONS)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lookahead", [1, 16])
-@pytest.mark.parametrize("kind", POLICIES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"prefill_chunk": 5, "max_prefill_tokens": 12}, {"cache_tokens": 112, "max_batch": 6}],
-    ids=["whole", "chunks", "small"],
-)
+@pytest.mark.parametrize(("kind", "options", "lookahead"), CASES)
 def test_replayed_log_probs_are_the_recorded_ones(
-    model: Transformer, kind: Callable[[], CachePolicy], lookahead: int, options: dict[str, Any]
+    model: Transformer, kind: Callable[[], CachePolicy], options: str, lookahead: int
 ) -> None:
     """Shared prompts with n = 8 and n = 1, prompts over and under the budget, prompts found in the
     prefix cache, samples that wait for pages and slots, one-token responses."""
-    engine = recording(model, kind(), lookahead, **options)
+    engine = recording(model, kind(), lookahead, **OPTIONS[options])
     groups = engine.generate(REQUESTS[:2]) + engine.generate(REQUESTS[2:])
     assert (engine.pool.hits > 0) == (kind is not h2o)
     gap, compactions = off(model, groups)

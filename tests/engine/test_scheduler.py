@@ -9,6 +9,7 @@ whatever the reference counts say.
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -44,8 +45,8 @@ def commit_all(scheduler: Scheduler, samples: list[tuple]) -> None:
         scheduler.commit_run(sequence, tokens, [-0.25] * len(tokens))
 
 
-def make(num_pages=16, page_size=4, **knobs) -> tuple[Scheduler, FakeRunner]:
-    pool = PagePool(num_pages, page_size)
+def make(num_pages=16, page_size=4, turn_caching=False, **knobs) -> tuple[Scheduler, FakeRunner]:
+    pool = PagePool(num_pages, page_size, turn_caching=turn_caching)
     defaults = {"behavior": tag(), "max_batch": 4, "max_prefill_tokens": 64, "eos_ids": [EOS]}
     scheduler = Scheduler(pool, **(defaults | knobs))
     return scheduler, FakeRunner(pool, scheduler)
@@ -313,6 +314,59 @@ def test_prefix_pages_are_reused_by_equal_weights_only():
         run_all(scheduler, runner)
     # of 8 known tokens 4 are skipped: the last token always runs, on a page of its own
     assert starts == [0, 4, 4, 0, 4, 0, 0, 4] and scheduler.pool.hits == 4
+
+
+@pytest.mark.parametrize("turn_caching", [False, True])
+def test_a_later_turn_finds_the_pages_of_what_was_drawn(turn_caching):
+    """Full pages of the keys that there are: the last token's is not."""
+    scheduler, runner = make(num_pages=32, turn_caching=turn_caching)
+    scheduler.add(Request([1, 2, 3, 4, 5, 6], max_tokens=7, ignore_eos=True, seed=1))
+    (rollout,) = run_all(scheduler, runner)[0].rollouts
+    for new, start in ((rollout.token_ids, 12), ([*rollout.token_ids[:4], VOCAB - 1, 1, 1, 1], 8)):
+        scheduler.add(Request([1, 2, 3, 4, 5, 6, *new, 5], max_tokens=3, ignore_eos=True))
+        plan = scheduler.plan()
+        assert plan.prefills[0].start == (start if turn_caching else 4)
+        commit_all(scheduler, runner.run(plan))
+        run_all(scheduler, runner)
+        if not turn_caching:
+            return
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_conversations_with_cached_turns_read_what_they_wrote(seed):
+    """Random groups in few slots and pages, whose samples go on, while others wait for the tail of
+    their prompt, weights change and samples are given up: the fake cache tells of every key that is
+    another one's."""
+    rng = Random(seed)
+    scheduler, runner = make(num_pages=40, max_batch=rng.randint(1, 6), turn_caching=True)
+    known = {}
+    left = [([rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 11))], 0) for _ in range(8)]
+    version = 1
+    for _ in range(4000):
+        if left and rng.random() < 0.3:
+            prompt, turn = left.pop()
+            n = rng.choice((1, 1, 2, 8)) if turn == 0 else 1
+            asked = Request(prompt, n=n, max_tokens=rng.randint(1, 9), seed=rng.randrange(9))
+            known[scheduler.add(asked)] = turn
+        if rng.random() < 0.01:
+            version += 1
+            scheduler.set_behavior(tag(version))
+        if not scheduler.has_work:
+            if not left:
+                break
+            continue
+        commit_all(scheduler, runner.run(scheduler.plan()))
+        if known and rng.random() < 0.02:
+            scheduler.abort(rng.choice(list(known)))
+        check_invariants(scheduler)
+        for handle, group in scheduler.finished():
+            turn = known.pop(handle)
+            for rollout in group.rollouts:
+                if turn < 3 and rng.random() < 0.5:
+                    ids = [*group.request.prompt_ids, *rollout.token_ids, rng.randrange(2, VOCAB)]
+                    if len(ids) < 60:
+                        left.append((ids, turn + 1))
+    assert not known and scheduler.pool.num_used == 0
 
 
 def test_a_prompt_that_ran_under_two_behaviours_is_never_served_though_the_first_came_back():

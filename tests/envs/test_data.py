@@ -250,6 +250,36 @@ def test_bad_settings_are_refused_before_anything_runs(files: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("def f(): return 1.0", "reward 'f' takes nothing of the response; it may take completion"),
+        ("def f(prompt): return 1.0", "takes nothing of the response"),
+        ("def f(*args): return 1.0", r"f.py:1: reward 'f': \*args must be a parameter that can be"),
+        ("def f(text, /): return 1.0", "text must be a parameter that can be named"),
+    ],
+)
+def test_a_function_that_cannot_see_a_response_is_refused(
+    tmp_path: Path, files: Path, function: str, why: str
+) -> None:
+    (tmp_path / "f.py").write_text(function + "\n")
+    assert re.search(why, refused(files, reward_funcs=[f"{tmp_path / 'f.py'}:f"]))
+
+
+def test_texts_and_chats_in_one_file_are_refused_by_row(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "b"}]
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": chat, "answer": "2"}]
+    for name, order in (("a", rows), ("b", rows[::-1])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in order))
+        with pytest.raises(ValueError, match=rf"{name}.jsonl:2: its prompt is .*{name}.jsonl:1 is"):
+            make("data", args={"path": str(path)})
+    for name, row in (("c", rows[0]), ("d", rows[1])):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    other = {"path": str(tmp_path / "c.jsonl"), "test_path": str(tmp_path / "d.jsonl")}
+    assert make("data", args=other).size("test") == 1  # each file in its own way
+
+
 def test_without_functions_the_final_answer_is_judged(files: Path) -> None:
     env = make("data", args={"path": str(files / "rows.jsonl"), "held_out": 0.2})
     assert env.validate().ok and env.validate(split="test").ok and env.size("test") == 1

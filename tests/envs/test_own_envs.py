@@ -284,5 +284,5 @@ def test_a_run_may_move_with_its_files(tmp_path: Path) -> None:
     other = from_mapping(
         {"model": "m", "env": {"id": str(tmp_path / "new" / "other.py"), "name": "env.py"}}
     )
-    with pytest.raises(ValueError, match=r"env was .*env\.py.* and is .*other\.py"):
+    with pytest.raises(ValueError, match=r"env\[0\]\.id was .*env\.py.* and is .*other\.py"):
         identity.refuse_other_settings(yaml.safe_load(before.dump()), other)

@@ -175,7 +175,7 @@ def test_what_is_no_tool_is_refused(functions: list[Any], why: str) -> None:
         _ = Toolbox(functions).schemas
 
 
-@pytest.mark.parametrize("key", ["call_seconds", "most_output", "max_turns"])
+@pytest.mark.parametrize("key", ["call_seconds", "most_output"])
 @pytest.mark.parametrize("value", [0, -1, "5", True])
 def test_limits_are_numbers(key: str, value: Any) -> None:
     class Env(ToolEnvironment):

@@ -118,7 +118,7 @@ def test_what_cannot_be_played_is_named(found: Any) -> None:
     assert "no environment 'vf-none' is installed (prime env install vf-none" in refused["missing"]
     assert "vf-words: cuont: Extra inputs are not permitted" in refused["argument"]
     assert "setup needs a runtime of verifiers" in refused["runtime"]
-    assert "max_turns must be at least 1, got 0" in refused["turns"]
+    assert "max_turns: expected a number of at least 1, got 0" in refused["turns"]
     assert "no train task" in refused["empty"]
 
 
@@ -128,6 +128,7 @@ def test_the_older_interface(classic: Any) -> None:
     assert [said["role"] for said in classic["prompt"]] == ["system", "user"]
     assert sum(classic["sizes"]) == 20 and min(classic["sizes"]) > 0
     assert classic["own"] == [20, "9 + 9?"]
+    assert classic["own turns"] == 2
     assert classic["turns"] == [1, 3, 4]
     assert classic["right"][1][1]["exact"] == 1.0 and classic["wrong"][1][0] == pytest.approx(0.1)
     replies, (_, metrics) = classic["guessed"]

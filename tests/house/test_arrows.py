@@ -58,7 +58,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "objectives": (set(), {"torch"}),
     # parallel -> transport: a wait for other ranks has a deadline and names what for
-    "parallel": ({"model", "transport"}, {"torch"}),
+    # parallel -> quant: codes are whole on every rank
+    "parallel": ({"model", "transport", "quant"}, {"torch"}),
     "advantages": (set(), set()),
     # transformers makes the JSON schemas of functions, where a run begins
     "envs": (

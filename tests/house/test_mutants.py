@@ -161,9 +161,10 @@ def test_what_is_changed(code: str, changed: list[str]) -> None:
 
 @pytest.mark.slow
 def test_every_excuse_excuses_something_and_says_why() -> None:
-    for excuse in excuses(ROOT / "tests" / "mutants.toml"):
-        source = (ROOT / excuse.file).read_text()
-        found = mutants(source, excuse.file)
-        assert excuse.why and any(excuse.covers(mutant, source.split("\n")) for mutant in found), (
-            excuse
-        )
+    known = excuses(ROOT / "tests" / "mutants.toml")
+    for file in {excuse.file for excuse in known}:
+        source = (ROOT / file).read_text()
+        found, lines = mutants(source, file), source.split("\n")
+        for excuse in known:
+            covers = excuse.file != file or any(excuse.covers(mutant, lines) for mutant in found)
+            assert excuse.why and covers, excuse

@@ -195,7 +195,7 @@ def test_a_folder_of_someone_else_is_refused(cache: Path, monkeypatch: pytest.Mo
         nvcc.cache_folder()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(nvcc.compiler() is None, reason="needs nvcc")
 @pytest.mark.timeout(300)
 def test_compiled_for_hopper_nothing_spills_and_the_workspace_is_large_enough(

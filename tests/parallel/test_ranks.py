@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from lowroll.parallel.ranks import ALONE, Group, Ranks
-from tests.fixtures.ranks import together
+from lowroll.parallel import ranks as groups
+from lowroll.parallel.ranks import ALONE, Group, RankLost, Ranks
+from lowroll.transport.base import DeadlineExceeded, TransportError
+from tests.fixtures.ranks import Raised, free_port, together
 
 ODD = [-0.0, float("nan"), float("-inf"), 1e-45, -3.5]  # values whose bits must arrive
 
@@ -113,3 +118,77 @@ def test_what_ranks_tell_each_other(size: int) -> None:
         ]
         assert found["kept"] and found["said"] == [b"batch \x00", b""]
         assert found["listens"] == {"0100007F"}, "loopback alone"
+
+
+def fail(group: Group, how: str) -> None:
+    """Rank 1 (with `leader`: the rank that leads) is lost after a first meeting."""
+    group.meet("the first meeting")
+    if group.rank == (0 if how == "leader" else 1):
+        if how == "raises":
+            raise ValueError("no more memory")
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    if how == "leader":
+        group.tell()
+    group.add([torch.ones(3)])
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "missing"),
+    [
+        ("killed", RankLost, r"^rank 1 \(last at the first meeting\) went away; rank \d is at the"),
+        ("raises", RankLost, r"^rank 1 \(last at the first meeting\) went away"),
+        ("leader", RankLost, r"^rank 0, at which all meet went away; rank \d is at what rank 0"),
+        ("stopped", DeadlineExceeded, r"^waited \d\S* s for rank 1 \(last at the first meeting\);"),
+    ],
+)
+def test_who_waits_for_a_lost_rank_says_which(
+    how: str, error: type[TransportError], missing: str
+) -> None:
+    ranks = together(3, fail, how, deadline_s=4.0 if how == "stopped" else 30.0, seconds=25.0)
+    lost = 0 if how == "leader" else 1
+    assert ranks[lost] in (None, Raised(ValueError, "no more memory"))
+    for rank in {0, 1, 2} - {lost}:
+        assert ranks[rank].kind is error and re.match(missing, ranks[rank].text), ranks
+
+
+def wait_long(group: Group) -> bytes:
+    """The rank that leads speaks late: the deadline of all else is shorter."""
+    if group.leads:
+        time.sleep(1.5)
+        return group.tell(b"now")
+    return group.tell(wait_s=30.0)
+
+
+def test_the_others_wait_for_the_first_word_as_long_as_they_are_told() -> None:
+    assert together(2, wait_long, deadline_s=1.0) == [b"now", b"now"]
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"^waited 0\.2 s for rank 1, 2 of 3 to start and meet at 127\.0\.0\.1:",
+    ):
+        Group(0, 3, "127.0.0.1", free_port(), torch.device("cpu"), 0.2)
+    with pytest.raises(DeadlineExceeded, match=r"for rank 0 to listen at 127\.0\.0\.1:"):
+        Group(1, 3, "127.0.0.1", free_port(), torch.device("cpu"), 0.1)
+    assert time.monotonic() - began < 10
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(TransportError, match=r"^rank 0 cannot listen at 127\.0\.0\.1:\d+: "),
+    ):
+        Group(0, 2, "127.0.0.1", taken.getsockname()[1], torch.device("cpu"), 1.0)
+    with pytest.raises(ValueError, match=r"^rank: must lie in 0 \.\. 1, is 2"):
+        Group(2, 2, "127.0.0.1", 1, torch.device("cpu"), 1.0)
+    with pytest.raises(ValueError, match="deadline_s"):
+        Group(0, 2, "127.0.0.1", 1, torch.device("cpu"), float("nan"))
+
+
+def test_large_gradients_go_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "BUCKET", 5)
+    sizes = [2, 3, 1, 9, 4, 1]
+    found = groups._buckets([torch.zeros(size) for size in sizes])
+    assert [[len(x) for x in bucket] for bucket in found] == [[2, 3], [1], [9], [4, 1]]

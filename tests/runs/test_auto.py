@@ -41,6 +41,7 @@ CHANGES: dict[str, Any] = {
     "seed": 5,
     "cuda_graphs": False,
     "prefix_caching": False,
+    "turn_caching": True,
     "gpu_memory_utilization": 0.5,
     "tool_call_parser": "hermes",
     "engines": 2,  # of roles: each has the weights that one has

@@ -63,7 +63,7 @@ def test_resume_is_bitwise_the_uninterrupted_run(name: str, model: Path, tmp_pat
     whole = fingerprint(result.folder)
     tags = {(r.behavior.kv_policy, r.behavior.kv_budget) for r in drawn(result.folder)}
     assert tags == {(name, SMALL[name]["budget"])}
-    for step in (1, 3):
+    for step in (1, 3) if name == "rkv" else (2,):
         copy_stopped_after(result.folder, step, tmp_path / f"cut{step}")
         resumed = train({**tree, "output_dir": str(tmp_path / f"cut{step}")}, resume=True)
         assert fingerprint(resumed.folder) == whole, f"resumed after step {step}"

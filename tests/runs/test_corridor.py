@@ -68,8 +68,10 @@ def test_two_steps(model: Path, tmp_path: Path, switch: str, lora: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("switch", ["noise", "shared noise", "muon", "all"])
-def test_resume_is_bitwise(model: Path, tmp_path: Path, switch: str) -> None:
+@pytest.mark.parametrize(
+    ("switch", "steps"), [("noise", [2]), ("shared noise", [3]), ("muon", [1]), ("all", [1, 2, 3])]
+)
+def test_resume_is_bitwise(model: Path, tmp_path: Path, switch: str, steps: list[int]) -> None:
     changes = SWITCHES[switch]
     tree = settings(
         model,
@@ -81,7 +83,7 @@ def test_resume_is_bitwise(model: Path, tmp_path: Path, switch: str) -> None:
         eval={"interval": 2, "num_examples": 2},
     )
     whole = fingerprint(train(tree).folder)
-    for step in (1, 2, 3):
+    for step in steps:
         copy_stopped_after(tmp_path / "whole", step, tmp_path / f"cut{step}")
         resumed = train({**tree, "output_dir": str(tmp_path / f"cut{step}")}, resume=True)
         assert fingerprint(resumed.folder) == whole, f"resumed after step {step}"

@@ -17,6 +17,7 @@ from lowroll.cli.main import main
 from lowroll.config import from_mapping
 from lowroll.metrics.failures import Attempt, Failure, failure_page
 from lowroll.orchestrator.examples import Example, Response
+from lowroll.runs import findings
 from lowroll.runs.comparison import Measured, rows_of, shown
 from lowroll.runs.evaluate import evaluate
 from lowroll.runs.presets import PRESETS, preset
@@ -320,6 +321,15 @@ def test_the_page_escapes_what_a_model_says() -> None:
     assert page.index("test/1") < page.index("test/0")  # where engines part comes first
 
 
+def test_the_page_shows_all_turns_of_a_conversation() -> None:
+    said = [("assistant", "4"), ("user", "higher"), ("assistant", "7")]
+    talk = Response("7", 2, "stop", messages=[{"role": r, "content": c} for r, c in said])
+    talk.score = Score(0.0)
+    example = Example("test/0", Prompt("test/0", "e", [{"role": "user", "content": "1-9"}]), [talk])
+    (failure,) = findings._failures([Measured("e", {"weights": "int8"}, [example], None, 1.0)])["e"]
+    assert failure.attempts[0].wrong == "assistant: 4\nuser: higher\nassistant: 7"
+
+
 TWICE = """
 from lowroll.envs import Environment
 
@@ -354,6 +364,7 @@ def test_conversations_are_kept_and_scored_whole(model: Path, tmp_path: Path) ->
     cfg = from_mapping(run_settings(model, tmp_path / "run", eval=asked, rollout=drawn))
     (row,) = evaluate(cfg, ["fp32"], out=tmp_path / "out")
     assert row["pass_at_1"] == 1.0 and row["env"] == "twice.py"
+    assert not row["env_failed"]
     (kept,) = (tmp_path / "out/responses").rglob("*.jsonl")
     lines = kept.read_bytes().splitlines(keepends=True)
     (first,) = json.loads(lines[1])["responses"]

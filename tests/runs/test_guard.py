@@ -384,7 +384,7 @@ def test_a_run_falls_back_and_resumes_bitwise(
     if changes == {}:
         assert kl[4] < 1e-9 < kl[2] < kl[0]
     whole = fingerprint(result.folder)
-    for step in (1, 2, 3, 5):
+    for step in (1, 2, 3, 5) if changes == {} else (3,):
         copy_stopped_after(tmp_path / "whole", step, tmp_path / f"cut{step}")
         resumed = train({**tree, "output_dir": str(tmp_path / f"cut{step}")}, resume=True)
         assert fingerprint(resumed.folder) == whole, f"resumed after step {step}"

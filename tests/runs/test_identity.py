@@ -523,6 +523,30 @@ def test_a_checkpoint_that_does_not_say_what_was_read_is_refused(
         train(tree(model, tmp_path / "cut"), resume=True)
 
 
+def test_data_and_rewards_are_told_apart_by_their_keys(tmp_path: Path, model: Path) -> None:
+    """Also where it is the file of a reward function that has changed."""
+    (rewards := tmp_path / "rewards.py").write_text("def f(text): return 1.0\n")
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "x"}\n')
+
+    def tree(**changes: Any) -> Any:
+        given = {"data": str(tmp_path / "a.jsonl"), "reward_funcs": [f"{rewards}:f"], **changes}
+        return from_mapping({"model": str(model), **given})
+
+    saved = yaml.safe_load(tree().dump())
+    for changes, where in (
+        ({"data": str(tmp_path / "b.jsonl")}, "env[0].args.path was "),
+        ({"reward_funcs": [f"{rewards}:g"]}, "env[0].args.reward_funcs[0] was "),
+        ({"reward_weights": [2.0]}, "env[0].args.reward_weights was None and is [2.0]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"checkpoint: {where}")):
+            identity.refuse_other_settings(saved, tree(**changes))
+    before = identity.read_by(tree())
+    rewards.write_text("def f(text): return 2.0\n")
+    with pytest.raises(ValueError, match="env data: reward_funcs: .*rewards.py:f was sha256"):
+        identity.refuse_other_files(before, identity.read_by(tree()))
+
+
 def test_settings_are_told_apart_key_by_key() -> None:
     saved = yaml.safe_load(from_mapping({"model": "m", "seed": 1}).dump())
     other = from_mapping({"model": "m", "seed": 2, "correction": "acr", "train": {"lora": True}})

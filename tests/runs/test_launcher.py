@@ -21,7 +21,7 @@ from lowroll.runs.launch import process as process_module
 from lowroll.runs.launch.child import Child
 from lowroll.runs.launch.fleet import Fleet
 from lowroll.runs.preflight import look_at_run
-from lowroll.runs.roles.orchestrate import overheard
+from lowroll.runs.roles.orchestrate import _check_reached, overheard
 from tests.fixtures.processes import eventually
 from tests.fixtures.runs import settings
 
@@ -153,3 +153,17 @@ def test_where_a_token_can_be_overheard() -> None:
         "http://far:1/v1",
         "http://10.0.0.7:1",
     ]
+
+
+def test_an_engine_whose_address_leads_nowhere_from_here_is_refused() -> None:
+    here = {"role": "engine-0", "host": socket.gethostname()}
+    for url in ("http://127.0.0.1:8000", "http://0.0.0.0:8000", "unix:/tmp/engine"):
+        _check_reached({**here, "url": url})
+    there = {"role": "engine-3", "host": "gpu-machine"}
+    for url in ("http://10.0.0.2:8000", "http://gpu-machine:8000", "http://[fd00::2]:8000"):
+        _check_reached({**there, "url": url})
+    for host in ("127.0.0.1", "127.0.1.1", "0.0.0.0", "localhost", "[::1]", "[::]"):  # noqa: S104
+        with pytest.raises(ValueError, match="^engine-3: on gpu-machine .*serve.host=ADDRESS"):
+            _check_reached({**there, "url": f"http://{host}:8000"})
+    with pytest.raises(ValueError, match="^engine-3: its vLLM on gpu-machine"):
+        _check_reached({**there, "url": "unix:/tmp/engine"})

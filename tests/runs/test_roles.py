@@ -169,22 +169,23 @@ def test_roles_that_are_lost_are_started_again(
 
 @pytest.mark.slow
 def test_one_of_several_engines_is_started_again_alone(model: Path, tmp_path: Path) -> None:
-    """What they draw at level 0 is the same every time, whatever happens to one of them."""
-    runs = [tmp_path / "whole", tmp_path / "killed"]
-    for run in runs:
-        tree = settings(model, run, train=STEPS)
-        tree["rollout"]["engines"] = 2
-        file, log = write(tree, tmp_path / "run.yaml"), tmp_path / f"{run.name}.log"
-        with started(log, "grpo", str(file), "launcher=local") as launcher:
-            if run.name == "killed":
-                strike(reached(run, "engine-1", 2, launcher), "kill")
-            assert launcher.wait(timeout=300) == 0, log.read_text()
-    assert outcome(runs[0]) == outcome(runs[1])
-    attempts = [heart(runs[1], role)["attempt"] for role in ("engine-0", "engine-1", "trainer")]
+    """In parts, what they draw at level 0 is what one process draws, whatever happens to one."""
+    trees = [settings(model, tmp_path / name, train=STEPS) for name in ("one", "killed")]
+    for tree in trees:
+        tree["rollout"]["parts"] = 3
+    train(trees[0])
+    trees[1]["rollout"]["engines"] = 2
+    run, log = tmp_path / "killed", tmp_path / "killed.log"
+    file = write(trees[1], tmp_path / "run.yaml")
+    with started(log, "grpo", str(file), "launcher=local") as launcher:
+        strike(reached(run, "engine-1", 2, launcher), "kill")
+        assert launcher.wait(timeout=300) == 0, log.read_text()
+    assert outcome(run) == outcome(tmp_path / "one")
+    attempts = [heart(run, role)["attempt"] for role in ("engine-0", "engine-1", "trainer")]
     assert attempts == [1, 2, 1]
-    assert "engine-1 has ended (killed by SIGKILL)" in (tmp_path / "killed.log").read_text()
+    assert "engine-1 has ended (killed by SIGKILL)" in log.read_text()
     for role in ("engine-0", "engine-1"):
-        assert "serving model at" in (runs[1] / "logs" / f"{role}.log").read_text()
+        assert "serving model at" in (run / "logs" / f"{role}.log").read_text()
 
 
 @pytest.mark.slow

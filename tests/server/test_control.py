@@ -23,6 +23,7 @@ from lowroll.checkpoint.publish import publish_folder
 from lowroll.engine.base import InFlight
 from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
+from lowroll.server.control import UPDATING
 from lowroll.server.errors import Refused
 from lowroll.server.serving import SERVING
 from lowroll.server.shelf import WeightShelf
@@ -296,7 +297,7 @@ def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: P
             loop = client.server.app[SERVING].loop
             await hung(engine, loop)
             first = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}, 503))
-            await asyncio.sleep(0.05)
+            await until(client.server.app[UPDATING].locked, "the first update")
             second = await post(client, "/weights", {"version": "step_2"}, 409)
             assert "another update" in second["error"]["message"]
             assert "busy with a step" in (await first)["error"]["message"]
@@ -433,7 +434,8 @@ def test_pauses_that_are_wrong_are_named(model: Path) -> None:
             asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
             await until(lambda: engine.stats().tokens > 4, "tokens")
             waits = asyncio.ensure_future(post(client, "/pause?mode=wait", wanted=409))
-            await asyncio.sleep(0.05)
+            loop = client.server.app[SERVING].loop
+            await until(lambda: loop._state == "draining", "the first pause")
             assert "another pause" in str(await post(client, "/pause?mode=wait", wanted=409))
             await post(client, "/resume")
             assert "resumed before" in str(await waits)

@@ -307,11 +307,19 @@ def test_a_large_bomb_is_read_in_a_moment(bomb: bytes) -> None:
 def test_more_open_requests_than_may_be_are_told_to_come_again(engine: Moody) -> None:
     async def body() -> None:
         async with served(engine, limits=Limits(requests=2)) as client:
-            await hung(engine, client.server.app[SERVING].loop)
+            loop = client.server.app[SERVING].loop
+            await hung(engine, loop)
+            begun, submit = [], loop.submit
+
+            def seen(*request: Any, **options: Any) -> Any:
+                begun.append(request)
+                return submit(*request, **options)
+
+            loop.submit = seen  # type: ignore[method-assign]
             waiting = [
                 asyncio.ensure_future(client.post("/v1/completions", json=GOOD)) for _ in range(2)
             ]
-            await asyncio.sleep(0.05)
+            await fixtures.until(lambda: len(begun) == 2, "two open requests")
             async with client.post("/v1/completions", json=GOOD) as response:
                 assert response.status == 503 and response.headers["Retry-After"] == "1"
                 assert error_of(await response.read())["code"] == "busy"
@@ -341,7 +349,7 @@ async def listening(engine: Any, limits: Limits) -> AsyncIterator[tuple[str, int
             await runner.cleanup()
 
 
-async def raw(host: str, port: int, data: bytes, wait_s: float = 5.0) -> bytes:
+async def raw(host: str, port: int, data: bytes, wait_s: float = 30.0) -> bytes:
     """What comes back for these bytes until the server closes; b"" when it only closes."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -363,20 +371,19 @@ def post(data: bytes, length: int | None = None) -> bytes:
 
 def test_slow_connections_are_dropped_beside_a_good_request(engine: Moody) -> None:
     async def body() -> None:
-        limits = Limits(head_s=0.5, body_s=0.5)
+        limits = Limits(head_s=1.0, body_s=1.0)
         async with listening(engine, limits) as (host, port, _):
-            began = time.monotonic()
             slow = [
                 asyncio.ensure_future(raw(host, port, data))
                 for data in [b""] * 20 + [b"POST /v1/comp"] * 15 + [post(b'{"prompt"', 500)] * 15
             ]
             await asyncio.sleep(0.1)
             answer = await raw(host, port, post(json.dumps(GOOD).encode()))
-            assert answer.startswith(b"HTTP/1.1 200") and time.monotonic() - began < 0.5
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert not all(end.done() for end in slow), "it waited for them"
             ends = await asyncio.gather(*slow)
-            assert time.monotonic() - began < 3
             assert ends[:35] == [b""] * 35
-            assert all(b" 408 " in end and b"has not come in 0.5 s" in end for end in ends[35:])
+            assert all(b" 408 " in end and b"has not come in 1 s" in end for end in ends[35:])
             answer = await raw(host, port, post(json.dumps(GOOD).encode()))
             assert answer.startswith(b"HTTP/1.1 200")
 
@@ -449,13 +456,15 @@ def test_of_a_connection_that_is_gone_nothing_is_kept(
 
 def test_connections_are_counted(engine: Moody) -> None:
     async def body() -> None:
-        async with listening(engine, Limits(connections=3, head_s=0.5)) as (host, port, _):
+        async with listening(engine, Limits(connections=3, head_s=30)) as (host, port, _):
             held = [await asyncio.open_connection(host, port) for _ in range(3)]
-            await asyncio.sleep(0.05)
-            began = time.monotonic()
             assert await raw(host, port, post(b"{}")) == b""
-            assert time.monotonic() - began < 0.4
-            await asyncio.sleep(0.6)
+            assert not any(reader.at_eof() for reader, _ in held)
+            for _, writer in held:
+                writer.close()
+        async with listening(engine, Limits(connections=3, head_s=0.2)) as (host, port, _):
+            held = [await asyncio.open_connection(host, port) for _ in range(3)]
+            assert [await reader.read() for reader, _ in held] == [b""] * 3  # they say nothing
             answer = await raw(host, port, post(json.dumps(GOOD).encode()))
             assert answer.startswith(b"HTTP/1.1 200")
             for _, writer in held:
@@ -528,7 +537,7 @@ def test_health_is_the_engines_own(engine: Moody) -> None:
             await hung(engine, client.server.app[SERVING].loop)
             began = time.monotonic()
             answers = await asyncio.gather(*(client.get("/health") for _ in range(20)))
-            assert time.monotonic() - began < 0.6
+            assert time.monotonic() - began < 3  # one after the other they take 4
             assert {answer.status for answer in answers} == {503}
             assert "busy with a step" in (await answers[0].json())["waits_for"]
             async with client.get("/metrics") as response:

@@ -23,6 +23,7 @@ from lowroll.model import hf
 from lowroll.server.guard import Tokens
 from lowroll.server.serving import Limits
 from tests.fixtures.http import events, post, serving
+from tests.fixtures.processes import eventually
 
 ADMIN = "an-admin-of-this-test"
 
@@ -134,7 +135,7 @@ def test_a_mix_is_answered_as_each_alone(model: Path, weights: str) -> None:
 
 def quiet(engine: Engine) -> None:
     """Nothing is left in the engine: no row, no page."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while engine.stats().running + engine.stats().waiting and time.monotonic() < end:
         time.sleep(0.01)
     assert engine.stats().running == engine.stats().waiting == 0
@@ -142,45 +143,54 @@ def quiet(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def slow_url(model: Path) -> Iterator[str]:
+def slow(model: Path) -> Iterator[tuple[str, Engine]]:
     engine = engine_of(model)
     step = engine.step
     engine.step = lambda *told: (time.sleep(0.01), step(*told))[1]  # type: ignore[method-assign]
     tokens = Tokens(admin=ADMIN)
     with serving(engine, tokenizer=engine.tokenizer, tokens=tokens) as url:
-        yield url
+        yield url, engine
+
+
+def begun(engine: Engine, rows: int) -> None:
+    """Wait until so many rows decode, each with a token at least."""
+    assert eventually(lambda: engine.stats().running == rows)
+    drawn = engine.stats().tokens
+    assert eventually(lambda: engine.stats().tokens >= drawn + rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_a_pause_changes_no_answer(slow_url: str, model: Path, mode: str) -> None:
-    asked = mix(7) | {"max_tokens": 30, "n": 2}
+def test_a_pause_changes_no_answer(slow: tuple[str, Engine], model: Path, mode: str) -> None:
+    asked, (url, engine) = mix(7) | {"max_tokens": 60, "n": 2, "ignore_eos": True}, slow
+    asked.pop("stop", None), asked.pop("stop_token_ids", None)
     want = alone(engine_of(model), asked)
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(one, slow_url, asked) for one in (whole, streamed)]
-        time.sleep(0.1)
-        assert post(f"{slow_url}/pause?mode={mode}", {}, ADMIN)[0] == 200
-        late = pool.submit(whole, slow_url, asked)
+        answers = [pool.submit(one, url, asked) for one in (whole, streamed)]
+        begun(engine, 4)
+        assert post(f"{url}/pause?mode={mode}", {}, ADMIN)[0] == 200
+        late = pool.submit(whole, url, asked)
         time.sleep(0.1)
         if mode == "keep":
             assert not any(answer.done() for answer in answers)
         assert not late.done()
-        assert post(f"{slow_url}/resume", {}, ADMIN)[0] == 200
+        assert post(f"{url}/resume", {}, ADMIN)[0] == 200
         for answer in (*answers, late):
             for choice, one in zip(answer.result(30), want, strict=True):
                 same(choice, one)
 
 
 @pytest.mark.slow
-def test_what_a_pause_aborts_says_so(slow_url: str) -> None:
+def test_what_a_pause_aborts_says_so(slow: tuple[str, Engine]) -> None:
+    url, engine = slow
     asked = {**mix(7), "max_tokens": 200, "n": 2, "ignore_eos": True}
     asked.pop("stop", None), asked.pop("stop_token_ids", None)
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(one, slow_url, asked) for one in (whole, streamed)]
-        time.sleep(0.3)
-        assert post(f"{slow_url}/pause?mode=abort", {}, ADMIN)[0] == 200
+        answers = [pool.submit(one, url, asked) for one in (whole, streamed)]
+        begun(engine, 4)
+        assert post(f"{url}/pause?mode=abort", {}, ADMIN)[0] == 200
         first, second = (answer.result(30) for answer in answers)
-        assert post(f"{slow_url}/resume", {}, ADMIN)[0] == 200
+        assert post(f"{url}/resume", {}, ADMIN)[0] == 200
     for choice in (*first, *second):
         assert choice["finish_reason"] == "abort" and choice["stop_reason"] is None
         assert 0 < len(choice["token_ids"]) < 200

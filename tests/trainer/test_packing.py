@@ -7,7 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowroll.trainer.packing import check, collate, first_fit, split_groups
+from lowroll.parallel.ranks import Ranks
+from lowroll.trainer.packing import (
+    balance,
+    check,
+    collate,
+    cost,
+    dealt,
+    first_fit,
+    num_fed,
+    pack,
+    split_groups,
+)
+from tests.fixtures.learner import tiny_model
+from tests.fixtures.ranked import EXPERTS
 from tests.fixtures.samples import sample
 
 
@@ -44,6 +57,58 @@ def test_first_fit_loses_nothing_and_respects_the_capacity(lengths, capacity):
         packs, packs[1:], strict=False
     ):  # first fit: a later bin's opener had no room before
         assert a.num_tokens + lengths[b.indices[0]] > capacity
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 64), st.integers(2, 5))
+def test_balanced_packs_lose_nothing_and_respect_the_capacity(lengths, capacity, parts):
+    packs = balance(lengths, [float(n * n) for n in lengths], capacity, parts)
+    assert sorted(i for p in packs for i in p.indices) == list(range(len(lengths)))
+    assert all(p.indices for p in packs)
+    for p in packs:
+        assert p.num_tokens == sum(lengths[i] for i in p.indices)
+        assert p.num_tokens <= capacity or len(p.indices) == 1
+    assert len(packs) % parts == 0 or len(packs) == len(lengths)
+
+
+def test_balanced_packs_cost_the_same():
+    packs = balance([3, 1, 1, 1, 2, 2, 2], [9.0, 1.0, 1.0, 1.0, 4.0, 4.0, 4.0], 100, 2)
+    assert [p.indices for p in packs] == [(0, 1, 2, 3), (4, 5, 6)]
+    assert [p.num_tokens for p in packs] == [6, 6]
+    # equal costs leave no room for the last one: two more
+    assert [p.indices for p in balance([4, 3, 3], [4.0, 3.0, 3.0], 6, 2)] == [(0,), (1, 2)]
+    assert len(balance([3, 3, 2, 2, 2], [3.0, 3.0, 2.0, 2.0, 2.0], 6, 2)) == 4
+
+
+def test_each_portion_has_its_share_of_the_parts():
+    samples = [sample([1] * 4, [2] * 4) for _ in range(12)]
+    costs = [1.0] * 12
+    packed = pack(samples, [range(9), range(9, 12)], 1000, costs, 4)
+    assert [len(each) for each in packed] == [3, 3, 3, 3]
+    assert pack(samples, [range(12)], 1000, costs, 3) == pack(samples, [range(12)], 28, costs, 3)
+    assert pack(samples, [[], [5]], 1000, costs, 4) == [[5]]
+
+
+def test_the_cost_of_a_sample_by_hand():
+    """Of a layer 32 x (32 + 2 x 16 + 32) and the MLP's 3 x 32 x 48 a token, and 32 for each pair of
+    tokens; 64 x 32 a response token."""
+    spec = tiny_model().spec
+    one = sample([1, 2, 3], [4, 5])
+    assert num_fed(one) == 4
+    token = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48
+    assert cost(one, spec, spec.vocab_size) == 2 * (4 * token + 4 * 4 * 32) + 2 * 64 * 32
+    experts = tiny_model(**EXPERTS).spec
+    assert cost(one, experts, 1) == 2 * (4 * token + 4 * 4 * 32) + 2 * 32  # two experts of 24
+
+
+def test_a_rank_without_a_part_runs_the_smallest_sample():
+    class Idle(Ranks):
+        def deal(self, costs):
+            assert costs == [3.0, 4.0]
+            return [1, None]
+
+    samples = [sample([1] * n, [2]) for n in (3, 2, 4)]
+    ran = list(dealt(samples, [[0, 1], [2]], [1.0, 2.0, 4.0], Idle()))
+    assert ran == [([2], True), ([1], False)]
 
 
 def test_minibatches_are_whole_groups_in_planned_order():

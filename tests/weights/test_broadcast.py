@@ -254,7 +254,7 @@ def test_a_kill_at_every_point_leaves_whole_versions(
 
 @pytest.mark.slow
 def test_a_poller_never_sees_half_a_version(tmp_path: Path, folder: Path) -> None:
-    """200 publications, every fourth of them a version again with other bytes. However slow the
+    """64 publications, every fourth of them a version again with other bytes. However slow the
     poller is, it sees every eighth."""
     learner = adapted(folder)
     at, broadcasts = broadcaster(tmp_path, learner, keep=2), Broadcasts(tmp_path)
@@ -280,7 +280,7 @@ def test_a_poller_never_sees_half_a_version(tmp_path: Path, folder: Path) -> Non
     poller = threading.Thread(target=poll)
     poller.start()
     try:
-        for turn in range(200):
+        for turn in range(64):
             at.publish(1 + turn - (turn % 4 == 3))
             moved(learner, turn)
             if turn % 8 == 7:

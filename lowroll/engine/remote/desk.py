@@ -1,12 +1,16 @@
 """The requests of a pool: who waits, who is where, and who goes to another engine.
 
-A request goes to the engine with the fewest tokens outstanding. What an engine loses goes on at
-another one with the same id and seed, so under the same weights it draws the same tokens. Every
-sending has a number, and an answer of an earlier one is no answer.
+A request, which is all samples of a group, goes to the engine with the fewest tokens outstanding. A
+later turn of a conversation goes to the one that drew the turn before and may have its pages, unless
+that one has clearly more to do. An engine whose cache is full is sent no more than it can begin soon:
+the rest waits here for whoever ends first. What an engine loses goes on at another one with the same
+id and seed, so under the same weights it has the same noise. Every sending has a number, and an
+answer of an earlier one is no answer.
 
 A part is requests that are drawn together, with nothing beside them: which other requests an engine
 draws at the same time moves the last bits of their log-probs. An engine is paused until all of a
-part have come, and when it is lost the whole part is asked again.
+part have come, and when it is lost the whole part is asked again. So do pages of earlier requests
+that a prompt finds, which a `fresh` part does without.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lowroll.engine.parts import dealt
 from lowroll.engine.remote.completions import PATH, Arrivals, Origin, most_bytes
 from lowroll.engine.remote.engine import Dialect
 from lowroll.engine.remote.member import Member, Terms
-from lowroll.engine.remote.peers import Peer
+from lowroll.engine.remote.peers import OwnPeer, Peer
 from lowroll.engine.remote.versions import Versions
 from lowroll.engine.remote.wire import AGAIN, Call, EngineLost, Late, ServerError, happens, parsed
 from lowroll.types import Group, Request
@@ -31,6 +36,12 @@ FAILURES = 4  # of one request before it ends the run: at an engine that goes on
 LOSSES = 32  # engines that one request may see die
 BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # without requests for an engine that said that it is busy
 ARRIVAL_S = 60.0  # until all of a part have come
+# caches full of tokens that an engine is sent: a group counts until its last sample has ended, and
+# with less an engine lacks work meanwhile (`bench.deal`)
+AHEAD = 3.0
+BEHIND = 1.25  # times the work of the engine with least that the one with a turn's pages may have
+LEARNED = 1 / 64  # weight of an answer in the mean of how much of their tokens requests draw
+MOST_HOMES = 1 << 16  # requests of which it is known who drew them
 LOOK_S, LONGEST_LOOK_S = 0.002, 0.05  # between two looks whether they have
 
 Answer = Callable[[int, "Group | Exception"], None]
@@ -48,18 +59,16 @@ class Ticket:
     busy_since: float = 0.0  # its engines have been
     avoid: set[str] = field(default_factory=set)  # engines that did not do it right
     ended: bool = False
-
-    @property
-    def cost(self) -> int:
-        """Tokens that it may draw, and those of its prompt."""
-        return self.request.n * self.request.max_tokens + len(self.request.prompt_ids)
+    part: int | None = None  # its number, where it is drawn with others
 
 
 @dataclass(eq=False)
 class Part:
     """Requests that one engine draws together."""
 
+    number: int
     tickets: Sequence[Ticket]
+    fresh: bool  # without pages of what came before
     task: asyncio.Task[None] | None = None
 
     @property
@@ -78,6 +87,7 @@ class Flight:
     call: Call
     arrivals: Arrivals
     origin: Origin
+    load: int  # tokens that it counts for at its engine
     task: asyncio.Task[None] | None = None
 
 
@@ -94,16 +104,32 @@ class Desk:
         self._parts: deque[Part] = deque()
         self._flights: dict[int, Flight] = {}  # by handle
         self._tasks: set[asyncio.Task[None]] = set()
+        self._called = False  # requests came, and are dealt in this turn of the loop
+        self._share = 1.0  # of the tokens that requests may draw, those that they do
+        self._homes: dict[str, tuple[str, int | None]] = {}  # by id: the engine, the part
 
     def add(self, tickets: Sequence[Ticket]) -> None:
-        """Requests, each by itself."""
+        """Requests, each by itself. They are dealt once for all that come in one turn of the loop."""
         self._waiting.extend(tickets)
+        if not self._called:
+            self._called = True
+            asyncio.get_running_loop().call_soon(self._pump_added)
+
+    def add_parts(self, tickets: Sequence[Ticket], count: int, fresh: bool) -> None:
+        """Requests by parts. A later turn is rather in the part of the one before, whose engine may
+        have its pages, unless a fresh part forgets them."""
+        wanted = None if fresh else [self._home(ticket)[1] for ticket in tickets]
+        parts = dealt([ticket.request for ticket in tickets], count, wanted)
+        for number, part in enumerate(parts):
+            for i in part:
+                tickets[i].part = number
+            if part:
+                self._parts.append(Part(number, [tickets[i] for i in part], fresh))
         self.pump()
 
-    def add_parts(self, parts: Sequence[Sequence[Ticket]]) -> None:
-        """Requests by parts."""
-        self._parts.extend(Part(tickets) for tickets in parts)
-        self.pump()
+    def _home(self, ticket: Ticket) -> tuple[str, int | None]:
+        """Engine and part of the turn before."""
+        return self._homes.get(ticket.request.follows or "", ("", None))
 
     @property
     def dialect(self) -> Dialect:
@@ -159,22 +185,65 @@ class Desk:
             self._waiting.extendleft(flight.ticket for flight in reversed(lost))
         self.pump()
 
+    def _pump_added(self) -> None:
+        self._called = False
+        self.pump()
+
     def pump(self) -> None:
         """Send what can be sent."""
+        if not self._waiting and not self._parts:
+            return  # nothing: every answer and every heartbeat asks
         now = asyncio.get_running_loop().time()
         able = [member for member in self.members if member.takes_work(now)]
         for member in able:
             if self._parts and member.part is None and not member.flights:
-                member.part = self._parts.popleft()
+                member.part = self._take_part(member)
                 member.part.task = self._start(self._draw_part(member, member.part))
         able = [member for member in able if member.part is None]
         while self._waiting:
-            able = [m for m in able if len(m.flights) < self.terms.concurrency]
-            if not able:
+            free = [m for m in able if self._has_room(m, self._waiting[0])]
+            if not free:
                 return
-            avoid = self._waiting[0].avoid
-            member = min(able, key=lambda m: (m.url in avoid, m.outstanding))
-            self._send(member, self._waiting.popleft())
+            self._send(self._choose(free, self._waiting[0]), self._waiting.popleft())
+
+    def _take_part(self, member: Member) -> Part:
+        """The part that it drew of the turn before, where that waits."""
+        own, count = self.members.index(member), len(self.members)
+        part = next((one for one in self._parts if one.number % count == own), self._parts[0])
+        self._parts.remove(part)
+        return part
+
+    def _has_room(self, member: Member, ticket: Ticket) -> bool:
+        assert member.peer is not None
+        if not member.flights:
+            return True
+        cache = getattr(member.peer.dialect, "cache_tokens", 0)
+        if cache and member.outstanding + self._load(ticket) > AHEAD * cache:
+            return False
+        return len(member.flights) < self.terms.concurrency
+
+    def _choose(self, free: Sequence[Member], ticket: Ticket) -> Member:
+        """Who is to draw it."""
+        least = min(free, key=lambda m: (m.url in ticket.avoid, m.outstanding))
+        url, _ = self._home(ticket)
+        home = next((m for m in free if m.url == url and url not in ticket.avoid), least)
+        most = BEHIND * least.outstanding + self._load(ticket)
+        return home if home.outstanding <= most else least
+
+    def _load(self, ticket: Ticket) -> int:
+        """Tokens that it is likely to hold: samples end before their longest."""
+        request = ticket.request
+        return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
+
+    def _learn(self, flight: Flight, group: Group) -> None:
+        """Who drew it, and how long its samples were."""
+        request, part = flight.ticket.request, flight.ticket.part
+        drawn = sum(len(one.token_ids) for one in group.rollouts)
+        self._share += LEARNED * (drawn / (request.n * request.max_tokens) - self._share)
+        if request.id:
+            self._homes[request.id] = flight.member.url, part
+            if len(self._homes) > MOST_HOMES:
+                del self._homes[next(iter(self._homes))]
 
     # -- one request -------------------------------------------------------------------------------
 
@@ -186,10 +255,13 @@ class Desk:
         body = dialect.body(request)
         call = Call("POST", PATH, arrivals.what, body, self.terms.timeout_s, most_bytes(request))
         origin = _origin(request, dialect)
-        flight = Flight(ticket, member, ticket.attempt, member.version, call, arrivals, origin)
+        load = self._load(ticket)
+        flight = Flight(
+            ticket, member, ticket.attempt, member.version, call, arrivals, origin, load
+        )
         self._flights[ticket.handle] = flight
         member.flights.add(flight)
-        member.outstanding += ticket.cost
+        member.outstanding += load
         flight.task = self._start(self._fly(flight))
 
     async def _fly(self, flight: Flight) -> None:
@@ -206,6 +278,7 @@ class Desk:
         member.counts.requests += 1
         member.counts.tokens += sum(len(one.token_ids) for one in group.rollouts)
         member.busy_s = 0.0
+        self._learn(flight, group)
         self._end(flight.ticket, group)
         self._end_whole(member)
         self.pump()
@@ -226,7 +299,7 @@ class Desk:
             return False
         del self._flights[flight.ticket.handle]
         flight.member.flights.discard(flight)
-        flight.member.outstanding -= flight.ticket.cost
+        flight.member.outstanding -= flight.load
         return True
 
     def _failed(self, flight: Flight, error: ServerError) -> None:
@@ -291,7 +364,7 @@ class Desk:
             del self._flights[flight.ticket.handle]
         if flight in flight.member.flights:
             flight.member.flights.discard(flight)
-            flight.member.outstanding -= flight.ticket.cost
+            flight.member.outstanding -= flight.load
         if flight.task is not None:
             flight.task.cancel()
 
@@ -326,6 +399,8 @@ class Desk:
         try:
             async with member.pausing:
                 await peer.pause()
+                if part.fresh and isinstance(peer, OwnPeer):
+                    await peer.reset_prefix_cache()
                 before = (await peer.progress(self.terms.beat_s)).open
                 for ticket in part.tickets:
                     self._send(member, ticket)

@@ -2,20 +2,25 @@
 fenced when it is silent, dead, stuck or not to be believed, and is met again.
 
 The heartbeat comes from the engine's own loop (/health), which is asked every sixth of `silent_s`;
-while it has requests of ours, its counter of drawn tokens must move, too. Four beats without either,
-and without an answer, fence it, so that nobody waits for it longer than `silent_s`.
+while it has requests of ours, its counter of drawn tokens must move, too, and it must know of all of
+them. Four beats without fence it, so that nobody waits for it longer than `silent_s`.
+
+One that is met takes the newest weights, then has the canary's log-probs (`canary`), then works. One
+that is fenced again and again is met again later each time, as long as another one works.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from lowroll.engine.base import InFlight
-from lowroll.engine.remote.peers import Held, Peer, Published, meet
+from lowroll.engine.remote import canary
+from lowroll.engine.remote.peers import Held, Peer, Progress, Published, meet
 from lowroll.engine.remote.versions import Versions
 from lowroll.engine.remote.wire import EngineLost, ServerError, Wire, happens
 
@@ -29,6 +34,8 @@ BEATS = 6  # in the longest silence
 MISSED = 4  # that fence an engine
 ONCE_MORE_S = 0.2  # until an engine that is not to be reached is asked again
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two meetings
+FLAPS_S = 600.0  # in which fences count: the pause doubles with each
+LONGEST_AWAY = 60.0  # of one that is fenced again and again
 OURS = 16  # connections beside those of requests
 REFUSED = (401, 403, 404)  # of who asks, or of what is asked for: waiting does not help
 
@@ -71,7 +78,11 @@ class Owner(Protocol):
     """The pool, as its members see it."""
 
     versions: Versions
-    updating: bool  # engines that work are being told a version
+
+    @property
+    def updating(self) -> bool:
+        """Whether engines that work are being told a version."""
+        ...
 
     def agree(self, member: Member) -> None:
         """ValueError when it is not as the others are."""
@@ -80,6 +91,11 @@ class Owner(Protocol):
     def admitted(self, member: Member) -> None: ...
     def fenced(self, member: Member) -> None: ...
     def heard(self, member: Member) -> None: ...
+    def others_work(self, member: Member) -> bool: ...
+    def witness(self, member: Member) -> Member | None:
+        """Another one that works with the same weights."""
+        ...
+
     def misfit(self, member: Member, error: Exception) -> None:
         """It will not fit however long one waits."""
         ...
@@ -113,6 +129,7 @@ class Member:
         self._wake = asyncio.Event()
         self._why: str | None = None  # it is to be fenced
         self._met = False
+        self._fences: deque[float] = deque()  # when it was fenced
 
     async def live(self) -> None:
         """Until it is cancelled."""
@@ -120,15 +137,14 @@ class Member:
         pause = FIRST_PAUSE
         try:
             while True:
-                answered = self.counts.requests
                 try:
                     await self._join()
+                    pause = FIRST_PAUSE
                     why = await self._watch()
                 except (ServerError, ValueError) as error:
                     why = str(error)
                     self._judge(error)
-                self._fence(why)
-                pause = FIRST_PAUSE if self.counts.requests > answered else pause
+                await self._away(self._fence(why))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         finally:
@@ -159,7 +175,9 @@ class Member:
         if now < self.busy_until:
             return False
         assert self.peer is not None
-        return not self.taking or self.peer.in_flight
+        if not self.taking:
+            return True
+        return self.peer.in_flight and not self.owner.versions.settled.is_set()
 
     async def take(self, broadcast: Published) -> Held:
         """Have it take weights. ServerError when it does not, or says that it took others."""
@@ -198,7 +216,11 @@ class Member:
             await self.peer.resume()  # left by one that has ended
         self.owner.agree(self)
         self.held = self.peer.held
-        await self._catch_up()
+        known, proven = self.owner.versions, None
+        while proven is None or proven != known.held or not known.settled.is_set():
+            await self._catch_up()
+            proven = known.held
+            await self._sing()
         self.state, self.suspect, self.busy_until = "ready", False, 0.0
         self._met = True
         self.last_error = ""
@@ -236,11 +258,30 @@ class Member:
         assert known.held is not None
         self.version = known.held.version
 
+    async def _sing(self) -> None:
+        """ServerError when it has other log-probs than an engine that works. Without one that can
+        say there is nothing to compare."""
+        witness = self.owner.witness(self)
+        assert self.peer is not None
+        if witness is None or witness.peer is None or not self.peer.scores:
+            return
+        seconds = self.terms.silent_s
+        mine, theirs = await asyncio.gather(
+            canary.sung(self.wire, self.peer, seconds),
+            canary.sung(witness.wire, witness.peer, seconds),
+            return_exceptions=True,
+        )
+        if isinstance(mine, BaseException):
+            raise mine
+        if isinstance(theirs, BaseException) or self.owner.witness(self) is not witness:
+            return  # its own watch says what is wrong with it
+        canary.compare(mine, theirs, witness.url)
+
     async def _watch(self) -> str:
         """Why it has to be fenced."""
         clock = asyncio.get_running_loop().time
         beat = self.terms.beat_s
-        heard = moved = clock()
+        heard = moved = knew = clock()
         tokens = -1
         answered = self.counts.requests
         while True:
@@ -250,6 +291,8 @@ class Member:
             if self.taking or answered != self.counts.requests:  # taking has its own deadline
                 heard = moved = clock()
                 answered = self.counts.requests
+            if self.taking:
+                knew = clock()
             if self.taking:
                 continue
             began = clock()
@@ -266,10 +309,14 @@ class Member:
             heard = clock()
             self.suspect = False
             self.owner.heard(self)
-            if not self.flights or now != tokens or status != "running":
-                moved, tokens = clock(), now
+            if not self.flights or now.tokens != tokens or status != "running":
+                moved, tokens = clock(), now.tokens
             elif clock() - moved > (MISSED - 0.5) * beat:
                 return f"has drawn nothing for {clock() - moved:.1f} s"
+            if now.open >= len(self.flights):
+                knew = clock()
+            elif clock() - knew > (MISSED - 0.5) * beat:
+                return f"knows of {now.open} requests, and {len(self.flights)} wait for its answer"
 
     def _tell_late(self) -> None:
         log.warning(
@@ -279,8 +326,8 @@ class Member:
             self.terms.silent_s,
         )
 
-    async def _beat(self, beat: float) -> tuple[str, int]:
-        """(status, drawn tokens). EngineLost when it is not to be reached twice."""
+    async def _beat(self, beat: float) -> tuple[str, Progress]:
+        """(status, its counters while it has requests of ours). EngineLost when it is not to be reached twice."""
         assert self.peer is not None
         try:
             status = await self.peer.health(beat)
@@ -288,21 +335,45 @@ class Member:
             await asyncio.sleep(ONCE_MORE_S)
             status = await self.peer.health(beat)
         if not self.flights:
-            return status, -1
-        return status, (await self.peer.progress(beat)).tokens
+            return status, Progress(0, -1)
+        return status, await self.peer.progress(beat)
 
     async def _next_beat(self, beat: float) -> None:
         if await happens(self._wake, beat):
             self._wake.clear()
 
-    def _fence(self, why: str) -> None:
+    def _fence(self, why: str) -> float:
+        """Returns how many seconds it is to be left alone: 0 unless it flaps."""
+        away = 0.0
         if self.state == "ready":
             self.counts.fenced += 1
-            log.warning("engine %s is fenced: %s", self.url, why)
+            away = self._flaps()
+            rest = (
+                f"; it was fenced {len(self._fences)} times lately: for {away:g} s" if away else ""
+            )
+            log.warning("engine %s is fenced: %s%s", self.url, why, rest)
+        elif why != self.last_error and (self._met or self.owner.others_work(self)):
+            log.warning("engine %s does not work yet: %s", self.url, why)
         self.state = "fenced"
         self.last_error = why
         self.tried.set()
         self.owner.fenced(self)
+        return away
+
+    def _flaps(self) -> float:
+        now = asyncio.get_running_loop().time()
+        self._fences.append(now)
+        while now - self._fences[0] > FLAPS_S:
+            self._fences.popleft()
+        again = len(self._fences) - 1
+        return min(FIRST_PAUSE * 2.0**again, LONGEST_AWAY) if again else 0.0
+
+    async def _away(self, seconds: float) -> None:
+        """Leave it alone for so long, or until no other engine works."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + seconds
+        while clock() < until and self.owner.others_work(self):
+            await asyncio.sleep(min(FIRST_PAUSE, until - clock()))
 
     def _judge(self, error: Exception) -> None:
         """One that the configuration names, and that will never fit, ends the run."""

@@ -68,6 +68,7 @@ class Peer(Protocol):
 
     dialect: Dialect
     in_flight: bool  # requests go on while it takes weights
+    scores: bool  # it says log-probs of a prompt
 
     @property
     def held(self) -> Held | None:
@@ -105,6 +106,7 @@ class OwnPeer:
         self.wire = wire
         self.dialect: Dialect = dialect
         self.admin = admin
+        self.scores = dialect.capabilities.scores and dialect.capabilities.vocab_size is not None
 
     @property
     def held(self) -> Held:

@@ -5,7 +5,7 @@
     groups = pool.generate(requests)
 
 `member` is an engine's life, `desk` who draws which request, `versions` what they were told to draw
-from, `discovery` who is there. Everything happens on one loop in a thread of its own; callers are
+from, `herald` tells them, `discovery` who is there. Everything happens on one loop in a thread of its own; callers are
 plain threads, one at a time.
 """
 
@@ -25,9 +25,10 @@ from typing import Any
 from lowroll.engine.base import Capabilities, Drawn, InFlight
 from lowroll.engine.remote.desk import Desk, Ticket
 from lowroll.engine.remote.discovery import Discovery, Elastic, Resolver, resolve
+from lowroll.engine.remote.herald import Herald
 from lowroll.engine.remote.member import Counts, Member, Terms
 from lowroll.engine.remote.peers import Held, OwnPeer, Published, facts
-from lowroll.engine.remote.versions import Disagreement, Versions, agreed
+from lowroll.engine.remote.versions import Versions
 from lowroll.engine.remote.wire import ServerError, happens
 from lowroll.engine.request import validate
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, printable
@@ -80,15 +81,17 @@ class PoolStats:
 class EnginePool:
     """See the top of the file.
 
-    urls: with or without /v1. token: of clients; admin_token: of control routes, for weights and for
-    requests that are drawn together. timeout_s: of one request at one engine. model: that all must
-    serve, unless `check_model` is off. elastic: engines by a name in DNS, beside `urls`. start_s:
-    until the first engine answers, and until one does when none is left. silent_s: the longest that
-    a silent engine holds its requests. update_s: until the first engine has taken new weights; the
-    others have `silent_s` more. concurrency: requests open at one engine. folder: of the model, where
-    a vLLM's name of it does not lead there. in_flight: whether what is in flight at an update goes
-    on or is replayed by the engines, which must be lowroll's own then. alive: called while the first
-    engine is waited for, or an update; what it raises ends the wait.
+    urls: with or without /v1. token: of clients; admin_token: of control routes, for weights and
+    for requests that are drawn together. parts: in which `generate` has requests drawn, each by
+    itself and without pages of what came before; default as many as there are engines. timeout_s:
+    of one request at one engine. model: that all must serve, unless `check_model` is off. elastic:
+    engines by a name in DNS, beside `urls`. start_s: until the first engine answers, and until one
+    does when none is left. silent_s: the longest that a silent engine holds its requests. update_s:
+    until the first engine has taken new weights; the others have `silent_s` more before they are
+    fenced. concurrency: requests open at one engine. folder: of the model, where a vLLM's name of
+    it does not lead there. in_flight: whether what is in flight at an update goes on or is replayed
+    by the engines, which must be lowroll's own then. alive: called while the first engine is waited
+    for, or an update; what it raises ends the wait.
 
     ValueError for engines that do not fit together, ServerError when none answers; either names the
     address and what it said last.
@@ -110,6 +113,7 @@ class EnginePool:
         concurrency: int = 256,
         folder: Path | None = None,
         in_flight: InFlight = "keep",
+        parts: int | None = None,
         resolver: Resolver = resolve,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
@@ -120,7 +124,7 @@ class EnginePool:
             update_s, start_s, in_flight,
         )  # fmt: skip
         self.versions = Versions()
-        self.updating = False
+        self._parts = parts
         self._members: list[Member] = []
         self._lives: dict[Member, asyncio.Task[None]] = {}
         self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
@@ -135,6 +139,9 @@ class EnginePool:
         self._discovery: Discovery | None = None
         self._loop = asyncio.new_event_loop()
         self._desk = Desk(self._members, self.versions, self._terms, self._answer)
+        self._herald = Herald(
+            self._members, self.versions, self._terms, self._desk.pump, self._told
+        )
         self._thread = threading.Thread(target=self._run, name="engine-pool", daemon=True)
         self._thread.start()
         try:
@@ -221,17 +228,18 @@ class EnginePool:
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
         """The groups of all requests, in their order. With the admin's token and nothing else in
-        flight, they are dealt out to as many parts as there are engines, each drawn together: the
-        same requests have the same bits every time, whatever happens to engines meanwhile. Checks
-        every request before it sends any."""
+        flight, they are dealt out to `parts`, each drawn together: the same requests have the same
+        bits every time, whatever happens to engines meanwhile. Checks every request before it sends
+        any."""
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
         together = not self._open and self._terms.admin is not None and self._dialect_pauses()
         tickets = [self._ticket(request) for request in requests]
         mine = {ticket.handle for ticket in tickets}
         if together and tickets:
-            parts = dealt(tickets, len(self._members))
-            self._loop.call_soon_threadsafe(self._desk.add_parts, parts)
+            count = self._parts or len(self._members)
+            fresh = self._parts is not None
+            self._loop.call_soon_threadsafe(self._desk.add_parts, tickets, count, fresh)
         elif tickets:
             self._loop.call_soon_threadsafe(self._desk.add, tickets)
         done: dict[int, Group] = {}
@@ -254,8 +262,9 @@ class EnginePool:
     def update(self, broadcast: Published) -> BehaviorTag:
         """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
 
-        Returns when all that work have acknowledged the same version and digest; those that have not
-        are fenced, and take it before they work again. A version that is not newer than the last one
+        All are told at once. Returns when they have acknowledged the same version and digest, or when
+        one has and the others have had as long again: those draw nothing new before they have it,
+        too, and are fenced when they are silent. A version that is not newer than the last one
         takes its place: what is in flight is then drawn again. ServerError when no engine takes it,
         or when they hold different weights afterwards.
         """
@@ -497,67 +506,16 @@ class EnginePool:
             self._none_since = time.monotonic()
 
     async def _update(self, broadcast: Published) -> None:
-        known, terms = self.versions, self._terms
-        if broadcast == known.newest and known.settled.is_set():
-            return
-        ready = [member for member in self._members if member.state == "ready"]
-        back = known.begin(broadcast)
-        taken: dict[str, Held] = {}
-        self.updating = bool(ready)
-        try:
-            taken = await self._tell(ready, broadcast)
-            if taken:
-                held = agreed(taken)
-                for member in ready:
-                    if taken.get(member.url, held) != held:
-                        member.kick("its weights have another digest than those of most engines")
-                known.settle(held)
-        except Disagreement as error:
-            raise ServerError(str(error)) from None
-        finally:
-            self.updating = False
-        try:
-            async with asyncio.timeout(terms.patience_s):
-                while not known.settled.is_set():  # whoever is met next takes it
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise ServerError(
-                f"no engine took {broadcast.path.name} within {terms.patience_s:g} s: "
-                f"{self._told()}"
-            ) from None
-        if back:
+        if await self._herald.update(broadcast):
             for member in self._members:
                 self._desk.hand_over(member)
 
-    async def _tell(self, ready: list[Member], broadcast: Published) -> dict[str, Held]:
-        """What each acknowledges. Those that do not in time, or do not at all, are fenced."""
-        terms = self._terms
-        asked = {asyncio.ensure_future(member.take(broadcast)): member for member in ready}
-        taken: dict[str, Held] = {}
-        pending = set(asked)
-        end = self._loop.time() + terms.update_s
-        while pending and (left := end - self._loop.time()) > 0:
-            done, pending = await asyncio.wait(
-                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in done:
-                member = asked[task]
-                try:
-                    taken[member.url] = await task
-                    end = min(end, self._loop.time() + self._grace(ready))
-                except ServerError as error:
-                    member.kick(f"it did not take {broadcast.path.name}: {error}")
-        for task in pending:
-            task.cancel()
-            asked[task].kick(f"it had not taken {broadcast.path.name} when the others had")
-        return taken
-
-    def _grace(self, members: list[Member]) -> float:
-        """Seconds for the others when the first has taken weights: some end what they draw first."""
-        drains = any(m.peer is not None and not m.peer.in_flight for m in members)
-        return max(self._terms.silent_s, self._terms.timeout_s if drains else 0.0)
-
     # -- for members -------------------------------------------------------------------------------
+
+    @property
+    def updating(self) -> bool:
+        """Whether engines that work are being told a version."""
+        return self._herald.telling
 
     def agree(self, member: Member) -> None:
         """ValueError names what is odd."""
@@ -593,20 +551,20 @@ class EnginePool:
         if member.leaving:
             self._say_goodbye()
 
+    def others_work(self, member: Member) -> bool:
+        """Whether an engine is ready beside it."""
+        return any(m.state == "ready" and m is not member for m in self._members)
+
+    def witness(self, member: Member) -> Member | None:
+        """Another one that works with the same weights."""
+        if not self.versions.settled.is_set():
+            return None
+        able = (m for m in self._members if m is not member and m.state == "ready" and not m.taking)
+        return next((m for m in able if m.version == member.version), None)
+
     def misfit(self, member: Member, error: Exception) -> None:
         said = error if isinstance(error, ValueError) else ValueError(f"{member.url}: {error}")
         self._answer(-1, said)
-
-
-def dealt(tickets: Sequence[Ticket], count: int) -> list[list[Ticket]]:
-    """As many parts, of about equal cost; which, follows from the requests alone."""
-    parts: list[list[Ticket]] = [[] for _ in range(max(1, count))]
-    costs = [0] * len(parts)
-    for ticket in tickets:
-        least = costs.index(min(costs))
-        parts[least].append(ticket)
-        costs[least] += ticket.cost
-    return [part for part in parts if part]
 
 
 def _report(member: Member) -> EngineReport:

@@ -79,7 +79,10 @@ class VllmProcess:
                     stdin=subprocess.PIPE,
                     stdout=out,
                     stderr=out,
-                    env=_environment(site or os.environ.get("LOWROLL_VLLM_PATH"), devices),
+                    env={
+                        **_environment(site or os.environ.get("LOWROLL_VLLM_PATH"), devices),
+                        "VLLM_RPC_BASE_PATH": str(folder),  # sockets that it leaves behind
+                    },
                     cwd=self.folder,
                     start_new_session=True,
                 )

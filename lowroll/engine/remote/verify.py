@@ -38,7 +38,7 @@ class _Pair:
 
     @property
     def apart(self) -> float:
-        return _size([a - b for a, b in zip(self.learner, self.engine, strict=True)])
+        return distance(self.learner, self.engine)
 
 
 class Verifier:
@@ -46,8 +46,7 @@ class Verifier:
     token."""
 
     def __init__(self, vocab_size: int, context_length: int, bound: float) -> None:
-        count = min(TOKENS, context_length - 1)
-        self.ids = [(7919 * (i + 1) + i * i * 104729) % vocab_size for i in range(count)]
+        self.ids = text(vocab_size, context_length)
         self.bound = bound
         self._reference: _Pair | None = None
 
@@ -76,6 +75,17 @@ class Verifier:
                 )
             self._reference = now
         return now.apart
+
+
+def text(vocab_size: int, context_length: int) -> list[int]:
+    """Token ids that say nothing, for log-probs to be asked of."""
+    count = min(TOKENS, context_length - 1)
+    return [(7919 * (i + 1) + i * i * 104729) % vocab_size for i in range(count)]
+
+
+def distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """Root mean square of the differences, in nats a token."""
+    return _size([x - y for x, y in zip(a, b, strict=True)])
 
 
 def _moved(change: list[float]) -> bool:

@@ -42,6 +42,7 @@ class VllmPeer:
         self.found = found
         self.dialect: Dialect = dialect
         self.in_flight = True
+        self.scores = True
         self.held: Held | None = None
         self._dialect = dialect
         self._tied = tied

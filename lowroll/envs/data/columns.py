@@ -13,13 +13,14 @@ so rows of TRL, verl (with its data_source and extra_info), DAPO, GSM8K and MATH
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from typing import Any
+
+from lowroll.types import nearest
 
 PROMPTS = ("prompt", "question", "problem", "messages", "query", "instruction")
 ANSWERS = (
@@ -102,8 +103,7 @@ def _at(row: Mapping[str, Any], path: str, where: str, what: str) -> Any:
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
             known = [str(key) for key in (value if isinstance(value, Mapping) else row)]
-            near = difflib.get_close_matches(part, known, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hint = nearest(part, known, repr)
             raise ValueError(
                 f"{where}: {what}: no column {path!r}{hint}; it has: {', '.join(known)}"
             )

@@ -7,6 +7,7 @@ beside it. Without functions it is `answer`: 1 when the final answer is the gold
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowroll.types import Prompt, Score
 
 logger = logging.getLogger(__name__)
 
+NUMBER = re.compile(r":\d+$|\[\d+\]$")  # of a row, behind its source
 Said = str | list[Message]  # a response, or what was said after the prompt
 
 
@@ -78,6 +80,7 @@ class Data(Environment):
             rows=rows,
         )
         self._looked = False
+        self._kinds: dict[str, tuple[str, str]] = {}  # of prompts, and of which row, by source
 
     def size(self, split: str = "train") -> int | None:
         """Usable rows of the split. ValueError when a function takes what is no column."""
@@ -158,6 +161,7 @@ class Data(Environment):
     def _task(self, row: dict[str, Any], where: str) -> Task | None:
         """One row; None where what is to be judged by its answer has an empty one."""
         task = self.columns.task(row, where)
+        self._check_kind(task, where)
         if not self.is_graded or task.completion is not None and task.answer is None:
             return task
         if task.answer is None:
@@ -171,6 +175,18 @@ class Data(Environment):
                 f"{', '.join(row)}"
             )
         return task if _gold(task.answer) else None
+
+    def _check_kind(self, task: Task, where: str) -> None:
+        """ValueError for a row whose prompt is of another kind than the first one's of its source:
+        functions get texts where prompts are texts, and messages where they are messages."""
+        kind = "a text" if isinstance(task.prompt, str) else "chat messages"
+        source = NUMBER.sub("", where)
+        first, place = self._kinds.setdefault(source, (kind, where))
+        if kind != first:
+            raise ValueError(
+                f"{where}: its prompt is {kind}, and that of {place} is {first}; write all prompts of "
+                "a file in one way"
+            )
 
     def _look(self, task: Task) -> None:
         self._looked = True

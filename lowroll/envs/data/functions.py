@@ -32,12 +32,14 @@ from lowroll.envs.base import bounded
 from lowroll.envs.blame import describe, place
 from lowroll.envs.data.columns import Message
 from lowroll.envs.outcome import MAX_REWARD, InvalidScore, ScorerFailed, awaited
-from lowroll.envs.table import import_file, nearest, split_file
+from lowroll.envs.table import import_file, split_file
+from lowroll.types import nearest
 
 ANSWER = "answer"  # the function that comes along: is the final answer the gold one?
 TEXTS = ("text", "solution_str")  # names of a response's text; the second is verl's
 ONE = (*TEXTS, "completion", "prompt", "rollout")
 SEVERAL = ("completions", "prompts")
+SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))  # names of what was answered
 UNKNOWN_HERE = {
     "completion_ids": "the workers that score see text, and no token ids",
     "trainer_state": "scores do not depend on the step",
@@ -82,11 +84,16 @@ class RewardFunction:
         parameters = inspect.signature(function).parameters.values()
         self.takes_rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        if odd := [p.name for p in named if p.kind is p.POSITIONAL_ONLY]:
+        unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+        if odd := [str(p) for p in parameters if p.kind in unnamed]:
             raise ValueError(f"{self.where}: {odd[0]} must be a parameter that can be named")
         self.wanted = {p.name: p.default is p.empty for p in named}  # name: must it be given?
         self.is_of_several = "completions" in self.wanted
         self.own = SEVERAL if self.is_of_several else ONE
+        if not self.takes_rest and SAID.isdisjoint(self.wanted):
+            raise ValueError(
+                f"{self.where} takes nothing of the response; it may take {', '.join(sorted(SAID))}"
+            )
 
     @property
     def where(self) -> str:
@@ -107,7 +114,7 @@ class RewardFunction:
                 why = UNKNOWN_HERE.get(name, "there is no such column")
                 known = [*self.own, *columns]
                 raise ValueError(
-                    f"{self.where} takes {name!r}, and {why}{nearest(name, known)}; it may take "
+                    f"{self.where} takes {name!r}, and {why}{nearest(name, known, repr)}; it may take "
                     f"{', '.join(known)}"
                 )
 
@@ -201,7 +208,7 @@ def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction:
     if not inspect.isfunction(function):
         known = [k for k, v in vars(modules[key]).items() if inspect.isfunction(v)]
         raise ValueError(
-            f"{key}: no function {name!r}{nearest(name, known)}; it has: {', '.join(known) or 'none'}"
+            f"{key}: no function {name!r}{nearest(name, known, repr)}; it has: {', '.join(known) or 'none'}"
         )
     return RewardFunction(name, function, function.__code__.co_filename)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.envs.data.files import NEEDS_DATASETS, READERS, Located
+from lowroll.types import HUB_NAME
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -72,7 +72,7 @@ def missing(path: str) -> str:
 def is_hub_id(path: str) -> bool:
     """Whether a path names a data set of the hub: `owner/name`, and nothing that is here."""
     return (
-        HUB_ID.fullmatch(path) is not None
+        re.fullmatch(HUB_NAME, path) is not None
         and not path.endswith(tuple(READERS))
         and not Path(path).exists()
     )

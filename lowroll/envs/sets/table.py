@@ -8,10 +8,11 @@ that published files of the set use, the first one that is there counts.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from lowroll.types import nearest
 
 PREFIX = "set/"
 Rule = Literal["hash", "boxed", "choice", "program"]
@@ -78,13 +79,9 @@ class EvalSet:
     source: str
     licence: str
     subset: str | None = None
-    columns: Columns = None  # type: ignore[assignment]
+    columns: Columns = field(default_factory=lambda: _WORDED)
     shuffled: bool = False  # options are shuffled, seeded by the row: the gold one comes first
     checked: str = "id and columns as others name them; not fetched"
-
-    def __post_init__(self) -> None:
-        if self.columns is None:
-            object.__setattr__(self, "columns", _WORDED)
 
     @property
     def template(self) -> str:
@@ -256,6 +253,5 @@ def named(name: str) -> EvalSet:
     """The set of this name. ValueError with the nearest known one."""
     if name in SETS:
         return SETS[name]
-    near = difflib.get_close_matches(name, [*SUITES, *SETS], n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = nearest(name, [*SUITES, *SETS], repr)
     raise ValueError(f"unknown set {name!r}{hint}; known: {', '.join((*SUITES, *SETS))}")

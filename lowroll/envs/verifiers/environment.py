@@ -20,7 +20,8 @@ MOST_TASKS = 1_000_000  # of a data set that ends
 
 
 class Verifiers(Environment):
-    """`env_id`: of the installed environment; further arguments are its own. `max_turns`: null for
+    """`env_id`: of the installed environment; further arguments are its own, and those of `env_args`,
+    where one is called as an argument of lowroll's (`max_turns`, `seed`). `max_turns`: null for
     the environment's bound, or 8. `eval_args`: arguments of the test split where they differ (a
     taskset's `split`, say); without them, and without a test set of its own, a quarter of the tasks
     is held out."""
@@ -32,18 +33,19 @@ class Verifiers(Environment):
         seed: int = 0,
         env_id: str,
         max_turns: int | None = None,
+        env_args: dict[str, Any] | None = None,
         eval_args: dict[str, Any] | None = None,
         **args: Any,
     ) -> None:
         super().__init__(name=name, seed=seed)
+        args |= env_args or {}
         self.source = self._load(env_id, args)
         self.eval_source = None
         if eval_args is not None:
             self.eval_source = self._load(env_id, args | eval_args)
-        if max_turns is not None and (type(max_turns) is not int or max_turns < 1):
-            raise ValueError(f"env {name!r}: max_turns must be at least 1, got {max_turns!r}")
         own = self.source.max_turns
-        self.max_turns = max_turns or (own if own > 0 else MOST_TURNS)
+        bound = own if own > 0 else MOST_TURNS
+        self.max_turns = bound if max_turns is None else max_turns
         self._tasks: dict[str, _Tasks] = {}
         self._order = lru_cache(maxsize=4)(self._shuffled)
 

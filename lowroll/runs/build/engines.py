@@ -88,6 +88,7 @@ def _native(
         max_model_len=rollout.max_model_len,
         memory_share=rollout.gpu_memory_utilization,
         prefix_caching=rollout.prefix_caching,
+        turn_caching=rollout.turn_caching,
         cuda_graphs=rollout.cuda_graphs,
     )
 

@@ -3,7 +3,6 @@ torch."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -17,8 +16,6 @@ from lowroll.runs.build import caches
 if TYPE_CHECKING:
     from lowroll.model.spec import ModelSpec
     from lowroll.model.tokenizer import ChatTokenizer
-
-log = logging.getLogger(__name__)
 
 LOOKED_AT = 128  # prompts of an environment whose lengths size the KV cache
 _known: WeakKeyDictionary[ChatTokenizer, dict[tuple[Environment, str], list[int]]] = (
@@ -88,9 +85,9 @@ def check(
     chat: ChatTokenizer,
     envs: Mapping[str, Environment],
     split: str = "train",
-) -> None:
+) -> list[str]:
     """ValueError naming the setting to which all of an environment's first prompts are too long, and
-    what a conversation does not go with. A line in the log says how many are too long, where some
+    what a conversation does not go with. Returns lines that say how many are too long, where some
     fit."""
     check_turns(chat, envs)
     talking = [env.name for env in envs.values() if env.max_turns > 1]
@@ -100,10 +97,10 @@ def check(
             "drawn with a cache of its own, and what those dropped is not put together; leave "
             "replay_kv out"
         )
+    lines = []
     for now in cfg.each_stage():
         most = longest(now, spec)
-        for line in passed_over(now, spec, chat, envs, split):
-            log.warning("%s", line)
+        lines += passed_over(now, spec, chat, envs, split)
         for env in envs.values():
             found = lengths(env, split, LOOKED_AT, chat)
             if found and min(found) > most:
@@ -114,6 +111,7 @@ def check(
                     f"prompts of env {env.name!r} has {min(found)} and rollout.max_tokens is "
                     f"{response}, which makes {min(found) + response}"
                 )
+    return lines
 
 
 def passed_over(

@@ -10,6 +10,9 @@ A checkpoint is written from where the tensors are and takes no more. The peak i
 The KV cache has what the run can use, or what the phases in which it is there leave of the free
 memory (MARGIN apart), whichever is less.
 
+Of several learner ranks and engines the plan is that of a rank's GPU (`Share`): parts of the learner,
+and the engines that are there, if any.
+
 Bytes are those that torch allocates; what its allocator keeps for later comes back when it is
 short. On CUDA `free` is what is left beside the process' context.
 """
@@ -107,10 +110,24 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What of a run is on the device. parts: ranks that hold the learner, its optimiser and the models
+    beside it in parts, block by block put together. engines: that draw there, of those of the run."""
+
+    parts: int = 1
+    engines: int = 1
+
+    def of(self, size: int) -> int:
+        """Bytes of one part."""
+        return -(-size // self.parts)
+
+
+@dataclass(frozen=True)
 class Planner:
     """Plans runs of `lowroll grpo` with one model on one device. model: its shapes, on the meta
     device. workloads: what will be in the engine together. beside: the shapes of the frozen models
-    and the critic, by name. free: bytes, before anything is loaded; total: bytes of the device."""
+    and the critic, by name. free: bytes, before anything is loaded; total: bytes of the device.
+    share: of a run on several."""
 
     compute: Compute
     model: Transformer
@@ -118,6 +135,7 @@ class Planner:
     beside: Mapping[str, Transformer]
     free: int | None
     total: int | None = None
+    share: Share = Share()
 
     @classmethod
     def now(
@@ -126,16 +144,18 @@ class Planner:
         model: Transformer,
         workloads: Sequence[Workload],
         beside: Mapping[str, Transformer],
+        share: Share = Share(),
     ) -> Planner:
         """With the memory that is free now."""
         device = compute.device
         free, total = free_memory(device), total_memory(device)
-        return cls(compute, model, workloads, beside, free, total)
+        return cls(compute, model, workloads, beside, free, total, share)
 
     def plan(self, cfg: RunConfig) -> Plan:
         """The memory of a run with these settings."""
-        own = cfg.rollout.engine == "native"
-        stays = self._learner(cfg) | (self._engine(cfg) if own else self._vllm(cfg))
+        here = self.share.engines > 0
+        own = here and cfg.rollout.engine == "native"
+        stays = self._learner(cfg) | (self._engines(cfg) if here else self._kernels())
         step, cache = {}, {}
         if own:
             size = generating(cfg, self.compute, self.model, self._prompts, self._samples(cfg))
@@ -143,7 +163,7 @@ class Planner:
             cache = {} if cfg.rollout.release_cache else {CACHE: 0}
         phases = {
             "load": _loading(cfg, self.compute, self.model),
-            "generate": stays | step,
+            **({"generate": stays | step} if here else {}),
             "learn": stays | cache | self._learning(cfg),
             "publish": stays | cache | {"measuring weights/*": weights.watching(cfg, self.model)},
         }
@@ -157,15 +177,27 @@ class Planner:
     def _learner(self, cfg: RunConfig) -> dict[str, int]:
         """What stays of the learner's side."""
         compute, model = self.compute, self.model
+        whole, codes = weights.learner(cfg, compute, model), weights.codes(cfg, compute, model)
         parts = {
-            "learner's weights": weights.learner(cfg, compute, model),
-            "optimiser": weights.optimizer(cfg, compute, model),
+            "learner's weights": self.share.of(whole - codes) + codes,
+            "optimiser": self.share.of(weights.optimizer(cfg, compute, model)),
         }
         for name, other in self.beside.items():
             count = weights.critic if name == "critic" else weights.frozen
-            parts[name] = count(compute, other)
+            parts[name] = self.share.of(count(compute, other))
+        if self.share.parts > 1:
+            parts["blocks, put together"] = 2 * weights.largest_unit(model) * compute.dtype.itemsize
         parts["before, for weights/*"] = weights.watch(cfg, compute, model)
         return parts
+
+    def _kernels(self) -> dict[str, int]:
+        return {"kernels": KERNELS if self.compute.device.type == "cuda" else 0}
+
+    def _engines(self, cfg: RunConfig) -> dict[str, int]:
+        """What stays of all engines of this device, but for their caches."""
+        if cfg.rollout.engine != "native":
+            return self._vllm(cfg)
+        return {name: self.share.engines * size for name, size in self._engine(cfg).items()}
 
     def _engine(self, cfg: RunConfig) -> dict[str, int]:
         """What stays of the engine's side, but for the cache."""
@@ -189,9 +221,11 @@ class Planner:
     def _vllm(self, cfg: RunConfig) -> dict[str, int]:
         """What a vLLM that the run starts on its own GPU takes for itself."""
         vllm, on_cuda = cfg.rollout.vllm, self.compute.device.type == "cuda"
-        parts = {"kernels": KERNELS if on_cuda else 0}
+        parts = self._kernels()
         if on_cuda and vllm.url is None and vllm.devices is None:
-            parts["vLLM"] = round(vllm.gpu_memory_utilization * (self.total or 0))
+            parts["vLLM"] = self.share.engines * round(
+                vllm.gpu_memory_utilization * (self.total or 0)
+            )
         return parts
 
     @property
@@ -217,14 +251,15 @@ class Planner:
                     alone, self.compute, self.beside["critic"], tokens, cfg.train.minibatches, False
                 )
             )
-        return max(found, key=lambda parts: sum(parts.values()))
+        most = max(found, key=lambda parts: sum(parts.values()))
+        return most | {"gradients": self.share.of(most["gradients"])}
 
     def _cache(
         self, cfg: RunConfig, phases: Mapping[str, Mapping[str, int]]
     ) -> tuple[int, int, int]:
         """(tokens that the run can use, tokens of the cache, bytes of each)."""
         size, kv = cfg.rollout.page_size, caches.policy(cfg)
-        each = storage(cfg.rollout.cache.kv_dtype).bytes_per_token(
+        each = self.share.engines * storage(cfg.rollout.cache.kv_dtype).bytes_per_token(
             self.model.spec, _dtype(cfg, self.compute)
         )
         usable = max((w.tokens(size, cfg.rollout.max_batch, kv) for w in self.workloads), default=0)
@@ -241,7 +276,7 @@ class Planner:
             room = round((1 - MARGIN) * self.free) - held
         share = cfg.rollout.gpu_memory_utilization
         if share is not None and self.total is not None:
-            room = min(room, round(share * self.total) - sum(self._engine(cfg).values()))
+            room = min(room, round(share * self.total) - sum(self._engines(cfg).values()))
         tokens = min(usable, max(least, room // each))
         return usable, tokens // size * size, each
 

@@ -57,6 +57,12 @@ def largest(model: Transformer) -> int:
     return max(_size(linear) for _, linear in model.linears())
 
 
+def largest_unit(model: Transformer) -> int:
+    """Weights that ranks with parts put together at a time: a block's, or those outside of blocks."""
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    return max(*blocks, sum(p.numel() for p in model.parameters()) - sum(blocks))
+
+
 def adapted(cfg: RunConfig, linear: Linear) -> dict[str, int]:
     """The parts of a layer that will have an adapter, and their rows."""
     targets = cfg.train.lora_target_modules if cfg.train.lora else ()
@@ -87,13 +93,21 @@ def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
 def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """The weights that learn; under LoRA the frozen base, and the adapter with its copies."""
     item, format = compute.dtype.itemsize, compute.format(cfg.rollout.weights)
-    rounds = cfg.forward_weights
-    codes = 0 if rounds is None else linear_bytes(model, compute.format(rounds))
     if cfg.train.lora:
         adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
-        codes = codes if rounds != cfg.rollout.weights else 0  # they are the base
-        return other_size(model) * item + linear_bytes(model, format) + adapter + codes
-    return (linear_size(model) + other_size(model)) * item + codes
+        dense = other_size(model) * item + linear_bytes(model, format) + adapter
+    else:
+        dense = (linear_size(model) + other_size(model)) * item
+    return dense + codes(cfg, compute, model)
+
+
+def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+    """What the learner multiplies with in the place of its weights, where it is aligned; of LoRA on
+    that very format they are the base."""
+    rounds = cfg.forward_weights
+    if rounds is None or (cfg.train.lora and rounds == cfg.rollout.weights):
+        return 0
+    return linear_bytes(model, compute.format(rounds))
 
 
 def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:

@@ -23,6 +23,7 @@ from lowroll.checkpoint.faults import faultpoint
 from lowroll.config import RunConfig
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE, Group, Ranks
+from lowroll.parallel.sharding import Sharded
 from lowroll.runs.attempt import log_file
 from lowroll.runs.build import models, trainer
 from lowroll.runs.build.compute import Compute
@@ -35,7 +36,7 @@ from lowroll.runs.roles.seat import Seat
 from lowroll.runs.stop import polite_stop
 from lowroll.transport.base import RolloutReceiver
 from lowroll.transport.codec import decode_batch, encode_batch
-from lowroll.types import Batch
+from lowroll.types import Batch, Sample
 from lowroll.weights.noise import share
 from lowroll.weights.publish import digest
 
@@ -72,10 +73,9 @@ def joined(cfg: RunConfig, seat: Seat | None) -> Iterator[Ranks]:
         return
     device = Compute.of(cfg).device
     if device.type == "cuda":
-        device = torch.device(
-            "cuda", 0
-        )  # its own is the first that it sees (`runs.launch.devices`)
-    ranks = Group(seat.rank, seat.size, seat.host, seat.port, device, GONE_S)
+        device = torch.device("cuda", 0)  # its own is the first (`runs.launch.devices`)
+    kind = Sharded if cfg.is_sharded else Group
+    ranks = kind(seat.rank, seat.size, seat.host, seat.port, device, GONE_S)
     try:
         yield ranks
     finally:
@@ -135,6 +135,8 @@ class Follower:
         compute = Compute.of(cfg)
         model = models.learner(cfg, compute)
         base = same_base(ranks, digest(model), cfg)
+        ranks.shard(model)
+        ranks.mirror(model)
         self.orders = Orders(ranks)
         self.learner = Learner(
             home,
@@ -145,7 +147,7 @@ class Follower:
             base,
             models.tokenizer(cfg.model),
             self.orders,
-            Nowhere(cfg, model),
+            Nowhere(cfg, model, ranks),
             deadline_s=ORDER_S,
             ranks=ranks,
         )
@@ -221,7 +223,10 @@ class Told:
 
 
 class Reader(RunFolder):
-    """The run folder for who writes nothing there. step: of the checkpoint to go on from."""
+    """The run folder for who writes nothing there. step: of the checkpoint to go on from, which
+    rank 0 has verified."""
+
+    verified = True
 
     def __init__(self, cfg: RunConfig, step: int | None) -> None:
         super().__init__(cfg, "grpo", alone=False)
@@ -234,10 +239,14 @@ class Reader(RunFolder):
     def resume(self, step: int, about: Mapping[str, str]) -> None:
         """Rank 0 cuts it back."""
 
-    def keep_batch(self, name: str, batch: Batch) -> Path:
+    def keep_batch(
+        self, name: str, batch: Batch, line: Callable[[Sample], bytes] | None = None
+    ) -> Path:
         return self.path / name
 
-    def save(self, step: int, tensors: Any, state: Any, meta: Any) -> None:
+    def save(
+        self, step: int, tensors: Any, state: Any, meta: Any, parts: int = 1, share: Any = None
+    ) -> None:
         """Rank 0 keeps it."""
 
     def publish(self, write: Callable[[Path], object]) -> None:
@@ -250,14 +259,16 @@ class Nowhere:
     cache_tokens = None
     hidden_bytes = 0
 
-    def __init__(self, cfg: RunConfig, model: Transformer) -> None:
+    def __init__(self, cfg: RunConfig, model: Transformer, ranks: Ranks) -> None:
         self.cfg = cfg
         self.model = model
+        self.ranks = ranks
         self.weights = cfg.rollout.weights
         self.noise = trainer.noise(cfg)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """What the learner does itself when there is a version."""
+        """What the learner does itself when there is a version, and its part of rank 0's mirror."""
+        self.ranks.refill(None, self.model)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, None if self.noise is None else self.noise.at(version))
         return {}

@@ -49,6 +49,7 @@ from lowroll.runs.stop import polite_stop
 from lowroll.runs.terminal import tell
 from lowroll.transport.base import Cursor, FrameGone, wait_until
 from lowroll.transport.broadcasts import Broadcasts
+from lowroll.transport.codec import Lines
 from lowroll.transport.rollout_log import truncate_rollouts
 from lowroll.transport.spool import END, dismissal
 from lowroll.types import Batch, printable
@@ -99,12 +100,7 @@ def overheard(urls: Sequence[str]) -> list[str]:
     found = []
     for url in urls:
         parts = urlsplit(url)
-        host = parts.hostname or ""
-        try:
-            is_here = ip_address(host).is_loopback
-        except ValueError:
-            is_here = host == "localhost"
-        if parts.scheme != "https" and not is_here:
+        if parts.scheme != "https" and not _leads_here(parts.hostname or ""):
             found.append(url)
     return found
 
@@ -148,7 +144,9 @@ class Orchestration:
         self.channel = sender(cfg, place, attempt, self.alive)
         stack.callback(self.channel.close)
         place.ledger.parent.mkdir(parents=True, exist_ok=True)
-        home = RunFolder(cfg, "grpo")
+        self.home = RunFolder(cfg, "grpo")
+        self.lines = Lines()
+        self.channel.spool.line = self.lines.again  # what was logged is sent
         self.batches = Batches(
             cfg,
             spec,
@@ -156,7 +154,7 @@ class Orchestration:
             self.tasks,
             Engines(self.pool, cfg.asynchrony.partial == "replay"),
             self.channel,
-            lambda batch: home.keep_batch("rollouts", batch),
+            self._keep,
             stack,
             self.versions if self.level else None,
             Journal(place.ledger),
@@ -168,6 +166,11 @@ class Orchestration:
         self.batches.more = self._pace
         self._waited = 0.0  # seconds, for the weights of this step, where the batches do not
         self._made = time.monotonic()  # when the batch before was
+
+    def _keep(self, batch: Batch) -> None:
+        """Log the rollouts of a step."""
+        self.lines.clear()
+        self.home.keep_batch("rollouts", batch, self.lines.first)
 
     def alive(self) -> None:
         """For every wait for the trainer."""
@@ -229,6 +232,7 @@ class Orchestration:
             start_s=GONE_S,
             silent_s=silent_s(),
             alive=self.stopped,
+            parts=cfg.rollout.parts,
             in_flight="replay" if cfg.asynchrony.partial == "replay" else "keep",
         )
 
@@ -392,9 +396,27 @@ class Orchestration:
 
 
 def _check_reached(said: Mapping[str, Any]) -> None:
-    """ValueError for an engine whose socket is on another machine."""
-    if str(said["url"]).startswith("unix:") and said.get("host") != socket.gethostname():
+    """ValueError for an engine of another machine whose address leads to this one."""
+    if said.get("host") == socket.gethostname():
+        return
+    if str(said["url"]).startswith("unix:"):
         raise ValueError(
             f"{said.get('role')}: its vLLM on {printable(said.get('host'))} is reached there alone; "
             "start one by itself (docs/vllm.md), and name its address in client.base_url"
         )
+    host = urlsplit(str(said["url"])).hostname or ""
+    if _leads_here(host):
+        raise ValueError(
+            f"{said.get('role')}: on {printable(said.get('host'))} it listens at {host}, which leads "
+            "nowhere from here: start it with serve.host=ADDRESS, one that this machine reaches, or "
+            "name the engines in client.base_url"
+        )
+
+
+def _leads_here(host: str) -> bool:
+    """Whether an address means whatever machine it is used on."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified

@@ -115,7 +115,8 @@ class Training:
         model = models.learner(cfg, compute)
         base = same_base(ranks, digest(model), cfg)
         self.channel = _Late()
-        self.publisher = Broadcasting(cfg, compute, model, place, home.attempt)
+        ranks.shard(model)
+        self.publisher = Broadcasting(cfg, compute, model, ranks, place, home.attempt)
         self.learner = Learner(
             home,
             checkpoints,
@@ -128,6 +129,7 @@ class Training:
             self.publisher,
             deadline_s=GONE_S * 48,
             ranks=ranks,
+            whole=self.publisher.whole,
         )
         self._ended = time.monotonic()  # the step before
 
@@ -252,32 +254,47 @@ class _Late:
 
 
 class Broadcasting:
-    """New weights as folders that engines read (`runs.learner.Publisher`)."""
+    """New weights as folders that engines read (`runs.learner.Publisher`), and what measures them:
+    both read `whole`, which has the weights of the model that `ranks` hold."""
 
     cache_tokens = None
     hidden_bytes = 0
 
     def __init__(
-        self, cfg: RunConfig, compute: Compute, model: Transformer, place: Place, attempt: int
+        self,
+        cfg: RunConfig,
+        compute: Compute,
+        model: Transformer,
+        ranks: Ranks,
+        place: Place,
+        attempt: int,
     ) -> None:
         self.cfg = cfg
         self.model = model
+        self.ranks = ranks
+        # what only writes files reads the host's memory
+        writes = cfg.weight_broadcast.type == "filesystem" and not cfg.train.weight_metrics
+        on_host = writes and cfg.forward_weights is None
+        whole = ranks.mirror(model, "cpu" if on_host else compute.device)
+        assert whole is not None, "rank 0 leads"
+        self.whole = whole
         self.weights = cfg.rollout.weights
         self.noise = trainer.noise(cfg)
         self.broadcaster = Broadcaster(
             place.broadcasts,
-            model,
+            whole,
             attempt=attempt,
             keep=cfg.asynchrony.max_async_level + STEPS_IN_USE,
             base=cfg.model,
             noise=self.noise,
-            shadow=_shadow(cfg, compute, model),
+            shadow=_shadow(cfg, compute, whole),
             offers=_offers(cfg, compute, place),
         )
         self.watch = self._watch(compute)
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Broadcast a version, unless it is the model's own."""
+        self.ranks.refill(self.whole, self.model)
         metrics: dict[str, float] = {}
         if version:
             metrics = self.broadcaster.publish(version)
@@ -313,8 +330,8 @@ class Broadcasting:
         if not self.cfg.train.weight_metrics:
             return None
         if self.cfg.train.lora:
-            return AdapterWatch(self.model)
-        watch = _OwnWatch(self.model, compute, compute.format(self.weights))
+            return AdapterWatch(self.whole)
+        watch = _OwnWatch(self.whole, compute, compute.format(self.weights))
         return watch if watch.held else None
 
 

@@ -1,0 +1,179 @@
+"""Rollouts a second of several engines over those of one, each a `lowroll serve` on a GPU of its own.
+
+    python -m bench.replicas qwen2.5-1.5b --weights bf16          two GPUs; must 1.9x
+    python -m bench.replicas qwen2.5-7b --engines 4 --requests 512
+    python -m bench.replicas tiny --cpu --requests 8 --tokens 8   small: does it run?
+
+MODEL is a folder, or the name of shapes that get random weights. All engines run during the whole
+measurement; a pool of the first alone and a pool of all draw the same requests in turns, each of
+`--samples` samples of up to `--tokens` tokens. Without `--spread` all have that length; with it they
+are between a tenth of it and all. Two rows: as a level above 0 asks (each request by itself), and
+as level 0 does (in parts). Ends with 1 when a ratio is less than 0.95 for each engine, unless on a
+CPU, whose cores all engines share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.record import Row, interleave, merge, show, speed_row
+from bench.roles import folder
+from lowroll.engine.remote.pool import EnginePool
+from lowroll.types import Request
+
+ADMIN = "BENCH_ADMIN_TOKEN"
+TOKEN = "the-admin-of-these-engines"
+MUST = 0.95  # of each engine
+START_S = 900.0
+DRAWN_S = 3600.0  # of one round
+
+
+@contextmanager
+def serving(args: argparse.Namespace, gpu: int) -> Iterator[subprocess.Popen[str]]:
+    """`lowroll serve` on a GPU; killed at the end."""
+    command = [sys.executable, "-m", "lowroll", "serve", args.model, "--port", "0"]
+    command += ["--weights", args.weights, "--cache-tokens", str(args.cache)]
+    command += [
+        "--max-batch",
+        str(args.batch),
+        "--admin-token-env",
+        ADMIN,
+        "--max-requests",
+        "8192",
+    ]
+    command += ["--device", "cpu" if args.cpu else "cuda"]
+    env = os.environ | {ADMIN: TOKEN}
+    env |= {"OMP_NUM_THREADS": "1"} if args.cpu else {"CUDA_VISIBLE_DEVICES": devices()[gpu]}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30.0)
+
+
+def devices() -> list[str]:
+    """The GPUs of this machine that we may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [one for one in named.split(",") if one]
+    return sorted(path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def address(process: subprocess.Popen[str]) -> str:
+    """Where it serves, once it says so. RuntimeError when it ends before."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("serving"):
+            return line.split()[-1].removesuffix("/v1")
+    raise RuntimeError(f"an engine has ended with {process.wait(30.0)} before it served")
+
+
+def requests(args: argparse.Namespace, seed: int) -> list[Request]:
+    """Of one round. Lengths are of the requests, so that every round draws as many tokens."""
+    shortest = args.tokens // 10 if args.spread else args.tokens
+    lengths = [
+        max(1, shortest + (i * 7919) % (args.tokens - shortest + 1)) for i in range(args.requests)
+    ]
+    return [
+        Request(
+            [2 + (seed + 31 * i + 7 * j) % 50 for j in range(args.prompt)],
+            n=args.samples,
+            max_tokens=length,
+            seed=seed,
+            id=f"{seed}/{i}",
+            ignore_eos=True,
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def one_by_one(pool: EnginePool, asked: list[Request]) -> None:
+    """As at a level above 0."""
+    open_, end = {pool.add(request) for request in asked}, time.monotonic() + DRAWN_S
+    while open_:
+        if time.monotonic() > end:
+            raise RuntimeError(f"{len(open_)} requests were not answered within {DRAWN_S:g} s")
+        open_ -= {handle for handle, _ in pool.step()}
+
+
+def measure(args: argparse.Namespace, one: EnginePool, several: EnginePool) -> list[Row]:
+    """A row for each way of asking."""
+    ways: dict[str, Callable[[EnginePool, list[Request]], Any]] = {
+        "each by itself": one_by_one,
+        "in parts": lambda pool, asked: pool.generate(asked),
+    }
+    found = []
+    for name, draw in ways.items():
+        seeds = iter(range(1 << 20))
+        sides = {
+            "one": lambda draw=draw, seeds=seeds: draw(one, requests(args, next(seeds))),
+            "several": lambda draw=draw, seeds=seeds: draw(several, requests(args, next(seeds))),
+        }
+        for warm in sides.values():
+            warm()
+        seconds = interleave(sides, args.rounds)
+        must = None if args.cpu else MUST * args.engines
+        title = f"{args.title} {args.weights}: {args.engines} engines over one, {name}"
+        amount = args.requests * args.samples
+        row = speed_row(title, amount, "rollouts/s", seconds["several"], seconds["one"], must)
+        found.append(row)
+    return found
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    """ValueError, as a line of the command, for what this machine has not got."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--cache", type=int, default=262_144)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--spread", action="store_true", help="lengths from a tenth to all")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--out", type=Path, help="folder for replicas.json")
+    args = parser.parse_args(words)
+    if args.engines < 2:
+        parser.error("--engines: two at least are compared with one")
+    if not args.cpu and len(devices()) < args.engines:
+        parser.error(
+            f"--engines: {args.engines} need a GPU each, and {len(devices())} are here (--cpu: on the "
+            "processor)"
+        )
+    args.title = Path(args.model).name
+    return args
+
+
+def main(words: list[str] | None = None) -> None:
+    args = arguments(words)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+        args.model = folder(args, Path(scratch))
+        engines = [stack.enter_context(serving(args, i)) for i in range(args.engines)]
+        urls = [address(engine) for engine in engines]
+        pools = [
+            stack.enter_context(EnginePool(some, admin_token=TOKEN, start_s=START_S))
+            for some in (urls[:1], urls)
+        ]
+        rows = measure(args, *pools)
+    if args.out is not None:
+        merge("replicas", rows, args.out, words=words or sys.argv[1:])
+    sys.exit(not show("Several engines over one", rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,415 @@
+"""How many engines does one orchestrator serve?
+
+    python -m bench.scale [--engines 1 2 4 ... 512] [--works full light] [--seconds 20]
+
+The orchestrator is `lowroll orchestrate`, unchanged, in a process of its own: prompts, conversations,
+the pool and its clients, scoring workers, the ledger, the spool, the log of rollouts. Engines are
+`bench.fakes`: they speak the protocol, answer with as many bytes and as late as measured ones, and
+draw nothing. The learner is this process: it takes each batch at once and has a new version of the
+weights ready, so nobody waits for it. Time is real; nothing of it is sped up.
+
+    full    Qwen2.5-7B in bf16 on an H200 with 64 rows: 13,200 tokens/s an engine
+    light   8 rows, 16 times as slow: what an engine costs that answers rarely
+
+Responses have 220 tokens in the median (`light`: 64), groups 8 samples. One and a half times what the
+engines can draw at once is open, at level 1, and a batch is half of that, 1,024 samples at most. Processor seconds
+of orchestrator, scoring workers and fakes are counted apart: on a machine with fewer free cores than
+processes the rates fall, and these stay. Rows go to bench/baselines/scale.json; `python -m
+bench.pictures` draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import yaml
+
+from bench import fakes, vocabulary
+from bench.record import BASELINES, Row, merge
+from lowroll.checkpoint.publish import publish_folder
+from lowroll.config.load import load
+from lowroll.runs.folder import CONFIG
+from lowroll.runs.roles.heart import Heart
+from lowroll.runs.roles.place import TRAINER, Place
+from lowroll.transport.base import Cursor
+from lowroll.transport.broadcasts import (
+    FORMAT,
+    STABLE,
+    encode_marker,
+    folder_name,
+    manifest_digest,
+)
+from lowroll.transport.spool import Spool
+
+VOCAB = 32768
+SPEC = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": fakes.CONTEXT,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "use_sliding_window": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+GROUP, OPEN, LARGEST = 8, 1.5, 1024
+KEPT = 3  # broadcasts that lie there
+LOOK_S = 0.02
+BATCH_S = 240.0  # until one has come, the start included
+TICKS = os.sysconf("SC_CLK_TCK")
+QUANTITIES = {  # unit of each
+    "rollouts a second": "rollouts/s",
+    "tokens a second": "tokens/s",
+    "rows of the engines that draw": "fraction",
+    "orchestrator: processor": "cores",
+    "orchestrator: processor for a rollout": "ms",
+    "orchestrator: main thread's part": "fraction",
+    "scoring workers: processor": "cores",
+    "fakes: processor": "cores",
+    "orchestrator: memory, peak": "MB",
+    "groups asked for and not back": "groups",
+    "groups at engines": "groups",
+    "groups back, not in a batch": "groups",
+    "batches": "batches/s",
+    "wire": "MB/s",
+    "engines fenced": "engines",
+}
+
+SHOWN = {  # in docs/scale.md, by the head of its column
+    "rollouts a second": "rollouts/s",
+    "orchestrator: processor": "orchestrator, cores",
+    "orchestrator: processor for a rollout": "ms a rollout",
+    "orchestrator: main thread's part": "main thread's part",
+    "fakes: processor": "fakes, cores",
+    "orchestrator: memory, peak": "memory, MB",
+    "rows of the engines that draw": "rows that draw",
+    "groups asked for and not back": "groups in flight",
+    "groups at engines": "at engines",
+    "groups back, not in a batch": "back, waiting",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the engines are. rows: that one draws at a time; slow: times as long for everything."""
+
+    rows: int
+    slow: float = 1.0
+    median: float = 220.0
+
+
+WORKS = {"full": Work(64), "light": Work(8, slow=16.0, median=64.0)}
+
+
+def settings(work: Work, urls: list[str], model: Path, out: Path) -> dict[str, Any]:
+    """The run's file."""
+    rows = work.rows * len(urls)
+    batch = max(2 * GROUP, min(LARGEST, rows // 2 // GROUP * GROUP))
+    return {
+        "model": str(model),
+        "output_dir": str(out),
+        "device": "cpu",
+        "env": [{"id": "arithmetic"}],
+        "batch_size": batch,
+        "rollouts_per_example": GROUP,
+        "rollout": {"max_tokens": fakes.LONGEST, "weights": "bf16"},
+        "train": {"max_steps": 10**6, "lora": True, "lora_rank": fakes.RANK},
+        "eval": {"interval": None},
+        "asynchrony": {
+            "max_async_level": 1,
+            "max_off_policy_steps": 10**6,
+            "oversampling_factor": max(1.0, OPEN * rows / batch),
+        },
+        "client": {"base_url": urls, "skip_model_check": True},
+    }
+
+
+class Learner:
+    """Takes each batch at once, and publishes the next version, on a thread of its own."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.spool = Spool(place.spool)
+        self.step = 0  # of the last batch
+        self.stats: dict[str, float] = {}  # of that batch
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Learner:
+        self.spool.say(Cursor(0, 0, 1))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(10.0)
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            if (newest := max(self.spool.steps(), default=0)) > self.step:
+                self.stats = _header(self.spool.path(newest))["stats"]
+                self._publish(newest)
+                self.step = newest
+                self.spool.say(Cursor(newest, newest, 1))
+
+    def _publish(self, version: int) -> None:
+        """A manifest and the marker: fakes read no weights."""
+        folder = self.place.broadcasts / folder_name(version)
+        meta = {"broadcast": FORMAT, "version": version, "kind": "adapter", "noise": None}
+        publish_folder(
+            folder,
+            lambda target: (target / "weights.txt").write_text(str(version)),
+            {**meta, "step": version},
+        )
+        marker = encode_marker(version, 1, "adapter", manifest_digest(folder), None)
+        (folder / STABLE).write_bytes(marker)
+        old = self.place.broadcasts / folder_name(version - KEPT)
+        with suppress(FileNotFoundError):
+            for file in [old / STABLE, *old.iterdir()]:
+                file.unlink(missing_ok=True)
+            old.rmdir()
+
+
+def _header(frame: Path) -> dict[str, Any]:
+    """Of a batch in the spool, without its samples."""
+    with frame.open("rb") as file:
+        file.readline()
+        return dict(json.loads(file.readline()))
+
+
+@dataclass(frozen=True)
+class Process:
+    """What the system knows of one."""
+
+    pid: int
+
+    def cpu_s(self, children: bool = False) -> float:
+        """Of all of its threads. children: of those that run below it."""
+        if children:
+            return sum(Process(pid).cpu_s() for pid in self._children())
+        return _cpu_s(Path(f"/proc/{self.pid}/stat"))
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        with suppress(FileNotFoundError):
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] != "Z"
+        return False
+
+    def main_s(self) -> float:
+        """Of its first thread."""
+        return _cpu_s(Path(f"/proc/{self.pid}/task/{self.pid}/stat"))
+
+    def peak_mb(self) -> float:
+        """Of resident memory, since it began."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+
+    def _children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/children")
+        below = [int(pid) for task in tasks for pid in task.read_text().split()]
+        return below + [pid for child in below for pid in Process(child)._children()]
+
+
+def _cpu_s(stat: Path) -> float:
+    try:
+        fields = stat.read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+class Fleet:
+    """The fakes' processes."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self.urls = urls
+
+    def totals(self) -> dict[str, float]:
+        """Of all engines together."""
+        found: list[dict[str, float]] = []
+        for url in self.urls:
+            with urlopen(f"{url}/totals", timeout=30.0) as answer:  # noqa: S310  of our own child
+                found.append(json.load(answer))
+        return {name: sum(one[name] for one in found) for name in found[0]}
+
+
+@contextmanager
+def started(
+    count: int, processes: int, work: Work, weights: Path
+) -> Iterator[tuple[Fleet, list[str]]]:
+    """So many engines; the fleet, and the address of each."""
+    shares = [count // processes + (i < count % processes) for i in range(min(count, processes))]
+    with ExitStack() as stack:
+        bases = []
+        for share in shares:
+            words = ["--rows", work.rows, "--slow", work.slow, "--median", work.median]
+            command = [sys.executable, "-m", "bench.fakes", share, weights, *words]
+            child = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE)
+            stack.callback(child.wait, 30.0)
+            stack.callback(child.kill)
+            assert child.stdout is not None
+            bases.append(child.stdout.readline().decode().strip())
+        urls = [
+            f"{base}/{i}" for base, share in zip(bases, shares, strict=True) for i in range(share)
+        ]
+        yield Fleet(bases), urls
+
+
+@contextmanager
+def orchestrated(file: Path, log: Path) -> Iterator[Process]:
+    """The real one; stopped as a user does."""
+    command = [sys.executable, "-m", "lowroll", "orchestrate", str(file)]
+    with log.open("wb") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        yield Process(child.pid)
+        if child.poll() is not None:
+            raise RuntimeError(f"the orchestrator has ended: {log.read_text()[-2000:]}")
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(30.0)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait(30.0)
+
+
+def measure(
+    count: int, work: Work, scratch: Path, seconds: float, warm_s: float, processes: int = 1
+) -> dict[str, float]:
+    """One size, by the names of QUANTITIES."""
+    run = scratch / "run"
+    place = Place(run)
+    model = vocabulary.write(scratch / "model", SPEC)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    place.broadcasts.mkdir(parents=True)
+    place.roles.mkdir()
+    with started(count, processes, work, place.broadcasts) as (fleet, urls), ExitStack() as stack:
+        file = scratch / "run.yaml"
+        tree = settings(work, urls, model, run)
+        file.write_text(yaml.safe_dump(tree))
+        (run / CONFIG).write_text(load(file).dump())
+        heart = stack.enter_context(Heart(place.heart(TRAINER), TRAINER, 1, phase="waiting"))
+        heart.say(phase="waiting", step=0)
+        learner = stack.enter_context(Learner(place))
+        log = scratch / "orchestrator.log"
+        process = stack.enter_context(orchestrated(file, log))
+        for steps, after_s in ((2, 0.0), (1, warm_s)):
+            time.sleep(after_s)
+            _next_batch(learner, steps, process, log)
+        before = _look(process, fleet, learner)
+        time.sleep(seconds)
+        _next_batch(learner, 1, process, log)
+        after = _look(process, fleet, learner)
+        found = _row(before, after, learner.stats, count * work.rows, tree["batch_size"])
+    return found
+
+
+def _next_batch(learner: Learner, count: int, process: Process, log: Path) -> None:
+    """Until so many more batches have come: a measurement begins and ends with one."""
+    wanted, end = learner.step + count, time.monotonic() + BATCH_S
+    while learner.step < wanted:
+        if time.monotonic() > end or not process.runs:
+            raise RuntimeError(f"no batch within {BATCH_S:g} s: {log.read_text()[-2000:]}")
+        time.sleep(LOOK_S)
+
+
+def _look(process: Process, fleet: Fleet, learner: Learner) -> dict[str, float]:
+    return fleet.totals() | {
+        "at": time.monotonic(),
+        "own": process.cpu_s(),
+        "main": process.main_s(),
+        "scorers": process.cpu_s(children=True),
+        "peak": process.peak_mb(),
+        "step": learner.step,
+    }
+
+
+def _row(
+    before: dict[str, float],
+    after: dict[str, float],
+    stats: dict[str, float],
+    rows: int,
+    batch: int,
+) -> dict[str, float]:
+    passed = {name: after[name] - before[name] for name in after}
+    wall, samples = passed["at"], passed["step"] * batch
+    in_flight = stats["rollout/in_flight_groups"]
+    values = (
+        samples / wall,
+        samples / wall * passed["tokens"] / max(passed["samples"], 1),
+        passed["row_seconds"] / wall / rows,
+        passed["own"] / wall,
+        1e3 * passed["own"] / samples,
+        passed["main"] / max(passed["own"], 1e-9),
+        passed["scorers"] / wall,
+        passed["cpu_s"] / wall,
+        after["peak"],
+        in_flight,
+        after["open"],
+        stats["rollout/open_groups"] - in_flight,
+        passed["step"] / wall,
+        (passed["bytes_in"] + passed["bytes_out"]) / wall / 1e6,
+        stats["perf/engine_fenced"],
+    )
+    return dict(zip(QUANTITIES, values, strict=True))
+
+
+def name(work: str, count: int, quantity: str) -> str:
+    """Of a row."""
+    return f"{work} E={count}: {quantity}"
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--engines", type=int, nargs="+", default=[2**i for i in range(10)])
+    p.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    p.add_argument("--seconds", type=float, default=20.0, help="that are measured")
+    p.add_argument("--warm", type=float, default=10.0, help="seconds behind the second batch")
+    p.add_argument("--processes", type=int, default=1, help="that the fakes share")
+    p.add_argument("--out", type=Path, default=BASELINES)
+    args = p.parse_args()
+    for label in args.works:
+        for count in args.engines:
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
+                found = measure(
+                    count, WORKS[label], Path(scratch), args.seconds, args.warm, args.processes
+                )
+            rows = [
+                Row(name(label, count, what), QUANTITIES[what], value)
+                for what, value in found.items()
+            ]
+            merge("scale", rows, args.out, seconds=args.seconds, processes=args.processes)
+            shown = ", ".join(f"{what} {value:.4g}" for what, value in found.items())
+            print(f"{label}, {count} engines: {shown}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

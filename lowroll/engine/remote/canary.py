@@ -1,0 +1,39 @@
+"""Does an engine that comes (back) into a pool compute what the others do? The log-probs of a few
+tokens, asked of it and of one that works, before it gets work.
+
+What an engine says of its weights (version, digest) is checked anyway; this finds what it does not
+know: memory gone bad, a model that was read wrongly, a vLLM that kept its old weights. Both run the
+same tokens alone, so that what is allowed is what other kernels or another GPU round.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lowroll.engine.remote.completions import PATH, prompt_logprobs
+from lowroll.engine.remote.peers import Peer
+from lowroll.engine.remote.verify import distance, text
+from lowroll.engine.remote.wire import Call, ServerError, Wire
+
+BOUND = 0.1  # nats a token, root mean square
+MOST_BYTES = 1 << 20
+
+
+async def sung(wire: Wire, peer: Peer, deadline_s: float) -> list[float]:
+    """The log-probs that an engine has for the canary's tokens. ServerError."""
+    dialect = peer.dialect
+    ids = text(dialect.vocab_size, dialect.capabilities.context_length)
+    what = "its canary score"
+    call = Call("POST", PATH, what, dialect.scoring(ids, 0, 1.0), deadline_s, MOST_BYTES)
+    rows = prompt_logprobs(await wire.answer(call), ids, what)
+    return [row[token][0] for row, token in zip(rows, ids[1:], strict=True)]
+
+
+def compare(mine: list[float], theirs: list[float], witness: str) -> None:
+    """ServerError when they are not of the same weights."""
+    apart = distance(mine, theirs) if mine else 0.0
+    if math.isnan(apart) or apart > BOUND:
+        raise ServerError(
+            f"canary: its log-probs are {apart:.3g} nats a token from those of {witness}, and "
+            f"{BOUND:g} are allowed: it does not compute with the same weights"
+        )

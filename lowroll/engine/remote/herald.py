@@ -1,0 +1,124 @@
+"""Tells the engines of a pool a version, all at once. Who takes it clearly longer than the others goes
+on with that beside them, and draws nothing new before it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from lowroll.engine.remote.member import Member, Terms
+from lowroll.engine.remote.peers import Held, Published
+from lowroll.engine.remote.versions import Disagreement, Versions, agreed
+from lowroll.engine.remote.wire import ServerError
+
+ABREAST_S = 1.0  # after the first engine took weights, for the others, at least
+
+
+class Herald:
+    """On the pool's loop alone. pump: called when an engine can draw again. told: what is wrong with
+    each engine."""
+
+    def __init__(
+        self,
+        members: list[Member],
+        versions: Versions,
+        terms: Terms,
+        pump: Callable[[], None],
+        told: Callable[[], str],
+    ) -> None:
+        self.members = members
+        self.versions = versions
+        self.terms = terms
+        self.telling = False  # engines that work
+        self._pump = pump
+        self._told = told
+        self._late: set[asyncio.Future[None]] = set()  # engines that still take weights
+
+    async def update(self, broadcast: Published) -> bool:
+        """Have engines draw from it. Returns whether it takes the place of something that is newer or
+        called the same. ServerError when no engine takes it, or they hold different weights."""
+        known, terms = self.versions, self.terms
+        if broadcast == known.newest and known.settled.is_set():
+            return False
+        ready = [member for member in self.members if member.state == "ready"]
+        back = known.begin(broadcast)
+        taken: dict[str, Held] = {}
+        self.telling = bool(ready)
+        try:
+            taken = await self._tell(ready, broadcast)
+            if taken:
+                held = agreed(taken)
+                for member in ready:
+                    if taken.get(member.url, held) != held:
+                        member.kick("its weights have another digest than those of most engines")
+                known.settle(held)
+        except Disagreement as error:
+            raise ServerError(str(error)) from None
+        finally:
+            self.telling = False
+        try:
+            async with asyncio.timeout(terms.patience_s):
+                while not known.settled.is_set():  # whoever is met next takes it
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise ServerError(
+                f"no engine took {broadcast.path.name} within {terms.patience_s:g} s: "
+                f"{self._told()}"
+            ) from None
+        return back
+
+    async def _tell(self, ready: list[Member], broadcast: Published) -> dict[str, Held]:
+        """What each acknowledges. Those that cannot are fenced; those that need longer than twice
+        the time of the first go on with it beside the others (`_await_late`)."""
+        loop = asyncio.get_running_loop()
+        asked = {asyncio.ensure_future(member.take(broadcast)): member for member in ready}
+        taken: dict[str, Held] = {}
+        pending = set(asked)
+        began = loop.time()
+        end = began + self.terms.update_s
+        while pending and (left := end - loop.time()) > 0:
+            done, pending = await asyncio.wait(
+                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                member = asked[task]
+                try:
+                    taken[member.url] = await task
+                    now = loop.time()
+                    end = min(end, now + max(ABREAST_S, now - began))
+                except ServerError as error:
+                    member.kick(f"it did not take {broadcast.path.name}: {error}")
+        if taken:
+            grace = self._grace(ready)
+            for task in pending:
+                late = asyncio.ensure_future(self._await_late(asked[task], task, broadcast, grace))
+                self._late.add(late)
+                late.add_done_callback(self._late.discard)
+        else:
+            for task in pending:
+                task.cancel()
+                asked[task].kick(f"it has not taken {broadcast.path.name} in time")
+        return taken
+
+    async def _await_late(
+        self, member: Member, task: asyncio.Future[Held], broadcast: Published, seconds: float
+    ) -> None:
+        """One that takes weights longer than the others, which work meanwhile."""
+        try:
+            async with asyncio.timeout(seconds):
+                held = await task
+        except TimeoutError:
+            member.kick(f"it had not taken {broadcast.path.name} {seconds:g} s after the others")
+            return
+        except ServerError as error:
+            member.kick(f"it did not take {broadcast.path.name}: {error}")
+            return
+        if broadcast == self.versions.newest and not self.versions.agrees(held):
+            member.kick("its weights have another digest than those of the other engines")
+        self._pump()
+
+    def _grace(self, members: list[Member]) -> float:
+        """Seconds for the others when the first has taken weights: some end what they draw first."""
+        drains = any(m.peer is not None and not m.peer.in_flight for m in members)
+        return max(self.terms.silent_s, self.terms.timeout_s if drains else 0.0)
