@@ -280,3 +280,11 @@ def test_roles_listen_at_their_nodes_addresses(tmp_path: Path) -> None:
     assert said[2].startswith("serve.host=10.0.0.2 serve.port=0")
     members[1].here = "127.0.0.1"
     assert fleet._addresses(fleet.orchestrator) == []
+
+
+def test_ray_reads_its_mode_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ray was imported before, without RAY_AUTH_MODE=token"):
+        launcher.package(None)
+    assert "RAY_AUTH_MODE" not in os.environ

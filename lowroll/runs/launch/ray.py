@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -76,6 +77,11 @@ def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
 def package(address: str | None) -> Any:
     """Ray, with authentication by a token, and without reports to its makers. ValueError when it is not
     installed, or in use already."""
+    if sys.modules.get("ray") and os.environ.get(MODE) != "token":
+        raise ValueError(
+            f"launcher: ray: ray was imported before, without {MODE}=token in the environment: it reads "
+            "that when it is imported"
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
         os.environ.setdefault(MODE, "token")
