@@ -197,7 +197,7 @@ def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterato
     bundles = [{"CPU": cpus} | ({"GPU": gpus} if gpus else {}) for cpus, gpus in wanted.values()]
     group = placement_group(bundles, strategy="SPREAD")
     try:
-        if not group.wait(timeout_seconds=deadline_s):
+        if not group.wait(deadline_s):
             has = ray.cluster_resources()
             asked = ", ".join(
                 f"{role} {cpus:g} CPUs and {gpus:g} GPUs" for role, (cpus, gpus) in wanted.items()
