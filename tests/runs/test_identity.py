@@ -130,6 +130,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "serve": [{"serve": {"port": 1}}],
     "rollout_transport": [{"rollout_transport": {"type": "zmq"}}],
     "weight_broadcast": [{"weight_broadcast": {"timeout": 5.0}}],
+    "ray": [{"ray": {"address": "auto"}}],
     "launcher": [{"launcher": "local"}],
     "logging_steps": [{"logging_steps": 2}],
     "track": [{"track": ["tensorboard"]}],
