@@ -139,5 +139,5 @@ def test_setup_takes_these_versions() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "VERSIONS := -c constraints.txt\n" in makefile
     assert (
-        len(re.findall(r"^\t\.venv/bin/pip install .*\$\(VERSIONS\)", makefile, re.MULTILINE)) == 2
+        len(re.findall(r"^\t\.venv/bin/pip install .*\$\(VERSIONS\)", makefile, re.MULTILINE)) == 3
     )
