@@ -143,7 +143,8 @@ class Decoder:
             logits_BV = self._shaped(rows, self.logits[:rows], drawing)
             ranks.see(logits_BV)
             self._draw(rows, logits_BV, drawing)
-        self._wishes.drew(sequences, steps)
+        if drawing is Draw.MARKED:
+            self._wishes.drew(sequences, steps)
         return Steps(rows, steps, ranks)
 
     def read(

@@ -16,13 +16,14 @@ import math
 from collections.abc import Collection
 from collections.abc import Sequence as Many
 from enum import IntEnum
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from lowroll.engine.sequence import Place, Sequence
 from lowroll.kernels.sampling.filters import Filters
-from lowroll.kernels.sampling.marks import SEEN, STOPS, Marked
+from lowroll.kernels.sampling.marks import SEEN, STOPS, Marked, add, blank, clear
 from lowroll.model.attention import upload
 
 
@@ -122,8 +123,7 @@ class Wishes:
 
     def _marks(self) -> Tensor:
         if self._marks_SV is None:
-            shape = self.slots, self.vocab_size
-            self._marks_SV = torch.zeros(shape, dtype=torch.uint8, device=self._device.device)
+            self._marks_SV = blank(self.slots, self.vocab_size, self._device.device)
         return self._marks_SV
 
     def _mark(self, sequences: list[Sequence]) -> None:
@@ -150,16 +150,12 @@ class Wishes:
             self._marked[s.slot] = s, len(s.token_ids)
         marks_SV = self._marks()
         if fresh:
-            marks_SV.index_fill_(0, upload(torch.tensor(fresh), marks_SV.device), 0)
+            clear(marks_SV, upload(torch.tensor(fresh), marks_SV.device))
         for mark, found in ((STOPS, stops), (SEEN, seen)):
             if found:
-                marks_N = upload(_places(found, self.vocab_size), marks_SV.device)
-                flat = marks_SV.view(-1)
-                flat[marks_N] = flat[marks_N] | mark
-
-
-def _places(found: Many[tuple[int, Many[int]]], vocab_size: int) -> Tensor:
-    """Where tokens of slots are marked. One that comes twice is written twice, and alike."""
-    return torch.cat(
-        [torch.tensor(ids, dtype=torch.int64) + slot * vocab_size for slot, ids in found]
-    )
+                slots, tokens = zip(*found, strict=True)
+                lengths = torch.tensor([len(ids) for ids in tokens])
+                slots_N = torch.tensor(slots).repeat_interleave(lengths)
+                tokens_N = torch.tensor([*chain.from_iterable(tokens)])
+                pairs_2N = upload(torch.stack([slots_N, tokens_N]), marks_SV.device)
+                add(marks_SV, mark, *pairs_2N.unbind())

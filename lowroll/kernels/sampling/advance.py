@@ -12,10 +12,11 @@ Legend: B rows, S steps.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
-from lowroll.kernels.sampling.marks import SEEN, Marked
+from lowroll.kernels.sampling.marks import SEEN, Marked, flat
 
 
 def advance(
@@ -55,7 +56,7 @@ def advance(
             None if marked is None else marked.penalty_B,
             rows,
             tokens_SB.stride(0),
-            0 if marked is None else marked.marks_SV.shape[1],
+            0 if marked is None else marked.marks_SV.stride(0),
             SEEN=SEEN,
             BLOCK=block(rows),
             num_warps=4,
@@ -67,8 +68,11 @@ def advance(
     step_1.add_(1)
     ids_B.copy_(tokens_B)
     if marked is not None:
-        here_B = ((pos_B < end_B) & (marked.penalty_B != 1)).nonzero()[:, 0]
-        marked.marks_SV[marked.slots_B[here_B], tokens_B[here_B]] |= SEEN
+        here_B = (pos_B < end_B) & (marked.penalty_B != 1)
+        marks = flat(marked.marks_SV)
+        places_B = marked.slots_B * marked.marks_SV.stride(0) + tokens_B
+        new_B = torch.where(here_B, marks[places_B] | SEEN, 0).to(marks.dtype)
+        marks.scatter_reduce_(0, places_B, new_B, "amax")  # rows that are dead may share a place
     pos_B.add_(pos_B < end_B)
     next_B.copy_(pos_B + 1)
     lengths_B.add_(1).mul_(pos_B < end_B)
@@ -94,7 +98,7 @@ def _advance_kernel(
     penalties,
     rows,
     stride,
-    vocab,
+    marks_stride,
     SEEN: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -116,8 +120,8 @@ def _advance_kernel(
         penalty = tl.load(penalties + offs, mask=live, other=1.0)
         slot = tl.load(slots + offs, mask=live, other=0)
         here = live & (at < last) & (penalty != 1)
-        mark = tl.load(marks + slot * vocab + token, mask=here, other=0)
-        tl.store(marks + slot * vocab + token, mark | SEEN, mask=here)
+        mark = tl.load(marks + slot * marks_stride + token, mask=here, other=0)
+        tl.store(marks + slot * marks_stride + token, mark | SEEN, mask=here)
     at += (at < last).to(tl.int64)
     tl.store(pos + offs, at, mask=live)
     tl.store(next_ + offs, at + 1, mask=live)

@@ -13,10 +13,10 @@ The order is that of the logits before the temperature, whose rounding could mak
 On CUDA one program a row looks for the threshold, and reads only the blocks of the row that can hold
 it: `tiles.tiles_of` leaves the maximum of each. The k-th largest of these maxima is no larger than
 the k-th largest logit; and what is smaller than max + T log((1 - p) mass / ids) is, all of it, less
-than 1 - p of the mass. Of the blocks that reach such a bound, passes cut the interval in four, where
-NEAR numbers or fewer are in it not at all; those are written side by side and searched in registers,
-a bit a turn. Sums are taken in one order: the same row has the same threshold in every batch.
-Then the masses of the tiles are made those of what stays, for the draw.
+than 1 - p of the mass. Of the blocks that reach such a bound, passes cut the interval in four until
+NEAR numbers at most are in it, which is often before the first pass; those are written side by side
+and searched in registers, a bit a turn. Sums are taken in one order: a row has the same threshold
+in every batch. Then the masses of the tiles are made those of what stays, for the draw.
 
 Shapes: B rows, V vocabulary, L blocks of a row, R rows with filters.
 """
@@ -48,7 +48,8 @@ from lowroll.kernels.sampling.tiles import (
 )
 
 GROUP = 16  # blocks that are read at a time
-NEAR = 8192  # numbers that are searched in registers
+NEAR = 1024  # numbers that are searched in registers
+AT_ONCE = 64  # blocks of which no more numbers than that are hoped for
 WARPS = 16
 
 
@@ -125,6 +126,7 @@ def keep(
         BLOCK=BLOCK,
         GROUP=GROUP,
         NEAR=NEAR,
+        AT_ONCE=AT_ONCE,
         num_warps=WARPS,
         **early_start(),
     )
@@ -134,22 +136,26 @@ def keep(
 def _plain(
     logits_BV: Tensor, filters: Filters, temperature_B: Tensor | None, greedy_B: Tensor | None
 ) -> Kept:
-    """By a sort of the rows that have filters."""
+    """By a sort: on a CPU of the rows that have filters alone."""
     rows, tokens = logits_BV.shape
     ranks_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
     if greedy_B is not None:
         ranks_B = ranks_B & ~greedy_B
+    # which rows those are, nobody on a GPU can be asked without waiting
+    rows_R = (
+        torch.arange(rows, device=ranks_B.device) if ranks_B.is_cuda else ranks_B.nonzero()[:, 0]
+    )
     floor_B = logits_BV.new_full((rows,), -torch.inf, dtype=torch.float32)
     last_B = torch.full_like(filters.top_k_B, tokens)
-    rows_R = ranks_B.nonzero()[:, 0]
-    if len(rows_R):
-        temperature_R = None if temperature_B is None else temperature_B[rows_R]
-        floor_B[rows_R], last_B[rows_R] = _ranked(
-            logits_BV[rows_R].float(),
-            filters.top_k_B[rows_R],
-            filters.top_p_B[rows_R],
-            temperature_R,
-        )
+    floor_R, last_R = _ranked(
+        logits_BV[rows_R].float(),
+        filters.top_k_B[rows_R],
+        filters.top_p_B[rows_R],
+        None if temperature_B is None else temperature_B[rows_R],
+    )
+    ranks_R = ranks_B[rows_R]
+    floor_B[rows_R] = torch.where(ranks_R, floor_R, floor_B[rows_R])
+    last_B[rows_R] = torch.where(ranks_R, last_R, last_B[rows_R])
     largest_B = logits_BV.amax(-1).float()
     wide_B = 1.0 if temperature_B is None else temperature_B.double()
     least_B = (largest_B.double() + wide_B * filters.log_min_p_B).float()
@@ -197,18 +203,26 @@ def _value(key):
 
 
 @jit
-def _reaching(key_n, weight_n, target):
-    """The largest key that has, with those above it, at least the target's weight: one of key_n, or
-    the lowest integer where there is none."""
-    # from the sign down, of the key without one
-    high = tl.full([], 0x80000000, tl.uint32)
-    plain_n = key_n.to(tl.uint32, bitcast=True) ^ high
-    found = high ^ high
-    for turn in range(32):
-        tried = found | (high >> turn)
+def _reaching(key_n, weight_n, live_n, target):
+    """The largest of the living keys that has, with those above it, at least the target's weight:
+    the smallest, where none has."""
+    low = tl.min(tl.where(live_n, key_n, 2147483647), 0)
+    high = tl.max(tl.where(live_n, key_n, -2147483648), 0)
+    # bits from the first on in which two can differ, of keys without a sign
+    top = tl.full([], 0x80000000, tl.uint32)
+    plain_n = key_n.to(tl.uint32, bitcast=True) ^ top
+    found = high.to(tl.uint32, bitcast=True) ^ top
+    differ = found ^ low.to(tl.uint32, bitcast=True) ^ top
+    bit = top
+    while bit > differ:
+        bit = bit >> 1
+    found = found & ~((bit << 1) - 1)
+    while bit > 0:
+        tried = found | bit
         weight = tl.sum(tl.where(plain_n >= tried, weight_n, 0.0), 0)
         found = tl.where(weight >= target, tried, found)
-    return (found ^ high).to(tl.int32, bitcast=True)
+        bit = bit >> 1
+    return tl.maximum((found ^ top).to(tl.int32, bitcast=True), low)
 
 
 @jit
@@ -332,7 +346,7 @@ def _narrow(
     above = target * 0.0
     more = target * 0.0
     turn = 0
-    wide = count * BLOCK > NEAR
+    wide = count > 0
     while wide:
         by_value = turn < _BY_VALUE
         q1 = _pivot(low, high, 1, by_value)
@@ -425,30 +439,39 @@ def _search(
     tokens,
     COUNTS: tl.constexpr,
     NEAR: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Floor and last id of the fewest numbers, of those that stay now, whose weight is at least the
     target: numbers weigh 1 or their mass. low: a bound that such a floor is not below."""
-    low, high, above = _narrow(
-        logits_ptr, list_ptr, count, low, peak, target.to(tl.float32), floor, last, factor, shift, tokens,
-        COUNTS, NEAR, GROUP, BLOCK,
-    )  # fmt: skip
-    found = _gather(
-        logits_ptr, list_ptr, near_ptr, count, low, high, floor, last, tokens, NEAR, GROUP, BLOCK
-    )
+    high = _value(_key(peak) + 1)
+    above = target.to(tl.float32) * 0.0
+    found = count * 0
+    wide = count > AT_ONCE
+    looks = count > 0
+    while looks:
+        if wide:
+            low, high, above = _narrow(
+                logits_ptr, list_ptr, count, low, peak, target.to(tl.float32), floor, last, factor,
+                shift, tokens, COUNTS, NEAR, GROUP, BLOCK,
+            )  # fmt: skip
+        found = _gather(
+            logits_ptr, list_ptr, near_ptr, count, low, high, floor, last, tokens, NEAR, GROUP, BLOCK,
+        )  # fmt: skip
+        looks = (found > NEAR) & (count <= AT_ONCE) & (wide == 0)
+        wide = looks
     offs_n = tl.arange(0, NEAR)
     live_n = offs_n < found
     x_n = tl.load(near_ptr + offs_n, mask=live_n, other=float("-inf"))
     weight_n = live_n.to(tl.float32)
     if not COUNTS:
         weight_n = tl.exp2(tl.fma(x_n, factor, -shift))
-    lowest = tl.min(tl.where(live_n, x_n, float("inf")), 0)
-    missing = target.to(tl.float32) - above
-    value = tl.maximum(_value(_reaching(_key(x_n), weight_n, missing)), lowest)
+    weight_n = tl.where(live_n, weight_n, 0.0)
+    value = _value(_reaching(_key(x_n), weight_n, live_n, target.to(tl.float32) - above))
     over = above.to(tl.float64) + tl.sum(tl.where(x_n > value, weight_n, 0.0).to(tl.float64), 0)
     each = tl.max(tl.where(x_n == value, weight_n, 1e-38), 0)
-    # more than NEAR are equal, all of them
+    # more than NEAR are all equal
     same = tl.where(found > NEAR, found, tl.sum(((x_n == value) & live_n).to(tl.int32), 0))
     needed = tl.ceil((target - over) / each.to(tl.float64))
     needed = tl.minimum(tl.maximum(needed, 1.0), same.to(tl.float64)).to(tl.int32)
@@ -510,6 +533,7 @@ def _keep_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     NEAR: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One row."""
@@ -538,7 +562,7 @@ def _keep_kernel(
         floor, last = _floor(
             logits_ptr, peaks_ptr, list_ptr, near_ptr, part_ptr, top_k, top_p, log_min_p,
             temperature, factor, peak, shift, total, tokens, blocks,
-            TILES * EACH, NEAR, GROUP, BLOCK,
+            TILES * EACH, NEAR, AT_ONCE, GROUP, BLOCK,
         )  # fmt: skip
         _settle(
             logits_ptr, largest_ptr, mass_ptr, peaks_ptr, list_ptr, part_ptr, floor, last, factor,
@@ -567,6 +591,7 @@ def _floor(
     blocks,
     BLOCKS: tl.constexpr,
     NEAR: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -587,7 +612,7 @@ def _floor(
             target = tl.minimum(target, numbers.to(tl.float64))
         floor, last = _search(
             logits_ptr, list_ptr, near_ptr, count, low, peak, target, floor, last, factor, shift,
-            tokens, True, NEAR, GROUP, BLOCK,
+            tokens, True, NEAR, AT_ONCE, GROUP, BLOCK,
         )  # fmt: skip
         if top_p < 1:
             total = _mass(
@@ -601,7 +626,7 @@ def _floor(
         count = _list(list_ptr, peaks_ptr, blocks, low, BLOCKS)
         floor, last = _search(
             logits_ptr, list_ptr, near_ptr, count, low, peak, top_p * total, floor,
-            last, factor, shift, tokens, False, NEAR, GROUP, BLOCK,
+            last, factor, shift, tokens, False, NEAR, AT_ONCE, GROUP, BLOCK,
         )  # fmt: skip
     least = (peak.to(tl.float64) + temperature * log_min_p).to(tl.float32)
     last = tl.where(least > floor, tokens, last)
@@ -612,12 +637,11 @@ def _floor(
 def _bound(peaks_ptr, blocks, ids, BLOCKS: tl.constexpr):
     """The k-th largest maximum of a block, the least float where there is none."""
     offs_l = tl.arange(0, BLOCKS)
-    peak_l = tl.load(peaks_ptr + offs_l, mask=offs_l < blocks, other=float("-inf"))
+    live_l = offs_l < blocks
+    peak_l = tl.load(peaks_ptr + offs_l, mask=live_l, other=float("-inf"))
     found = tl.full([], _LOWEST, tl.float32)
     if ids <= blocks:
-        found = _value(
-            _reaching(_key(peak_l), (offs_l < blocks).to(tl.float32), ids.to(tl.float32))
-        )
+        found = _value(_reaching(_key(peak_l), live_l.to(tl.float32), live_l, ids.to(tl.float32)))
     return tl.maximum(found, _LOWEST)
 
 

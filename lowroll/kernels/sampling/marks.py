@@ -23,18 +23,41 @@ from lowroll.kernels.launch import after_others, early_start, jit, tl, triton_su
 
 SEEN = 1
 STOPS = 2
-TILE = 4096
+TILE = 2048
 WARPS = 4
 
 
 class Marked(NamedTuple):
-    """The marks, uint8 [S, V], and of B rows their slots (int64), penalties (float64, 1 is none) and
+    """The marks, uint8 [S, V] (`blank`), and of B rows their slots (int64), penalties (float64, 1 is none) and
     the positions before which stops are banned (int64)."""
 
     marks_SV: Tensor
     slots_B: Tensor
     penalty_B: Tensor
     banned_until_B: Tensor
+
+
+def blank(slots: int, tokens: int, device: torch.device) -> Tensor:
+    """Marks of nothing; rows begin at multiples of 16 bytes."""
+    wide = -(-tokens // 16) * 16
+    return torch.zeros((slots, wide), dtype=torch.uint8, device=device)[:, :tokens]
+
+
+def clear(marks_SV: Tensor, slots_N: Tensor) -> None:
+    """Forget the marks of these slots."""
+    slots, wide = len(marks_SV), marks_SV.stride(0)
+    marks_SV.as_strided((slots, wide), (wide, 1)).view(torch.int64).index_fill_(0, slots_N, 0)
+
+
+def add(marks_SV: Tensor, mark: int, slots_N: Tensor, tokens_N: Tensor) -> None:
+    """Mark tokens of slots; a pair may come twice. All int64."""
+    marks, places_N = flat(marks_SV), slots_N * marks_SV.stride(0) + tokens_N
+    marks[places_N] = marks[places_N] | mark
+
+
+def flat(marks_SV: Tensor) -> Tensor:
+    """The marks in one row, those of slot s from s * stride(0) on."""
+    return marks_SV.as_strided((len(marks_SV) * marks_SV.stride(0),), (1,))
 
 
 def shape(logits_BV: Tensor, marked: Marked, next_B: Tensor) -> Tensor:
@@ -55,6 +78,7 @@ def shape(logits_BV: Tensor, marked: Marked, next_B: Tensor) -> Tensor:
             tokens,
             tiles,
             logits_BV.stride(0),
+            marks_SV.stride(0),
             SEEN=SEEN,
             STOPS=STOPS,
             TILE=TILE,
@@ -85,6 +109,7 @@ def _shape_kernel(
     tokens,
     tiles,
     stride,
+    marks_stride,
     SEEN: tl.constexpr,
     STOPS: tl.constexpr,
     TILE: tl.constexpr,
@@ -95,15 +120,15 @@ def _shape_kernel(
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     penalty = tl.load(penalty_ptr + row).to(tl.float32)
     bans = tl.load(next_ptr + row) < tl.load(banned_ptr + row)
-    if (penalty != 1) | bans:
+    wanted = tl.where(penalty != 1, SEEN, 0) + tl.where(bans, STOPS, 0)
+    if wanted != 0:
         offs_n = tile * TILE + tl.arange(0, TILE)
-        marks_ptr += tl.load(slots_ptr + row) * tokens
-        mark_n = tl.load(marks_ptr + offs_n, mask=offs_n < tokens, other=0).to(tl.int32)
-        seen_n = (mark_n & SEEN != 0) & (penalty != 1)
-        banned_n = (mark_n & STOPS != 0) & bans
-        touched_n = seen_n | banned_n
-        logits_ptr += row.to(tl.int64) * stride
-        x_n = tl.load(logits_ptr + offs_n, mask=touched_n, other=0.0)
-        penalised_n = tl.where(x_n > 0, tl.div_rn(x_n, penalty + x_n * 0), x_n * penalty)
-        x_n = tl.where(seen_n, penalised_n, x_n)
-        tl.store(logits_ptr + offs_n, tl.where(banned_n, float("-inf"), x_n), mask=touched_n)
+        marks_ptr += tl.load(slots_ptr + row) * marks_stride
+        mark_n = tl.load(marks_ptr + offs_n, mask=offs_n < tokens, other=0).to(tl.int32) & wanted
+        if tl.max(mark_n, 0) != 0:
+            logits_ptr += row.to(tl.int64) * stride
+            x_n = tl.load(logits_ptr + offs_n, mask=mark_n != 0, other=0.0)
+            penalised_n = tl.where(x_n > 0, x_n / penalty, x_n * penalty)
+            x_n = tl.where(mark_n & SEEN != 0, penalised_n, x_n)
+            x_n = tl.where(mark_n & STOPS != 0, float("-inf"), x_n)
+            tl.store(logits_ptr + offs_n, x_n, mask=mark_n != 0)
