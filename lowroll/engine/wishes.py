@@ -106,18 +106,17 @@ class Wishes:
     def _upload(self, sequences: list[Sequence], size: int) -> None:
         rows = len(sequences)
         filters = filters_of(sequences, self.vocab_size)
-        requests = [s.request for s in sequences]
         numbers = self._host.view(torch.float64)
         self._host[0, :size] = self.vocab_size
         self._host[0, :rows] = filters.top_k_B
         numbers[1, :size], numbers[2, :size], numbers[3, :size] = 1, -torch.inf, 1
         numbers[1, :rows], numbers[2, :rows] = filters.top_p_B, filters.log_min_p_B
         numbers[3, :rows] = torch.tensor(
-            [r.repetition_penalty for r in requests], dtype=torch.float64
+            [s.request.repetition_penalty for s in sequences], dtype=torch.float64
         )
         self._host[4, :size] = 0
         self._host[4, :rows] = torch.tensor(
-            [len(r.prompt_ids) + r.min_tokens if r.min_tokens else 0 for r in requests]
+            [len(s.prompt_ids) + s.request.min_tokens if s.group.stop_ids else 0 for s in sequences]
         )
         self._device[:, :size].copy_(self._host[:, :size], non_blocking=True)
 
@@ -141,7 +140,7 @@ class Wishes:
             if owner is not s:
                 fresh.append(s.slot)
                 known = 0
-                if s.request.min_tokens:
+                if s.banned_ids():
                     stops.append((s.slot, s.group.stop_ids))
                 if penalised:
                     seen.append((s.slot, s.prompt_ids))
