@@ -219,7 +219,13 @@ def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
         "tiles": "i32",
         "stride": "i32",
     }
-    constants = {"greedy_ptr": None, "peaks_ptr": None, "TILE": TILE, "BLOCK": BLOCK}
+    constants = {
+        "greedy_ptr": None,
+        "peaks_ptr": None,
+        "parts_ptr": None,
+        "TILE": TILE,
+        "BLOCK": BLOCK,
+    }
     sass = built(
         lowroll.kernels.sampling.tiles._masses_kernel, types, constants, ("tiles",), num_warps=4
     ).asm["sass"]

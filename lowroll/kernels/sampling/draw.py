@@ -61,7 +61,7 @@ def draw(
     rows, tokens = logits_BV.shape
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
-    tiles = tiles_of(logits_BV, temperature_B, greedy_B, peaks=filters is not None)
+    tiles = tiles_of(logits_BV, temperature_B, greedy_B, blocks=filters is not None)
     kept: Kept | None = None
     if filters is not None:
         kept = keep(logits_BV, filters, temperature_B, greedy_B, tiles)

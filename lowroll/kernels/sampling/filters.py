@@ -11,12 +11,13 @@ so what stays is a beginning of the order: x > floor, and of those that equal it
 The order is that of the logits before the temperature, whose rounding could make equal what is not.
 
 On CUDA one program a row looks for the threshold, and reads only the blocks of the row that can hold
-it: `tiles.tiles_of` leaves the maximum of each. The k-th largest of these maxima is no larger than
-the k-th largest logit; and what is smaller than max + T log((1 - p) mass / ids) is, all of it, less
-than 1 - p of the mass. Of the blocks that reach such a bound, passes cut the interval in four until
-NEAR numbers at most are in it, which is often before the first pass; those are written side by side
-and searched in registers, a bit a turn. Sums are taken in one order: a row has the same threshold
-in every batch. Then the masses of the tiles are made those of what stays, for the draw.
+it: `tiles.tiles_of` leaves maximum and mass of each. The k-th largest of these maxima is no larger
+than the k-th largest logit; and what is smaller than max + T log((1 - p) mass / ids) is, all of it,
+less than 1 - p of the mass, a bound that the blocks' masses raise where few have most. Of the blocks
+that reach such a bound, passes cut the interval in four until NEAR numbers at most are in it, which
+is often before the first pass; those are written side by side and searched in registers, a bit a
+turn. Sums are taken in one order: a row has the same threshold in every batch. Then the masses of
+the tiles are made those of what stays, for the draw.
 
 Shapes: B rows, V vocabulary, L blocks of a row, R rows with filters.
 """
@@ -43,6 +44,7 @@ from lowroll.kernels.sampling.tiles import (
     Tiles,
     is_distribution,
     row_of,
+    shift_of,
     temperature_of,
     tiles_of,
 )
@@ -91,15 +93,15 @@ def keep(
     """What the filters leave of each row; a greedy row, and one without a distribution, keeps all.
 
     logits_BV: any float dtype, rows contiguous or expanded. temperature_B: float32, None is 1.
-    greedy_B: bool. tiles: of the same logits, with peaks, where they are made already: the masses
+    greedy_B: bool. tiles: of the same logits, with blocks, where they are made already: the masses
     become those of what stays (CUDA).
     """
     if not triton_supports(logits_BV):
         return _plain(logits_BV, filters, temperature_B, greedy_B)
     if tiles is None:
-        tiles = tiles_of(logits_BV, temperature_B, greedy_B, peaks=True)
+        tiles = tiles_of(logits_BV, temperature_B, greedy_B, blocks=True)
     rows, tokens = logits_BV.shape
-    assert tiles.peaks_BL is not None
+    assert tiles.peaks_BL is not None and tiles.parts_BL is not None
     blocks, device = tiles.peaks_BL.shape[1], logits_BV.device
     floor_B = torch.empty(rows, dtype=torch.float32, device=device)
     last_B = torch.empty(rows, dtype=torch.int64, device=device)
@@ -115,7 +117,7 @@ def keep(
         tiles.peaks_BL,
         torch.empty((rows, blocks), dtype=torch.int32, device=device),
         torch.empty((rows, NEAR), dtype=torch.float32, device=device),
-        torch.empty((rows, blocks), dtype=torch.float32, device=device),
+        tiles.parts_BL,
         floor_B,
         last_B,
         tokens,
@@ -560,9 +562,9 @@ def _keep_kernel(
         part_ptr += row * blocks
         near_ptr += row * NEAR
         floor, last = _floor(
-            logits_ptr, peaks_ptr, list_ptr, near_ptr, part_ptr, top_k, top_p, log_min_p,
+            logits_ptr, largest_ptr, peaks_ptr, list_ptr, near_ptr, part_ptr, top_k, top_p, log_min_p,
             temperature, factor, peak, shift, total, tokens, blocks,
-            TILES * EACH, NEAR, AT_ONCE, GROUP, BLOCK,
+            TILES, EACH, NEAR, AT_ONCE, GROUP, BLOCK,
         )  # fmt: skip
         _settle(
             logits_ptr, largest_ptr, mass_ptr, peaks_ptr, list_ptr, part_ptr, floor, last, factor,
@@ -575,6 +577,7 @@ def _keep_kernel(
 @jit
 def _floor(
     logits_ptr,
+    largest_ptr,
     peaks_ptr,
     list_ptr,
     near_ptr,
@@ -589,7 +592,8 @@ def _floor(
     total,
     tokens,
     blocks,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
+    EACH: tl.constexpr,
     NEAR: tl.constexpr,
     AT_ONCE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -601,8 +605,8 @@ def _floor(
     ids = tokens
     if top_k < tokens:
         ids = top_k.to(tl.int32)
-        low = _bound(peaks_ptr, blocks, ids, BLOCKS)
-        count = _list(list_ptr, peaks_ptr, blocks, low, BLOCKS)
+        low = _bound(peaks_ptr, blocks, ids, TILES * EACH)
+        count = _list(list_ptr, peaks_ptr, blocks, low, TILES * EACH)
         target = ids.to(tl.float64)
         if low == _LOWEST:  # fewer blocks than k, or fewer that are not -inf
             numbers, _, _, _, _, _, _, low, _ = _weigh(
@@ -623,7 +627,12 @@ def _floor(
         # what is below the bound has less mass than 1 - p; a thousandth is for rounding
         tail = tl.log((1 - top_p) * total / ids) - 1e-3
         low = tl.maximum((peak + temperature * tail).to(tl.float32), tl.maximum(floor, _LOWEST))
-        count = _list(list_ptr, peaks_ptr, blocks, low, BLOCKS)
+        if top_k >= tokens:
+            low = _raised(
+                largest_ptr, peaks_ptr, part_ptr, low, peak, factor, shift, (1 - top_p) * total,
+                total, blocks // EACH, TILES, EACH, BLOCK,
+            )  # fmt: skip
+        count = _list(list_ptr, peaks_ptr, blocks, low, TILES * EACH)
         floor, last = _search(
             logits_ptr, list_ptr, near_ptr, count, low, peak, top_p * total, floor,
             last, factor, shift, tokens, False, NEAR, AT_ONCE, GROUP, BLOCK,
@@ -631,6 +640,44 @@ def _floor(
     least = (peak.to(tl.float64) + temperature * log_min_p).to(tl.float32)
     last = tl.where(least > floor, tokens, last)
     return tl.maximum(floor, least), last
+
+
+@jit
+def _raised(
+    largest_ptr,
+    peaks_ptr,
+    part_ptr,
+    low,
+    peak,
+    factor,
+    shift,
+    allowed,
+    total,
+    tiles,
+    TILES: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A bound that a top-p's floor is not below, from `low` up: below it lies less than the allowed
+    mass, by what the blocks weigh and no number of theirs can exceed."""
+    offs_c = tl.arange(0, TILES)
+    offs_cl = offs_c[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    live_cl = offs_cl < tiles * EACH
+    max_c = tl.load(largest_ptr + offs_c, mask=offs_c < tiles, other=float("-inf"))
+    scale_c = tl.exp2(shift_of(max_c, factor) - shift)
+    peak_cl = tl.load(peaks_ptr + offs_cl, mask=live_cl, other=float("-inf"))
+    part_cl = tl.load(part_ptr + offs_cl, mask=live_cl, other=0.0)
+    part_cl = tl.where(part_cl == 0, 0.0, part_cl * scale_c[:, None])
+    limit = (allowed * 0.999 - 1e-6 * total).to(tl.float32)  # what sums round
+    high = peak
+    for _ in range(12):
+        tried = low * 0.5 + high * 0.5
+        most = BLOCK * tl.exp2(tl.fma(tried, factor, -shift))
+        below_cl = tl.where(peak_cl < tried, part_cl, tl.minimum(part_cl, most))
+        fits = tl.sum(tl.sum(below_cl, 1), 0) <= limit
+        low = tl.where(fits, tried, low)
+        high = tl.where(fits, high, tried)
+    return low
 
 
 @jit

@@ -1,5 +1,5 @@
 """The pass over the logits that every draw begins with: of each tile of a row its maximum and its
-mass, and of each block of a tile its maximum, for those who look for the largest.
+mass, and the same of each block of a tile, for those who look for the largest.
 
     mass = sum exp((x - maximum of the tile) / T)
 
@@ -23,23 +23,25 @@ WARPS = 4
 
 
 class Tiles(NamedTuple):
-    """largest_BC, mass_BC: float32 of each tile. peaks_BL: float32, the maximum of each block, -inf
-    beyond the vocabulary; None where nobody asked."""
+    """largest_BC, mass_BC: float32 of each tile. peaks_BL, parts_BL: float32, the maximum of each
+    block, -inf beyond the vocabulary, and its part of the tile's mass; None where nobody asked."""
 
     largest_BC: Tensor
     mass_BC: Tensor
     peaks_BL: Tensor | None
+    parts_BL: Tensor | None
 
 
 def tiles_of(
-    logits_BV: Tensor, temperature_B: Tensor | None, greedy_B: Tensor | None, peaks: bool
+    logits_BV: Tensor, temperature_B: Tensor | None, greedy_B: Tensor | None, blocks: bool
 ) -> Tiles:
     """What the pass leaves. logits_BV: any float dtype, contiguous or expanded rows."""
     rows, tokens = logits_BV.shape
     tiles = -(-tokens // TILE)
     largest_BC = torch.empty((rows, tiles), dtype=torch.float32, device=logits_BV.device)
     mass_BC = torch.empty_like(largest_BC)
-    peaks_BL = largest_BC.new_empty((rows, tiles * TILE // BLOCK)) if peaks else None
+    peaks_BL = largest_BC.new_empty((rows, tiles * TILE // BLOCK)) if blocks else None
+    parts_BL = None if peaks_BL is None else torch.empty_like(peaks_BL)
     _masses_kernel[(rows * tiles,)](
         logits_BV,
         temperature_B,
@@ -47,6 +49,7 @@ def tiles_of(
         largest_BC,
         mass_BC,
         peaks_BL,
+        parts_BL,
         tokens,
         tiles,
         logits_BV.stride(0),
@@ -55,7 +58,7 @@ def tiles_of(
         num_warps=WARPS,
         **early_start(),
     )
-    return Tiles(largest_BC, mass_BC, peaks_BL)
+    return Tiles(largest_BC, mass_BC, peaks_BL, parts_BL)
 
 
 # -- Triton ----------------------------------------------------------------------------------------
@@ -105,6 +108,7 @@ def _masses_kernel(
     largest_ptr,
     mass_ptr,
     peaks_ptr,
+    parts_ptr,
     tokens,
     tiles,
     stride,
@@ -125,6 +129,6 @@ def _masses_kernel(
     tl.store(largest_ptr + row * tiles + tile, largest)
     tl.store(mass_ptr + row * tiles + tile, tl.sum(p_n, 0))
     if peaks_ptr is not None:
-        offs_l = tl.arange(0, TILE // BLOCK)
-        peak_l = tl.max(tl.reshape(x_n, [TILE // BLOCK, BLOCK]), 1)
-        tl.store(peaks_ptr + (row * tiles + tile) * (TILE // BLOCK) + offs_l, peak_l)
+        offs_l = (row * tiles + tile) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+        tl.store(peaks_ptr + offs_l, tl.max(tl.reshape(x_n, [TILE // BLOCK, BLOCK]), 1))
+        tl.store(parts_ptr + offs_l, tl.sum(tl.reshape(p_n, [TILE // BLOCK, BLOCK]), 1))
