@@ -97,6 +97,7 @@ MIX = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_pass", [False, True])
 def test_a_row_keeps_its_tokens_whatever_is_beside_it(model: Transformer, one_pass: bool) -> None:
     """Alone, among others, in waves of few slots, beside prompts that come later."""
