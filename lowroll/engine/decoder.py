@@ -22,28 +22,29 @@ the cheaper product for many (docs/benchmarks.md).
 Every tensor that a graph reads is allocated once: new weights are written in place, and the graphs
 stay valid.
 
-Rows with filters, penalties or bans, and those that ask for the likeliest tokens, need their logits:
-the graph ends there, and the step goes on outside it, for them and the rows beside them, through
-`engine.sampler` where any needs that. Penalties and bans depend on the tokens before: rows beside
-such a row take one step at a time.
+Filters, penalties and bans are part of the step (`engine.wishes`): graphs are captured with and
+without them, and a row's bits are the same in each. Rows that ask for the likeliest tokens need
+their logits: there the graph ends, and the step goes on outside it, for them and the rows beside
+them.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowroll.engine.sampler import Ranks, SamplingBatch, require_finite, sample, signed
-from lowroll.engine.sequence import Place, Sequence
+from lowroll.engine.sampler import Ranks, require_finite, signed
+from lowroll.engine.sequence import Sequence
+from lowroll.engine.wishes import Draw, Wishes, draw_of
 from lowroll.kernels.launch import overlapping
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
+from lowroll.kernels.sampling.marks import shape
 from lowroll.kv.cache import KVCache, PagedDecode, Rows
 from lowroll.kv.policy.base import Selector, dead_slot
 from lowroll.model.transformer import Transformer
@@ -98,7 +99,7 @@ class Decoder:
         # by slot: whose pages the table on the host has, after how many compactions, and how many
         self._known: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_batch
         self._widest = 0  # pages of the row that has most
-        self._steady: tuple[list[Sequence], SamplingBatch] | None = None
+        self._wishes = Wishes(most, max_batch, model.spec.vocab_size, self.device)
         # on the host, what will be uploaded: one row of `state` a quantity
         pinned = self.device.type == "cuda"
         self._state = torch.zeros(8, most, dtype=torch.int64, pin_memory=pinned)
@@ -115,33 +116,35 @@ class Decoder:
         self.logprobs_SB = torch.zeros(MOST_STEPS, most, dtype=torch.float32, device=self.device)
         # where the steps of all sizes leave their logits, for rows that are drawn outside the graph
         self.logits: Tensor | None = None
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Draw | None], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
         self.replays = 0  # steps that ran as a graph
 
     def start(self, sequences: list[Sequence], steps: int) -> Steps:
-        """Have `steps` tokens of each sequence drawn, one where a row has penalties or bans; what
-        comes of it is to be read by `read`, before the next start.
+        """Have `steps` tokens of each sequence drawn; what comes of it is to be read by `read`, before
+        the next start.
 
         The pages of all steps are in place.
         """
         size = self.size(len(sequences))
         self._upload(sequences, size)
+        drawing = draw_of(sequences)
+        if drawing:
+            self._wishes.upload(sequences, size, drawing)
         rows = len(sequences)
         ranks = Ranks(sequences)
-        if plain(sequences) and not ranks.asking:
-            for _ in range(steps):
-                self._step(size, drawing=True)
-        else:
-            params = None if plain(sequences) else self._params(sequences)
-            if params is not None and not params.steady:
-                steps = 1
-            for _ in range(steps):
-                self._step(size, drawing=False)
-                assert self.logits is not None
-                ranks.see(self.logits[:rows])
-                self._draw(rows, self.logits[:rows], params)
+        for _ in range(steps):
+            if not ranks.asking:
+                self._step(size, drawing)
+                continue
+            self._step(size, None)
+            assert self.logits is not None
+            logits_BV = self._shaped(rows, self.logits[:rows], drawing)
+            ranks.see(logits_BV)
+            self._draw(rows, logits_BV, drawing)
+        if drawing is Draw.MARKED:
+            self._wishes.drew(sequences, steps)
         return Steps(rows, steps, ranks)
 
     def read(
@@ -176,13 +179,6 @@ class Decoder:
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else self._widest
         return Rows(slots_B, self.table_BP[:size, :pages], lengths_B, self.state[1, :size])
 
-    def _params(self, sequences: list[Sequence]) -> SamplingBatch:
-        if self._steady is None or self._steady[0] != sequences:
-            params = SamplingBatch.of(sequences, self.model.spec.vocab_size, self.device)
-            self._steady = (list(sequences), params) if params.steady else None
-            return params
-        return self._steady[1]
-
     def size(self, num_rows: int) -> int:
         """Rows, dead ones included, that a step of so many rows runs."""
         return bucket(num_rows) if self.device.type == "cuda" else num_rows
@@ -198,8 +194,8 @@ class Decoder:
             return
         most = self.state.shape[1]
         for size in sorted({bucket(rows) for rows in range(1, most + 1)}):
-            if (size, True) not in self._graphs:
-                self._capture(size, drawing=True)
+            if (size, Draw.PLAIN) not in self._graphs:
+                self._capture(size, Draw.PLAIN)
 
     def forget(self) -> None:
         """Drop the captured graphs: the storages behind them are about to move."""
@@ -266,7 +262,8 @@ class Decoder:
         self._table[: len(rows), : self._widest] = self._pages_of_slot[rows, : self._widest]
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
 
-    def _step(self, size: int, drawing: bool) -> None:
+    def _step(self, size: int, drawing: Draw | None) -> None:
+        """One step; without a draw, it leaves its logits."""
         if not self._captures:
             self._advance(size, drawing)
             return
@@ -275,7 +272,7 @@ class Decoder:
         self._graphs[size, drawing].replay()
         self.replays += 1
 
-    def _capture(self, size: int, drawing: bool) -> None:
+    def _capture(self, size: int, drawing: Draw | None) -> None:
         """Capture one step. The steps before it, which compile and warm up, must leave no trace:
         the rows are dead."""
         state = self.state[:, :size].clone()
@@ -300,7 +297,7 @@ class Decoder:
         self.lengths_B[:size] = lengths_B
         self.step_1.zero_()
 
-    def _advance(self, size: int, drawing: bool) -> None:
+    def _advance(self, size: int, drawing: Draw | None) -> None:
         """One step of the first `size` rows, on the device alone."""
         ids_B, rows = self.state[0, :size], self._live(size)
         attend = PagedDecode(self.cache, rows, self.watcher)
@@ -310,21 +307,30 @@ class Decoder:
             model = self.model
         with overlapping(self.device):
             logits_BV = model.logits(model(ids_B, rows.positions_B, attend))
-            if not drawing:
+            if drawing is None:
                 if self.logits is None:
                     self.logits = logits_BV.new_empty(self.state.shape[1], logits_BV.shape[1])
                 self.logits[:size] = logits_BV
                 return
-            self._draw(size, logits_BV, None)
+            self._draw(size, self._shaped(size, logits_BV, drawing), drawing)
 
-    def _draw(self, rows: int, logits_BV: Tensor, params: SamplingBatch | None) -> None:
+    def _shaped(self, rows: int, logits_BV: Tensor, drawing: Draw) -> Tensor:
+        """Logits after penalties and bans."""
+        if drawing is not Draw.MARKED:
+            return logits_BV
+        return shape(logits_BV, self._wishes.marked(self.state[6, :rows]), self.state[2, :rows])
+
+    def _draw(self, rows: int, logits_BV: Tensor, drawing: Draw) -> None:
         """The end of a step of the first `rows` rows: draw, and move them on."""
-        ids_B, pos_B, next_B, end_B, keys_B, _, _, _ = self.state[:, :rows].unbind()
-        if params is None:
-            temperature_B, greedy_B = self.temperature_B[:rows], self.greedy_B[:rows]
-            tokens_B, logprobs_B = draw(logits_BV, keys_B, next_B, temperature_B, greedy_B)
-        else:
-            tokens_B, logprobs_B = sample(logits_BV, params, next_B)
+        ids_B, pos_B, next_B, end_B, keys_B, _, slots_B, _ = self.state[:, :rows].unbind()
+        tokens_B, logprobs_B = draw(
+            logits_BV,
+            keys_B,
+            next_B,
+            self.temperature_B[:rows],
+            self.greedy_B[:rows],
+            self._wishes.filters(rows) if drawing else None,
+        )
         advance(
             tokens_B,
             logprobs_B,
@@ -336,17 +342,5 @@ class Decoder:
             next_B,
             end_B,
             self.lengths_B[:rows],
+            self._wishes.marked(slots_B) if drawing is Draw.MARKED else None,
         )
-
-
-def plain(sequences: Collection[Sequence | Place]) -> bool:
-    """Whether all rows sample from their whole distribution (or greedily): what a step draws by
-    itself."""
-    return all(
-        s.request.repetition_penalty == 1
-        and not s.request.min_p
-        and not s.request.top_k
-        and s.request.top_p >= 1
-        and not s.banned_ids()
-        for s in sequences
-    )

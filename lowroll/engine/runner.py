@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.engine.decoder import MOST_STEPS, Decoder, Steps, plain
+from lowroll.engine.decoder import MOST_STEPS, Decoder, Steps
 from lowroll.engine.prompts import ShortPasses
 from lowroll.engine.sampler import (
     Ranks,
@@ -27,7 +27,7 @@ from lowroll.engine.sampler import (
     likeliest,
     require_finite,
     sample,
-    signed,
+    shaped,
 )
 from lowroll.engine.sequence import (
     Check,
@@ -38,7 +38,6 @@ from lowroll.engine.sequence import (
     Sequence,
     places_of,
 )
-from lowroll.kernels.sampling.draw import draw
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention, PagedDecode, Rows, Together
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
@@ -249,9 +248,7 @@ class Runner:
             logits_BV = logits_BV.repeat_interleave(
                 num_samples_P, dim=0, output_size=len(sequences)
             )
-        tokens_B, logprobs_B = self._draw(logits_BV, sequences)
-        ranks = Ranks(sequences)
-        ranks.see(logits_BV)
+        tokens_B, logprobs_B, ranks = self._draw(logits_BV, sequences)
         return First(sequences, tokens_B, logprobs_B, ranks)
 
     def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[Run]:
@@ -262,10 +259,8 @@ class Runner:
         for start in range(0, len(places), SCORE_ROWS):
             some = places[start : start + SCORE_ROWS]
             logits_CV = self.model.logits(hidden_TD[start : start + SCORE_ROWS])
-            ids_C, logprobs_C = self._draw(logits_CV, some)
+            ids_C, logprobs_C, ranks = self._draw(logits_CV, some)
             pieces.append((ids_C, logprobs_C))
-            ranks = Ranks(some)
-            ranks.see(logits_CV)
             if ranks.asking:
                 ids_C1, logprobs_C1 = ids_C[:, None].tolist(), logprobs_C[:, None].tolist()
                 tops += ranks.told(ids_C1, logprobs_C1)
@@ -282,20 +277,17 @@ class Runner:
             drawn.append(Run(check.sequence, ids_S, logprobs_S, large_batch, told or None))
         return drawn
 
-    def _draw(self, logits_BV: Tensor, sequences: Many[Sequence | Place]) -> tuple[Tensor, Tensor]:
+    def _draw(
+        self, logits_BV: Tensor, sequences: Many[Sequence | Place]
+    ) -> tuple[Tensor, Tensor, Ranks]:
         device = self.model.device
+        logits_BV = shaped(logits_BV, sequences)
+        params = SamplingBatch.of(sequences, self.model.spec.vocab_size, device)
         lengths_B = upload(torch.tensor([s.length for s in sequences]), device)
-        if not plain(sequences):
-            return sample(
-                logits_BV,
-                SamplingBatch.of(sequences, self.model.spec.vocab_size, device),
-                lengths_B,
-            )
-        keys_B = upload(torch.tensor([signed(s.noise_key) for s in sequences]), device)
-        temperature = torch.tensor([s.request.temperature or 1.0 for s in sequences])
-        temperature_B = upload(temperature, device)
-        greedy_B = upload(torch.tensor([s.request.temperature == 0 for s in sequences]), device)
-        return draw(logits_BV, keys_B, lengths_B, temperature_B, greedy_B)
+        tokens_B, logprobs_B = sample(logits_BV, params, lengths_B)
+        ranks = Ranks(sequences)
+        ranks.see(logits_BV)
+        return tokens_B, logprobs_B, ranks
 
     @torch.inference_mode()
     def score(

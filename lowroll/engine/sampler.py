@@ -11,8 +11,9 @@ Per row, in fp32 and in this order (the order of Hugging Face's processors):
  5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
     probabilities whose mass is >= p; equal logits go lower id first in both;
  6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest probability).
-The rest is normalised by the one logits-to-logprob function; the token is drawn from its
-exponential by inverse CDF.
+Top-k and top-p go by the order of the logits after 2, min-p by their distance to the largest
+(`kernels.sampling.filters`). The rest is normalised; the token is drawn by inverse CDF
+(`kernels.sampling.draw`).
 
 Greedy (temperature 0) takes the argmax after 1 and 2, lower id first, and records the log-prob at
 temperature 1 after 1 and 2: the draw itself has log-prob 0, which says nothing.
@@ -24,8 +25,11 @@ Nothing here but `Ranks.told` waits for the device. A row without a distribution
 -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error once the numbers are
 on the host.
 
-Shapes: B rows, V vocabulary, R filtered rows, A rows that ask, K likeliest tokens,
-C rows of a piece.
+What decodes does this in its step (`engine.decoder`); here are the draws of first tokens and of
+drafts.
+
+Shapes: B rows, V vocabulary, N pairs of row and id, A rows that ask, K likeliest tokens, C rows of a
+piece.
 """
 
 from __future__ import annotations
@@ -39,33 +43,24 @@ import torch
 from torch import Tensor
 
 from lowroll.engine.sequence import Place, Sequence
-from lowroll.kernels.sampling.draw import inverse_cdf, uniform
+from lowroll.engine.wishes import filters_of, is_filtered
+from lowroll.kernels.sampling.draw import distribution as log_probs_of
+from lowroll.kernels.sampling.draw import draw
+from lowroll.kernels.sampling.filters import Filters
 from lowroll.model.attention import upload
-from lowroll.model.logprobs import log_probs
 
 RANKED_ROWS = 64  # rows whose tokens are put in order at a time
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling parameters of B rows on the device. What no row asks for is None and costs
-    nothing.
-
-    If `steady`, it stays right for as long as the rows are the same sequences in the same order.
-    """
+    """How B rows draw from their logits, on the device. It stays right for as long as the rows are
+    the same sequences in the same order."""
 
     keys_B: Tensor  # int64, the bits of the 64-bit noise keys
-    temperature_B: Tensor | None  # float32, 1 for greedy rows
-    greedy_B: Tensor | None  # bool
-    penalised: tuple[Tensor, Tensor, Tensor] | None  # row, id and penalty of each (row, seen id)
-    banned: tuple[Tensor, Tensor] | None  # row and id
-    # rows R with top-k or top-p, their k (V if off) and p
-    ranked: tuple[Tensor, Tensor, Tensor] | None
-    log_min_p_B: Tensor | None  # float32, -inf where off
-
-    @property
-    def steady(self) -> bool:
-        return self.penalised is None and self.banned is None
+    temperature_B: Tensor  # float32, 1 for greedy rows
+    greedy_B: Tensor  # bool
+    filters: Filters | None  # None where no row has any
 
     @classmethod
     def of(
@@ -74,45 +69,21 @@ class SamplingBatch:
         vocab_size: int,
         device: torch.device | str = "cpu",
     ) -> SamplingBatch:
-        """Collect the parameters of the next token of each sequence."""
-        requests = [s.request for s in sequences]
-        # greedy rows skip the filters: the argmax survives each of them
-        ranked = [
-            (i, min(r.top_k or vocab_size, vocab_size), r.top_p)
-            for i, r in enumerate(requests)
-            if r.temperature and (r.top_k or r.top_p < 1)
-        ]
-        seen = [
-            (i, token, s.request.repetition_penalty)
-            for i, s in enumerate(sequences)
-            if s.request.repetition_penalty != 1
-            for token in {*s.prompt_ids, *s.token_ids}
-        ]
-        banned = [(i, token) for i, s in enumerate(sequences) for token in s.banned_ids()]
-        temperature = [r.temperature or 1.0 for r in requests]
-        greedy = [r.temperature == 0 for r in requests]
-        log_min_p = [
-            math.log(r.min_p) if r.min_p and r.temperature else -math.inf for r in requests
-        ]
-
-        def put(values: Collection[float], dtype: torch.dtype) -> Tensor:
-            return upload(torch.tensor(values, dtype=dtype), device)
-
-        def columns(
-            rows: Collection[tuple[float, ...]], *dtypes: torch.dtype
-        ) -> tuple[Tensor, ...] | None:
-            return tuple(map(put, zip(*rows, strict=True), dtypes)) if rows else None
-
-        tempered = any(t != 1 for t in temperature)
-        floored = max(log_min_p, default=-math.inf) > -math.inf
+        """Collect what each sequence asks for."""
+        temperature = [s.request.temperature or 1.0 for s in sequences]
+        filters = None
+        if any(map(is_filtered, sequences)):
+            asked = filters_of(sequences, vocab_size)
+            filters = Filters(
+                upload(asked.top_k_B, device),
+                upload(asked.top_p_B, device),
+                upload(asked.log_min_p_B, device),
+            )
         return cls(
-            keys_B=put([signed(s.noise_key) for s in sequences], torch.int64),
-            temperature_B=put(temperature, torch.float32) if tempered else None,
-            greedy_B=put(greedy, torch.bool) if any(greedy) else None,
-            penalised=columns(seen, torch.int64, torch.int64, torch.float32),  # type: ignore[arg-type]
-            banned=columns(banned, torch.int64, torch.int64),  # type: ignore[arg-type]
-            ranked=columns(ranked, torch.int64, torch.int64, torch.float64),  # type: ignore[arg-type]
-            log_min_p_B=put(log_min_p, torch.float32) if floored else None,
+            keys_B=upload(torch.tensor([signed(s.noise_key) for s in sequences]), device),
+            temperature_B=upload(torch.tensor(temperature), device),
+            greedy_B=upload(torch.tensor([s.request.temperature == 0 for s in sequences]), device),
+            filters=filters,
         )
 
 
@@ -122,24 +93,38 @@ def signed(key: int) -> int:
 
 
 def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token a row.
+    """Draw one token a row, from logits after penalties and bans.
 
     logits_BV: any float dtype, left unchanged (an expanded view will do). positions_B: int64, the
     position at which each token will stand (`Sequence.length`), the noise counter. Returns ids
     int64 [B] and log-probs float32 [B].
     """
-    logits_BV = _penalise(logits_BV.float(), params)
-    logp_BV = _normalise(logits_BV, params)
-    tokens_B = inverse_cdf(logp_BV, uniform(params.keys_B, positions_B))
-    if params.greedy_B is not None:
-        tokens_B = torch.where(params.greedy_B, logits_BV.argmax(-1), tokens_B)
-    return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
+    return draw(
+        logits_BV,
+        params.keys_B,
+        positions_B,
+        params.temperature_B,
+        params.greedy_B,
+        params.filters,
+    )
 
 
 def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
     """The log-probs, float32 [B, V], that `sample` draws from (of a greedy row: those that it
     records)."""
-    return _normalise(_penalise(logits_BV.float(), params), params)
+    return log_probs_of(logits_BV, params.temperature_B, params.greedy_B, params.filters)
+
+
+def shaped(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
+    """Logits after the repetition penalty and the bans of the next token of each sequence, float32;
+    what comes in is left unchanged, and comes out where no row asks."""
+    logits_BV = _penalised(logits_BV, sequences)
+    banned = [(row, s.banned_ids()) for row, s in enumerate(sequences)]
+    rows_N, ids_N = _pairs_of([(row, ids) for row, ids in banned if ids], logits_BV.device)
+    if rows_N is None:
+        return logits_BV
+    never = torch.full((), -math.inf, device=logits_BV.device)
+    return logits_BV.float().index_put((rows_N, ids_N), never)
 
 
 def likeliest(logp_BV: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -166,8 +151,8 @@ class Ranks:
     """The likeliest tokens at the next places of the rows that ask (`Request.top_logprobs`): of the
     distribution that each draws from, and without what a filter or a ban forbids.
 
-    `see` is called with the logits of each step and waits for nothing, as long as the rows' batch is
-    `steady`; `told` waits for the device.
+    `see` is called with the logits of each step, after penalties and bans, and waits for nothing;
+    `told` waits for the device.
     """
 
     def __init__(self, sequences: Many[Sequence | Place]) -> None:
@@ -229,50 +214,32 @@ def require_finite(logprobs: Collection[float]) -> None:
         )
 
 
-def _penalise(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
-    """Repetition penalty, then banned ids."""
-    if params.penalised is not None:
-        rows_N, ids_N, penalty_N = params.penalised
-        seen_N = logits_BV[rows_N, ids_N]
-        seen_N = torch.where(seen_N > 0, seen_N / penalty_N, seen_N * penalty_N)
-        logits_BV = logits_BV.index_put((rows_N, ids_N), seen_N)
-    if params.banned is not None:
-        logits_BV = logits_BV.index_put(
-            params.banned, torch.full((), -math.inf, device=logits_BV.device)
-        )
-    return logits_BV
+def _penalised(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
+    rows = [row for row, s in enumerate(sequences) if s.request.repetition_penalty != 1]
+    if not rows:
+        return logits_BV
+    prompts: dict[int, set[int]] = {}  # siblings share theirs
+    seen = []
+    for row in rows:
+        s = sequences[row]
+        prompt = prompts.setdefault(id(s.prompt_ids), set(s.prompt_ids))
+        seen.append((row, list(prompt.union(s.token_ids))))
+    device = logits_BV.device
+    rows_N, ids_N = _pairs_of(seen, device)
+    penalty = [s.request.repetition_penalty for s in sequences]
+    penalty_N = upload(torch.tensor(penalty, dtype=torch.float32), device)[rows_N]
+    logits_BV = logits_BV.float()
+    seen_N = logits_BV[rows_N, ids_N]
+    seen_N = torch.where(seen_N > 0, seen_N / penalty_N, seen_N * penalty_N)
+    return logits_BV.index_put((rows_N, ids_N), seen_N)
 
 
-def _normalise(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
-    """Temperature and filters: log-probs, -inf wherever top-k, top-p or min-p forbid.
-
-    Min-p compares with the largest probability, which the other two never drop: it needs no
-    sorting.
-    """
-    if params.temperature_B is not None:
-        logits_BV = logits_BV / params.temperature_B[:, None]
-    kept_BV = logits_BV
-    if params.ranked is not None:
-        rows_R, top_k_R, top_p_R = params.ranked
-        logits_RV = logits_BV[rows_R]
-        kept_RV = _keep_top(logits_RV, top_k_R, top_p_R)
-        kept_BV = kept_BV.index_put((rows_R,), logits_RV.masked_fill(~kept_RV, -math.inf))
-    if params.log_min_p_B is not None:
-        floor_B = logits_BV.amax(-1) + params.log_min_p_B
-        kept_BV = kept_BV.masked_fill(~(logits_BV >= floor_B[:, None]), -math.inf)
-    return log_probs(kept_BV)
-
-
-def _keep_top(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
-    """Mask of the ids that top-k, then top-p on the renormalised rest, keep. At least one id a
-    row."""
-    sorted_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)  # ties: lower id first
-    rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    sorted_RV = sorted_RV.masked_fill(rank_V >= top_k_R[:, None], -math.inf)
-    p_RV = torch.softmax(sorted_RV, dim=-1, dtype=torch.float64)
-    before_RV = p_RV.cumsum(-1) - p_RV  # mass of the larger ones: the id is needed while it is < p
-    # p = 1 is off: there, rounding of the sum must not drop a tail
-    keep_RV = (rank_V < top_k_R[:, None]) & (
-        (before_RV < top_p_R[:, None]) | (top_p_R[:, None] >= 1)
-    )
-    return torch.zeros_like(keep_RV).scatter(-1, ids_RV, keep_RV)
+def _pairs_of(
+    found: Many[tuple[int, Many[int]]], device: torch.device
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Row and id of each, int64 [N]."""
+    if not found:
+        return None, None
+    rows_N = torch.cat([torch.full((len(ids),), row) for row, ids in found])
+    ids_N = torch.cat([torch.tensor(ids, dtype=torch.int64) for _, ids in found])
+    return upload(rows_N, device), upload(ids_N, device)

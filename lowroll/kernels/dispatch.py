@@ -148,6 +148,8 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "norm": (_triton("fused/norm"), _torch()),
     "rotation": (_triton("fused/rope"), _torch()),
     "SwiGLU": (_triton("fused/swiglu"), _torch()),
+    "penalties and bans": (_triton("sampling/marks"), _torch()),
+    "filters of sampling": (_triton("sampling/filters"), _torch()),
     "sampling": (_triton("sampling/draw"), _torch()),
     "end of a decode step": (_triton("sampling/advance"), _torch()),
     "log-probs of the learner": (_triton("training/logprobs"), _torch()),

@@ -14,9 +14,10 @@ import torch
 import lowroll
 from lowroll import Engine, Request
 from lowroll.engine import runner
-from lowroll.engine.decoder import BUCKETS, bucket, plain
+from lowroll.engine.decoder import BUCKETS, bucket
 from lowroll.engine.request import validate
 from lowroll.engine.sequence import LiveGroup, Sequence
+from lowroll.engine.wishes import Draw, draw_of
 from lowroll.kv.cache import KVCache
 from lowroll.model import hf
 from lowroll.model.spec import read_spec
@@ -271,29 +272,29 @@ def test_a_loaded_model_stays_where_it_is(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "drawn", "want"),
     [
-        ({}, 0, True),
-        ({"temperature": 0.0}, 0, True),
-        ({"temperature": 3.0}, 0, True),
-        ({"top_p": 1}, 0, True),
-        ({"top_p": 0.999}, 0, False),
-        ({"top_k": 1}, 0, False),
-        ({"min_p": 0.001}, 0, False),
-        ({"repetition_penalty": 1.01}, 0, False),
-        ({"repetition_penalty": 0.99}, 0, False),
-        ({"min_tokens": 2}, 1, False),
-        ({"min_tokens": 2}, 2, True),
-        ({"min_tokens": 1}, 1, True),
+        ({}, 0, Draw.PLAIN),
+        ({"temperature": 0.0}, 0, Draw.PLAIN),
+        ({"temperature": 0.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1}, 0, Draw.PLAIN),
+        ({"temperature": 3.0}, 0, Draw.PLAIN),
+        ({"top_p": 1}, 0, Draw.PLAIN),
+        ({"top_p": 0.999}, 0, Draw.FILTERED),
+        ({"top_k": 1}, 0, Draw.FILTERED),
+        ({"min_p": 0.001}, 0, Draw.FILTERED),
+        ({"repetition_penalty": 1.01}, 0, Draw.MARKED),
+        ({"repetition_penalty": 0.99, "top_k": 3}, 0, Draw.MARKED),
+        ({"temperature": 0.0, "repetition_penalty": 1.1}, 0, Draw.MARKED),
+        ({"min_tokens": 2}, 1, Draw.MARKED),
+        ({"min_tokens": 2}, 2, Draw.PLAIN),
+        ({"min_tokens": 1}, 1, Draw.PLAIN),
     ],
 )
-def test_a_row_is_plain_when_nothing_looks_at_its_logits(
-    changes: dict, drawn: int, want: bool
-) -> None:
+def test_a_step_does_what_a_row_of_it_needs(changes: dict, drawn: int, want: Draw) -> None:
     def row(**fields: object) -> Sequence:
         return Sequence(
             LiveGroup(0, replace(Request([3]), **fields), (1,), NEED), 0, 0, token_ids=[2] * drawn
         )
 
-    assert plain([row(**changes)]) == plain([row(), row(**changes)]) == want
+    assert draw_of([row(**changes)]) == draw_of([row(), row(**changes)]) == want
 
 
 def test_sizes_of_batches_on_a_device_are_those_of_its_graphs() -> None:

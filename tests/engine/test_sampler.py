@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowroll.engine.sampler import SamplingBatch, distribution, require_finite, sample
+from lowroll.engine.sampler import SamplingBatch, distribution, require_finite, sample, shaped
 from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.kernels.sampling.draw import inverse_cdf, philox4x32, uniform
+from lowroll.kernels.sampling.filters import Filters
 from lowroll.types import Request
 from tests.fixtures.scheduling import NEED
 
@@ -128,10 +129,10 @@ def test_uniform_is_the_top_53_bits_of_philox():
 def test_draws_follow_the_oracle_and_record_its_log_probs(name):
     s = row(KNOBS[name], key=2**64 - 12345)
     want = oracle(LOGITS_V.tolist(), s)
-    params = SamplingBatch.of([s], 10)
     num_draws = 20_000
-    draws = replace_rows(params, num_draws)
-    tokens_B, logprobs_B = sample(LOGITS_V.expand(num_draws, -1), draws, torch.arange(num_draws))
+    draws = replace_rows(SamplingBatch.of([s], 10), num_draws)
+    logits_BV = shaped(LOGITS_V[None], [s]).expand(num_draws, -1)
+    tokens_B, logprobs_B = sample(logits_BV, draws, torch.arange(num_draws))
     assert tokens_B.dtype == torch.int64 and logprobs_B.dtype == torch.float32
     for token, logprob in {*zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True)}:
         assert abs(logprob - math.log(want[token])) < 2e-6
@@ -148,23 +149,17 @@ def replace_rows(params: SamplingBatch, n: int) -> SamplingBatch:
     """Row 0 of `params`, n times: distribution by distribution it is the same row at other
     positions."""
 
-    def each(entries):
-        if entries is None:
-            return None
-        rows = torch.arange(n).repeat_interleave(len(entries[0]))
-        return (rows, *(column.repeat(n) for column in entries[1:]))
+    filters = params.filters
+    if filters is not None:
+        filters = Filters(
+            filters.top_k_B.expand(n), filters.top_p_B.expand(n), filters.log_min_p_B.expand(n)
+        )
+    columns = (params.keys_B, params.temperature_B, params.greedy_B)
+    return SamplingBatch(*(column.expand(n) for column in columns), filters)
 
-    floor_B = None if params.log_min_p_B is None else params.log_min_p_B.expand(n)
-    temperature_B = None if params.temperature_B is None else params.temperature_B.expand(n)
-    return SamplingBatch(
-        params.keys_B.expand(n),
-        temperature_B,
-        None,
-        each(params.penalised),
-        each(params.banned),
-        each(params.ranked),
-        floor_B,
-    )
+
+def drawn(logits_BV, rows, positions_B, vocab_size):
+    return sample(shaped(logits_BV, rows), SamplingBatch.of(rows, vocab_size), positions_B)
 
 
 def test_hand_worked_filters():
@@ -210,11 +205,10 @@ def test_knobs_switched_off_change_nothing_bitwise():
     logits_BV = torch.randn(3, 300)
     rows = [row(replace(PLAIN, temperature=0.7), key=k) for k in range(3)]
     plain = SamplingBatch.of(rows, 300)
-    assert (plain.ranked, plain.penalised, plain.banned, plain.greedy_B, plain.log_min_p_B) == (
-        None,
-    ) * 5
-    busy = SamplingBatch.of([*rows, row(KNOBS["all"]), row(replace(PLAIN, temperature=0.0))], 300)
-    mixed = distribution(torch.cat([logits_BV, torch.randn(2, 300)]), busy)
+    assert plain.filters is None and shaped(logits_BV, rows) is logits_BV
+    rows += [row(KNOBS["all"]), row(replace(PLAIN, temperature=0.0))]
+    whole_BV = shaped(torch.cat([logits_BV, torch.randn(2, 300)]), rows)
+    mixed = distribution(whole_BV, SamplingBatch.of(rows, 300))
     assert torch.equal(mixed[:3], distribution(logits_BV, plain))
 
 
@@ -226,12 +220,11 @@ def test_a_row_alone_is_the_row_in_a_batch_bitwise(vocab_size):
     logits_BV = (torch.randn(len(rows), vocab_size) * 3).bfloat16()
     positions_B = torch.arange(len(rows)) + 3
     before = logits_BV.clone()
-    tokens_B, logprobs_B = sample(logits_BV, SamplingBatch.of(rows, vocab_size), positions_B)
+    tokens_B, logprobs_B = drawn(logits_BV, rows, positions_B, vocab_size)
     assert torch.equal(before, logits_BV)
     for i, s in enumerate(rows):
-        token, logprob = sample(
-            logits_BV[i : i + 1], SamplingBatch.of([s], vocab_size), positions_B[i : i + 1]
-        )
+        at = slice(i, i + 1)
+        token, logprob = drawn(logits_BV[at], [s], positions_B[at], vocab_size)
         assert (token.item(), logprob.item()) == (tokens_B[i].item(), logprobs_B[i].item())
 
 
@@ -240,22 +233,18 @@ def test_greedy_takes_the_lower_id_of_a_tie_after_penalty_and_bans():
     request = Request(
         prompt_ids=[3], temperature=0.0, min_tokens=2, stop_ids=(0,), top_p=0.1, seed=3
     )
-    tokens, logprobs = sample(
-        logits, SamplingBatch.of([row(request, token_ids=())], 4), torch.tensor([1])
-    )
+    tokens, logprobs = drawn(logits, [row(request, token_ids=())], torch.tensor([1]), 4)
     assert tokens.item() == 1
     want = 2.5 - math.log(2 * math.exp(2.5) + math.exp(1.0))
     assert abs(logprobs.item() - want) < 1e-6
 
 
 def test_impossible_ids_are_never_drawn_at_either_end_of_the_uniform(monkeypatch):
-    import lowroll.engine.sampler as sampler
-
     logits = torch.full((4, 400), -math.inf)
     logits[:, 130:140] = 0.0
     logits[:, 300:302] = -80.0  # mass 1.8e-35: only the very last target could reach it
     ends = torch.tensor([0.0, 1 - 2.0**-53, 0.5, 1 - 2.0**-53], dtype=torch.float64)
-    monkeypatch.setattr(sampler, "uniform", lambda keys, positions: ends)
+    monkeypatch.setattr("lowroll.kernels.sampling.draw.uniform", lambda keys, positions: ends)
     tokens, logprobs = sample(
         logits, SamplingBatch.of([row(PLAIN, k) for k in range(4)], 400), torch.arange(4)
     )
@@ -304,8 +293,8 @@ def test_rows_without_a_distribution_are_named():
     logits[5, :49] = -math.inf  # one possible id is a distribution
     for request in (*KNOBS.values(), replace(PLAIN, temperature=0.0)):
         plain = replace(request, min_tokens=0)
-        params = SamplingBatch.of([row(plain, k) for k in range(6)], 50)
-        tokens, logprobs = sample(logits, params, torch.arange(6))
+        rows = [row(plain, k) for k in range(6)]
+        tokens, logprobs = drawn(logits, rows, torch.arange(6), 50)
         assert ((tokens >= 0) & (tokens < 50)).all() and tokens[5] == 49 and logprobs[5] == 0
         with pytest.raises(ValueError, match=r"rows \[1, 2, 4\]"):
             require_finite(logprobs.tolist())
@@ -317,11 +306,12 @@ def test_the_device_draws_the_same_tokens_without_a_host_sync():
     requests = [*KNOBS.values(), replace(PLAIN, temperature=0.0)] * 8
     rows = [row(r, key=2**62 + i) for i, r in enumerate(requests)]
     logits_BV, positions_B = torch.randn(len(rows), 5000) * 3, torch.arange(len(rows))
-    want = sample(logits_BV, SamplingBatch.of(rows, 5000), positions_B)
-    inputs = logits_BV.cuda(), SamplingBatch.of(rows, 5000, "cuda"), positions_B.cuda()
+    want = drawn(logits_BV, rows, positions_B, 5000)
+    logits_BV, positions_B = logits_BV.cuda(), positions_B.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tokens_B, logprobs_B = sample(*inputs)
+        params = SamplingBatch.of(rows, 5000, "cuda")
+        tokens_B, logprobs_B = sample(shaped(logits_BV, rows), params, positions_B)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(tokens_B.cpu(), want[0])

@@ -77,7 +77,7 @@ def test_rows_that_do_not_ask_keep_their_bits_beside_rows_that_do(model: Transfo
 def test_batches_of_all_sizes_leave_their_logits_in_one_place(model: Transformer) -> None:
     engine = engine_of(model, max_batch=8)
     for n in (3, 8, 1):
-        engine.generate([Request(prompt(7), n=n, max_tokens=3, top_k=3, ignore_eos=True)])
+        engine.generate([Request(prompt(7), n=n, max_tokens=3, top_logprobs=3, ignore_eos=True)])
         logits = engine.runner.decoder.logits
         assert logits is not None and logits.shape == (8, V)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.attention.decode import paged_decode, write_pages
-from lowroll.kernels.sampling.draw import TILE, draw, uniform
+from lowroll.kernels.sampling.draw import draw, uniform
+from lowroll.kernels.sampling.tiles import TILE
 from tests.fixtures.decode import Case
 
 pytestmark = pytest.mark.gpu

@@ -31,7 +31,11 @@ FILTERED: list[dict[str, Any]] = [{"top_p": 0.8}, {"n": 8, "top_k": 5}, {"min_p"
 SAMPLERS = {
     "plain": PLAIN,
     "filtered": PLAIN + FILTERED,
-    "penalised": [*PLAIN, {"n": 8, "repetition_penalty": 1.2}],
+    "penalised": [
+        *PLAIN,
+        {"n": 8, "repetition_penalty": 1.2, "top_k": 20},
+        {"n": 3, "min_tokens": 25, "stop_ids": (3, 5, 7, 9, 11)},
+    ],
 }
 
 
@@ -49,7 +53,7 @@ def requests_of(samplers: str) -> list[Request]:
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "nvfp4"])
-@pytest.mark.parametrize("samplers", ["plain", "filtered"])
+@pytest.mark.parametrize("samplers", SAMPLERS)
 def test_every_lookahead_gives_the_same_bits(folder: Path, samplers: str, weights: str) -> None:
     found = []
     for lookahead in (1, 2, 4, 16, None):
@@ -57,6 +61,31 @@ def test_every_lookahead_gives_the_same_bits(folder: Path, samplers: str, weight
         found.append(engine.generate(requests_of(samplers)))
         assert engine.runner.decoder.replays >= 39
     assert all(groups == found[0] for groups in found)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("samplers", ["filtered", "penalised"])
+def test_a_graph_draws_what_eager_kernels_draw(folder: Path, samplers: str, weights: str) -> None:
+    """And a plain row beside the others has the bits that it has among its own kind."""
+    requests = requests_of(samplers)
+    graphs = engine_of(folder, weights=weights).generate(requests)
+    assert graphs == engine_of(folder, weights=weights, cuda_graphs=False).generate(requests)
+    plain = [
+        replace(BASE, n=r.n, seed=r.seed, temperature=r.temperature, ignore_eos=True)
+        for r in requests
+    ]
+    assert engine_of(folder, weights=weights).generate(plain)[: len(PLAIN)] == graphs[: len(PLAIN)]
+
+
+@pytest.mark.parametrize("samplers", ["filtered", "penalised"])
+def test_the_cpu_draws_the_same_tokens(folder: Path, samplers: str) -> None:
+    requests = requests_of(samplers)
+    found = engine_of(folder, weights="fp32").generate(requests)
+    want = Engine(folder, weights="fp32", device="cpu", cache_tokens=8192).generate(requests)
+    for group, other in zip(found, want, strict=True):
+        for rollout, there in zip(group.rollouts, other.rollouts, strict=True):
+            assert rollout.token_ids == there.token_ids
+            assert rollout.logprobs == pytest.approx(there.logprobs, abs=2e-4)
 
 
 @pytest.mark.parametrize("policy", ["streaming", "rkv"])

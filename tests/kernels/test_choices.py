@@ -39,6 +39,8 @@ from lowroll.kernels.moe.grouped import Stack
 from lowroll.kernels.quantize.rows import E4M3, Rows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
+from lowroll.kernels.sampling.filters import Filters, keep
+from lowroll.kernels.sampling.marks import Marked, shape
 from lowroll.kernels.support import YES, no
 from lowroll.kernels.training.logprobs import logit_gradient, token_log_probs
 from lowroll.kernels.training.low_rank import silu_mul_adapted
@@ -364,6 +366,17 @@ def drawn(put: Put) -> object:
     return draw(put(torch.zeros(2, 300)), keys, keys.clone())
 
 
+def filtered(put: Put) -> object:
+    keys, shares = put(torch.ones(2, dtype=torch.int64)), put(torch.ones(2, dtype=torch.float64))
+    return keep(put(torch.zeros(2, 300)), Filters(keys, shares, shares.clone()))
+
+
+def marked(put: Put) -> object:
+    one, penalty = put(torch.zeros(2, dtype=torch.int64)), put(torch.ones(2, dtype=torch.float64))
+    marks = put(torch.zeros(2, 300, dtype=torch.uint8))
+    return shape(put(torch.zeros(2, 300)), Marked(marks, one, penalty, one.clone()), one.clone())
+
+
 def advanced(put: Put) -> object:
     ids, results = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int64)
     return advance(
@@ -582,6 +595,8 @@ CASES: dict[str, Callable[[Put], object]] = {
         for rank, dtype in ((8, BF16), (256, BF16), (257, BF16), (128, FP32), (129, FP32))
     },
     "draw": drawn,
+    "filters": filtered,
+    "marks": marked,
     "advance": advanced,
     "log-probs": log_probs,
     "checksum": lambda put: checksum.checksums([put(torch.zeros(8))]),
@@ -646,6 +661,8 @@ CASES_OF = {
     "norm": ("norm",),
     "rotation": ("heads",),
     "SwiGLU": ("gate 3",),
+    "filters of sampling": ("filters",),
+    "penalties and bans": ("marks",),
     "sampling": ("draw",),
     "end of a decode step": ("advance",),
     "log-probs of the learner": ("log-probs",),

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import lowroll.kernels.sampling.draw
+import lowroll.kernels.sampling.tiles
 from lowroll.kernels import nvcc
 from lowroll.kernels.attention import decode, paged
 from lowroll.kernels.attention.decode import write_pages
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.sampling.draw import TILE, draw, uniform
+from lowroll.kernels.sampling.draw import draw, uniform
+from lowroll.kernels.sampling.tiles import BLOCK, TILE
 from tests.fixtures.compiled import built
 from tests.fixtures.decode import Case
 
@@ -218,9 +219,15 @@ def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
         "tiles": "i32",
         "stride": "i32",
     }
-    constants = {"greedy_ptr": None, "BLOCK": TILE}
+    constants = {
+        "greedy_ptr": None,
+        "peaks_ptr": None,
+        "parts_ptr": None,
+        "TILE": TILE,
+        "BLOCK": BLOCK,
+    }
     sass = built(
-        lowroll.kernels.sampling.draw._masses_kernel, types, constants, ("tiles",), num_warps=4
+        lowroll.kernels.sampling.tiles._masses_kernel, types, constants, ("tiles",), num_warps=4
     ).asm["sass"]
     assert "STL " not in sass and "STL." not in sass and "LDG.E.128" in sass
 

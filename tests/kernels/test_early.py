@@ -22,6 +22,8 @@ from lowroll.kernels.moe import grouped
 from lowroll.kernels.quantize.rows import E4M3, Rows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
+from lowroll.kernels.sampling.filters import Filters
+from lowroll.kernels.sampling.marks import Marked, shape
 from tests.fixtures.compiled import compiled
 
 FP32, INT32, INT64 = torch.float32, torch.int32, torch.int64
@@ -37,6 +39,13 @@ def product(
 ) -> Tensor:
     rows = Rows(empty(num_rows, 3584, dtype=dtype), empty(num_rows, 1, dtype=FP32))
     return multiply(rows, empty(4608, 3584, dtype=dtype), empty(4608, dtype=FP32), empty(4608))
+
+
+def marked() -> Marked:
+    marks = empty(2, 152064, dtype=torch.uint8)
+    return Marked(
+        marks, empty(2, dtype=INT64), empty(2, dtype=torch.float64), empty(2, dtype=INT64)
+    )
 
 
 CALLS: dict[str, Callable[[], object]] = {
@@ -71,6 +80,25 @@ CALLS: dict[str, Callable[[], object]] = {
         empty(2, dtype=INT64),
         empty(2, dtype=FP32),
         empty(2, dtype=torch.bool),
+    ),
+    "filters": lambda: draw(
+        empty(2, 152064, dtype=FP32),
+        empty(2, dtype=INT64),
+        empty(2, dtype=INT64),
+        empty(2, dtype=FP32),
+        empty(2, dtype=torch.bool),
+        Filters(empty(2, dtype=INT64), *(empty(2, dtype=torch.float64) for _ in range(2))),
+    ),
+    "marks": lambda: shape(empty(2, 152064, dtype=FP32), marked(), empty(2, dtype=INT64)),
+    "advance-marks": lambda: advance(
+        empty(2, dtype=INT64),
+        empty(2, dtype=FP32),
+        empty(1, dtype=INT64),
+        empty(16, 2, dtype=INT64),
+        empty(16, 2, dtype=FP32),
+        *(empty(2, dtype=INT64) for _ in range(4)),
+        empty(2, dtype=INT32),
+        marked(),
     ),
     "advance": lambda: advance(
         empty(2, dtype=INT64),

@@ -3,6 +3,8 @@ its next step.
 
     ids = token,   pos += 1 where pos < end,   next = pos + 1,   length += 1 where pos < end, else 0
 
+What a row with a repetition penalty has drawn is marked as seen (`marks`).
+
 One launch instead of a dozen: a step of a small model has no microsecond to spare for each.
 
 Legend: B rows, S steps.
@@ -10,9 +12,11 @@ Legend: B rows, S steps.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
+from lowroll.kernels.sampling.marks import SEEN, Marked, flat
 
 
 def advance(
@@ -26,9 +30,11 @@ def advance(
     next_B: Tensor,
     end_B: Tensor,
     lengths_B: Tensor,
+    marked: Marked | None = None,
 ) -> None:
     """Write tokens and log-probs to row `step_1` of the results, count the step, and move the rows
-    on, in place. A length is of the keys in a row's cache, the next token's included.
+    on, in place. A length is of the keys in a row's cache, the next token's included. marked: of
+    the same rows, whose tokens are marked where they are not dead.
 
     int64 all but logprobs (float32) and lengths_B (int32); the results have at least B columns.
     """
@@ -45,8 +51,13 @@ def advance(
             next_B,
             end_B,
             lengths_B,
+            None if marked is None else marked.marks_SV,
+            None if marked is None else marked.slots_B,
+            None if marked is None else marked.penalty_B,
             rows,
             tokens_SB.stride(0),
+            0 if marked is None else marked.marks_SV.stride(0),
+            SEEN=SEEN,
             BLOCK=block(rows),
             num_warps=4,
             **early_start(),
@@ -56,6 +67,12 @@ def advance(
     logprobs_SB[:, :rows].index_copy_(0, step_1, logprobs_B[None])
     step_1.add_(1)
     ids_B.copy_(tokens_B)
+    if marked is not None:
+        here_B = (pos_B < end_B) & (marked.penalty_B != 1)
+        marks = flat(marked.marks_SV)
+        places_B = marked.slots_B * marked.marks_SV.stride(0) + tokens_B
+        new_B = torch.where(here_B, marks[places_B] | SEEN, 0).to(marks.dtype)
+        marks.scatter_reduce_(0, places_B, new_B, "amax")  # rows that are dead may share a place
     pos_B.add_(pos_B < end_B)
     next_B.copy_(pos_B + 1)
     lengths_B.add_(1).mul_(pos_B < end_B)
@@ -76,8 +93,13 @@ def _advance_kernel(
     next_,
     end,
     lengths,
+    marks,
+    slots,
+    penalties,
     rows,
     stride,
+    marks_stride,
+    SEEN: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -94,6 +116,12 @@ def _advance_kernel(
     )
     tl.store(ids + offs, token, mask=live)
     at, last = tl.load(pos + offs, mask=live, other=0), tl.load(end + offs, mask=live, other=0)
+    if marks is not None:
+        penalty = tl.load(penalties + offs, mask=live, other=1.0)
+        slot = tl.load(slots + offs, mask=live, other=0)
+        here = live & (at < last) & (penalty != 1)
+        mark = tl.load(marks + slot * marks_stride + token, mask=here, other=0)
+        tl.store(marks + slot * marks_stride + token, mark | SEEN, mask=here)
     at += (at < last).to(tl.int64)
     tl.store(pos + offs, at, mask=live)
     tl.store(next_ + offs, at + 1, mask=live)

@@ -6,10 +6,11 @@ past. Of the ids in order, the token is the first whose cumulative probability e
 id of probability 0 is never drawn.
 
 On CUDA the vocabulary is cut into tiles. One kernel reads each tile once and leaves its maximum and
-its mass sum exp((x - max) / T); the second weighs the tiles, finds the one that u falls into, reads
-that one again, and finds the token, with the cumulative sums in float64. Tiles are the same for
-every batch: so are the bits of a row. The CPU's torch has blocks of 128 instead, and may differ
-where u lies within rounding of a boundary.
+its mass (`tiles`); where rows have filters, one finds what stays of theirs, and leaves the masses
+of that (`filters`); the last weighs the tiles, finds the one that u falls into, reads that one
+again, and finds the token, with the cumulative sums in float64. Tiles are the same for every batch:
+so are the bits of a row, whatever the rows beside it ask for. The CPU's torch has blocks of 128
+instead, and may differ where u lies within rounding of a boundary.
 
 Greedy rows take the argmax, lower id first, and the log-prob at temperature 1. A row without a
 distribution (NaN or +inf logits, or nothing but -inf) gets token 0 and log-prob NaN. Nothing waits
@@ -25,10 +26,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
+from lowroll.kernels.sampling.filters import Filters, Kept, keep
+from lowroll.kernels.sampling.tiles import (
+    TILE,
+    WARPS,
+    is_distribution,
+    row_of,
+    shift_of,
+    temperature_of,
+    tiles_of,
+)
 
 CDF_BLOCK = 128
-TILE = 2048
-WARPS = 4
 _WORD = 0xFFFFFFFF
 
 
@@ -38,52 +47,44 @@ def draw(
     positions_B: Tensor,
     temperature_B: Tensor | None = None,
     greedy_B: Tensor | None = None,
+    filters: Filters | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row: ids int64 [B] and log-probs float32 [B], of softmax(logits /
-    temperature).
+    temperature) over what the filters leave.
 
     logits_BV: any float dtype, rows contiguous or expanded (stride 0), left unchanged. keys_B,
     positions_B: int64, the noise. temperature_B: float32 (None is 1). greedy_B: bool (None is all
     False); a greedy row's temperature is 1.
     """
     if not triton_supports(logits_BV):
-        return _plain(logits_BV, keys_B, positions_B, temperature_B, greedy_B)
+        return _plain(logits_BV, keys_B, positions_B, temperature_B, greedy_B, filters)
     rows, tokens = logits_BV.shape
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
-    tiles, stride = -(-tokens // TILE), logits_BV.stride(0)
-    largest_BC = torch.empty((rows, tiles), dtype=torch.float32, device=logits_BV.device)
-    mass_BC = torch.empty_like(largest_BC)
+    tiles = tiles_of(logits_BV, temperature_B, greedy_B, blocks=filters is not None)
+    kept: Kept | None = None
+    if filters is not None:
+        kept = keep(logits_BV, filters, temperature_B, greedy_B, tiles)
+    num_tiles = tiles.mass_BC.shape[1]
     tokens_B = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
     logprobs_B = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
-    _masses_kernel[(rows * tiles,)](
-        logits_BV,
-        temperature_B,
-        greedy_B,
-        largest_BC,
-        mass_BC,
-        tokens,
-        tiles,
-        stride,
-        BLOCK=TILE,
-        num_warps=WARPS,
-        **early_start(),
-    )
     _pick_kernel[(rows,)](
         logits_BV,
         keys_B,
         positions_B,
         temperature_B,
         greedy_B,
-        largest_BC,
-        mass_BC,
+        None if kept is None else kept.floor_B,
+        None if kept is None else kept.last_B,
+        tiles.largest_BC,
+        tiles.mass_BC,
         tokens_B,
         logprobs_B,
         tokens,
-        tiles,
-        stride,
+        num_tiles,
+        logits_BV.stride(0),
         BLOCK=TILE,
-        TILES=max(16, block(tiles)),
+        TILES=max(16, block(num_tiles)),
         num_warps=WARPS,
         **early_start(),
     )
@@ -96,18 +97,35 @@ def _plain(
     positions_B: Tensor,
     temperature_B: Tensor | None,
     greedy_B: Tensor | None,
+    filters: Filters | None,
 ) -> tuple[Tensor, Tensor]:
-    logits_BV = logits_BV.float()
-    if temperature_B is not None:
-        if greedy_B is not None:
-            temperature_B = torch.where(greedy_B, 1.0, temperature_B)
-        logits_BV = logits_BV / temperature_B[:, None]
-    logp_BV = torch.log_softmax(logits_BV, dim=-1)
+    logp_BV = distribution(logits_BV, temperature_B, greedy_B, filters)
     tokens_B = inverse_cdf(logp_BV, uniform(keys_B, positions_B))
     if greedy_B is not None:
         tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
     logprobs_B = logp_BV.gather(-1, tokens_B[:, None])[:, 0]
     return tokens_B.masked_fill(logprobs_B.isnan(), 0), logprobs_B
+
+
+def distribution(
+    logits_BV: Tensor,
+    temperature_B: Tensor | None,
+    greedy_B: Tensor | None,
+    filters: Filters | None,
+) -> Tensor:
+    """The log-probs, float32 [B, V], that `draw` draws from (of a greedy row: those that it
+    records); -inf for what the filters drop."""
+    logits_BV = logits_BV.float()
+    kept_BV = None
+    if filters is not None:
+        kept_BV = keep(logits_BV, filters, temperature_B, greedy_B).mask(logits_BV)
+    if temperature_B is not None:
+        if greedy_B is not None:
+            temperature_B = torch.where(greedy_B, 1.0, temperature_B)
+        logits_BV = logits_BV / temperature_B[:, None]
+    if kept_BV is not None:
+        logits_BV = logits_BV.masked_fill(~kept_BV, -torch.inf)
+    return torch.log_softmax(logits_BV, dim=-1)
 
 
 def uniform(keys_B: Tensor, counters_B: Tensor) -> Tensor:
@@ -173,57 +191,6 @@ def _last_positive(p_BK: Tensor) -> Tensor:
 
 
 @jit
-def _shift(largest, factor):
-    """The exponent of 2 that a tile's masses leave out, rounded once."""
-    return tl.where(largest == float("-inf"), 0.0, largest * factor)
-
-
-@jit
-def _tile(logits_ptr, row, tile, factor, tokens, stride, BLOCK: tl.constexpr):
-    """Logits of a tile, their maximum, and their masses 2^(x * factor - shift); -inf and 0 beyond
-    the vocabulary."""
-    offs_n = tile * BLOCK + tl.arange(0, BLOCK)
-    x_n = tl.load(
-        logits_ptr + row.to(tl.int64) * stride + offs_n, mask=offs_n < tokens, other=float("-inf")
-    )
-    x_n = x_n.to(tl.float32)
-    largest = tl.max(x_n, 0)
-    return offs_n, x_n, largest, tl.exp2(tl.fma(x_n, factor, -_shift(largest, factor)))
-
-
-@jit
-def _temperature(temperature_ptr, greedy_ptr, row):
-    temperature = 1.0
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + row)
-    if greedy_ptr is not None:
-        temperature = tl.where(tl.load(greedy_ptr + row) != 0, 1.0, temperature)
-    return temperature
-
-
-@jit
-def _masses_kernel(
-    logits_ptr,
-    temperature_ptr,
-    greedy_ptr,
-    largest_ptr,
-    mass_ptr,
-    tokens,
-    tiles,
-    stride,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Maximum and mass of one tile of one row: the only pass over the logits."""
-    after_others(EARLY)
-    row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    factor = 1.4426950408889634 / _temperature(temperature_ptr, greedy_ptr, row)
-    _, _, largest, p_n = _tile(logits_ptr, row, tile, factor, tokens, stride, BLOCK)
-    tl.store(largest_ptr + row * tiles + tile, largest)
-    tl.store(mass_ptr + row * tiles + tile, tl.sum(p_n, 0))
-
-
-@jit
 def _reached(p_n, offs_n, target, last: tl.constexpr):
     """First index of positive mass whose cumulative mass exceeds the target; if rounding leaves
     none, the last one."""
@@ -240,6 +207,8 @@ def _pick_kernel(
     positions_ptr,
     temperature_ptr,
     greedy_ptr,
+    floor_ptr,
+    last_ptr,
     largest_ptr,
     mass_ptr,
     token_ptr,
@@ -254,14 +223,10 @@ def _pick_kernel(
     """Token and log-prob of one row: the tile that u falls into, then the token within it."""
     after_others(EARLY)
     row = tl.program_id(0)
-    temperature = _temperature(temperature_ptr, greedy_ptr, row)
+    temperature = temperature_of(temperature_ptr, greedy_ptr, row)
     offs_c = tl.arange(0, TILES)
-    max_c = tl.load(largest_ptr + row * tiles + offs_c, mask=offs_c < tiles, other=float("-inf"))
-    mass_c = tl.load(mass_ptr + row * tiles + offs_c, mask=offs_c < tiles, other=0.0).to(tl.float64)
-    largest = tl.max(max_c, 0)
     factor = 1.4426950408889634 / temperature
-    shift = _shift(largest, factor)
-    mass_c = tl.where(mass_c == 0, 0.0, mass_c * tl.exp2(_shift(max_c, factor) - shift))
+    max_c, largest, shift, mass_c = row_of(largest_ptr, mass_ptr, row, tiles, factor, TILES)
     total = tl.sum(mass_c, 0)
 
     key, position = tl.load(keys_ptr + row), tl.load(positions_ptr + row)
@@ -278,8 +243,17 @@ def _pick_kernel(
         first = tl.min(tl.where(max_c == largest, offs_c, TILES - 1), 0)
         tile = tl.where(greedy, first, tile)
 
-    offs_n, x_n, tile_max, p_n = _tile(logits_ptr, row, tile, factor, tokens, stride, BLOCK)
-    target = (u * total - before) / tl.exp2(_shift(tile_max, factor) - shift)
+    offs_n = tile * BLOCK + tl.arange(0, BLOCK)
+    x_n = tl.load(
+        logits_ptr + row.to(tl.int64) * stride + offs_n, mask=offs_n < tokens, other=float("-inf")
+    ).to(tl.float32)
+    if floor_ptr is not None:
+        floor, last = tl.load(floor_ptr + row), tl.load(last_ptr + row)
+        drops_n = (x_n < floor) | ((x_n == floor) & (offs_n > last))
+        x_n = tl.where(drops_n, float("-inf"), x_n)
+    tile_shift = shift_of(tl.max(x_n, 0), factor)
+    p_n = tl.exp2(tl.fma(x_n, factor, -tile_shift))
+    target = (u * total - before) / tl.exp2(tile_shift - shift)
     token, _ = _reached(p_n.to(tl.float64), offs_n, target, 2147483647)
     if greedy_ptr is not None:
         best = tl.min(tl.where(x_n == largest, offs_n, 2147483647), 0)
@@ -292,8 +266,6 @@ def _pick_kernel(
         + rounded * 0.6931471805599453
         - tl.log(total)
     )
-    finite = (
-        (total > 0) & (total < float("inf")) & (largest > float("-inf")) & (largest < float("inf"))
-    )
+    finite = is_distribution(largest, total)
     tl.store(token_ptr + row, tl.where(finite, token, 0).to(tl.int64))
     tl.store(logp_ptr + row, tl.where(finite, logp, float("nan")).to(tl.float32))

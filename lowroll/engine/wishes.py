@@ -1,0 +1,160 @@
+"""What rows ask of a draw beside a temperature, resident on the device: filters, a repetition penalty,
+and no end before `min_tokens`.
+
+The last two depend on the tokens before. These are marked on the device by the sample's slot
+(`kernels.sampling.marks`): the prompt when the sample first decodes, what a step draws by the step
+itself, and what was drawn elsewhere (the first token, a draft's, one beside a prompt) before the next
+step. A slot whose sample is another one is marked anew, so nothing has to be told when a sample
+ends, is aborted or begins again.
+
+Legend: B rows, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from collections.abc import Sequence as Many
+from enum import IntEnum
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from lowroll.engine.sequence import Place, Sequence
+from lowroll.kernels.sampling.filters import Filters
+from lowroll.kernels.sampling.marks import SEEN, STOPS, Marked, add, blank, clear
+from lowroll.model.attention import upload
+
+
+class Draw(IntEnum):
+    """What the draw of a batch has to do; each does what those before it do, to the bit."""
+
+    PLAIN = 0
+    FILTERED = 1
+    MARKED = 2  # penalties and bans
+
+
+def draw_of(sequences: Collection[Sequence | Place]) -> Draw:
+    """What these need for their next token."""
+    return max((_draw_of(s) for s in sequences), default=Draw.PLAIN)
+
+
+def _draw_of(s: Sequence | Place) -> Draw:
+    if s.request.repetition_penalty != 1 or s.banned_ids():
+        return Draw.MARKED
+    return Draw.FILTERED if is_filtered(s) else Draw.PLAIN
+
+
+def is_filtered(s: Sequence | Place) -> bool:
+    """Whether filters decide what can be drawn. The likeliest token, which a greedy row takes, passes
+    all of them."""
+    r = s.request
+    return r.temperature != 0 and (r.top_k > 0 or r.top_p < 1 or r.min_p > 0)
+
+
+def filters_of(sequences: Collection[Sequence | Place], vocab_size: int) -> Filters:
+    """Their filters, on the host."""
+    requests = [s.request for s in sequences]
+    top_k = [min(r.top_k or vocab_size, vocab_size) for r in requests]
+    log_min_p = [math.log(r.min_p) if r.min_p else -math.inf for r in requests]
+    return Filters(
+        torch.tensor(top_k),
+        torch.tensor([r.top_p for r in requests], dtype=torch.float64),
+        torch.tensor(log_min_p, dtype=torch.float64),
+    )
+
+
+class Wishes:
+    """Of the rows of a batch, and of the samples in `slots` slots. most: rows."""
+
+    def __init__(self, most: int, slots: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.slots = slots
+        # top-k, top-p, log of min-p, penalty, and where bans end; all but the first and last float64
+        self._host = torch.zeros(5, most, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._device = torch.zeros_like(self._host, device=device)
+        self._rows: list[Sequence] = []
+        self._marks_SV: Tensor | None = None
+        # by slot: of whom the marks are, and how many tokens of the response they have
+        self._marked: list[tuple[Sequence | None, int]] = [(None, 0)] * slots
+
+    def filters(self, rows: int) -> Filters:
+        """Of the first rows."""
+        top_k_B, top_p_B, min_p_B, _, _ = self._device[:, :rows].unbind()
+        return Filters(top_k_B, top_p_B.view(torch.float64), min_p_B.view(torch.float64))
+
+    def marked(self, slots_B: Tensor) -> Marked:
+        """Of the first rows, which have these slots."""
+        penalty_B, banned_until_B = self._device[3:, : len(slots_B)].unbind()
+        return Marked(self._marks(), slots_B, penalty_B.view(torch.float64), banned_until_B)
+
+    def upload(self, sequences: list[Sequence], size: int, draw: Draw) -> None:
+        """Bring what these rows ask for on the device, and what `size` asks of dead ones: nothing."""
+        if sequences != self._rows:
+            self._upload(sequences, size)
+            self._rows = list(sequences)
+        if draw is Draw.MARKED:
+            self._mark(sequences)
+
+    def drew(self, sequences: list[Sequence], steps: int) -> None:
+        """The device has marked what so many steps of these rows draw."""
+        for s in sequences:
+            if s.request.repetition_penalty != 1:
+                self._marked[s.slot] = s, len(s.token_ids) + min(steps, s.until - s.position)
+
+    def _upload(self, sequences: list[Sequence], size: int) -> None:
+        rows = len(sequences)
+        filters = filters_of(sequences, self.vocab_size)
+        numbers = self._host.view(torch.float64)
+        self._host[0, :size] = self.vocab_size
+        self._host[0, :rows] = filters.top_k_B
+        numbers[1, :size], numbers[2, :size], numbers[3, :size] = 1, -torch.inf, 1
+        numbers[1, :rows], numbers[2, :rows] = filters.top_p_B, filters.log_min_p_B
+        numbers[3, :rows] = torch.tensor(
+            [s.request.repetition_penalty for s in sequences], dtype=torch.float64
+        )
+        self._host[4, :size] = 0
+        self._host[4, :rows] = torch.tensor(
+            [len(s.prompt_ids) + s.request.min_tokens if s.group.stop_ids else 0 for s in sequences]
+        )
+        self._device[:, :size].copy_(self._host[:, :size], non_blocking=True)
+
+    def _marks(self) -> Tensor:
+        if self._marks_SV is None:
+            self._marks_SV = blank(self.slots, self.vocab_size, self._device.device)
+        return self._marks_SV
+
+    def _mark(self, sequences: list[Sequence]) -> None:
+        """Mark what the device does not know of these samples."""
+        fresh, seen, stops = (
+            list[int](),
+            list[tuple[int, list[int]]](),
+            list[tuple[int, Many[int]]](),
+        )
+        for s in sequences:
+            penalised = s.request.repetition_penalty != 1
+            if not penalised and not s.banned_ids():
+                continue
+            owner, known = self._marked[s.slot]
+            if owner is not s:
+                fresh.append(s.slot)
+                known = 0
+                if s.banned_ids():
+                    stops.append((s.slot, s.group.stop_ids))
+                if penalised:
+                    seen.append((s.slot, s.prompt_ids))
+            if penalised and known < len(s.token_ids):
+                seen.append((s.slot, s.token_ids[known:]))
+            self._marked[s.slot] = s, len(s.token_ids)
+        marks_SV = self._marks()
+        if fresh:
+            clear(marks_SV, upload(torch.tensor(fresh), marks_SV.device))
+        for mark, found in ((STOPS, stops), (SEEN, seen)):
+            if found:
+                slots, tokens = zip(*found, strict=True)
+                lengths = torch.tensor([len(ids) for ids in tokens])
+                slots_N = torch.tensor(slots).repeat_interleave(lengths)
+                tokens_N = torch.tensor([*chain.from_iterable(tokens)])
+                pairs_2N = upload(torch.stack([slots_N, tokens_N]), marks_SV.device)
+                add(marks_SV, mark, *pairs_2N.unbind())

@@ -1,0 +1,411 @@
+"""Top-k, top-p and min-p: which logits of a row may be drawn, found without a sort.
+
+A row's logits x are in order: the larger first, equal ones lower id first. Of them, in turn,
+
+    top-k  the first k
+    top-p  of what is left, as many of the first as have a mass of p and more together, where the mass
+           of x is exp(x / T): x stays if the mass before it is less than p of the whole
+    min-p  x >= max + T log(min_p)
+
+so what stays is a beginning of the order: x > floor, and of those that equal it ids up to `last`.
+The order is that of the logits before the temperature, whose rounding could make equal what is not.
+
+On CUDA one program a row looks for the threshold, and reads only the blocks of the row that can hold
+it: `tiles.tiles_of` leaves maximum and mass of each. The k-th largest of these maxima is no larger
+than the k-th largest logit; and what is smaller than max + T log((1 - p) mass / ids) is, all of it,
+less than 1 - p of the mass, a bound that the blocks' masses raise where few have most. Of the blocks
+that reach such a bound, passes cut the interval in four until NEAR numbers at most are in it, which
+is often before the first pass; those are written side by side and searched in registers, a bit a
+turn (`search`). Sums are taken in one order: a row has the same threshold in every batch. Then the masses of
+the tiles are made those of what stays, for the draw.
+
+Shapes: B rows, V vocabulary, L blocks of a row, R rows with filters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
+from lowroll.kernels.sampling.search import (
+    LOWEST,
+    key_of,
+    list_blocks,
+    mass_of,
+    reaching,
+    search,
+    value_of,
+    weigh,
+)
+from lowroll.kernels.sampling.tiles import (
+    BLOCK,
+    TILE,
+    Tiles,
+    is_distribution,
+    row_of,
+    shift_of,
+    temperature_of,
+    tiles_of,
+)
+
+GROUP = 16  # blocks that are read at a time
+NEAR = 1024  # numbers that are searched in registers
+AT_ONCE = 64  # blocks of which no more numbers than that are hoped for
+WARPS = 16
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What each of B rows asks for. top_k_B: int64, V or more where off. top_p_B: float64, 1 where
+    off. log_min_p_B: float64, -inf where off."""
+
+    top_k_B: Tensor
+    top_p_B: Tensor
+    log_min_p_B: Tensor
+
+    def first(self, rows: int) -> Filters:
+        """Of the first rows."""
+        return Filters(self.top_k_B[:rows], self.top_p_B[:rows], self.log_min_p_B[:rows])
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays of B rows: floor_B float32, last_B int64."""
+
+    floor_B: Tensor
+    last_B: Tensor
+
+    def mask(self, logits_BV: Tensor) -> Tensor:
+        """Whether each logit stays, bool [B, V]. NaN does."""
+        ids_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
+        floor_B1, last_B1 = self.floor_B[:, None], self.last_B[:, None]
+        return ~((logits_BV < floor_B1) | ((logits_BV == floor_B1) & (ids_V > last_B1)))
+
+
+def keep(
+    logits_BV: Tensor,
+    filters: Filters,
+    temperature_B: Tensor | None = None,
+    greedy_B: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Kept:
+    """What the filters leave of each row; a greedy row, and one without a distribution, keeps all.
+
+    logits_BV: any float dtype, rows contiguous or expanded. temperature_B: float32, None is 1.
+    greedy_B: bool. tiles: of the same logits, with blocks, where they are made already: the masses
+    become those of what stays (CUDA).
+    """
+    if not triton_supports(logits_BV):
+        return _plain(logits_BV, filters, temperature_B, greedy_B)
+    if logits_BV.stride(1) != 1:
+        logits_BV = logits_BV.contiguous()
+    if tiles is None:
+        tiles = tiles_of(logits_BV, temperature_B, greedy_B, blocks=True)
+    rows, tokens = logits_BV.shape
+    assert tiles.peaks_BL is not None and tiles.parts_BL is not None
+    blocks, device = tiles.peaks_BL.shape[1], logits_BV.device
+    floor_B = torch.empty(rows, dtype=torch.float32, device=device)
+    last_B = torch.empty(rows, dtype=torch.int64, device=device)
+    _keep_kernel[(rows,)](
+        logits_BV,
+        temperature_B,
+        greedy_B,
+        filters.top_k_B,
+        filters.top_p_B,
+        filters.log_min_p_B,
+        tiles.largest_BC,
+        tiles.mass_BC,
+        tiles.peaks_BL,
+        torch.empty((rows, blocks), dtype=torch.int32, device=device),
+        torch.empty((rows, NEAR), dtype=torch.float32, device=device),
+        tiles.parts_BL,
+        floor_B,
+        last_B,
+        tokens,
+        tiles.mass_BC.shape[1],
+        logits_BV.stride(0),
+        TILES=max(16, block(tiles.mass_BC.shape[1])),
+        EACH=TILE // BLOCK,
+        BLOCK=BLOCK,
+        GROUP=GROUP,
+        NEAR=NEAR,
+        AT_ONCE=AT_ONCE,
+        num_warps=WARPS,
+        **early_start(),
+    )
+    return Kept(floor_B, last_B)
+
+
+def _plain(
+    logits_BV: Tensor, filters: Filters, temperature_B: Tensor | None, greedy_B: Tensor | None
+) -> Kept:
+    """By a sort: on a CPU of the rows that have filters alone."""
+    rows, tokens = logits_BV.shape
+    ranks_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
+    if greedy_B is not None:
+        ranks_B = ranks_B & ~greedy_B
+    # which rows those are, nobody on a GPU can be asked without waiting
+    rows_R = (
+        torch.arange(rows, device=ranks_B.device) if ranks_B.is_cuda else ranks_B.nonzero()[:, 0]
+    )
+    floor_B = logits_BV.new_full((rows,), -torch.inf, dtype=torch.float32)
+    last_B = torch.full_like(filters.top_k_B, tokens)
+    floor_R, last_R = _ranked(
+        logits_BV[rows_R].float(),
+        filters.top_k_B[rows_R],
+        filters.top_p_B[rows_R],
+        None if temperature_B is None else temperature_B[rows_R],
+    )
+    ranks_R = ranks_B[rows_R]
+    floor_B[rows_R] = torch.where(ranks_R, floor_R, floor_B[rows_R])
+    last_B[rows_R] = torch.where(ranks_R, last_R, last_B[rows_R])
+    largest_B = logits_BV.amax(-1).float()
+    wide_B = 1.0 if temperature_B is None else temperature_B.double()
+    least_B = (largest_B.double() + wide_B * filters.log_min_p_B).float()
+    raised_B = least_B > floor_B
+    if greedy_B is not None:
+        raised_B = raised_B & ~greedy_B
+    return Kept(torch.where(raised_B, least_B, floor_B), last_B.masked_fill(raised_B, tokens))
+
+
+def _ranked(
+    logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, temperature_R: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The last of the order that stays, its logit and its id."""
+    sorted_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    first_RV = rank_V < top_k_R[:, None]
+    less_RV = sorted_RV.double() - sorted_RV[:, :1].double()
+    if temperature_R is not None:
+        less_RV = less_RV / temperature_R[:, None].double()
+    mass_RV = less_RV.exp().masked_fill(~first_RV, 0)
+    before_RV = mass_RV.cumsum(-1) - mass_RV
+    needed_R = top_p_R * mass_RV.sum(-1)
+    # p = 1 is off: there, rounding of the sum must not drop a tail
+    keep_RV = first_RV & ((before_RV < needed_R[:, None]) | (top_p_R[:, None] >= 1))
+    last_R1 = keep_RV.sum(-1, keepdim=True).clamp(min=1) - 1
+    return sorted_RV.gather(-1, last_R1)[:, 0], ids_RV.gather(-1, last_R1)[:, 0]
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+@jit
+def _keep_kernel(
+    logits_ptr,
+    temperature_ptr,
+    greedy_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    largest_ptr,
+    mass_ptr,
+    peaks_ptr,
+    list_ptr,
+    near_ptr,
+    part_ptr,
+    floor_ptr,
+    last_ptr,
+    tokens,
+    tiles,
+    stride,
+    TILES: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    NEAR: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One row."""
+    after_others(EARLY)
+    row = tl.program_id(0)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    log_min_p = tl.load(min_p_ptr + row)
+    temperature = temperature_of(temperature_ptr, greedy_ptr, row)
+    factor = 1.4426950408889634 / temperature
+    _, peak, shift, mass_c = row_of(largest_ptr, mass_ptr, row, tiles, factor, TILES)
+    total = tl.sum(mass_c, 0)
+    asks = (top_k < tokens) | (top_p < 1) | (log_min_p > float("-inf"))
+    if greedy_ptr is not None:
+        asks = asks & (tl.load(greedy_ptr + row) == 0)
+    tl.store(floor_ptr + row, float("-inf"))
+    tl.store(last_ptr + row, tokens)
+    if asks & is_distribution(peak, total):
+        blocks = tiles * EACH
+        logits_ptr += row.to(tl.int64) * stride
+        largest_ptr += row * tiles
+        mass_ptr += row * tiles
+        peaks_ptr += row * blocks
+        list_ptr += row * blocks
+        part_ptr += row * blocks
+        near_ptr += row * NEAR
+        floor, last = _floor(
+            logits_ptr, largest_ptr, peaks_ptr, list_ptr, near_ptr, part_ptr, top_k, top_p, log_min_p,
+            temperature, factor, peak, shift, total, tokens, blocks,
+            TILES, EACH, NEAR, AT_ONCE, GROUP, BLOCK,
+        )  # fmt: skip
+        _settle(
+            logits_ptr, largest_ptr, mass_ptr, peaks_ptr, list_ptr, part_ptr, floor, last, factor,
+            peak, shift, tokens, tiles, TILES, EACH, GROUP, BLOCK,
+        )  # fmt: skip
+        tl.store(floor_ptr + row, floor)
+        tl.store(last_ptr + row, last)
+
+
+@jit
+def _floor(
+    logits_ptr,
+    largest_ptr,
+    peaks_ptr,
+    list_ptr,
+    near_ptr,
+    part_ptr,
+    top_k,
+    top_p,
+    log_min_p,
+    temperature,
+    factor,
+    peak,
+    shift,
+    total,
+    tokens,
+    blocks,
+    TILES: tl.constexpr,
+    EACH: tl.constexpr,
+    NEAR: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Floor and last id of what stays of a row."""
+    floor = peak * 0.0 + float("-inf")
+    last = tokens
+    ids = tokens
+    if top_k < tokens:
+        ids = top_k.to(tl.int32)
+        low = _bound(peaks_ptr, blocks, ids, TILES * EACH)
+        count = list_blocks(list_ptr, peaks_ptr, blocks, low, TILES * EACH)
+        target = ids.to(tl.float64)
+        if low == LOWEST:  # fewer blocks than k, or fewer that are not -inf
+            numbers, _, _, _, _, _, _, low, _ = weigh(
+                logits_ptr, list_ptr, count, low, peak, peak, peak, float("inf"), floor, last,
+                factor, shift, tokens, True, GROUP, BLOCK,
+            )  # fmt: skip
+            target = tl.minimum(target, numbers.to(tl.float64))
+        floor, last = search(
+            logits_ptr, list_ptr, near_ptr, count, low, peak, target, floor, last, factor, shift,
+            tokens, True, NEAR, AT_ONCE, GROUP, BLOCK,
+        )  # fmt: skip
+        if top_p < 1:
+            total = mass_of(
+                logits_ptr, list_ptr, part_ptr, count, floor, last, factor, shift, tokens, GROUP,
+                BLOCK,
+            ).to(tl.float64)  # fmt: skip
+    if top_p < 1:
+        # what is below the bound has less mass than 1 - p; a thousandth is for rounding
+        tail = tl.log((1 - top_p) * total / ids) - 1e-3
+        low = tl.maximum((peak + temperature * tail).to(tl.float32), tl.maximum(floor, LOWEST))
+        if top_k >= tokens:
+            low = _raised(
+                largest_ptr, peaks_ptr, part_ptr, low, peak, factor, shift, (1 - top_p) * total,
+                total, blocks // EACH, TILES, EACH, BLOCK,
+            )  # fmt: skip
+        count = list_blocks(list_ptr, peaks_ptr, blocks, low, TILES * EACH)
+        floor, last = search(
+            logits_ptr, list_ptr, near_ptr, count, low, peak, top_p * total, floor,
+            last, factor, shift, tokens, False, NEAR, AT_ONCE, GROUP, BLOCK,
+        )  # fmt: skip
+    least = (peak.to(tl.float64) + temperature * log_min_p).to(tl.float32)
+    last = tl.where(least > floor, tokens, last)
+    return tl.maximum(floor, least), last
+
+
+@jit
+def _raised(
+    largest_ptr,
+    peaks_ptr,
+    part_ptr,
+    low,
+    peak,
+    factor,
+    shift,
+    allowed,
+    total,
+    tiles,
+    TILES: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A bound that a top-p's floor is not below, from `low` up: below it lies less than the allowed
+    mass, by what the blocks weigh and no number of theirs can exceed."""
+    offs_c = tl.arange(0, TILES)
+    offs_cl = offs_c[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    live_cl = offs_cl < tiles * EACH
+    max_c = tl.load(largest_ptr + offs_c, mask=offs_c < tiles, other=float("-inf"))
+    scale_c = tl.exp2(shift_of(max_c, factor) - shift)
+    peak_cl = tl.load(peaks_ptr + offs_cl, mask=live_cl, other=float("-inf"))
+    part_cl = tl.load(part_ptr + offs_cl, mask=live_cl, other=0.0)
+    part_cl = tl.where(part_cl == 0, 0.0, part_cl * scale_c[:, None])
+    limit = (allowed * 0.999 - 1e-6 * total).to(tl.float32)  # what sums round
+    high = peak
+    for _ in range(12):
+        tried = low * 0.5 + high * 0.5
+        most = BLOCK * tl.exp2(tl.fma(tried, factor, -shift))
+        below_cl = tl.where(peak_cl < tried, part_cl, tl.minimum(part_cl, most))
+        fits = tl.sum(tl.sum(below_cl, 1), 0) <= limit
+        low = tl.where(fits, tried, low)
+        high = tl.where(fits, high, tried)
+    return low
+
+
+@jit
+def _bound(peaks_ptr, blocks, ids, BLOCKS: tl.constexpr):
+    """The k-th largest maximum of a block, the least float where there is none."""
+    offs_l = tl.arange(0, BLOCKS)
+    live_l = offs_l < blocks
+    peak_l = tl.load(peaks_ptr + offs_l, mask=live_l, other=float("-inf"))
+    found = tl.full([], LOWEST, tl.float32)
+    if ids <= blocks:
+        found = value_of(
+            reaching(key_of(peak_l), live_l.to(tl.float32), live_l, ids.to(tl.float32))
+        )
+    return tl.maximum(found, LOWEST)
+
+
+@jit
+def _settle(
+    logits_ptr,
+    largest_ptr,
+    mass_ptr,
+    peaks_ptr,
+    list_ptr,
+    part_ptr,
+    floor,
+    last,
+    factor,
+    peak,
+    shift,
+    tokens,
+    tiles,
+    TILES: tl.constexpr,
+    EACH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make the masses of a row's tiles those of what stays, under the shift of the row's maximum."""
+    blocks = tiles * EACH
+    offs_l = tl.arange(0, TILES * EACH)
+    tl.debug_barrier()
+    tl.store(part_ptr + offs_l, tl.zeros([TILES * EACH], tl.float32), mask=offs_l < blocks)
+    count = list_blocks(list_ptr, peaks_ptr, blocks, floor, TILES * EACH)
+    mass_of(logits_ptr, list_ptr, part_ptr, count, floor, last, factor, shift, tokens, GROUP, BLOCK)
+    tl.debug_barrier()
+    offs_c = tl.arange(0, TILES)
+    offs_cl = offs_c[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    part_cl = tl.load(part_ptr + offs_cl, mask=offs_cl < blocks, other=0.0)
+    tl.store(mass_ptr + offs_c, tl.sum(part_cl, 1), mask=offs_c < tiles)
+    tl.store(largest_ptr + offs_c, tl.zeros([TILES], tl.float32) + peak, mask=offs_c < tiles)

@@ -1,0 +1,134 @@
+"""Repetition penalty and bans, from what is marked on the device: a byte for each token of the
+vocabulary and each slot of a sample.
+
+    SEEN   the token stands in the prompt or response: where the row has a penalty, a positive logit is
+           divided by it and a negative one multiplied (Keskar et al. 2019, arXiv:1909.05858)
+    STOPS  the token would end the sample: while the next token stands before `banned_until`, its
+           logit is -inf
+
+A step marks what it draws (`advance`), so the next one needs no look of the host. Rows that ask for
+neither read no marks.
+
+Legend: B rows, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import after_others, early_start, jit, tl, triton_supports
+
+SEEN = 1
+STOPS = 2
+TILE = 2048
+WARPS = 4
+
+
+class Marked(NamedTuple):
+    """The marks, uint8 [S, V] (`blank`), and of B rows their slots (int64), penalties (float64, 1 is none) and
+    the positions before which stops are banned (int64)."""
+
+    marks_SV: Tensor
+    slots_B: Tensor
+    penalty_B: Tensor
+    banned_until_B: Tensor
+
+
+def blank(slots: int, tokens: int, device: torch.device) -> Tensor:
+    """Marks of nothing; rows begin at multiples of 16 bytes."""
+    wide = -(-tokens // 16) * 16
+    return torch.zeros((slots, wide), dtype=torch.uint8, device=device)[:, :tokens]
+
+
+def clear(marks_SV: Tensor, slots_N: Tensor) -> None:
+    """Forget the marks of these slots."""
+    slots, wide = len(marks_SV), marks_SV.stride(0)
+    marks_SV.as_strided((slots, wide), (wide, 1)).view(torch.int64).index_fill_(0, slots_N, 0)
+
+
+def add(marks_SV: Tensor, mark: int, slots_N: Tensor, tokens_N: Tensor) -> None:
+    """Mark tokens of slots; a pair may come twice. All int64."""
+    marks, places_N = flat(marks_SV), slots_N * marks_SV.stride(0) + tokens_N
+    marks[places_N] = marks[places_N] | mark
+
+
+def flat(marks_SV: Tensor) -> Tensor:
+    """The marks in one row, those of slot s from s * stride(0) on."""
+    return marks_SV.as_strided((len(marks_SV) * marks_SV.stride(0),), (1,))
+
+
+def shape(logits_BV: Tensor, marked: Marked, next_B: Tensor) -> Tensor:
+    """Logits after penalties and bans, float32: in place, where they are that already. next_B: int64,
+    the position of the token to be drawn."""
+    logits_BV = logits_BV.float()
+    rows, tokens = logits_BV.shape
+    marks_SV, slots_B, penalty_B, banned_until_B = marked
+    if triton_supports(logits_BV):
+        tiles = -(-tokens // TILE)
+        _shape_kernel[(rows * tiles,)](
+            logits_BV,
+            marks_SV,
+            slots_B,
+            penalty_B,
+            banned_until_B,
+            next_B,
+            tokens,
+            tiles,
+            logits_BV.stride(0),
+            marks_SV.stride(0),
+            SEEN=SEEN,
+            STOPS=STOPS,
+            TILE=TILE,
+            num_warps=WARPS,
+            **early_start(),
+        )
+        return logits_BV
+    marks_BV = marks_SV[slots_B]
+    penalty_B1 = penalty_B.float()[:, None]
+    penalised_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+    seen_BV = (marks_BV & SEEN > 0) & (penalty_B1 != 1)
+    banned_BV = (marks_BV & STOPS > 0) & (next_B < banned_until_B)[:, None]
+    logits_BV.copy_(torch.where(seen_BV, penalised_BV, logits_BV))
+    return logits_BV.masked_fill_(banned_BV, -torch.inf)
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+@jit
+def _shape_kernel(
+    logits_ptr,
+    marks_ptr,
+    slots_ptr,
+    penalty_ptr,
+    banned_ptr,
+    next_ptr,
+    tokens,
+    tiles,
+    stride,
+    marks_stride,
+    SEEN: tl.constexpr,
+    STOPS: tl.constexpr,
+    TILE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One tile of one row; only what is marked is read and written."""
+    after_others(EARLY)
+    row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    penalty = tl.load(penalty_ptr + row).to(tl.float32)
+    bans = tl.load(next_ptr + row) < tl.load(banned_ptr + row)
+    wanted = tl.where(penalty != 1, SEEN, 0) + tl.where(bans, STOPS, 0)
+    if wanted != 0:
+        offs_n = tile * TILE + tl.arange(0, TILE)
+        marks_ptr += tl.load(slots_ptr + row) * marks_stride
+        mark_n = tl.load(marks_ptr + offs_n, mask=offs_n < tokens, other=0).to(tl.int32) & wanted
+        if tl.max(mark_n, 0) != 0:
+            logits_ptr += row.to(tl.int64) * stride
+            x_n = tl.load(logits_ptr + offs_n, mask=mark_n != 0, other=0.0)
+            penalised_n = tl.where(x_n > 0, x_n / penalty, x_n * penalty)
+            x_n = tl.where(mark_n & SEEN != 0, penalised_n, x_n)
+            x_n = tl.where(mark_n & STOPS != 0, float("-inf"), x_n)
+            tl.store(logits_ptr + offs_n, x_n, mask=mark_n != 0)

@@ -1,0 +1,134 @@
+"""The pass over the logits that every draw begins with: of each tile of a row its maximum and its
+mass, and the same of each block of a tile, for those who look for the largest.
+
+    mass = sum exp((x - maximum of the tile) / T)
+
+Tiles are the same for every batch: so are the bits of a row. A temperature of a greedy row is 1.
+
+Shapes: B rows, V vocabulary, C = ceil(V / TILE) tiles, L = C * TILE / BLOCK blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import after_others, early_start, jit, tl
+
+TILE = 2048
+BLOCK = 128
+WARPS = 4
+
+
+class Tiles(NamedTuple):
+    """largest_BC, mass_BC: float32 of each tile. peaks_BL, parts_BL: float32, the maximum of each
+    block, -inf beyond the vocabulary, and its part of the tile's mass; None where nobody asked."""
+
+    largest_BC: Tensor
+    mass_BC: Tensor
+    peaks_BL: Tensor | None
+    parts_BL: Tensor | None
+
+
+def tiles_of(
+    logits_BV: Tensor, temperature_B: Tensor | None, greedy_B: Tensor | None, blocks: bool
+) -> Tiles:
+    """What the pass leaves. logits_BV: any float dtype, contiguous or expanded rows."""
+    rows, tokens = logits_BV.shape
+    tiles = -(-tokens // TILE)
+    largest_BC = torch.empty((rows, tiles), dtype=torch.float32, device=logits_BV.device)
+    mass_BC = torch.empty_like(largest_BC)
+    peaks_BL = largest_BC.new_empty((rows, tiles * TILE // BLOCK)) if blocks else None
+    parts_BL = None if peaks_BL is None else torch.empty_like(peaks_BL)
+    _masses_kernel[(rows * tiles,)](
+        logits_BV,
+        temperature_B,
+        greedy_B,
+        largest_BC,
+        mass_BC,
+        peaks_BL,
+        parts_BL,
+        tokens,
+        tiles,
+        logits_BV.stride(0),
+        TILE=TILE,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+        **early_start(),
+    )
+    return Tiles(largest_BC, mass_BC, peaks_BL, parts_BL)
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+@jit
+def shift_of(largest, factor):
+    """The exponent of 2 that a tile's masses leave out, rounded once."""
+    return tl.where(largest == float("-inf"), 0.0, largest * factor)
+
+
+@jit
+def temperature_of(temperature_ptr, greedy_ptr, row):
+    temperature = 1.0
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row)
+    if greedy_ptr is not None:
+        temperature = tl.where(tl.load(greedy_ptr + row) != 0, 1.0, temperature)
+    return temperature
+
+
+@jit
+def row_of(largest_ptr, mass_ptr, row, tiles, factor, TILES: tl.constexpr):
+    """Of one row: the tiles' maxima, the row's, its shift, and the tiles' masses under that shift,
+    float64."""
+    offs_c = tl.arange(0, TILES)
+    max_c = tl.load(largest_ptr + row * tiles + offs_c, mask=offs_c < tiles, other=float("-inf"))
+    mass_c = tl.load(mass_ptr + row * tiles + offs_c, mask=offs_c < tiles, other=0.0).to(tl.float64)
+    largest = tl.max(max_c, 0)
+    shift = shift_of(largest, factor)
+    mass_c = tl.where(mass_c == 0, 0.0, mass_c * tl.exp2(shift_of(max_c, factor) - shift))
+    return max_c, largest, shift, mass_c
+
+
+@jit
+def is_distribution(largest, total):
+    return (
+        (total > 0) & (total < float("inf")) & (largest > float("-inf")) & (largest < float("inf"))
+    )
+
+
+@jit
+def _masses_kernel(
+    logits_ptr,
+    temperature_ptr,
+    greedy_ptr,
+    largest_ptr,
+    mass_ptr,
+    peaks_ptr,
+    parts_ptr,
+    tokens,
+    tiles,
+    stride,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One tile of one row."""
+    after_others(EARLY)
+    row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    factor = 1.4426950408889634 / temperature_of(temperature_ptr, greedy_ptr, row)
+    offs_n = tile * TILE + tl.arange(0, TILE)
+    x_n = tl.load(
+        logits_ptr + row.to(tl.int64) * stride + offs_n, mask=offs_n < tokens, other=float("-inf")
+    ).to(tl.float32)
+    largest = tl.max(x_n, 0)
+    p_n = tl.exp2(tl.fma(x_n, factor, -shift_of(largest, factor)))
+    tl.store(largest_ptr + row * tiles + tile, largest)
+    tl.store(mass_ptr + row * tiles + tile, tl.sum(p_n, 0))
+    if peaks_ptr is not None:
+        offs_l = (row * tiles + tile) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+        tl.store(peaks_ptr + offs_l, tl.max(tl.reshape(x_n, [TILE // BLOCK, BLOCK]), 1))
+        tl.store(parts_ptr + offs_l, tl.sum(tl.reshape(p_n, [TILE // BLOCK, BLOCK]), 1))
