@@ -34,13 +34,11 @@ struct Maps {                                                 // of what the cop
 // The parts of tiles that a block has: (tile, chunks from..until).
 struct Run {
     int chunks, tiles, blocks, shared, unit, end, whole, tile, from, until;
-    __device__ __forceinline__ Run(int tiles, int chunks, int block, int blocks)
-        : chunks(chunks), tiles(tiles), blocks(blocks), shared(tiles % blocks), unit(start_of(block)),
-          end(start_of(block + 1)), whole(tiles % blocks + block) {}
-    __device__ __forceinline__ int start_of(int block) const { return (int)((long long)shared * chunks * block / blocks); }
-    __device__ __forceinline__ int owner_of(int unit) const {
-        return (int)(((long long)(unit + 1) * blocks - 1) / (shared * chunks));
-    }
+    __device__ __forceinline__ Run(int chunks, int tiles, int shared)
+        : chunks(chunks), tiles(tiles), blocks(gridDim.x), shared(shared), unit(start_of(blockIdx.x)),
+          end(start_of(blockIdx.x + 1)), whole(shared + blockIdx.x) {}
+    __device__ __forceinline__ int start_of(int block) const { return shared * chunks * block / blocks; }
+    __device__ __forceinline__ int owner_of(int unit) const { return ((unit + 1) * blocks - 1) / (shared * chunks); }
     __device__ __forceinline__ bool next() {
         if (unit < end) {
             tile = unit / chunks, from = unit - tile * chunks, until = min(chunks, from + end - unit);
@@ -53,11 +51,12 @@ struct Run {
 };
 struct Cursor : Run {                                         // over the chunks of a run
     int chunk;
-    bool more;
-    __device__ __forceinline__ explicit Cursor(const Run& run) : Run(run) { more = next(), chunk = from; }
-    __device__ __forceinline__ bool fresh() const { return chunk == from || chunk % 4 == 0; }     // new scales
+    bool more, fresh;                                         // is there a chunk, and has it new scales?
+    __device__ __forceinline__ explicit Cursor(const Run& run) : Run(run) { enter(); }
+    __device__ __forceinline__ void enter() { more = next(), fresh = true, chunk = from; }
     __device__ __forceinline__ void step() {
-        if (++chunk == until) more = next(), chunk = from;
+        fresh = ++chunk % 4 == 0;
+        if (chunk == until) enter();
     }
 };
 
@@ -147,13 +146,13 @@ template <int FMT> struct Finish {
 };
 
 template <int FMT, class S> __global__ void __launch_bounds__(S::THREADS, 1)
-broad(const Problem p, const __grid_constant__ Maps maps) {
+broad(const Problem p, const __grid_constant__ Maps maps, const int tiles, const int shared) {
     extern __shared__ __align__(128) uint8_t smem[];
     constexpr bool INT = FMT == INT4 || FMT == INT4_ASYM;
     constexpr int NT = S::NT;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3, g = lane >> 2;
     const int tiles_m = (p.M + S::BM - 1) / S::BM;
-    const Run run((p.N + S::BN - 1) / S::BN * tiles_m, p.K / S::KC, blockIdx.x, gridDim.x);
+    const Run run(p.K / S::KC, tiles, shared);
     uint8_t* const scales = smem + S::STAGES * S::STAGE;
     uint8_t* const paper = scales + S::SLOTS * S::SCALES + warp * S::PAPER;
     const uint32_t full = smem_address(scales) + S::SLOTS * S::SCALES + S::WARPS * S::PAPER, empty = full + S::STAGES * 8;
@@ -171,9 +170,9 @@ broad(const Problem p, const __grid_constant__ Maps maps) {
     auto fetch_codes = [&](int stage) {
         const uint32_t to = smem_address(smem) + stage * S::STAGE + S::X_STAGE, barrier = full + stage * 8;
         const int n0 = ahead.tile / tiles_m * S::BN;
-        expect(barrier, S::STAGE + (ahead.fresh() ? S::SCALES : 0));
+        expect(barrier, S::STAGE + (ahead.fresh ? S::SCALES : 0));
         fetch(to, maps.codes, ahead.chunk * 64, n0, barrier);
-        if (ahead.fresh()) {
+        if (ahead.fresh) {
             next_slot = next_slot == S::SLOTS - 1 ? 0 : next_slot + 1;
             const uint32_t to = smem_address(scales) + next_slot * S::SCALES;
             fetch(to, maps.scales, ahead.chunk / 4 * S::S_ROW, n0, barrier);
@@ -195,7 +194,7 @@ broad(const Problem p, const __grid_constant__ Maps maps) {
     }
 
     float sum[NT * 4];
-    int stage = 0, parity = 0, slot = S::SLOTS - 1, before = 0, done = 0, head = -1, tail = -1;
+    int slot = S::SLOTS - 1, done = 0;                        // chunks
     Run parts = run;
     while (parts.next()) {
         for (int chunk = parts.from; chunk < parts.until; ++chunk) {
@@ -207,7 +206,8 @@ broad(const Problem p, const __grid_constant__ Maps maps) {
                 fetch_codes(free);
             }
             __syncwarp();
-            await(full + stage * 8, parity);
+            const int stage = done % S::STAGES, before = (done + S::STAGES - 1) % S::STAGES;
+            await(full + stage * 8, done / S::STAGES & 1);
             const uint8_t* const x = smem + stage * S::STAGE;
             const uint4* const mine = (const uint4*)(x + S::X_STAGE) + warp * 64 + lane;
             uint4 words[2] = {mine[0], mine[32]};
@@ -253,8 +253,7 @@ broad(const Problem p, const __grid_constant__ Maps maps) {
                     warpgroup_mma<NT>(sum, a[i & 1][h], b + (2 * i + h) * (S::BM * 32 >> 4), i + h > 0 || chunk > parts.from);
                 warpgroup_commit();
             }
-            before = stage, ++done;
-            if (++stage == S::STAGES) stage = 0, parity ^= 1;
+            ++done;
         }
         warpgroup_wait<0>();
         settle(sum);
@@ -272,15 +271,12 @@ broad(const Problem p, const __grid_constant__ Maps maps) {
             __threadfence();
             __syncthreads();
             if (threadIdx.x == 0) atomicAdd(p.arrived + 2 * parts.tile, 1);
-            (which ? tail : head) = parts.tile;
         }
     }
 
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int tile = i == 0 ? head : tail;
-        if (tile < 0) continue;
+    for (int tile = run.unit / run.chunks; tile * run.chunks < run.end; ++tile) {     // with blocks that it is shared with
         const int first = run.owner_of(tile * run.chunks), last = run.owner_of((tile + 1) * run.chunks - 1);
+        if (first == last) continue;
         const int shares = last - first + 1, n0 = tile / tiles_m * S::BN + warp * 16;
         if (threadIdx.x == 0) {
             const long long since = clock64();

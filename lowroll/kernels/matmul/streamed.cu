@@ -154,7 +154,7 @@ template <int NT, int STAGES> static int start_broad(const Problem& p, int proce
     if (const cudaError_t error = cudaLaunchKernelEx(&before.config, arrange, p.x, (uint4*)p.arranged, p.M, p.K, S::BM))
         return (int)error;
     const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, 0, true, stream);
-    return (int)cudaLaunchKernelEx(&launch.config, broad<FORMAT, S>, p, maps);
+    return (int)cudaLaunchKernelEx(&launch.config, broad<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % blocks));
 }
 
 // The fewest rows of x in tiles of 64, 96 or 128. tuning (for measurements): 2 is `wide`.
