@@ -15,8 +15,8 @@
 
 #include "warpgroup.cuh"
 
-template <int FMT, int NT_, int STAGES_> struct Broad {
-    static constexpr int NT = NT_, STAGES = STAGES_, WARPS = 16, THREADS = 32 * WARPS;
+template <int FMT, int NT_, int STAGES_, int RANKS_> struct Broad {
+    static constexpr int NT = NT_, STAGES = STAGES_, RANKS = RANKS_, WARPS = 16, THREADS = 32 * WARPS;
     static constexpr int BN = 16 * WARPS, BM = 8 * NT, KC = 128;
     // Scales come four chunks at a time: a sector of 32 bytes a row (nvfp4) or half of one.
     static constexpr int S_ROW = FMT == NVFP4 ? 32 : 16, Z_BYTES = FMT == INT4_ASYM ? BN / 8 * 16 : 0;
@@ -34,9 +34,9 @@ struct Maps {                                                 // of what the cop
 // The parts of tiles that a block has: (tile, chunks from..until).
 struct Run {
     int chunks, tiles, blocks, shared, unit, end, whole, tile, from, until;
-    __device__ __forceinline__ Run(int chunks, int tiles, int shared)
-        : chunks(chunks), tiles(tiles), blocks(gridDim.x), shared(shared), unit(start_of(blockIdx.x)),
-          end(start_of(blockIdx.x + 1)), whole(shared + blockIdx.x) {}
+    __device__ __forceinline__ Run(int chunks, int tiles, int shared, int block, int blocks)
+        : chunks(chunks), tiles(tiles), blocks(blocks), shared(shared), unit(start_of(block)), end(start_of(block + 1)),
+          whole(shared + block) {}
     __device__ __forceinline__ int start_of(int block) const { return shared * chunks * block / blocks; }
     __device__ __forceinline__ int owner_of(int unit) const { return ((unit + 1) * blocks - 1) / (shared * chunks); }
     __device__ __forceinline__ bool next() {
@@ -73,6 +73,26 @@ __device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap& map, int b
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(&map), "r"(byte), "r"(row), "r"(barrier)
         : "memory");
+}
+__device__ __forceinline__ void fetch_for_both(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "h"((uint16_t)3)
+        : "memory");
+}
+__device__ __forceinline__ uint32_t of_rank(uint32_t address, int rank) {       // the same place in another block's memory
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ void arrive_there_if(bool really, uint32_t barrier) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n}\n" ::"r"(
+                     barrier),
+                 "r"((int)really)
+                 : "memory");
+}
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void arrive_if(bool really, uint32_t barrier) {     // without a branch between products
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(barrier),
@@ -151,17 +171,19 @@ broad(const Problem p, const __grid_constant__ Maps maps, const int tiles, const
     constexpr bool INT = FMT == INT4 || FMT == INT4_ASYM;
     constexpr int NT = S::NT;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3, g = lane >> 2;
-    const int tiles_m = (p.M + S::BM - 1) / S::BM;
-    const Run run(p.K / S::KC, tiles, shared);
+    const int tiles_m = (p.M + S::BM - 1) / S::BM, rank = S::RANKS == 2 ? blockIdx.x & 1 : 0;
+    const Run run(p.K / S::KC, tiles, shared, blockIdx.x / S::RANKS, gridDim.x / S::RANKS);
+    auto row_of = [&](int tile) { return (tile / tiles_m * S::RANKS + rank) * S::BN; };
     uint8_t* const scales = smem + S::STAGES * S::STAGE;
     uint8_t* const paper = scales + S::SLOTS * S::SCALES + warp * S::PAPER;
     const uint32_t full = smem_address(scales) + S::SLOTS * S::SCALES + S::WARPS * S::PAPER, empty = full + S::STAGES * 8;
     if (threadIdx.x < S::STAGES) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + threadIdx.x * 8) : "memory");
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + threadIdx.x * 8), "r"(S::WARPS) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + threadIdx.x * 8), "r"(S::RANKS * S::WARPS) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
+    if constexpr (S::RANKS == 2) meet_cluster();
+    else __syncthreads();
     let_others_start();
 
     // what thread 0 orders: the chunks ahead
@@ -169,7 +191,7 @@ broad(const Problem p, const __grid_constant__ Maps maps, const int tiles, const
     int next_slot = S::SLOTS - 1;
     auto fetch_codes = [&](int stage) {
         const uint32_t to = smem_address(smem) + stage * S::STAGE + S::X_STAGE, barrier = full + stage * 8;
-        const int n0 = ahead.tile / tiles_m * S::BN;
+        const int n0 = row_of(ahead.tile);
         expect(barrier, S::STAGE + (ahead.fresh ? S::SCALES : 0));
         fetch(to, maps.codes, ahead.chunk * 64, n0, barrier);
         if (ahead.fresh) {
@@ -181,9 +203,11 @@ broad(const Problem p, const __grid_constant__ Maps maps, const int tiles, const
         ahead.step();
     };
     auto fetch_x = [&](int tile, int chunk, int stage) {
-        fetch(smem_address(smem) + stage * S::STAGE,
-              (const uint8_t*)p.arranged + (size_t)(chunk * tiles_m + tile % tiles_m) * S::X_STAGE, S::X_STAGE,
-              full + stage * 8);
+        constexpr int SHARE = S::X_STAGE / S::RANKS;
+        const uint32_t to = smem_address(smem) + stage * S::STAGE + rank * SHARE;
+        const uint8_t* const from = (const uint8_t*)p.arranged + (size_t)(chunk * tiles_m + tile % tiles_m) * S::X_STAGE + rank * SHARE;
+        if constexpr (S::RANKS == 2) fetch_for_both(to, from, SHARE, full + stage * 8);
+        else fetch(to, from, SHARE, full + stage * 8);
     };
     if (threadIdx.x == 0)
         for (int stage = 0; stage < S::STAGES && ahead.more; ++stage) fetch_codes(stage);
@@ -241,7 +265,10 @@ broad(const Problem p, const __grid_constant__ Maps maps, const int tiles, const
                         for (int q = 0; q < 4; ++q) pairs[j][q] = fma2(pairs[j][q], factor[j][0], mul2(pairs[j][q], factor[j][1]));
                 }
                 warpgroup_wait<1>();                          // the products that read this half of a
-                if (i == 1) arrive_if(lane == 0 && done > 0, empty + before * 8);
+                if (i == 1) {
+                    if constexpr (S::RANKS == 2) arrive_there_if(lane < 2 && done > 0, of_rank(empty + before * 8, lane & 1));
+                    else arrive_if(lane == 0 && done > 0, empty + before * 8);
+                }
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     a[i & 1][h][0] = pairs[0][2 * h], a[i & 1][h][1] = pairs[1][2 * h];
@@ -257,7 +284,7 @@ broad(const Problem p, const __grid_constant__ Maps maps, const int tiles, const
         }
         warpgroup_wait<0>();
         settle(sum);
-        const int n0 = parts.tile / tiles_m * S::BN + warp * 16, m0 = parts.tile % tiles_m * S::BM;
+        const int n0 = row_of(parts.tile) + warp * 16, m0 = parts.tile % tiles_m * S::BM;
         if (parts.until - parts.from == parts.chunks) {
             const Finish<FMT> finish(p, n0 + g);
 #pragma unroll
@@ -270,38 +297,39 @@ broad(const Problem p, const __grid_constant__ Maps maps, const int tiles, const
                 __stcg(to + i * 512, make_float4(sum[i * 4], sum[i * 4 + 1], sum[i * 4 + 2], sum[i * 4 + 3]));
             __threadfence();
             __syncthreads();
-            if (threadIdx.x == 0) atomicAdd(p.arrived + 2 * parts.tile, 1);
+            if (threadIdx.x == 0) atomicAdd(p.arrived + 2 * (parts.tile * S::RANKS + rank), 1);
         }
     }
 
     for (int tile = run.unit / run.chunks; tile * run.chunks < run.end; ++tile) {     // with blocks that it is shared with
         const int first = run.owner_of(tile * run.chunks), last = run.owner_of((tile + 1) * run.chunks - 1);
         if (first == last) continue;
-        const int shares = last - first + 1, n0 = tile / tiles_m * S::BN + warp * 16;
+        const int shares = last - first + 1, n0 = row_of(tile) + warp * 16;
+        int* const arrived = p.arrived + 2 * (tile * S::RANKS + rank);
         if (threadIdx.x == 0) {
             const long long since = clock64();
             int count;
             do {
-                asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(p.arrived + 2 * tile) : "memory");
+                asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(arrived) : "memory");
                 if (clock64() - since > 4000000000ll) __trap();
             } while (count < shares);
         }
         __syncthreads();
         __threadfence();
         const Finish<FMT> finish(p, n0 + g);
-        for (int i = blockIdx.x - first; i < NT; i += shares) {
+        for (int i = blockIdx.x / S::RANKS - first; i < NT; i += shares) {
             float total[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 4
             for (int block = first; block <= last; ++block) {
                 const int which = run.start_of(block) < tile * run.chunks;      // its last tile, not its first
                 const float4 v =
-                    __ldcg((const float4*)p.partial + (size_t)(block * 2 + which) * NT * 512 + i * 512 + threadIdx.x);
+                    __ldcg((const float4*)p.partial + (size_t)((block * S::RANKS + rank) * 2 + which) * NT * 512 + i * 512 + threadIdx.x);
                 total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
             }
             finish.write(p, total, n0, tile % tiles_m * S::BM + i * 8, paper, lane);
         }
         __syncthreads();
-        if (threadIdx.x == 0 && atomicAdd(p.arrived + 2 * tile + 1, 1) == shares - 1)
-            p.arrived[2 * tile] = p.arrived[2 * tile + 1] = 0;
+        if (threadIdx.x == 0 && atomicAdd(arrived + 1, 1) == shares - 1) arrived[0] = arrived[1] = 0;
     }
+    if constexpr (S::RANKS == 2) meet_cluster();              // a block's memory is there until the other has ended
 }

@@ -63,9 +63,12 @@ template <int BM> __device__ __forceinline__ uint64_t describe(uint32_t address)
 __device__ __forceinline__ void arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// Waits for the end of a phase; a phase that does not end stops the kernel.
 __device__ __forceinline__ void await(uint32_t barrier, int parity) {
-    asm volatile("{\n.reg .pred p;\nagain%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again%=;\n}\n" ::"r"(
-                     barrier),
-                 "r"(parity)
-                 : "memory");
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .u32 n;\nmov.u32 n, 0;\n"
+        "again%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done%=;\n"
+        "add.u32 n, n, 1;\nsetp.gt.u32 p, n, 2000000;\n@p trap;\nbra again%=;\ndone%=:\n}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 }

@@ -136,10 +136,14 @@ static bool map(CUtensorMap& map, const void* matrix, long long bytes, long long
                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+#ifndef RANKS
+#define RANKS 1
+#endif
 template <int NT, int STAGES> static int start_broad(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
-    using S = Broad<FORMAT, NT, STAGES>;
-    const long long tiles_m = (p.M + S::BM - 1) / S::BM, tiles = (p.N + S::BN - 1) / S::BN * tiles_m;
-    const long long units = tiles * (p.K / S::KC), blocks = units < processors ? units : processors;
+    using S = Broad<FORMAT, NT, STAGES, RANKS>;
+    const long long tiles_m = (p.M + S::BM - 1) / S::BM, tiles = (p.N + S::RANKS * S::BN - 1) / (S::RANKS * S::BN) * tiles_m;
+    const long long units = tiles * (p.K / S::KC), most = processors / S::RANKS, teams = units < most ? units : most;
+    const long long blocks = teams * S::RANKS;
     if (needed) {
         needed[0] = blocks * 2 * S::BN * S::BM, needed[1] = 2 * blocks, needed[2] = tiles_m * S::BM * p.K * 2;
         return 0;
@@ -153,8 +157,8 @@ template <int NT, int STAGES> static int start_broad(const Problem& p, int proce
     const Launch before((unsigned)((p.M + 7) / 8 * (p.K / 128) + 7) / 8, 256, 0, 0, p.early, stream);
     if (const cudaError_t error = cudaLaunchKernelEx(&before.config, arrange, p.x, (uint4*)p.arranged, p.M, p.K, S::BM))
         return (int)error;
-    const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, 0, true, stream);
-    return (int)cudaLaunchKernelEx(&launch.config, broad<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % blocks));
+    const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, RANKS == 2 ? 2 : 0, true, stream);
+    return (int)cudaLaunchKernelEx(&launch.config, broad<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % teams));
 }
 
 // The fewest rows of x in tiles of 64, 96 or 128. tuning (for measurements): 2 is `wide`.
