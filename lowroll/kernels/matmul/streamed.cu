@@ -136,11 +136,11 @@ static bool map(CUtensorMap& map, const void* matrix, long long bytes, long long
                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-#ifndef RANKS
-#define RANKS 1
+#ifndef BROAD_RANKS
+#define BROAD_RANKS 1
 #endif
 template <int NT, int STAGES> static int start_broad(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
-    using S = Broad<FORMAT, NT, STAGES, RANKS>;
+    using S = Broad<FORMAT, NT, STAGES, BROAD_RANKS>;
     const long long tiles_m = (p.M + S::BM - 1) / S::BM, tiles = (p.N + S::RANKS * S::BN - 1) / (S::RANKS * S::BN) * tiles_m;
     const long long units = tiles * (p.K / S::KC), most = processors / S::RANKS, teams = units < most ? units : most;
     const long long blocks = teams * S::RANKS;
@@ -157,7 +157,7 @@ template <int NT, int STAGES> static int start_broad(const Problem& p, int proce
     const Launch before((unsigned)((p.M + 7) / 8 * (p.K / 128) + 7) / 8, 256, 0, 0, p.early, stream);
     if (const cudaError_t error = cudaLaunchKernelEx(&before.config, arrange, p.x, (uint4*)p.arranged, p.M, p.K, S::BM))
         return (int)error;
-    const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, RANKS == 2 ? 2 : 0, true, stream);
+    const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, S::RANKS == 2 ? 2 : 0, true, stream);
     return (int)cudaLaunchKernelEx(&launch.config, broad<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % teams));
 }
 
