@@ -79,6 +79,16 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
     return NO_GRADIENT if torch.is_grad_enabled() and x_MK.requires_grad else YES
 
 
+def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> Support:
+    """Has a matrix of that shape the tiles of `broad.cuh`, for up to 128 rows of activations
+    each?"""
+    if kind == "bf16":
+        return no("takes 4-bit weights")
+    if shape[0] % 8 or shape[1] % (256 if kind == "nvfp4" else 512):
+        return no("takes out features in multiples of 8, in features of 512 (nvfp4: 256)")
+    return cuda_supports(device, (9, 0), only=True)
+
+
 def workspace_supports(num_rows: int, num_out: int) -> bool:
     """Is the workspace large enough for a product of these sizes?
 
