@@ -217,7 +217,7 @@ def test_compiled_for_hopper_nothing_spills_and_the_workspace_is_large_enough(
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert len(spills) >= 4 and all(pair == ("0", "0") for pair in spills), said
     assert "serialized" not in said, said  # products that wait for each other
-    library, needed = ctypes.CDLL(str(tmp_path / "out.so")), (ctypes.c_longlong * 3)()
+    library, needed = ctypes.CDLL(str(tmp_path / "out.so")), (ctypes.c_longlong * 2)()
     for processors, rows, num_out in itertools.product(
         (78, 132, 148),
         (1, 8, 16, 32, 33, 64, 65, 96, 128, 129, 256, 1000),
@@ -229,8 +229,6 @@ def test_compiled_for_hopper_nothing_spills_and_the_workspace_is_large_enough(
         )  # asks, launches nothing
         assert needed[0] <= processors * streamed.PARTIAL
         assert needed[1] <= streamed.TILES or not streamed.workspace_supports(rows, num_out)
-        whole = needed[2] // (2 * problem.K)  # rows of x in whole tiles
-        assert rows <= whole < rows + 96 and whole % 32 == 0 if rows > 32 and num_out % 8 == 0 else not whole
 
 
 def test_products_that_the_workspace_has_no_room_for_are_not_taken(

@@ -136,16 +136,12 @@ static bool map(CUtensorMap& map, const void* matrix, long long bytes, long long
                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-#ifndef BROAD_RANKS
-#define BROAD_RANKS 1
-#endif
-template <int NT, int STAGES> static int start_broad(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
-    using S = Broad<FORMAT, NT, STAGES, BROAD_RANKS>;
-    const long long tiles_m = (p.M + S::BM - 1) / S::BM, tiles = (p.N + S::RANKS * S::BN - 1) / (S::RANKS * S::BN) * tiles_m;
-    const long long units = tiles * (p.K / S::KC), most = processors / S::RANKS, teams = units < most ? units : most;
-    const long long blocks = teams * S::RANKS;
+template <int NT, int STAGES, int WARPS> static int start_broad(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
+    using S = Broad<FORMAT, NT, STAGES, WARPS>;
+    const long long tiles = (long long)((p.N + S::BN - 1) / S::BN) * ((p.M + S::BM - 1) / S::BM);
+    const long long units = tiles * (p.K / S::KC), blocks = units < processors ? units : processors;
     if (needed) {
-        needed[0] = blocks * 2 * S::BN * S::BM, needed[1] = 2 * blocks, needed[2] = tiles_m * S::BM * p.K * 2;
+        needed[0] = blocks * 2 * S::BN * S::BM, needed[1] = 2 * blocks;
         return 0;
     }
     Maps maps = {};
@@ -154,24 +150,20 @@ template <int NT, int STAGES> static int start_broad(const Problem& p, int proce
         (FORMAT == INT4_ASYM && !map(maps.zeros, p.zero, p.K / 32, (p.N + 7) / 8, 16, S::BN / 8)))
         return (int)cudaErrorInvalidValue;
     if (const cudaError_t error = give_memory<broad<FORMAT, S>>(S::SMEM)) return (int)error;
-    const Launch before((unsigned)((p.M + 7) / 8 * (p.K / 128) + 7) / 8, 256, 0, 0, p.early, stream);
-    if (const cudaError_t error = cudaLaunchKernelEx(&before.config, arrange, p.x, (uint4*)p.arranged, p.M, p.K, S::BM))
-        return (int)error;
-    const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, S::RANKS == 2 ? 2 : 0, true, stream);
-    return (int)cudaLaunchKernelEx(&launch.config, broad<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % teams));
+    const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, 1, p.early, stream);
+    return (int)cudaLaunchKernelEx(&launch.config, broad<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % blocks));
 }
 
 // The fewest rows of x in tiles of 64, 96 or 128. tuning (for measurements): 2 is `wide`.
 static int broad_product(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
     const int tiles = (p.M + 127) / 128, rows = (p.M + tiles - 1) / tiles;
-    if (rows <= 64) return start_broad<8, 5>(p, processors, needed, stream);
-    if (rows <= 96) return start_broad<12, 4>(p, processors, needed, stream);
-    return start_broad<16, 4>(p, processors, needed, stream);
+    if (rows <= 64) return start_broad<8, 5, 16>(p, processors, needed, stream);
+    if (rows <= 96) return start_broad<12, 4, 16>(p, processors, needed, stream);
+    return start_broad<16, 4, 12>(p, processors, needed, stream);
 }
 #endif
 
-// Launches the product, or tells what it needs: floats of `partial`, ints of `arrived`, bytes of `arranged`. Returns a
-// cudaError_t.
+// Launches the product, or tells what it needs: floats of `partial`, ints of `arrived`. Returns a cudaError_t.
 extern "C" int streamed_linear(const Problem* p, int processors, long long* needed, void* stream) {
     cudaStream_t s = (cudaStream_t)stream;
     if (!needed && p->M <= 32 && p->tuning != 2 && p->tuning != 3) {

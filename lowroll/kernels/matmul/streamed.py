@@ -41,10 +41,7 @@ class Problem(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_void_p)
-        for name in (
-            *("weight", "scale", "zero", "global_", "bias", "x", "y"),
-            *("partial", "arrived", "arranged"),
-        )
+        for name in ("weight", "scale", "zero", "global_", "bias", "x", "y", "partial", "arrived")
     ] + [
         (name, ctypes.c_int)
         for name in ("M", "N", "K", "global_per_row", "bias_fp32", "y_fp32", "early", "tuning")
@@ -141,7 +138,6 @@ def linear(
         y_MN.data_ptr(),
         partial.data_ptr(),
         arrived.data_ptr(),
-        None,
         x_MK.shape[0],
         num_out,
         x_MK.shape[1],
@@ -150,15 +146,12 @@ def linear(
         out_dtype == torch.float32,
         early(),
     )
-    needed = (ctypes.c_longlong * 3)()
+    needed = (ctypes.c_longlong * 2)()
     library.streamed_linear(ctypes.byref(problem), processors, needed, None)
     if needed[0] > len(partial) or needed[1] > TILES:
         raise RuntimeError(
             f"{kind}: a product of {x_MK.shape[0]} x {num_out} needs a larger workspace"
         )
-    if needed[2]:
-        arranged = torch.empty(needed[2], dtype=torch.uint8, device=device)
-        problem.arranged = arranged.data_ptr()
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         if error := library.streamed_linear(
