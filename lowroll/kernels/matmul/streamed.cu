@@ -154,9 +154,9 @@ template <int NT, int STAGES, int WARPS> static int start_broad(const Problem& p
     return (int)cudaLaunchKernelEx(&launch.config, broad<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % blocks));
 }
 
-// The fewest rows of x in tiles of 64, 96 or 128. tuning (for measurements): 2 is `wide`.
+// Tiles of 64, 96 or 128 rows of x, as few as there can be. tuning (for measurements): the rows of a tile; 2 is `wide`.
 static int broad_product(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
-    const int tiles = (p.M + 127) / 128, rows = (p.M + tiles - 1) / tiles;
+    const int tiles = (p.M + 127) / 128, rows = p.tuning ? p.tuning : (p.M + tiles - 1) / tiles;
     if (rows <= 64) return start_broad<8, 5, 16>(p, processors, needed, stream);
     if (rows <= 96) return start_broad<12, 4, 16>(p, processors, needed, stream);
     return start_broad<16, 4, 12>(p, processors, needed, stream);
