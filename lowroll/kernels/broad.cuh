@@ -15,11 +15,18 @@
 
 #include "warpgroup.cuh"
 
+#ifndef BROAD_BY_HAND
+#define BROAD_BY_HAND 0
+#endif
+#ifndef BROAD_PACE
+#define BROAD_PACE 2
+#endif
+
 template <int FMT, int NT_, int STAGES_, int WARPS_> struct Broad {
     static constexpr int NT = NT_, STAGES = STAGES_, WARPS = WARPS_, BRINGERS = 4, THREADS = 32 * (WARPS + BRINGERS);
     static constexpr int REGISTERS = WARPS == 16 ? 104 : 144, FEWER = WARPS == 16 ? 64 : 80;     // of a thread, by its role
     static constexpr int BN = 16 * WARPS, BM = 8 * NT, KC = 128;
-    static constexpr int PACE = 2;                            // products of 16 along k that are decoded at a time
+    static constexpr int PACE = BROAD_PACE;                   // products of 16 along k that are decoded at a time
     // Scales come four chunks at a time: a sector of 32 bytes a row (nvfp4) or half of one.
     static constexpr int S_ROW = FMT == NVFP4 ? 32 : 16, Z_BYTES = FMT == INT4_ASYM ? BN / 8 * 16 : 0;
     static constexpr int NEEDS = FMT == NVFP4 ? 256 : 512;    // that divides K: the copy engine wants rows of 16 bytes
@@ -27,6 +34,7 @@ template <int FMT, int NT_, int STAGES_, int WARPS_> struct Broad {
     static constexpr int X_STAGE = BM * KC * 2, W_STAGE = BN * KC / 2, STAGE = X_STAGE + W_STAGE;
     static constexpr int SCALES = BN * S_ROW + Z_BYTES, PAPER = 256;        // bytes of a warp to turn sums on
     static constexpr int SMEM = STAGES * (STAGE + 16) + SLOTS * SCALES + WARPS * PAPER;
+    static constexpr bool BY_HAND = BROAD_BY_HAND;            // codes by the bringers' own copies
     static constexpr int PIECES = BM / 32, AT_ONCE = WARPS == 16 ? 2 : 3;       // a thread's of a chunk of x, and those on their way
 };
 
@@ -139,19 +147,29 @@ __device__ __forceinline__ void bring(const Problem& p, const Maps& maps, const 
     int slot = S::SLOTS - 1;
     auto fetch_codes = [&](int stage) {
         const uint32_t to = smem_address(smem) + stage * S::STAGE + S::X_STAGE, barrier = full + stage * 8;
-        expect(barrier, S::W_STAGE + (codes.fresh ? S::SCALES : 0));
-        fetch(to, maps.codes, codes.chunk * 64, codes.n * S::BN, barrier);
-        if (codes.fresh) {
-            slot = slot == S::SLOTS - 1 ? 0 : slot + 1;
-            const uint32_t to = smem_address(scales) + slot * S::SCALES;
-            fetch(to, maps.scales, codes.chunk / 4 * S::S_ROW, codes.n * S::BN, barrier);
-            if constexpr (FMT == INT4_ASYM)
-                fetch(to + S::BN * S::S_ROW, maps.zeros, codes.chunk / 4 * 16, codes.n * (S::BN / 8), barrier);
+        if (codes.fresh) slot = slot == S::SLOTS - 1 ? 0 : slot + 1;
+        if (thread == 0) {
+            expect(barrier, (S::BY_HAND ? 0 : S::W_STAGE) + (codes.fresh ? S::SCALES : 0));
+            if constexpr (!S::BY_HAND) fetch(to, maps.codes, codes.chunk * 64, codes.n * S::BN, barrier);
+            if (codes.fresh) {
+                const uint32_t to = smem_address(scales) + slot * S::SCALES;
+                fetch(to, maps.scales, codes.chunk / 4 * S::S_ROW, codes.n * S::BN, barrier);
+                if constexpr (FMT == INT4_ASYM)
+                    fetch(to + S::BN * S::S_ROW, maps.zeros, codes.chunk / 4 * 16, codes.n * (S::BN / 8), barrier);
+            }
+        }
+        if constexpr (S::BY_HAND) {
+            const int first = codes.n * S::BN + (thread >> 2);
+            const uint8_t* from = p.weight + (size_t)first * (p.K / 2) + codes.chunk * 64 + (thread & 3) * 16;
+#pragma unroll
+            for (int j = 0; j < S::BN / 32; ++j)
+                copy16(to + (j * 128 + thread) * 16, from + (size_t)j * 16 * p.K, first + j * 32 < p.N ? 16 : 0);
+            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
         }
         codes.step(tiles_m);
     };
-    if (thread == 0)
-        for (int stage = 0; stage < S::STAGES && codes.more; ++stage) fetch_codes(stage);
+    for (int stage = 0; stage < S::STAGES && codes.more; ++stage)
+        if (S::BY_HAND || thread == 0) fetch_codes(stage);
     after_others();
     for (int stage = 0, round = 0; x.more; x.step(tiles_m)) {
         const int m0 = x.m * S::BM + row;
@@ -167,7 +185,7 @@ __device__ __forceinline__ void bring(const Problem& p, const Maps& maps, const 
                     for (int t = 0; t < 4; ++t) v[j][t] = __ldcg((const uint4*)(from + (size_t)(first + j) * 32 * p.K + t * 32));
             if (first == 0 && round > 0) {
                 await(empty + stage * 8, round - 1 & 1);
-                if (thread == 0) fetch_codes(stage);
+                if (S::BY_HAND || thread == 0) fetch_codes(stage);
             }
 #pragma unroll
             for (int j = 0; j < S::AT_ONCE; ++j)
@@ -312,7 +330,8 @@ broad(const Problem p, const __grid_constant__ Maps maps, const int tiles, const
     uint8_t* const scales = smem + S::STAGES * S::STAGE;
     const uint32_t full = smem_address(scales) + S::SLOTS * S::SCALES + S::WARPS * S::PAPER, empty = full + S::STAGES * 8;
     if (threadIdx.x < S::STAGES) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(full + threadIdx.x * 8), "r"(1 + S::BRINGERS) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(full + threadIdx.x * 8),
+                     "r"(1 + S::BRINGERS + (S::BY_HAND ? 32 * S::BRINGERS : 0)) : "memory");
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + threadIdx.x * 8), "r"(S::WARPS) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
