@@ -281,7 +281,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const Run& run, uint8
             for (int i = 0; i < NT; ++i) finish.write(p, sum + i * 4, n0, m0 + i * 8, paper, lane);
         } else {                                              // others have chunks of this tile too
             const int which = run.unit < parts.tile * run.chunks;     // its last tile, not its first
-            float4* const to = (float4*)p.partial + (size_t)(blockIdx.x * 2 + which) * NT * ALL + threadIdx.x;
+            float4* const to = (float4*)p.partial + (int)((blockIdx.x * 2 + which) * NT * ALL + threadIdx.x);
 #pragma unroll
             for (int i = 0; i < NT; ++i)
                 __stcg(to + i * ALL, make_float4(sum[i * 4], sum[i * 4 + 1], sum[i * 4 + 2], sum[i * 4 + 3]));
@@ -309,11 +309,11 @@ __device__ __forceinline__ void multiply(const Problem& p, const Run& run, uint8
         const Finish<FMT> finish(p, n0 + g);
         for (int i = blockIdx.x - first; i < NT; i += shares) {
             float total[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
+#pragma unroll 4
             for (int block = first; block <= last; ++block) {
                 const int which = run.start_of(block) < tile * run.chunks;      // its last tile, not its first
                 const float4 v =
-                    __ldcg((const float4*)p.partial + (size_t)(block * 2 + which) * NT * ALL + i * ALL + threadIdx.x);
+                    __ldcg((const float4*)p.partial + (int)(((block * 2 + which) * NT + i) * ALL + threadIdx.x));
                 total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
             }
             finish.write(p, total, n0, tile % tiles_m * S::BM + i * 8, paper, lane);

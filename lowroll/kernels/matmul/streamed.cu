@@ -158,7 +158,7 @@ template <int NT, int STAGES, int WARPS> static int start_broad(const Problem& p
 static int broad_product(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
     const int tiles = (p.M + 127) / 128, rows = p.tuning ? p.tuning : (p.M + tiles - 1) / tiles;
     if (rows <= 64) return start_broad<8, 5, 16>(p, processors, needed, stream);
-    if (rows <= 96) return start_broad<12, 4, 16>(p, processors, needed, stream);
+    if (rows <= 96) return start_broad<12, 5, 12>(p, processors, needed, stream);
     return start_broad<16, 4, 12>(p, processors, needed, stream);
 }
 #endif
