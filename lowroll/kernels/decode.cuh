@@ -28,6 +28,7 @@ struct Problem {
     void* y;                          // [M, N]
     float* partial;                   // two tiles a block
     int* arrived;                     // one a tile, zero between launches
+    void* arranged;                   // x as `broad.cuh` reads it, rows of whole tiles; made by the product
     int M, N, K, global_per_row, bias_fp32, y_fp32, early, tuning;
 };
 

@@ -1,13 +1,14 @@
 // y_MN = x_MK W_NK^T for few rows M: the weights are streamed once, at the speed of the memory.
 //
-// Up to 32 rows by `narrow` where a part of x fits into shared memory. Beyond, on Hopper, by `group` up to 32 and by
-// `broad`; `wide` takes what is left. One library a weight format.
+// Up to 32 rows by `narrow` where a part of x fits into shared memory. On Hopper by `group` up to 32, by `relay` up to
+// 64 and by `broad` beyond; `wide` takes what is left. One library a weight format.
 // Every choice depends on shapes and the device alone: a product has the same bits in every run.
 #if HOPPER
 #include <dlfcn.h>
 
 #include "../broad.cuh"
 #include "../group.cuh"
+#include "../relay.cuh"
 #endif
 #include "../launch.cuh"
 #include "../narrow.cuh"
@@ -136,8 +137,14 @@ static bool map(CUtensorMap& map, const void* matrix, long long bytes, long long
                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-template <int NT, int STAGES, int WARPS> static int start_broad(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
-    using S = Broad<FORMAT, NT, STAGES, WARPS>;
+template <class S> static bool map_all(Maps& maps, const Problem& p) {
+    const long long scales = (long long)p.K / 512 * S::S_ROW + (p.K % 512 ? S::S_ROW / 2 : 0);
+    return map(maps.codes, p.weight, p.K / 2, p.N, S::KC / 2, S::BN) && map(maps.scales, p.scale, scales, p.N, S::S_ROW, S::BN) &&
+           (FORMAT != INT4_ASYM || map(maps.zeros, p.zero, p.K / 32, (p.N + 7) / 8, 16, S::BN / 8));
+}
+
+static int start_relay(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
+    using S = Relay<FORMAT, 5>;
     const long long tiles = (long long)((p.N + S::BN - 1) / S::BN) * ((p.M + S::BM - 1) / S::BM);
     const long long units = tiles * (p.K / S::KC), blocks = units < processors ? units : processors;
     if (needed) {
@@ -145,25 +152,40 @@ template <int NT, int STAGES, int WARPS> static int start_broad(const Problem& p
         return 0;
     }
     Maps maps = {};
-    const long long scales = (long long)p.K / 512 * S::S_ROW + (p.K % 512 ? S::S_ROW / 2 : 0);
-    if (!map(maps.codes, p.weight, p.K / 2, p.N, S::KC / 2, S::BN) || !map(maps.scales, p.scale, scales, p.N, S::S_ROW, S::BN) ||
-        (FORMAT == INT4_ASYM && !map(maps.zeros, p.zero, p.K / 32, (p.N + 7) / 8, 16, S::BN / 8)))
-        return (int)cudaErrorInvalidValue;
-    if (const cudaError_t error = give_memory<broad<FORMAT, S>>(S::SMEM)) return (int)error;
+    if (!map_all<S>(maps, p)) return (int)cudaErrorInvalidValue;
+    if (const cudaError_t error = give_memory<relay<FORMAT, S>>(S::SMEM)) return (int)error;
     const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, 1, p.early, stream);
+    return (int)cudaLaunchKernelEx(&launch.config, relay<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % blocks));
+}
+
+template <int NT, int STAGES> static int start_broad(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
+    using S = Broad<FORMAT, NT, STAGES>;
+    const long long tiles_m = (p.M + S::BM - 1) / S::BM, tiles = (p.N + S::BN - 1) / S::BN * tiles_m;
+    const long long units = tiles * (p.K / S::KC), blocks = units < processors ? units : processors;
+    if (needed) {
+        needed[0] = blocks * 2 * S::BN * S::BM, needed[1] = 2 * blocks, needed[2] = tiles_m * S::BM * p.K * 2;
+        return 0;
+    }
+    Maps maps = {};
+    if (!map_all<S>(maps, p)) return (int)cudaErrorInvalidValue;
+    if (const cudaError_t error = give_memory<broad<FORMAT, S>>(S::SMEM)) return (int)error;
+    const Launch before((unsigned)((p.M + 7) / 8 * (p.K / 128) + 7) / 8, 256, 0, 0, p.early, stream);
+    if (const cudaError_t error = cudaLaunchKernelEx(&before.config, arrange, p.x, (uint4*)p.arranged, p.M, p.K, S::BM))
+        return (int)error;
+    const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, 0, true, stream);
     return (int)cudaLaunchKernelEx(&launch.config, broad<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % blocks));
 }
 
-// Tiles of 64, 96 or 128 rows of x, as few as there can be. tuning (for measurements): the rows of a tile; 2 is `wide`.
+// Tiles of 96 or 128 rows of x, as few as there can be.
 static int broad_product(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
-    const int tiles = (p.M + 127) / 128, rows = p.tuning ? p.tuning : (p.M + tiles - 1) / tiles;
-    if (rows <= 64) return start_broad<8, 5, 16>(p, processors, needed, stream);
-    if (rows <= 96) return start_broad<12, 5, 12>(p, processors, needed, stream);
-    return start_broad<16, 4, 12>(p, processors, needed, stream);
+    const int tiles = (p.M + 127) / 128, rows = (p.M + tiles - 1) / tiles;
+    if (rows <= 96) return start_broad<12, 4>(p, processors, needed, stream);
+    return start_broad<16, 4>(p, processors, needed, stream);
 }
 #endif
 
-// Launches the product, or tells what it needs: floats of `partial`, ints of `arrived`. Returns a cudaError_t.
+// Launches the product, or tells what it needs: floats of `partial`, ints of `arrived`, bytes of `arranged`. Returns a
+// cudaError_t.
 extern "C" int streamed_linear(const Problem* p, int processors, long long* needed, void* stream) {
     cudaStream_t s = (cudaStream_t)stream;
     if (!needed && p->M <= 32 && p->tuning != 2 && p->tuning != 3) {
@@ -175,6 +197,7 @@ extern "C" int streamed_linear(const Problem* p, int processors, long long* need
 #if HOPPER && FORMAT != 4
     if (p->M > 8 && p->tuning != 2 && p->K % Group<FORMAT, 4, 1, 4>::NEEDS == 0) {
         if (p->M <= 32) return start_group(*p, processors, needed, s);
+        if (p->N % 8 == 0 && p->M <= 64) return start_relay(*p, processors, needed, s);
         if (p->N % 8 == 0) return broad_product(*p, processors, needed, s);
     }
 #endif

@@ -1,8 +1,8 @@
 """y = x W^T for few rows of x: `streamed.cu` for torch, over the storages of a QTensor as they are.
 
 One library a weight format, with kernels for up to 8, 16, 32, 64, 96 and 128 rows; more rows take
-several passes. The choice depends on shapes alone, so a product is the same in every run and for every
-neighbour in the bucket.
+several passes. The choice depends on shapes alone, so a product is the same in every run and for
+every neighbour in the bucket.
 
 Within `launch.overlapping` the weights arrive while the kernel before ends; x is read after its
 end.
@@ -41,7 +41,10 @@ class Problem(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_void_p)
-        for name in ("weight", "scale", "zero", "global_", "bias", "x", "y", "partial", "arrived")
+        for name in (
+            *("weight", "scale", "zero", "global_", "bias", "x", "y"),
+            *("partial", "arrived", "arranged"),
+        )
     ] + [
         (name, ctypes.c_int)
         for name in ("M", "N", "K", "global_per_row", "bias_fp32", "y_fp32", "early", "tuning")
@@ -138,6 +141,7 @@ def linear(
         y_MN.data_ptr(),
         partial.data_ptr(),
         arrived.data_ptr(),
+        None,
         x_MK.shape[0],
         num_out,
         x_MK.shape[1],
@@ -146,12 +150,15 @@ def linear(
         out_dtype == torch.float32,
         early(),
     )
-    needed = (ctypes.c_longlong * 2)()
+    needed = (ctypes.c_longlong * 3)()
     library.streamed_linear(ctypes.byref(problem), processors, needed, None)
     if needed[0] > len(partial) or needed[1] > TILES:
         raise RuntimeError(
             f"{kind}: a product of {x_MK.shape[0]} x {num_out} needs a larger workspace"
         )
+    if needed[2]:
+        arranged = torch.empty(needed[2], dtype=torch.uint8, device=device)
+        problem.arranged = arranged.data_ptr()
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         if error := library.streamed_linear(
