@@ -28,6 +28,7 @@ struct Problem {
     void* y;                          // [M, N]
     float* partial;                   // two tiles a block
     int* arrived;                     // one a tile, zero between launches
+    void* arranged;                   // x as `broad.cuh` reads it, rows of whole tiles; made by the product
     int M, N, K, global_per_row, bias_fp32, y_fp32, early, tuning;
 };
 
@@ -68,18 +69,18 @@ __device__ __forceinline__ uint32_t twice(float f) {
     return d;
 }
 
-// The pairs (0, 4) (1, 5) (2, 6) (3, 7) of a word's codes. factor: their scale, or int4's zero point.
-template <bool INT> __device__ __forceinline__ void decode(uint32_t word, uint32_t factor, uint32_t (&pairs)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2, word >>= 8) {
-        if constexpr (INT) {
-            pairs[i] = sub2((word & 0x000F000Fu) | 0x43004300u, factor);
-            pairs[i + 1] = sub2((word >> 4 & 0x000F000Fu) | 0x43004300u, factor);
-        } else {
-            pairs[i] = mul2((word & 0x000F000Fu) * 0x1040u & 0x81C081C0u, factor);
-            pairs[i + 1] = mul2((word & 0x00F000F0u) * 0x0104u & 0x81C081C0u, factor);
-        }
+// The pairs (0, 4) (1, 5) of a word's codes. factor: their scale, or int4's zero point.
+template <bool INT> __device__ __forceinline__ void decode_two(uint32_t word, uint32_t factor, uint32_t* pairs) {
+    if constexpr (INT) {
+        pairs[0] = sub2((word & 0x000F000Fu) | 0x43004300u, factor);
+        pairs[1] = sub2((word >> 4 & 0x000F000Fu) | 0x43004300u, factor);
+    } else {
+        pairs[0] = mul2((word & 0x000F000Fu) * 0x1040u & 0x81C081C0u, factor);
+        pairs[1] = mul2((word & 0x00F000F0u) * 0x0104u & 0x81C081C0u, factor);
     }
+}
+template <bool INT> __device__ __forceinline__ void decode(uint32_t word, uint32_t factor, uint32_t (&pairs)[4]) {
+    decode_two<INT>(word, factor, pairs), decode_two<INT>(word >> 8, factor, pairs + 2);      // and (2, 6) (3, 7)
 }
 __device__ __forceinline__ void e4m3_factors(uint16_t codes, uint32_t (&factors)[2]) {     // of two blocks
     uint32_t halves;

@@ -120,7 +120,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "4-bit product (nvfp4, mxfp4, int4)": (
         _cuda(
             "matmul/streamed.cu",
-            f"up to {w4a16.STREAM_ROWS} rows in bfloat16",
+            f"up to {w4a16.STREAM_ROWS} rows in bfloat16, {w4a16.BROAD_ROWS} on Hopper",
             streamed.CAPABILITY,
         ),
         _triton("matmul/w4a16", "matrices of whole blocks: dequantized, then torch's product"),

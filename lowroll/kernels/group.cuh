@@ -10,7 +10,7 @@
 // order of k: no float atomics, the same bits in every run. They wait for each other, so all blocks of the grid must be
 // on the device at once: one a multiprocessor, and no two such products at a time.
 #pragma once
-#include "decode.cuh"
+#include "warpgroup.cuh"
 
 template <int FMT, int NT_, int R_, int STAGES_> struct Group {
     static constexpr int NT = NT_, R = R_, STAGES = STAGES_, WARPS = 16 / R, THREADS = 32 * WARPS;
@@ -24,49 +24,6 @@ template <int FMT, int NT_, int R_, int STAGES_> struct Group {
     static constexpr int STAGE = WARPS * W_STAGE + X_CHUNK;
     static constexpr int SMEM = 64 + X_STAGES * X_CHUNK + STAGES * (STAGE + WARPS * SCALES);
 };
-
-template <int NT>
-__device__ __forceinline__ void warpgroup_mma(float (&d)[NT * 4], const uint32_t (&a)[4], uint64_t b, int accumulate);
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-template <>
-__device__ __forceinline__ void warpgroup_mma<4>(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}\n"
-        : D4(0), D4(4), D4(8), D4(12)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-template <>
-__device__ __forceinline__ void warpgroup_mma<8>(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
-        "%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}\n"
-        : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-#undef D4
-__device__ __forceinline__ void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void warpgroup_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
-// Two core matrices (8 rows of 16 bytes) along k, BM / 8 along the rows, none swizzled.
-template <int BM> __device__ __forceinline__ uint64_t describe(uint32_t address) {
-    return (uint64_t)(address >> 4 & 0x3FFF) | (uint64_t)(BM * 16 >> 4) << 16 | (uint64_t)(128 >> 4) << 32;
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void await(uint32_t barrier, int parity) {
-    asm volatile("{\n.reg .pred p;\nagain%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again%=;\n}\n" ::"r"(
-                     barrier),
-                 "r"(parity)
-                 : "memory");
-}
 
 template <int NT_> struct Rows {                           // 16 of the weights, 8 NT of x
     static constexpr int R = 1, NT = NT_;

@@ -224,8 +224,8 @@ def test_streamed_codes_are_multiplied_as_what_they_stand_for(
         route.sort_slots(experts_TS, count),
         normal(38, features, seed=2).bfloat16().cuda(),
     )
-    if not routed.supports_device(format, x_TD.device):
-        pytest.skip("needs compute capability 9.0 and nvcc")
+    if not (found := routed.supports_device(format, x_TD.device)):
+        pytest.skip(found.why_not)
     x_PK, e_P = x_TD[groups.slot_P // choices], experts_TS.flatten()[groups.slot_P].long()
     want_PN = torch.bmm(w_ENK[e_P], x_PK.float()[..., None]).squeeze(-1)
     gate_PF, up_PF = want_PN.chunk(2, dim=-1)

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels.launch import overlapping
 from lowroll.kernels.matmul import streamed, w4a16
 from lowroll.quant.formats import QTensor, quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 KINDS = ("nvfp4", "mxfp4", "int4", "int4_asym")
-SHAPES = ((200, 384), (392, 128), (384, 512), (4608, 3584), (1536, 8960))
-ROWS = (1, 3, 8, 9, 16, 31, 32, 57, 64, 100)
+SHAPES = ((200, 384), (392, 128), (384, 512), (264, 1024), (4608, 3584), (1536, 8960))
+ROWS = (1, 3, 8, 9, 16, 31, 32, 57, 64, 65, 96, 100, 128, 130, 193, 256)
 
 
 def matrix(kind: str, shape: tuple[int, int]) -> QTensor:
@@ -40,15 +41,16 @@ def error(y: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_exact_up_to_float32_sums(kind: str, shape: tuple[int, int]) -> None:
-    if not streamed.supports_device("nvfp4", torch.device("cuda", 0)):
-        pytest.skip("needs capability 9.0 and nvcc")
+    if not (found := streamed.supports_device(kind, torch.device("cuda", 0))):
+        pytest.skip(found.why_not)
     q = matrix(kind, shape)
     w_NK, bias_N = q.dequantize().double(), torch.randn(shape[0], device="cuda")
     for m in ROWS:
         x_MK = rows(m, shape[1])
         truth_MN = x_MK.double() @ w_NK.t()
         y_MN = streamed.linear(kind, q.tensors, x_MK, shape[0], None, torch.float32)
-        assert error(y_MN, truth_MN) < 1e-5, m
+        # from 33 rows on int4's weights are rounded to bf16, as a learner's are
+        assert error(y_MN, truth_MN) < (0.02 if kind.startswith("int4") and m > 32 else 1e-5), m
         for bias in (bias_N, bias_N.bfloat16()):
             y_MN = q.linear(x_MK, bias)
             assert y_MN.dtype == torch.bfloat16 and error(y_MN, truth_MN + bias.double()) < 0.04, m
@@ -70,8 +72,39 @@ def test_many_rows_go_by_the_dequantized_matrix(kind: str) -> None:
     assert torch.equal(q.linear(x_MK), F.linear(x_MK, q.dequantize(torch.bfloat16)))
 
 
-def test_in_a_graph_products_see_new_codes() -> None:
-    q, other, x_MK = matrix("nvfp4", (4608, 3584)), matrix("nvfp4", (4608, 3584)), rows(5, 3584)
+@pytest.mark.parametrize("kind", ["int4", "int4_asym"])
+def test_weights_that_are_rounded_are_the_dequantized_matrix(kind: str) -> None:
+    q = matrix(kind, (264, 1024))
+    truth_MN = rows(100, 1024).double() @ q.dequantize(torch.bfloat16).double().t()
+    y_MN = streamed.linear(kind, q.tensors, rows(100, 1024), 264, None, torch.float32)
+    assert error(y_MN, truth_MN) < 8e-3  # one weight in a thousand is rounded the other way
+
+
+@pytest.mark.parametrize("m", [64, 128, 256])
+def test_early_products_that_wait_for_each_other_have_the_same_bits(m: int) -> None:
+    """A chain in a graph: what a product reads, the one before has just written."""
+    chain = [matrix("nvfp4", (512, 512)) for _ in range(6)]
+
+    def through(x_MK: Tensor) -> Tensor:
+        for q in chain:
+            x_MK = q.linear(x_MK)
+        return x_MK
+
+    x_MK = rows(m, 512)
+    want_MN = through(x_MK)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with overlapping(x_MK.device), torch.cuda.graph(graph):
+        y_MN = through(x_MK)
+    for _ in range(10):
+        y_MN.zero_()
+        graph.replay()
+        assert torch.equal(y_MN, want_MN)
+
+
+@pytest.mark.parametrize("m", [5, 64, 256])
+def test_in_a_graph_products_see_new_codes(m: int) -> None:
+    q, other, x_MK = matrix("nvfp4", (4608, 3584)), matrix("nvfp4", (4608, 3584)), rows(m, 3584)
     other.tensors["weight_packed"].bitwise_xor_(0x88)  # all signs
     before_MN = q.linear(x_MK)
     torch.cuda.synchronize()

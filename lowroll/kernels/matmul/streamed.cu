@@ -1,10 +1,14 @@
 // y_MN = x_MK W_NK^T for few rows M: the weights are streamed once, at the speed of the memory.
 //
-// Up to 32 rows by `narrow` where a part of x fits into shared memory, else by `group` on Hopper, else by `wide`. One
-// library a weight format.
+// Up to 32 rows by `narrow` where a part of x fits into shared memory. On Hopper by `group` up to 32, by `relay` up to
+// 64 and by `broad` beyond; `wide` takes what is left. One library a weight format.
 // Every choice depends on shapes and the device alone: a product has the same bits in every run.
 #if HOPPER
+#include <dlfcn.h>
+
+#include "../broad.cuh"
 #include "../group.cuh"
+#include "../relay.cuh"
 #endif
 #include "../launch.cuh"
 #include "../narrow.cuh"
@@ -16,8 +20,7 @@
 #ifndef STAGES1
 #define STAGES1 4
 #define STAGES2 2
-#define GROUP_STAGES32 6
-#define GROUP_STAGES64 4
+#define GROUP_STAGES 6
 #endif
 
 constexpr int MEMORY = 227 * 1024;
@@ -110,8 +113,8 @@ template <int NT, int TILES> static int start_wide(const Problem& p, int process
 }
 
 #if HOPPER && FORMAT != 4
-template <int NT, int R> static int start_group(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
-    using S = Group<FORMAT, NT, R, NT == 4 ? GROUP_STAGES32 : GROUP_STAGES64>;
+static int start_group(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
+    using S = Group<FORMAT, 4, 1, GROUP_STAGES>;
     const long long tiles = (long long)((p.N + S::BN - 1) / S::BN) * ((p.M + S::BM - 1) / S::BM);
     const long long units = tiles * (p.K / S::KC), blocks = units < processors ? units : processors;
     if (needed) {
@@ -122,12 +125,70 @@ template <int NT, int R> static int start_group(const Problem& p, int processors
     const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, 1, p.early, stream);
     return (int)cudaLaunchKernelEx(&launch.config, group<FORMAT, S>, p);
 }
+
+// Boxes of `width` bytes and `height` rows of a matrix [rows, bytes]; zeros beyond it.
+static bool map(CUtensorMap& map, const void* matrix, long long bytes, long long rows, int width, int height) {
+    static const auto encode =
+        (decltype(&cuTensorMapEncodeTiled))dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuTensorMapEncodeTiled");
+    const cuuint64_t sizes[2] = {(cuuint64_t)bytes, (cuuint64_t)rows}, pitch[1] = {(cuuint64_t)bytes};
+    const cuuint32_t box[2] = {(cuuint32_t)width, (cuuint32_t)height}, steps[2] = {1, 1};
+    return encode && encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void*)matrix, sizes, pitch, box, steps,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <class S> static bool map_all(Maps& maps, const Problem& p) {
+    const long long scales = (long long)p.K / 512 * S::S_ROW + (p.K % 512 ? S::S_ROW / 2 : 0);
+    return map(maps.codes, p.weight, p.K / 2, p.N, S::KC / 2, S::BN) && map(maps.scales, p.scale, scales, p.N, S::S_ROW, S::BN) &&
+           (FORMAT != INT4_ASYM || map(maps.zeros, p.zero, p.K / 32, (p.N + 7) / 8, 16, S::BN / 8));
+}
+
+static int start_relay(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
+    using S = Relay<FORMAT, 5>;
+    const long long tiles = (long long)((p.N + S::BN - 1) / S::BN) * ((p.M + S::BM - 1) / S::BM);
+    const long long units = tiles * (p.K / S::KC), blocks = units < processors ? units : processors;
+    if (needed) {
+        needed[0] = blocks * 2 * S::BN * S::BM, needed[1] = 2 * blocks;
+        return 0;
+    }
+    Maps maps = {};
+    if (!map_all<S>(maps, p)) return (int)cudaErrorInvalidValue;
+    if (const cudaError_t error = give_memory<relay<FORMAT, S>>(S::SMEM)) return (int)error;
+    const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, 1, p.early, stream);
+    return (int)cudaLaunchKernelEx(&launch.config, relay<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % blocks));
+}
+
+template <int NT, int STAGES> static int start_broad(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
+    using S = Broad<FORMAT, NT, STAGES>;
+    const long long tiles_m = (p.M + S::BM - 1) / S::BM, tiles = (p.N + S::BN - 1) / S::BN * tiles_m;
+    const long long units = tiles * (p.K / S::KC), blocks = units < processors ? units : processors;
+    if (needed) {
+        needed[0] = blocks * 2 * S::BN * S::BM, needed[1] = 2 * blocks, needed[2] = tiles_m * S::BM * p.K * 2;
+        return 0;
+    }
+    Maps maps = {};
+    if (!map_all<S>(maps, p)) return (int)cudaErrorInvalidValue;
+    if (const cudaError_t error = give_memory<broad<FORMAT, S>>(S::SMEM)) return (int)error;
+    const Launch before((unsigned)((p.M + 7) / 8 * (p.K / 128) + 7) / 8, 256, 0, 0, p.early, stream);
+    if (const cudaError_t error = cudaLaunchKernelEx(&before.config, arrange, p.x, (uint4*)p.arranged, p.M, p.K, S::BM))
+        return (int)error;
+    const Launch launch((unsigned)blocks, S::THREADS, S::SMEM, 0, true, stream);
+    return (int)cudaLaunchKernelEx(&launch.config, broad<FORMAT, S>, p, maps, (int)tiles, (int)(tiles % blocks));
+}
+
+// Tiles of 96 or 128 rows of x, as few as there can be.
+static int broad_product(const Problem& p, int processors, long long* needed, cudaStream_t stream) {
+    const int tiles = (p.M + 127) / 128, rows = (p.M + tiles - 1) / tiles;
+    if (rows <= 96) return start_broad<12, 4>(p, processors, needed, stream);
+    return start_broad<16, 4>(p, processors, needed, stream);
+}
 #endif
 
-// Launches the product, or tells what it needs: floats of `partial`, ints of `arrived`. Returns a cudaError_t.
+// Launches the product, or tells what it needs: floats of `partial`, ints of `arrived`, bytes of `arranged`. Returns a
+// cudaError_t.
 extern "C" int streamed_linear(const Problem* p, int processors, long long* needed, void* stream) {
     cudaStream_t s = (cudaStream_t)stream;
-    if (!needed && p->M <= 32 && p->tuning != 2 && p->tuning != 3 && p->tuning != 4) {
+    if (!needed && p->M <= 32 && p->tuning != 2 && p->tuning != 3) {
         const int done = p->M <= 8    ? narrow_product<1>(*p, processors, s)
                          : p->M <= 16 ? narrow_product<2>(*p, processors, s)
                                       : narrow_product<4>(*p, processors, s);
@@ -135,9 +196,9 @@ extern "C" int streamed_linear(const Problem* p, int processors, long long* need
     }
 #if HOPPER && FORMAT != 4
     if (p->M > 8 && p->tuning != 2 && p->K % Group<FORMAT, 4, 1, 4>::NEEDS == 0) {
-        if (p->tuning == 4)
-            return p->M <= 32 ? start_group<4, 2>(*p, processors, needed, s) : start_group<8, 2>(*p, processors, needed, s);
-        return p->M <= 32 ? start_group<4, 1>(*p, processors, needed, s) : start_group<8, 1>(*p, processors, needed, s);
+        if (p->M <= 32) return start_group(*p, processors, needed, s);
+        if (p->N % 8 == 0 && p->M <= 64) return start_relay(*p, processors, needed, s);
+        if (p->N % 8 == 0) return broad_product(*p, processors, needed, s);
     }
 #endif
     if (p->M <= 8) return start_wide<1, TILES8>(*p, processors, needed, s);

@@ -1,13 +1,13 @@
 """y = x W^T for few rows of x: `streamed.cu` for torch, over the storages of a QTensor as they are.
 
-One library a weight format, with kernels for up to 8, 16, 32 and 64 rows; more rows take several
-passes. The choice depends on shapes alone, so a product is the same in every run and for every
-neighbour in the bucket.
+One library a weight format, with kernels for up to 8, 16, 32, 64, 96 and 128 rows; more rows take
+several passes. The choice depends on shapes alone, so a product is the same in every run and for
+every neighbour in the bucket.
 
 Within `launch.overlapping` the weights arrive while the kernel before ends; x is read after its
 end.
 
-A workspace a device (17 MiB on an H200), made by the first product, holds what two blocks share.
+A workspace a device (34 MiB on an H200), made by the first product, holds what two blocks share.
 Products of one device therefore belong on one stream at a time, and the first one does not belong
 in a CUDA graph's capture.
 
@@ -32,7 +32,7 @@ SOURCE = Path(__file__).with_name("streamed.cu")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
 MULTIPLE = {"bf16": 32}  # of K; 128 for the others
 CAPABILITY = (9, 0)  # or later
-PARTIAL = 2 * 256 * 64  # floats of the workspace, a multiprocessor: two tiles
+PARTIAL = 2 * 256 * 128  # floats of the workspace, a multiprocessor: two tiles
 TILES = 1 << 16  # counters of the workspace
 
 
@@ -41,7 +41,10 @@ class Problem(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_void_p)
-        for name in ("weight", "scale", "zero", "global_", "bias", "x", "y", "partial", "arrived")
+        for name in (
+            *("weight", "scale", "zero", "global_", "bias", "x", "y"),
+            *("partial", "arrived", "arranged"),
+        )
     ] + [
         (name, ctypes.c_int)
         for name in ("M", "N", "K", "global_per_row", "bias_fp32", "y_fp32", "early", "tuning")
@@ -74,6 +77,16 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
     if not (found := supports_device(kind, x_MK.device)):
         return found
     return NO_GRADIENT if torch.is_grad_enabled() and x_MK.requires_grad else YES
+
+
+def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> Support:
+    """Has a matrix of that shape the tiles of `broad.cuh`, for up to 128 rows of activations
+    each?"""
+    if kind == "bf16":
+        return no("takes 4-bit weights")
+    if shape[0] % 8 or shape[1] % (256 if kind == "nvfp4" else 512):
+        return no("takes out features in multiples of 8, in features of 512 (nvfp4: 256)")
+    return cuda_supports(device, (9, 0), only=True)
 
 
 def workspace_supports(num_rows: int, num_out: int) -> bool:
@@ -128,6 +141,7 @@ def linear(
         y_MN.data_ptr(),
         partial.data_ptr(),
         arrived.data_ptr(),
+        None,
         x_MK.shape[0],
         num_out,
         x_MK.shape[1],
@@ -136,12 +150,15 @@ def linear(
         out_dtype == torch.float32,
         early(),
     )
-    needed = (ctypes.c_longlong * 2)()
+    needed = (ctypes.c_longlong * 3)()
     library.streamed_linear(ctypes.byref(problem), processors, needed, None)
     if needed[0] > len(partial) or needed[1] > TILES:
         raise RuntimeError(
             f"{kind}: a product of {x_MK.shape[0]} x {num_out} needs a larger workspace"
         )
+    if needed[2]:
+        arranged = torch.empty(needed[2], dtype=torch.uint8, device=device)
+        problem.arranged = arranged.data_ptr()
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         if error := library.streamed_linear(

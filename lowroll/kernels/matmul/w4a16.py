@@ -1,8 +1,8 @@
 """4-bit weights times bf16 activations: streamed past few rows, dequantized for many.
 
-Up to `STREAM_ROWS` rows the weights are decoded in registers as they arrive (`streamed.cu`). From
-there on the product is bound by arithmetic: the matrix is dequantized to bf16 in one pass, and
-cuBLAS multiplies. `dequantize` is that pass, and what a learner with a frozen 4-bit base needs
+Up to `stream_rows` the weights are decoded in registers as they arrive (`streamed.cu`). From there
+on the product is bound by arithmetic: the matrix is dequantized to bf16 in one pass, and cuBLAS
+multiplies. `dequantize` is that pass, and what a learner with a frozen 4-bit base needs
 twice a layer. Its numbers are those of the formats' own torch code, bit for bit: value times
 multiplier in float32, rounded once.
 
@@ -27,7 +27,14 @@ from lowroll.kernels.support import NO_CUDA, YES, Support, no
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128, "int4_asym": 128}
 WORDS = 1024  # of 8 codes, a program of the dequantizer
-STREAM_ROWS = 128  # beyond these rows, dequantizing and cuBLAS take less time
+# beyond these rows, dequantizing and cuBLAS take less time: of matrices that `streamed` has
+BROAD_ROWS = 256  # tiles of many rows for
+STREAM_ROWS = 128  # none for
+
+
+def stream_rows(kind: str, shape: tuple[int, int], device: torch.device) -> int:
+    """Rows of activations up to which the codes of such a matrix are streamed."""
+    return BROAD_ROWS if streamed.broad_supports(kind, shape, device) else STREAM_ROWS
 
 
 def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
@@ -35,9 +42,10 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
     gradients."""
     if kind not in BLOCK:
         return no("knows nvfp4, mxfp4, int4 and int4_asym")
-    if x_MK.shape[0] > STREAM_ROWS and not (found := triton_supports(x_MK)):
+    most = stream_rows(kind, shape, x_MK.device)
+    if x_MK.shape[0] > most and not (found := triton_supports(x_MK)):
         return found
-    return streamed.supports(kind, x_MK[:STREAM_ROWS], shape)
+    return streamed.supports(kind, x_MK[:most], shape)
 
 
 def linear(
@@ -49,7 +57,7 @@ def linear(
 ) -> Tensor:
     """bf16 activations times a 4-bit matrix [N, K]: y_MN in bf16, fp32 sums. Errors are those of
     `streamed.linear`."""
-    if x_MK.shape[0] <= STREAM_ROWS:
+    if x_MK.shape[0] <= stream_rows(kind, shape, x_MK.device):
         return streamed.linear(kind, tensors, x_MK, shape[0], bias_N)
     if bias_N is not None:
         bias_N = bias_N.to(x_MK.dtype)

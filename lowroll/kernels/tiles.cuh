@@ -1,0 +1,114 @@
+// What `relay.cuh` and `broad.cuh` share: how tiles are dealt to blocks, the copy engine, and the way from sums to y.
+//
+// Whole tiles are dealt in turns. Those that are left, fewer than the blocks, are shared: as rows of chunks they are cut
+// into equal runs (stream-K, Osama et al. 2023). A block does its run first and leaves the sums in a workspace; at the end
+// the blocks of a tile add it up in the order of k, each its share: no float atomics, the same bits in every run. They
+// wait for each other, so all blocks of the grid must be on the device at once: one a multiprocessor, and no two such
+// products at a time.
+#pragma once
+#include <cuda.h>
+
+#include "warpgroup.cuh"
+
+struct Maps {                                                 // of what the copy engine cuts out of matrices
+    CUtensorMap codes, scales, zeros;
+};
+
+// The parts of tiles that a block has: (tile, chunks from..until).
+struct Run {
+    int chunks, tiles, blocks, shared, unit, end, whole, tile, from, until;
+    __device__ __forceinline__ Run(int chunks, int tiles, int shared)
+        : chunks(chunks), tiles(tiles), blocks(gridDim.x), shared(shared), unit(start_of(blockIdx.x)),
+          end(start_of(blockIdx.x + 1)), whole(shared + blockIdx.x) {}
+    __device__ __forceinline__ int start_of(int block) const { return shared * chunks * block / blocks; }
+    __device__ __forceinline__ int owner_of(int unit) const { return ((unit + 1) * blocks - 1) / (shared * chunks); }
+    __device__ __forceinline__ bool next() {
+        if (unit < end) {
+            tile = unit / chunks, from = unit - tile * chunks, until = min(chunks, from + end - unit);
+            unit += until - from;
+            return true;
+        }
+        tile = whole, whole += blocks, from = 0, until = chunks;
+        return tile < tiles;
+    }
+};
+struct Cursor : Run {                                         // over the chunks of a run
+    int chunk, n, m;                                          // tiles of the weights, of x
+    bool more, fresh;                                         // is there a chunk, and has it new scales?
+    __device__ __forceinline__ Cursor(const Run& run, int tiles_m) : Run(run) { enter(tiles_m); }
+    __device__ __forceinline__ void enter(int tiles_m) {
+        more = next(), fresh = true, chunk = from, n = tile / tiles_m, m = tile - n * tiles_m;
+    }
+    __device__ __forceinline__ void step(int tiles_m) {
+        fresh = ++chunk % 4 == 0;
+        if (chunk == until) enter(tiles_m);
+    }
+};
+
+__device__ __forceinline__ void expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void fetch(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap& map, int byte, int row, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(&map), "r"(byte), "r"(row), "r"(barrier)
+        : "memory");
+}
+__device__ __forceinline__ void arrive_if(bool really, uint32_t barrier) {     // without a branch between products
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(barrier),
+                 "r"((int)really)
+                 : "memory");
+}
+template <int N> __device__ __forceinline__ void settle(float (&sums)[N]) {     // read them only after the wait before
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+template <int N> __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(N) : "memory"); }
+__device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+// What the sums of a lane's two rows of the weights, n and n + 8, become.
+template <int FMT> struct Finish {
+    float factor[2], bias[2];
+    __device__ __forceinline__ Finish(const Problem& p, int n) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r, n += 8) {
+            factor[r] = FMT == MXFP4 ? 0x1p22f : 1.f, bias[r] = 0.f;
+            if (n >= p.N) continue;
+            if constexpr (FMT == NVFP4) factor[r] = 256.f / p.global[p.global_per_row ? n : 0];
+            if (p.bias) bias[r] = p.bias_fp32 ? ((const float*)p.bias)[n] : __bfloat162float(((const __nv_bfloat16*)p.bias)[n]);
+        }
+    }
+    // A warp's 16 rows from n0 on and 8 rows of x from m0 on, turned on `paper`.
+    __device__ __forceinline__ void write(const Problem& p, const float* sum, int n0, int m0, uint8_t* paper, int lane) const {
+        const int t = lane & 3, g = lane >> 2;
+        float y[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[i] = fmaf(sum[i], factor[i >> 1], bias[i >> 1]);
+        if (p.y_fp32) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int m = m0 + t * 2 + (i & 1), n = n0 + g + (i >> 1) * 8;
+                if (m < p.M && n < p.N) ((float*)p.y)[(size_t)m * p.N + n] = y[i];
+            }
+            return;
+        }
+        uint32_t low, high;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(y[1]), "f"(y[0]));
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(y[3]), "f"(y[2]));
+        const uint32_t at = smem_address(paper) + (lane & 7) * 32 + (lane >> 3 & 1) * 16;
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(low), "r"(high) : "memory");
+        __syncwarp();
+        const int m = m0 + (lane >> 1), n = n0 + (lane & 1) * 8;
+        if (lane < 16 && m < p.M && n < p.N) *(uint4*)((__nv_bfloat16*)p.y + (size_t)m * p.N + n) = ((const uint4*)paper)[lane];
+        __syncwarp();
+    }
+};
