@@ -42,6 +42,7 @@ from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+from lowroll.weights import aligned
 
 RANK, ALPHA, RATE = 16, 32.0, 1e-5
 STEPS = 3  # timed steps of a turn
@@ -61,6 +62,7 @@ class Job:
     dtype: torch.dtype = torch.bfloat16
     checkpointing: bool | float = False  # ours: `trainer.recompute.apply`
     logprob_chunk: int = 1024
+    fp8: bool = False  # ours: forward and input gradients by products of e4m3 codes
 
     @property
     def tokens(self) -> int:
@@ -134,6 +136,8 @@ def ours(job: Job) -> Callable[[], object]:
         lora.attach(model, RANK, ALPHA)
     else:
         model.requires_grad_(True)
+    if job.fp8:
+        aligned.transpose(aligned.align(model, "fp8"))
     recompute.apply(model, job.checkpointing)
     optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=RATE))
     settings = LearnSettings(

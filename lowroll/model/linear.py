@@ -48,6 +48,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         # what a learner's forward multiplies with in place of the weight, see weights.aligned
         self.aligned: QTensor | None = None
+        # of the weight's transpose, what a gradient is multiplied with, see weights.transposed
+        self.transposed: QTensor | None = None
         self.adapter: Adapter | None = None
 
     def rows(self, part: str) -> slice:
@@ -63,7 +65,7 @@ class Linear(nn.Module):
         """Replace the weight object (not its values) by a QTensor or a Parameter."""
         del self.weight
         self.weight = weight
-        self.aligned = None
+        self.aligned = self.transposed = None
 
     def quantized(self, format: str) -> QTensor:
         """The weight in `format`: the very tensor that the learner multiplies with, when it has
@@ -121,5 +123,5 @@ class Linear(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The product with the adapter on, l and (alpha / r) B, as `adapter.product` gives them."""
         return adapters.product(
-            x_TK, self.weight, self.codes, self.bias, adapter, self.parts, whole
+            x_TK, self.weight, self.codes, self.transposed, self.bias, adapter, self.parts, whole
         )

@@ -53,6 +53,9 @@ class Product:
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """y [M, N] in `dtype` (its own unless given)."""
+        dtype = dtype or self.dtype
+        if self.row_M1 is self.column_N is self.bias_N is None:
+            return self.sums_MN.to(dtype)
         y_MN = self.sums_MN.float()
         if self.row_M1 is not None:
             y_MN = y_MN * self.row_M1
@@ -60,7 +63,7 @@ class Product:
             y_MN = y_MN * self.column_N.flatten()
         if self.bias_N is not None:
             y_MN = y_MN + self.bias_N
-        return y_MN.to(dtype or self.dtype)
+        return y_MN.to(dtype)
 
 
 def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
