@@ -109,9 +109,12 @@ def on(device: str, free: int | None, case: str = MEASURED[1], **changes: Any) -
     "changes",
     [
         {},
-        {"train": {"lora": True, "lora_rank": 4}, "rollout": {"weights": "nf4"}},
         {
-            "train": {"optimizer": "muon", "forward": "aligned"},
+            "train": {"lora": True, "lora_rank": 4, "backward": "fp8"},
+            "rollout": {"weights": "nf4"},
+        },
+        {
+            "train": {"optimizer": "muon", "forward": "aligned", "backward": "fp8"},
             "dtype": "bfloat16",
             "rollout": {"weights": "int8"},
         },
@@ -172,7 +175,8 @@ def tensors(model: Transformer) -> dict[str, torch.Tensor]:
     """Every tensor of a model's weights: codes and scales, and an adapter's copies."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, linear in model.linears():
-        for kind, made in (("codes", linear.weight), ("aligned", linear.aligned)):
+        codes = {"codes": linear.weight, "aligned": linear.aligned, "other": linear.transposed}
+        for kind, made in codes.items():
             if isinstance(made, QTensor):
                 found |= {f"{name}.{kind}.{key}": tensor for key, tensor in made.tensors.items()}
         if linear.adapter is not None and linear.adapter._made is not None:
