@@ -14,8 +14,9 @@ bfloat16, one AdamW update a step. Every token but the first of a sequence carri
 The peer runs in the settings of PEER_SETTINGS: all rows at once with gradient checkpointing or
 without, and half of them twice without. Those that do not fit are left out; the fastest is what
 ours is held against, in speed and in memory. A row beside them has its least memory with the 16,384
-tokens at once. Ours has one setting for all rows. A side is built anew for each of its turns, so
-the memory of the other is never in its peak, and runs one step that is not timed.
+tokens at once. Ours has one setting for all rows; a row of its own is ours with forward and input
+gradients in fp8 (`train.forward` and `train.backward`), beside ours. A side is built anew for each
+of its turns, so the memory of the other is never in its peak, and runs one step that is not timed.
 
     python -m bench.train [--models qwen2.5-1.5b,qwen2.5-7b] [--rounds 3] [--out FOLDER]
 """
@@ -34,7 +35,7 @@ from typing import Any
 
 import torch
 
-from bench.record import Row, merge, settle, show
+from bench.record import Row, merge, settle, show, speed_row
 from bench.shapes import SHAPES, random_model
 from lowroll.model import lora
 from lowroll.objectives.objective import select
@@ -79,6 +80,7 @@ JOBS = {
 }
 MUST = {"qwen2.5-1.5b": (1.3, 1.6), "qwen2.5-7b": (1.4, 2.0)}  # (must, aim) of the speed
 MUST_MEMORY = (0.6, 0.4)
+MUST_FP8 = {"qwen2.5-1.5b": (56e3, 60e3), "qwen2.5-7b": (21e3, 24e3)}  # tokens/s
 
 
 @dataclass(frozen=True)
@@ -222,14 +224,25 @@ def fitting(job: Job) -> dict[PeerSetting, Turn]:
     return found
 
 
-def compare(job: Job, rounds: int, must: tuple[float, float], steps: int = STEPS) -> list[Row]:
-    """Both sides in turns; the rows of speed and, on CUDA, of memory."""
+def compare(
+    job: Job,
+    rounds: int,
+    must: tuple[float, float],
+    steps: int = STEPS,
+    must_fp8: tuple[float | None, float | None] = (None, None),
+) -> list[Row]:
+    """All sides in turns; the rows of speed and, on CUDA, of memory."""
     on_cuda, tried = job.device == "cuda", fitting(job)
     fastest = min(tried, key=lambda s: tried[s].seconds)
-    sides: dict[str, list[Turn]] = {"ours": [], "peer": []}
+    builds: dict[str, Callable[[], Callable[[], object]]] = {
+        "ours": lambda: ours(job),
+        "fp8": lambda: ours(replace(job, fp8=True)),
+        "peer": lambda: peer(job, fastest),
+    }
+    sides: dict[str, list[Turn]] = {side: [] for side in builds}
     for number in range(rounds):
-        sides["ours"].append(turn(lambda: ours(job), steps, on_cuda))
-        sides["peer"].append(turn(lambda: peer(job, fastest), steps, on_cuda))
+        for side, build in builds.items():
+            sides[side].append(turn(build, steps, on_cuda))
         told = ", ".join(
             f"{side} {job.tokens / turns[-1].seconds:,.0f} tokens/s"
             for side, turns in sides.items()
@@ -246,8 +259,9 @@ def compare(job: Job, rounds: int, must: tuple[float, float], steps: int = STEPS
         (min(ratios), max(ratios)),
         *must,
     )
+    rows = [speed, low_bit(job, seconds["fp8"], seconds["ours"], must_fp8)]
     if not on_cuda:
-        return [speed]
+        return rows
     peak = max(t.bytes for t in sides["ours"])
 
     def memory(setting: PeerSetting, what: str, must: tuple[float | None, float | None]) -> Row:
@@ -266,7 +280,7 @@ def compare(job: Job, rounds: int, must: tuple[float, float], steps: int = STEPS
 
     whole = [setting for setting in tried if setting.pieces == 1]
     return [
-        speed,
+        *rows,
         memory(fastest, "at that speed", MUST_MEMORY),
         *(
             [memory(min(whole, key=lambda s: tried[s].bytes), "least", (None, None))]
@@ -274,6 +288,24 @@ def compare(job: Job, rounds: int, must: tuple[float, float], steps: int = STEPS
             else []
         ),
     ]
+
+
+def low_bit(
+    job: Job,
+    fp8: list[float],
+    dense: list[float],
+    must: tuple[float | None, float | None],
+) -> Row:
+    """The row of the learner in fp8 over the dense one, of seconds a step."""
+    row = speed_row(
+        f"{job.title}: forward and input gradients in fp8 / {str(job.dtype)[6:]}",
+        job.tokens,
+        "tokens/s",
+        fp8,
+        dense,
+        must[0],
+    )
+    return replace(row, aim=must[1], goal="ours at least")
 
 
 def main() -> int:
@@ -296,7 +328,7 @@ def main() -> int:
             job = replace(
                 job, checkpointing=args.checkpointing == "all" or float(args.checkpointing)
             )
-        rows += compare(job, args.rounds, MUST[name], args.steps)
+        rows += compare(job, args.rounds, MUST[name], args.steps, MUST_FP8[name])
     met = show("Training", rows)
     print(merge("train", rows, args.out, rounds=args.rounds, steps=args.steps, length=2048))
     return 0 if met else 1
