@@ -72,7 +72,7 @@ def transpose(model: Transformer) -> Transformer:
 
 @torch.no_grad()
 def refresh(model: Transformer) -> None:
-    """Make all codes of the master weights again, in place; a model without is left alone.
+    """Make all codes of the weights that learn again, in place; a model without is left alone.
 
     ValueError, before anything is written (of the blocks that are read together), names a weight
     that is not finite.
@@ -91,6 +91,7 @@ def _refresh(blocks: list[Block]) -> None:
         if isinstance(linear, Linear)
         and not linear.aligned is linear.transposed is None
         and isinstance(linear.weight, nn.Parameter)
+        and linear.weight.requires_grad
     ]
     amax = checksum.amax([master for *_, master in layers])
     for (name, linear, _), finite in zip(layers, checksum.finite(amax), strict=True):

@@ -86,9 +86,13 @@ def test_what_is_not_finite_shows(path: str) -> None:
     assert logp[:2].isnan().all() and logp[2].item() == pytest.approx(-2.1972246)
 
 
+@pytest.mark.parametrize("kept", [0, 2])
 @pytest.mark.parametrize("learns", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_gradients_are_those_of_materialised_logits(learns: tuple[bool, bool], chunk: int) -> None:
+def test_gradients_are_those_of_materialised_logits(
+    monkeypatch: pytest.MonkeyPatch, learns: tuple[bool, bool], chunk: int, kept: int
+) -> None:
+    monkeypatch.setattr(model_logprobs, "_kept", lambda hidden: kept)
     leaves = [
         random(7, 8).requires_grad_(learns[0]),
         random(13, 8, seed=1).requires_grad_(learns[1]),
@@ -107,6 +111,31 @@ def test_gradients_are_those_of_materialised_logits(learns: tuple[bool, bool], c
         want = torch.autograd.grad((truth[torch.arange(7), targets] * weights).sum(), learning)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept_is_read_once_and_made_again_for_a_second_time(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    leaves = [x.to(dtype).requires_grad_() for x in (random(7, 8), random(13, 8, seed=1))]
+    made = []
+    monkeypatch.setattr(
+        model_logprobs.kernels, "logit_gradient", lambda *args: made.append(logit_gradient(*args))
+    )
+
+    def gradients(kept: int) -> list[list[Tensor]]:
+        monkeypatch.setattr(model_logprobs, "_kept", lambda hidden: kept)
+        logp, _ = model_logprobs.token_log_probs(*leaves, torch.arange(7), 0.8, 2)
+        loss = (logp * random(7, seed=2)).sum()
+        return [list(torch.autograd.grad(loss, leaves, retain_graph=True)) for _ in range(2)]
+
+    want, again = gradients(0)
+    assert len(made) == 8
+    got, late = gradients(3)
+    assert len(made) == 8 + 1 + 4
+    assert all(torch.equal(a, b) for a, b in zip(late, again, strict=True))
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= (1e-6 if dtype == torch.float32 else 1e-2) * b.norm()
 
 
 @both

@@ -9,7 +9,7 @@ they write.
 e4m3 is `torch._scaled_mm`. Up to `WIDE` rows its scales are 1, because with scales of its own it is
 up to twice slower for few rows (docs/LOG.md): the kernel that comes next applies them, and the sums
 are rounded to the activations' dtype once more. Accumulation is the slow, exact kind
-(`use_fast_accum=False`) in the engine and in the learner.
+(`use_fast_accum=False`) in the engine and in the learner's forward.
 
 Elsewhere the sums are plain torch's.
 
@@ -32,9 +32,11 @@ from lowroll.kernels.support import YES, Support, no
 WIDE = 1024  # rows from which on `_scaled_mm` applies the scales of bfloat16 results itself
 
 
-def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Product:
+def multiply(
+    rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, fast: bool = False
+) -> Product:
     """Rows times the transposed codes, both int8 or both float8_e4m3fn. scale_N: float32, [N] or
-    [N, 1].
+    [N, 1]. fast: sums of e4m3 that keep fewer bits.
 
     Which scales the Product has still to apply depends on kind, device and number of rows. On one
     device, graphs that captured products must not run at the same time.
@@ -50,9 +52,9 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     if not codes_NK.is_cuda or not scaled_mm_supports(codes_NK.device):
         sums_MN = F.linear(codes_MK.float(), codes_NK.float())
     elif rows.dtype != torch.bfloat16:  # float16 could overflow
-        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.float32)
+        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.float32, fast)
     elif len(codes_MK) < WIDE or codes_NK.shape[0] % 16 or codes_NK.shape[1] % 16:
-        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.bfloat16)
+        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.bfloat16, fast)
     else:
         bias_N = None if bias_N is None else bias_N.to(torch.bfloat16)
         y_MN = torch._scaled_mm(
@@ -62,13 +64,13 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
             scale_N.view(1, -1),
             bias=bias_N,
             out_dtype=torch.bfloat16,
-            use_fast_accum=False,
+            use_fast_accum=fast,
         )
         return Product(y_MN, dtype=rows.dtype)
     return Product(sums_MN, rows.scale_M1, scale_N, bias_N, rows.dtype)
 
 
-def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype) -> Tensor:
+def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """sum_k x w by the device's e4m3 product, which wants N and K in multiples of 16."""
     num_out, num_in = codes_NK.shape
     pad_k, pad_n = -num_in % 16, -num_out % 16
@@ -76,7 +78,7 @@ def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype) -> Tensor:
         codes_MK, codes_NK = _pad(codes_MK, pad_k, 0), _pad(codes_NK, pad_k, pad_n)
     one = _one(codes_MK.device)
     sums_MN = torch._scaled_mm(
-        codes_MK, codes_NK.t(), one, one, out_dtype=dtype, use_fast_accum=False
+        codes_MK, codes_NK.t(), one, one, out_dtype=dtype, use_fast_accum=fast
     )
     return sums_MN[:, :num_out].contiguous() if pad_n else sums_MN
 
