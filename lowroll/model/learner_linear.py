@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, Rows
+from lowroll.kernels.training.low_rank import Update
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
 from lowroll.quant import fp8
@@ -57,6 +58,13 @@ class LearnerLinear(Linear):
                 gate_up_TN, self.weight, self.bias, self.aligned, self.transposed
             )
         return self(remake(silu_mul(gate_up_TN), silu_mul, gate_up_TN))
+
+    def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
+        """With an adapter of its own the backward pass makes silu(gate) * up again in the pass that
+        makes the gradient of gate_up."""
+        if self.adapter is None or not self.adapter.enabled:
+            return super().after_update(gate_up_TN, update)
+        return self.adapted(self.adapter, gate_up_TN, update=update)[0]
 
     @property
     def _learns_alone(self) -> bool:

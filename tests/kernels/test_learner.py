@@ -223,7 +223,9 @@ def test_the_largest_update_of_a_tile_fits_into_shared_memory() -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj"), ()])
+@pytest.mark.parametrize(
+    "targets", [lora.TARGETS, ("up_proj", "q_proj"), ("gate_proj", "down_proj"), ()]
+)
 def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
     """The update that the gate adds is neither lost nor added twice, forward and backward; and
     without an adapter."""
@@ -241,6 +243,17 @@ def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> N
         found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.interpreted
+def test_an_adapted_gate_is_made_again_beside_its_gradient() -> None:
+    gate_up, low, b = random(5, 2 * 70), random(5, 6, seed=1), random(2 * 70, 6, seed=2)
+    slope, update = random(5, 70, seed=3), low_rank.Update(low, b, 3)
+    want = silu_mul_adapted(gate_up.requires_grad_(), low, b, 3)
+    want.backward(slope)
+    grad, again = update.gate_backward(gate_up.detach(), slope)
+    assert torch.equal(again, want) and torch.equal(update.gate(gate_up.detach()), want)
+    assert torch.equal(grad, gate_up.grad)
 
 
 @pytest.mark.interpreted

@@ -102,7 +102,7 @@ class Learning:
             peak = tokens * item * self._experts_backward() + self.dense
         else:
             wide = spec.intermediate_size
-            gates = (3 if self.fused and self.lora else 4) * wide + spec.hidden_size
+            gates = 4 * wide + spec.hidden_size
             product = 2 * wide + 2 * spec.hidden_size
             done = 2 * spec.hidden_size  # what `kept` has of the last norm, and is read by then
             peak = max(tokens * item * (gates - done), tokens * item * product + self.dense)
