@@ -14,7 +14,7 @@ relative error of Y and dX for each choice of codes and scales, against float64.
 
 On a CPU the codes are multiplied as float32 numbers, which is exact up to the order of sums.
 
-    python -m bench.rounding [--steps 200] [--seeds 3] [--device cpu] [--out FOLDER]
+    python -m bench.rounding [--steps 120] [--seeds 3] [--jobs 1] [--device cpu] [--out FOLDER]
 
 writes `rounding.json` (curves, errors, machine) into the folder, by default bench/results.
 """
@@ -23,9 +23,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
@@ -65,7 +68,7 @@ MODEL: dict[str, Any] = {
     "head_dim": 32,
 }
 TASK = {"template": "{text}", "min_steps": 1, "max_steps": 3, "max_operand": 9}
-RATE, WARMUP, BATCH, EXAMPLES = 2e-3, 20, 32, 4096
+RATE, WARMUP, BATCH, EXAMPLES = 2e-3, 20, 32, 2048
 LAST = 20  # steps whose mean is a run's end
 
 WAYS: dict[str, tuple[str | None, bool]] = {  # the forward's format, and whether gradients are fp8
@@ -198,8 +201,9 @@ def products(model: Transformer, samples: Sequence[Sample]) -> dict[str, list[fl
 # -- the command -----------------------------------------------------------------------------------
 
 
-def run(seed: int, steps: int, device: str, folder: Path) -> dict[str, Any]:
-    """The curves of a seed, and the errors of its bf16 model."""
+def run(seed: int, *, steps: int, threads: int, device: str, folder: Path) -> dict[str, Any]:
+    """The curves of a seed, and the errors of its bf16 model. In a process of its own."""
+    torch.set_num_threads(threads)
     start = build_model(folder / f"start-{seed}", seed, MODEL)
     examples = demonstrations([(make_env("arithmetic", args=TASK), 1.0)], EXAMPLES, seed)
     spec = read_spec(start)
@@ -249,19 +253,31 @@ def _told(errors: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="seeds side by side")
+    parser.add_argument("--threads", type=int, default=1, help="of each")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    runs = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for seed in range(args.seeds):
-            runs.append(run(seed, args.steps, args.device, Path(scratch)))
-            print(f"seed {seed + 1} of {args.seeds}", flush=True)
+    context, began = multiprocessing.get_context("spawn"), time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ProcessPoolExecutor(args.jobs, mp_context=context) as pool,
+    ):
+        work = partial(
+            run, steps=args.steps, threads=args.threads, device=args.device, folder=Path(scratch)
+        )
+        runs = list(pool.map(work, range(args.seeds)))
     show(Console(width=110), runs)
     args.out.mkdir(parents=True, exist_ok=True)
-    about = {"date": date.today().isoformat(), "machine": machine(), "steps": args.steps}
+    about = {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "steps": args.steps,
+        "device": args.device,
+        "seconds": round(time.monotonic() - began),
+    }
     (args.out / "rounding.json").write_text(json.dumps({**about, "runs": runs}) + "\n")
 
 

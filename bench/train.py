@@ -18,7 +18,7 @@ tokens at once. Ours has one setting for all rows; a row of its own is ours with
 gradients in fp8 (`train.forward` and `train.backward`), beside ours. A side is built anew for each
 of its turns, so the memory of the other is never in its peak, and runs one step that is not timed.
 
-    python -m bench.train [--models qwen2.5-1.5b,qwen2.5-7b] [--rounds 3] [--out FOLDER]
+    python -m bench.train [--models qwen2.5-1.5b,qwen2.5-7b] [--rounds 3] [--no-peer] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -290,6 +290,20 @@ def compare(
     ]
 
 
+def ours_alone(
+    job: Job, rounds: int, steps: int, must: tuple[float | None, float | None]
+) -> list[Row]:
+    """Ours in fp8 and dense in turns."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(rounds):
+        for fp8 in seconds:
+            made = turn(lambda one=replace(job, fp8=fp8): ours(one), steps, job.device == "cuda")  # type: ignore[misc]
+            seconds[fp8].append(made.seconds)
+            told = f"{job.tokens / made.seconds:,.0f} tokens/s, {made.bytes / 2**30:.1f} GiB"
+            print(f"{job.title}: {'fp8' if fp8 else job.dtype}: {told}", file=sys.stderr)
+    return [low_bit(job, seconds[True], seconds[False], must)]
+
+
 def low_bit(
     job: Job,
     fp8: list[float],
@@ -316,6 +330,7 @@ def main() -> int:
     parser.add_argument(
         "--checkpointing", help="ours, in the place of the default: all, or a share of the layers"
     )
+    parser.add_argument("--no-peer", action="store_true", help="ours in fp8 and dense alone")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[Row] = []
@@ -328,7 +343,10 @@ def main() -> int:
             job = replace(
                 job, checkpointing=args.checkpointing == "all" or float(args.checkpointing)
             )
-        rows += compare(job, args.rounds, MUST[name], args.steps, MUST_FP8[name])
+        if args.no_peer:
+            rows += ours_alone(job, args.rounds, args.steps, MUST_FP8[name])
+        else:
+            rows += compare(job, args.rounds, MUST[name], args.steps, MUST_FP8[name])
     met = show("Training", rows)
     print(merge("train", rows, args.out, rounds=args.rounds, steps=args.steps, length=2048))
     return 0 if met else 1

@@ -112,6 +112,12 @@ def test_without_a_gpu_it_says_so(
     )
 
 
+def test_ours_alone_needs_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "peer", None)
+    (row,) = train.ours_alone(job(), 2, 1, (1e12, None))
+    assert row.ours and row.peer and row.ratio and not row.met
+
+
 @pytest.mark.slow
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "JOBS", {"tiny": job()})
