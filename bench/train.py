@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +298,8 @@ def ours_alone(
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds):
         for fp8 in seconds:
-            made = turn(lambda one=replace(job, fp8=fp8): ours(one), steps, job.device == "cuda")  # type: ignore[misc]
+            one = replace(job, fp8=fp8)
+            made = turn(partial(ours, one), steps, job.device == "cuda")
             seconds[fp8].append(made.seconds)
             told = f"{job.tokens / made.seconds:,.0f} tokens/s, {made.bytes / 2**30:.1f} GiB"
             print(f"{job.title}: {'fp8' if fp8 else job.dtype}: {told}", file=sys.stderr)
