@@ -103,7 +103,8 @@ class _SiluMulAdapted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, y_grad_TF: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(*ctx.saved_tensors, ctx.rank, y_grad_TF), None, None, None
+        gate_up_TN, low_TL, b_NL = ctx.saved_tensors
+        return _backward(gate_up_TN, low_TL, b_NL, ctx.rank, y_grad_TF), None, None, None
 
 
 def _backward(
