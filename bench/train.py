@@ -14,10 +14,11 @@ bfloat16, one AdamW update a step. Every token but the first of a sequence carri
 The peer runs in the settings of PEER_SETTINGS: all rows at once with gradient checkpointing or
 without, and half of them twice without. Those that do not fit are left out; the fastest is what
 ours is held against, in speed and in memory. A row beside them has its least memory with the 16,384
-tokens at once. Ours has one setting for all rows. A side is built anew for each of its turns, so
-the memory of the other is never in its peak, and runs one step that is not timed.
+tokens at once. Ours has one setting for all rows; a row of its own is ours with forward and input
+gradients in fp8 (`train.forward` and `train.backward`), beside ours. A side is built anew for each
+of its turns, so the memory of the other is never in its peak, and runs one step that is not timed.
 
-    python -m bench.train [--models qwen2.5-1.5b,qwen2.5-7b] [--rounds 3] [--out FOLDER]
+    python -m bench.train [--models qwen2.5-1.5b,qwen2.5-7b] [--rounds 3] [--no-peer] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.record import Row, merge, settle, show
+from bench.record import Row, merge, settle, show, speed_row
 from bench.shapes import SHAPES, random_model
 from lowroll.model import lora
 from lowroll.objectives.objective import select
@@ -42,6 +44,7 @@ from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+from lowroll.weights import aligned
 
 RANK, ALPHA, RATE = 16, 32.0, 1e-5
 STEPS = 3  # timed steps of a turn
@@ -61,6 +64,7 @@ class Job:
     dtype: torch.dtype = torch.bfloat16
     checkpointing: bool | float = False  # ours: `trainer.recompute.apply`
     logprob_chunk: int = 1024
+    fp8: bool = False  # ours: forward and input gradients by products of e4m3 codes
 
     @property
     def tokens(self) -> int:
@@ -77,6 +81,7 @@ JOBS = {
 }
 MUST = {"qwen2.5-1.5b": (1.3, 1.6), "qwen2.5-7b": (1.4, 2.0)}  # (must, aim) of the speed
 MUST_MEMORY = (0.6, 0.4)
+MUST_FP8 = {"qwen2.5-1.5b": (56e3, 60e3), "qwen2.5-7b": (21e3, 24e3)}  # tokens/s
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,8 @@ def ours(job: Job) -> Callable[[], object]:
         lora.attach(model, RANK, ALPHA)
     else:
         model.requires_grad_(True)
+    if job.fp8:
+        aligned.transpose(aligned.align(model, "fp8"))
     recompute.apply(model, job.checkpointing)
     optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=RATE))
     settings = LearnSettings(
@@ -218,14 +225,25 @@ def fitting(job: Job) -> dict[PeerSetting, Turn]:
     return found
 
 
-def compare(job: Job, rounds: int, must: tuple[float, float], steps: int = STEPS) -> list[Row]:
-    """Both sides in turns; the rows of speed and, on CUDA, of memory."""
+def compare(
+    job: Job,
+    rounds: int,
+    must: tuple[float, float],
+    steps: int = STEPS,
+    must_fp8: tuple[float | None, float | None] = (None, None),
+) -> list[Row]:
+    """All sides in turns; the rows of speed and, on CUDA, of memory."""
     on_cuda, tried = job.device == "cuda", fitting(job)
     fastest = min(tried, key=lambda s: tried[s].seconds)
-    sides: dict[str, list[Turn]] = {"ours": [], "peer": []}
+    builds: dict[str, Callable[[], Callable[[], object]]] = {
+        "ours": lambda: ours(job),
+        "fp8": lambda: ours(replace(job, fp8=True)),
+        "peer": lambda: peer(job, fastest),
+    }
+    sides: dict[str, list[Turn]] = {side: [] for side in builds}
     for number in range(rounds):
-        sides["ours"].append(turn(lambda: ours(job), steps, on_cuda))
-        sides["peer"].append(turn(lambda: peer(job, fastest), steps, on_cuda))
+        for side, build in builds.items():
+            sides[side].append(turn(build, steps, on_cuda))
         told = ", ".join(
             f"{side} {job.tokens / turns[-1].seconds:,.0f} tokens/s"
             for side, turns in sides.items()
@@ -242,8 +260,9 @@ def compare(job: Job, rounds: int, must: tuple[float, float], steps: int = STEPS
         (min(ratios), max(ratios)),
         *must,
     )
+    rows = [speed, low_bit(job, seconds["fp8"], seconds["ours"], must_fp8)]
     if not on_cuda:
-        return [speed]
+        return rows
     peak = max(t.bytes for t in sides["ours"])
 
     def memory(setting: PeerSetting, what: str, must: tuple[float | None, float | None]) -> Row:
@@ -262,7 +281,7 @@ def compare(job: Job, rounds: int, must: tuple[float, float], steps: int = STEPS
 
     whole = [setting for setting in tried if setting.pieces == 1]
     return [
-        speed,
+        *rows,
         memory(fastest, "at that speed", MUST_MEMORY),
         *(
             [memory(min(whole, key=lambda s: tried[s].bytes), "least", (None, None))]
@@ -270,6 +289,39 @@ def compare(job: Job, rounds: int, must: tuple[float, float], steps: int = STEPS
             else []
         ),
     ]
+
+
+def ours_alone(
+    job: Job, rounds: int, steps: int, must: tuple[float | None, float | None]
+) -> list[Row]:
+    """Ours in fp8 and dense in turns."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(rounds):
+        for fp8 in seconds:
+            one = replace(job, fp8=fp8)
+            made = turn(partial(ours, one), steps, job.device == "cuda")
+            seconds[fp8].append(made.seconds)
+            told = f"{job.tokens / made.seconds:,.0f} tokens/s, {made.bytes / 2**30:.1f} GiB"
+            print(f"{job.title}: {'fp8' if fp8 else job.dtype}: {told}", file=sys.stderr)
+    return [low_bit(job, seconds[True], seconds[False], must)]
+
+
+def low_bit(
+    job: Job,
+    fp8: list[float],
+    dense: list[float],
+    must: tuple[float | None, float | None],
+) -> Row:
+    """The row of the learner in fp8 over the dense one, of seconds a step."""
+    row = speed_row(
+        f"{job.title}: forward and input gradients in fp8 / {str(job.dtype)[6:]}",
+        job.tokens,
+        "tokens/s",
+        fp8,
+        dense,
+        must[0],
+    )
+    return replace(row, aim=must[1], goal="ours at least")
 
 
 def main() -> int:
@@ -280,6 +332,7 @@ def main() -> int:
     parser.add_argument(
         "--checkpointing", help="ours, in the place of the default: all, or a share of the layers"
     )
+    parser.add_argument("--no-peer", action="store_true", help="ours in fp8 and dense alone")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[Row] = []
@@ -292,7 +345,10 @@ def main() -> int:
             job = replace(
                 job, checkpointing=args.checkpointing == "all" or float(args.checkpointing)
             )
-        rows += compare(job, args.rounds, MUST[name], args.steps)
+        if args.no_peer:
+            rows += ours_alone(job, args.rounds, args.steps, MUST_FP8[name])
+        else:
+            rows += compare(job, args.rounds, MUST[name], args.steps, MUST_FP8[name])
     met = show("Training", rows)
     print(merge("train", rows, args.out, rounds=args.rounds, steps=args.steps, length=2048))
     return 0 if met else 1

@@ -184,6 +184,9 @@ class TrainConfig(Section):
     # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic, whatever the
     # rollouts are in
     forward: Literal["dense", "aligned", "fp8", "nvfp4"] = "dense"
+    # how gradients pass through the linear layers; fp8: by products of e4m3 codes. Gradients of the
+    # weights stay in the run's dtype
+    backward: Literal["dense", "fp8"] = "dense"
     teacher: Text | None = None  # the frozen model of loss.aipo.teacher_tau: a folder, hub id
     uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
     weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt

@@ -28,7 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowroll.kernels.training.low_rank import Update
 from lowroll.model.logprobs import float32_product
+from lowroll.quant import fp8
 from lowroll.quant.formats import QTensor
 
 
@@ -140,17 +142,21 @@ def product(
     x_TK: Tensor,
     weight: Tensor | QTensor,
     codes: QTensor | None,
+    transposed: QTensor | None,
     bias_N: Tensor | None,
     adapter: Adapter,
     parts: Mapping[str, int],
     whole: bool = True,
+    update: Update | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer's product with its adapter on, and the update's factors l and (alpha / r) B.
 
     weight: the base. codes: the QTensor that the forward multiplies with in its own arithmetic;
-    None multiplies with the base, dequantized where it is codes. The gradient with respect to codes
+    None multiplies with the base, dequantized where it is codes. transposed: what the gradient is
+    multiplied with, if not with that (`quant.fp8.gradient`). The gradient with respect to codes
     passes the quantizer unchanged. whole: whether l B' is in the product. Without, whoever reads it
-    adds it, and sends back the gradient of the sum."""
+    adds it, and sends back the gradient of the sum. update: x is a gate-up product [T, 2K] that
+    lacks this, and what is multiplied is its silu(gate) * up."""
     adapted = [part for part, _, _ in adapter.blocks(parts)]
     masters = [*(adapter.a[part] for part in adapted), *(adapter.b[part] for part in adapted)]
     in_codes = codes is not None
@@ -165,12 +171,17 @@ def product(
         bias_N,
         codes,
         in_codes,
+        transposed,
         adapter,
         parts,
         whole,
+        update,
         *masters,
     )
     return y_TN, low_TL, adapter.matrices(parts, x_TK.dtype)[1]
+
+
+_GIVEN = 10  # arguments before the masters
 
 
 class _AdaptedProduct(torch.autograd.Function):
@@ -182,11 +193,16 @@ class _AdaptedProduct(torch.autograd.Function):
         bias_N: Tensor | None,
         codes: QTensor | None,
         in_codes: bool,
+        transposed: QTensor | None,
         adapter: Adapter,
         parts: Mapping[str, int],
         whole: bool,
+        update: Update | None,
         *masters: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        given, ctx.update = x_TK, update
+        if update is not None:
+            x_TK = update.gate(given)
         a_LK, b_NL = adapter.matrices(parts, x_TK.dtype)
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         low_TL = F.linear(x_TK, a_LK)
@@ -201,11 +217,13 @@ class _AdaptedProduct(torch.autograd.Function):
                 y_TN = F.linear(low_TL, b_NL, bias_in_dtype_N).addmm_(x_TK, dense_NK.t())
             else:
                 y_TN = F.linear(x_TK, dense_NK, bias_in_dtype_N)
-        learns = any(ctx.needs_input_grad[8:]) or ctx.needs_input_grad[1]
-        inputs: tuple[Tensor | None, Tensor | None] = (x_TK, low_TL) if learns else (None, None)
-        kept_NK = weight_NK if codes is None else None
+        learns = any(ctx.needs_input_grad[_GIVEN:]) or ctx.needs_input_grad[1]
+        inputs: tuple[Tensor | None, Tensor | None] = (None, None)
+        if learns or update is not None:
+            inputs = given, low_TL
+        kept_NK = weight_NK if codes is None and transposed is None else None
         ctx.save_for_backward(*inputs, a_LK, b_NL, kept_NK)
-        ctx.codes = codes
+        ctx.codes, ctx.transposed = codes, transposed
         ctx.blocks = adapter.blocks(parts)
         ctx.scaling = adapter.scaling
         ctx.dtypes = [None if t is None else t.dtype for t in (weight_NK, bias_N)]
@@ -219,20 +237,27 @@ class _AdaptedProduct(torch.autograd.Function):
         low_grad_TL = grad_TN @ b_NL
         x_grad_TK = None
         if needs_x:
-            dense_NK = weight_NK if ctx.codes is None else ctx.codes.dequantize(grad_TN.dtype)
-            x_grad_TK = (low_grad_TL @ a_LK).addmm_(grad_TN, dense_NK)
+            if ctx.transposed is not None:
+                x_grad_TK = fp8.gradient(grad_TN, ctx.transposed).addmm_(low_grad_TL, a_LK)
+            else:
+                dense_NK = weight_NK if ctx.codes is None else ctx.codes.dequantize(grad_TN.dtype)
+                x_grad_TK = (low_grad_TL @ a_LK).addmm_(grad_TN, dense_NK)
+        if ctx.update is not None and x_grad_TK is None:
+            x_TK = ctx.update.gate(x_TK)
+        elif ctx.update is not None:
+            x_grad_TK, x_TK = ctx.update.gate_backward(x_TK, x_grad_TK)
         weight_grad = None
         if needs_weight:
             weight_grad = (grad_TN.t() @ x_TK).to(ctx.dtypes[0])
         bias_grad = None
         if needs_bias:
             bias_grad = grad_TN.sum(0).to(ctx.dtypes[1])
-        master_grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad[8:])
-        if any(ctx.needs_input_grad[8:]):
+        master_grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad[_GIVEN:])
+        if any(ctx.needs_input_grad[_GIVEN:]):
             a_grad_LK = float32_product(low_grad_TL.t(), x_TK).float()
             b_grad_NL = float32_product(grad_TN.t(), low_TL).float() * ctx.scaling
             master_grads = [
                 *(a_grad_LK[columns] for _, _, columns in ctx.blocks),
                 *(b_grad_NL[rows, columns] for _, rows, columns in ctx.blocks),
             ]
-        return x_grad_TK, weight_grad, bias_grad, None, None, None, None, None, *master_grads
+        return x_grad_TK, weight_grad, bias_grad, *(None,) * (_GIVEN - 3), *master_grads

@@ -9,6 +9,9 @@ An aligned layer's gradient passes the quantizer unchanged (straight-through), s
 
     Y = lowbit(X, Q(W)) + b        dX = dY dequantize(Q(W))        dW = dY^T X        db = sum dY
 
+Any of them may have codes of its transpose beside it (`weights.aligned.transpose`): then dX is a
+product of fp8 codes, too.
+
 Legend: T tokens, K in features, N out features.
 """
 
@@ -22,10 +25,12 @@ from torch import Tensor, nn
 
 from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.quantize.rows import Product
+from lowroll.kernels.quantize.rows import Product, Rows
+from lowroll.kernels.training.low_rank import Update
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
-from lowroll.quant.formats import QTensor
+from lowroll.quant import fp8
+from lowroll.quant.formats import QTensor, get_format
 
 
 class LearnerLinear(Linear):
@@ -39,98 +44,153 @@ class LearnerLinear(Linear):
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.adapter is not None and self.adapter.enabled:
             return self.adapted(self.adapter, x_TK)[0]
-        if self.aligned is not None:
-            master_NK = None if isinstance(self.weight, QTensor) else self.weight
-            return _AlignedLinear.apply(x_TK, self.aligned, master_NK, self.bias)
         if isinstance(self.weight, QTensor):
-            return _DequantizedLinear.apply(x_TK, self.weight, self.bias)
-        return F.linear(x_TK, self.weight, self.bias)
+            return _FrozenProduct.apply(x_TK, self.bias, self.weight, self.aligned, self.transposed)
+        if self.aligned is None and self.transposed is None:
+            return F.linear(x_TK, self.weight, self.bias)
+        return _LearningProduct.apply(x_TK, self.weight, self.bias, self.aligned, self.transposed)
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor:
         """The product of silu(gate) * up, which the backward pass makes again."""
         assert isinstance(gate_up_TN, Tensor)
         if self._learns_alone and triton_supports(gate_up_TN):
-            return _GatedLinear.apply(gate_up_TN, self.weight, self.bias)
+            return _GatedProduct.apply(
+                gate_up_TN, self.weight, self.bias, self.aligned, self.transposed
+            )
         return self(remake(silu_mul(gate_up_TN), silu_mul, gate_up_TN))
+
+    def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
+        """With an adapter of its own the backward pass makes silu(gate) * up again in the pass that
+        makes the gradient of gate_up."""
+        if self.adapter is None or not self.adapter.enabled:
+            return super().after_update(gate_up_TN, update)
+        return self.adapted(self.adapter, gate_up_TN, update=update)[0]
 
     @property
     def _learns_alone(self) -> bool:
-        """Is the weight all that there is, and does it learn?"""
+        """Is the weight all that learns?"""
         return (
             isinstance(self.weight, nn.Parameter)
             and self.weight.requires_grad
             and self.adapter is None
-            and self.aligned is None
         )
 
 
-class _GatedLinear(torch.autograd.Function):
+def _multiply(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, codes: QTensor | None
+) -> Tensor:
+    """The product with the codes where there are any, else with the weight."""
+    if codes is None:
+        return F.linear(x_TK, weight_NK, bias_N)
+    return codes.linear(x_TK.detach(), bias_N)
+
+
+def _input_gradient(
+    grad_TN: Tensor, weight: Tensor | QTensor | None, transposed: QTensor | None
+) -> Tensor:
+    """dX [T, K] of dY [T, N]. weight: what the forward stands for; not read where its transpose has
+    codes."""
+    if transposed is not None:
+        return fp8.gradient(grad_TN, transposed)
+    assert weight is not None
+    return grad_TN @ (weight.dequantize(grad_TN.dtype) if isinstance(weight, QTensor) else weight)
+
+
+class _LearningProduct(torch.autograd.Function):
+    """The product of a weight that learns, which has codes of its own, of its transpose, or both.
+    The weight's gradient passes the quantizer straight through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        codes: QTensor | None,
+        transposed: QTensor | None,
+    ) -> Tensor:
+        ctx.stands_for, ctx.transposed = codes, transposed
+        kept_NK = weight_NK if codes is None and transposed is None else None
+        ctx.save_for_backward(x_TK if ctx.needs_input_grad[1] else None, kept_NK)
+        ctx.dtypes = [None if t is None else t.dtype for t in (weight_NK, bias_N)]
+        return _multiply(x_TK, weight_NK, bias_N, codes)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, weight_NK = ctx.saved_tensors
+        x_grad_TK = weight_grad_NK = bias_grad_N = None
+        if ctx.needs_input_grad[0]:
+            stands_for = weight_NK if ctx.stands_for is None else ctx.stands_for
+            x_grad_TK = _input_gradient(grad_TN, stands_for, ctx.transposed)
+        if ctx.needs_input_grad[1]:
+            weight_grad_NK = (grad_TN.t() @ x_TK).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[2]:
+            bias_grad_N = grad_TN.sum(0).to(ctx.dtypes[1])
+        return x_grad_TK, weight_grad_NK, bias_grad_N, None, None
+
+
+class _GatedProduct(torch.autograd.Function):
     """A learning weight's product of silu(gate) * up. Backward, one pass over gate_up makes its
     gradient and, for that of the weight, silu(gate) * up again."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up_TN: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gate_up_TN, weight_NK)
-        x_TK = silu_mul(gate_up_TN)
-        assert isinstance(x_TK, Tensor)
-        return F.linear(x_TK, weight_NK, bias_N)
+    def forward(
+        ctx: Any,
+        gate_up_TN: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        codes: QTensor | None,
+        transposed: QTensor | None,
+    ) -> Tensor:
+        ctx.stands_for, ctx.transposed = codes, transposed
+        kept_NK = weight_NK if codes is None and transposed is None else None
+        ctx.save_for_backward(gate_up_TN, kept_NK)
+        kind = None if codes is None or not gate_up_TN.is_cuda else get_format(codes.format).rows
+        x = silu_mul(gate_up_TN, kind)
+        if isinstance(x, Rows):
+            assert codes is not None
+            return get_format(codes.format).product(x, codes, bias_N).dense()
+        return _multiply(x, weight_NK, bias_N, codes)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_TN, weight_NK = ctx.saved_tensors
-        x_grad_TK = grad_TN @ weight_NK
+        stands_for = weight_NK if ctx.stands_for is None else ctx.stands_for
+        x_grad_TK = _input_gradient(grad_TN, stands_for, ctx.transposed)
         x_TK = torch.empty_like(x_grad_TK)
         gate_up_grad_TN = silu_mul_backward(gate_up_TN, x_grad_TK, x_TK)
         weight_grad_NK = grad_TN.t() @ x_TK
-        bias_grad_N = None
-        if ctx.needs_input_grad[2]:
-            bias_grad_N = grad_TN.sum(0)
-        return gate_up_grad_TN, weight_grad_NK, bias_grad_N
+        bias_grad_N = grad_TN.sum(0) if ctx.needs_input_grad[2] else None
+        return gate_up_grad_TN, weight_grad_NK, bias_grad_N, None, None
 
 
-class _DequantizedLinear(torch.autograd.Function):
-    """x times the dequantized matrix, which is made again in the backward pass instead of being
-    kept."""
+class _FrozenProduct(torch.autograd.Function):
+    """The product of a frozen low-bit weight: in its format's own arithmetic with the codes of an
+    aligned forward, else x times the dequantized matrix, which the backward pass makes again
+    instead of keeping it."""
 
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight: QTensor, bias_N: Tensor | None) -> Tensor:
-        ctx.weight = weight
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        bias_N: Tensor | None,
+        weight: QTensor,
+        codes: QTensor | None,
+        transposed: QTensor | None,
+    ) -> Tensor:
+        ctx.weight = weight if codes is None else codes
+        ctx.transposed = transposed
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
+        if codes is not None:
+            return codes.linear(x_TK.detach(), bias_N)
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         return F.linear(x_TK, weight.dequantize(x_TK.dtype), bias_in_dtype_N)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        bias_grad_N = None
-        if ctx.needs_input_grad[2]:
-            bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype)
-        return grad_TN @ ctx.weight.dequantize(grad_TN.dtype), None, bias_grad_N
-
-
-class _AlignedLinear(torch.autograd.Function):
-    """The engine's product forward, straight through the quantizer backward; the gradient reaches
-    the master weight."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TK: Tensor, weight: QTensor, master_NK: Tensor | None, bias_N: Tensor | None
-    ) -> Tensor:
-        ctx.weight = weight
-        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        ctx.master_dtype = None if master_NK is None else master_NK.dtype
-        ctx.save_for_backward(x_TK if ctx.needs_input_grad[2] else None)
-        return weight.linear(x_TK.detach(), bias_N)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        (x_TK,) = ctx.saved_tensors
-        x_grad_TK = None
+        x_grad_TK = bias_grad_N = None
         if ctx.needs_input_grad[0]:
-            x_grad_TK = grad_TN @ ctx.weight.dequantize(grad_TN.dtype)
-        master_grad_NK = None
-        if ctx.needs_input_grad[2]:
-            master_grad_NK = (grad_TN.t() @ x_TK).to(ctx.master_dtype)
-        bias_grad_N = None
-        if ctx.needs_input_grad[3]:
+            x_grad_TK = _input_gradient(grad_TN, ctx.weight, ctx.transposed)
+        if ctx.needs_input_grad[1]:
             bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype)
-        return x_grad_TK, None, master_grad_NK, bias_grad_N
+        return x_grad_TK, bias_grad_N, None, None, None

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.kernels.training import low_rank
+from lowroll.kernels.training.low_rank import Update, silu_mul_adapted
 from lowroll.model import adapter as adapters
 from lowroll.model.adapter import Adapter
+from lowroll.model.recompute import remake
 from lowroll.quant.formats import QTensor, get_format
-
-Update = tuple[Tensor, Tensor, int]  # l [T, L], (alpha / r) B [N, L] and the rank of an adapter
 
 
 class Linear(nn.Module):
@@ -48,6 +48,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         # what a learner's forward multiplies with in place of the weight, see weights.aligned
         self.aligned: QTensor | None = None
+        # of the weight's transpose, what a gradient is multiplied with, see weights.transposed
+        self.transposed: QTensor | None = None
         self.adapter: Adapter | None = None
 
     def rows(self, part: str) -> slice:
@@ -63,7 +65,7 @@ class Linear(nn.Module):
         """Replace the weight object (not its values) by a QTensor or a Parameter."""
         del self.weight
         self.weight = weight
-        self.aligned = None
+        self.aligned = self.transposed = None
 
     def quantized(self, format: str) -> QTensor:
         """The weight in `format`: the very tensor that the learner multiplies with, when it has
@@ -114,12 +116,26 @@ class Linear(nn.Module):
         ):
             return self(x_TK), None
         y_TN, low_TL, b_NL = self.adapted(adapter, x_TK, whole=False)
-        return y_TN, (low_TL, b_NL, adapter.rank)
+        return y_TN, Update(low_TL, b_NL, adapter.rank)
+
+    def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
+        """`after_swiglu` of a product that lacks its update."""
+        h_TF = silu_mul_adapted(gate_up_TN, update.low_TL, update.b_NL, update.rank)
+        remake(h_TF, silu_mul_adapted, gate_up_TN, update.low_TL, update.b_NL, update.rank)
+        return self(self.read(h_TF))
 
     def adapted(
-        self, adapter: Adapter, x_TK: Tensor, whole: bool = True
+        self, adapter: Adapter, x_TK: Tensor, whole: bool = True, update: Update | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The product with the adapter on, l and (alpha / r) B, as `adapter.product` gives them."""
         return adapters.product(
-            x_TK, self.weight, self.codes, self.bias, adapter, self.parts, whole
+            x_TK,
+            self.weight,
+            self.codes,
+            self.transposed,
+            self.bias,
+            adapter,
+            self.parts,
+            whole,
+            update,
         )

@@ -8,10 +8,12 @@ that the [T, V] logits never exist, forward or backward:
 
 A frozen W (LoRA) lets the forward pass make d logp / d h from the logits that it has, one row [D] a
 token: the backward pass multiplies it by the incoming gradient and makes no logits. A W that learns
-needs the incoming gradient first, so the forward pass keeps nothing and the backward pass makes
-each chunk's logits again.
+needs G itself. Of the first chunks the forward pass keeps it, in the dtype of W, and the incoming
+gradient g goes to the other factor, d W = G' (g h); of the others the backward pass makes the logits
+again.
 
 On CUDA products of half-precision matrices give float32 logits, which nothing rounds in between.
+Only there is G kept: it is half of the logits.
 
 Legend: T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 """
@@ -25,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.training import logprobs as kernels
+
+KEPT = 3  # chunks whose G is kept: beside one chunk's logits no more than two chunks' with their G
 
 
 def log_probs(logits_TV: Tensor, temperature: float = 1.0) -> Tensor:
@@ -102,15 +106,22 @@ class _TokenLogProbs(torch.autograd.Function):
         if only_hidden:
             slope_TD = torch.empty_like(hidden_TD)
             grad_CV = _room(hidden_TD, weight_VD, chunk)
-        for rows in _chunks(hidden_TD, chunk):
+        kept = _kept(hidden_TD) if ctx.needs_input_grad[1] else 0
+        ctx.slopes = {}  # G of chunks by number; whoever reads one lets go of it
+        for i, rows in enumerate(_chunks(hidden_TD, chunk)):
             logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
-            if grad_CV is not None:
+            if slope_TD is not None and grad_CV is not None:
                 grad_CV = grad_CV[: len(logits_CV)]
+            else:
+                grad_CV = torch.empty_like(logits_CV, dtype=weight_VD.dtype) if i < kept else None
             logp_T[rows], entropy_T[rows] = kernels.token_log_probs(
                 logits_CV, targets_T[rows], temperature, grad_CV
             )
             if slope_TD is not None and grad_CV is not None:
                 torch.mm(grad_CV, weight_VD, out=slope_TD[rows])
+            elif grad_CV is not None:
+                ctx.slopes[i] = grad_CV
+            del logits_CV  # before the next ones are made
         if slope_TD is not None:
             ctx.save_for_backward(slope_TD)
         else:
@@ -128,16 +139,24 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_T = grad_T.contiguous()
         hidden_grad = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
-        grad_CV = _room(hidden_TD, weight_VD, ctx.chunk)
-        for rows in _chunks(hidden_TD, ctx.chunk):
-            logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
-            grad_CV = grad_CV[: len(logits_CV)]
-            kernels.logit_gradient(
-                logits_CV, targets_T[rows], logp_T[rows], grad_T[rows], ctx.temperature, grad_CV
-            )
+        for i, rows in enumerate(_chunks(hidden_TD, ctx.chunk)):
+            grad_CV, hidden_CD, scale_C1 = ctx.slopes.pop(i, None), hidden_TD[rows], None
+            if grad_CV is not None:
+                scale_C1 = grad_T[rows, None]
+                hidden_CD = (hidden_CD * scale_C1).to(hidden_TD.dtype)
+            else:
+                logits_CV = float32_product(hidden_CD, weight_VD.t())
+                grad_CV = torch.empty_like(logits_CV, dtype=weight_VD.dtype)
+                kernels.logit_gradient(
+                    logits_CV, targets_T[rows], logp_T[rows], grad_T[rows], ctx.temperature, grad_CV
+                )
+                del logits_CV
             if hidden_grad is not None:
                 torch.mm(grad_CV, weight_VD, out=hidden_grad[rows])
-            _add_float32_product(weight_grad, grad_CV.t(), hidden_TD[rows])
+                if scale_C1 is not None:
+                    hidden_grad[rows] *= scale_C1
+            _add_float32_product(weight_grad, grad_CV.t(), hidden_CD)
+            del grad_CV
         return hidden_grad, weight_grad.to(weight_VD.dtype), None, None, None
 
 
@@ -149,6 +168,11 @@ def _room(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
     """Where the gradient of a chunk's logits goes: in the weight's dtype, as the products that read
     it want it."""
     return weight_VD.new_empty(min(chunk, hidden_TD.shape[0]), weight_VD.shape[0])
+
+
+def _kept(hidden_TD: Tensor) -> int:
+    """Of how many chunks the forward pass keeps G."""
+    return KEPT if _wide(hidden_TD) else 0
 
 
 def _wide(x: Tensor) -> bool:

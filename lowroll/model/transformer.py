@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.quantize.rows import Product, Rows
-from lowroll.kernels.training.low_rank import silu_mul_adapted
 from lowroll.model import logprobs
 from lowroll.model.attention import Attend
 from lowroll.model.layers import LEARNER, Layers
@@ -162,9 +161,7 @@ class Block(nn.Module):
         if update is None:
             return self.down.after_swiglu(gate_up)
         assert isinstance(gate_up, Tensor)
-        h_TF = silu_mul_adapted(gate_up, *update)
-        remake(h_TF, silu_mul_adapted, gate_up, *update)
-        return self.down(self.down.read(h_TF))
+        return self.down.after_update(gate_up, update)
 
 
 # how a model runs a block: (block, x, update, cos, sin, attend) -> (x, update)

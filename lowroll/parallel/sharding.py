@@ -12,8 +12,8 @@ go to those who hold the rows. So every pass needs all ranks (`lockstep`).
     frozen weights     parts in the model's dtype: a reference, a teacher, the base of an adapter
     adapters           whole on every rank: they are small, and everything after the backward pass is
                        plain data parallel
-    codes              of an aligned forward are whole on every rank, and made again block by block
-                       from gathered weights
+    codes              of an aligned forward and of transposes are whole on every rank, and made again
+                       block by block from gathered weights
 
 The model's own parameters (embedding, norm, lm_head) stay gathered from a pass to the update, since
 log-probs read lm_head outside of the model's call. `forget` drops them; without it the next pass
@@ -217,9 +217,9 @@ def _gathered(module: nn.Module) -> Iterator[None]:
 
 def _set_weight(linear: Linear, weight: QTensor | nn.Parameter) -> None:
     """The same matrix in another form; the codes beside it stay."""
-    codes = linear.aligned
+    codes = linear.aligned, linear.transposed
     linear.set_weight(weight)
-    linear.aligned = codes
+    linear.aligned, linear.transposed = codes
 
 
 def _learns(module: nn.Module) -> bool:

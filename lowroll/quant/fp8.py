@@ -17,6 +17,9 @@ the weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's
 2412.19437, section 3.3.2; algorithms B2). Tiles run over a fused matrix as a whole: one part of it
 is in whole tiles only when the parts before it have a multiple of 128 rows.
 
+A gradient is multiplied the same way with the codes of the transpose (`gradient`). Its rows have
+scales without that floor: a batch's mean makes gradients of 1e-7.
+
 Legend: N out features, K in features, M rows of activations, G groups of a row, S features of a
 group.
 """
@@ -31,7 +34,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul.w8a8 import multiply
-from lowroll.kernels.quantize.quantize8 import quantize_rows_into
+from lowroll.kernels.quantize.quantize8 import quantize_columns_into, quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.quant.formats import Format, QTensor, divide, multiplicand, nonzero
 from lowroll.quant.groups import join, split
@@ -72,7 +75,11 @@ class Float8(Format):
         # Triton's interpreter rounds to e4m3 wrongly
         if not (w_NK.is_cuda and triton_supports(w_NK)):
             return super().encode_into(w_NK, amax_1, tensors)
-        quantize_rows_into(w_NK, tensors["weight"], tensors["weight_scale"], KIND)
+        made = tensors["weight"], tensors["weight_scale"]
+        if w_NK.is_contiguous() or not w_NK.t().is_contiguous():
+            quantize_rows_into(w_NK, *made, KIND)
+        else:
+            quantize_columns_into(w_NK.t(), *made, KIND)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         return self.product(quantize_rows(x_MK, KIND), q, bias_N).dense()
@@ -88,6 +95,18 @@ class Float8(Format):
             bias_N,
             rows.dtype,
         )
+
+
+def gradient(grad_MN: Tensor, transposed: QTensor) -> Tensor:
+    """dX [M, K] = dY W of dY [M, N], in the dtype of dY. transposed: the codes of W' [K, N].
+
+    Sums are the fast kind: beside the rounding of the codes what they lose is nothing
+    (docs/LOG.md)."""
+    rows = quantize_rows(grad_MN, "gradient")
+    if grad_MN.device.type == "cpu":
+        return Float8().product(rows, transposed, None).dense()
+    codes_KN, scale_K1 = transposed.tensors["weight"], transposed.tensors["weight_scale"]
+    return multiply(rows, codes_KN, scale_K1, None, fast=True).dense()
 
 
 class Float8Block(Format):

@@ -139,6 +139,7 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
     """The shapes of the model that will learn."""
     models.refuse_adapter("model", cfg.model)
     model = _outline("model", cfg.model, compute, found)
+    models.refuse_backward(cfg, compute, model.spec)
     if cfg.train.lora:
         lora.check(
             model.spec, cfg.train.lora_rank, cfg.train.lora_alpha, cfg.train.lora_target_modules

@@ -184,11 +184,10 @@ def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str
 
 
 def plain(cfg: RunConfig) -> RunConfig:
-    """The settings without update-aware scaling and the aligned forward, which belong to the run
-    that follows."""
-    return cfg.model_copy(
-        update={"train": cfg.train.model_copy(update={"uaq_scale": None, "forward": "dense"})}
-    )
+    """The settings without update-aware scaling, the aligned forward and low-bit gradients, which
+    belong to the run that follows."""
+    dense = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update=dense)})
 
 
 def examples(cfg: RunConfig) -> list[Demonstration]:

@@ -2,7 +2,8 @@
 with.
 
     align      once: every linear weight W gets its Q(W), and the forward runs on it (`model.linear`)
-    refresh    after every optimiser update, and after a restore: Q(W) is made again, in place
+    transpose  once: every linear weight gets fp8 codes of W', with which input gradients are multiplied
+    refresh    after every optimiser update, and after a restore: all codes are made again, in place
 
 Between two updates the codes are fixed, so all micro-batches, the old log-probs and the publication
 see one and the same Q(W): `weights.publish` copies these tensors and quantizes nothing itself, and
@@ -10,6 +11,10 @@ see one and the same Q(W): `weights.publish` copies these tensors and quantizes 
 no update changes it. Embeddings, norms and lm_head stay dense. In a format of the model's own
 floating point the aligned forward is the plain one, up to the order of sums where the engine
 multiplies a large matrix from a packed copy (`quant.dense`).
+
+The gradient's product dX = dY W sums over the rows of W, and a scale must not change along the sum:
+so it has codes of its own, with a scale a column of W. They are made of W itself, or of what a
+frozen base stands for, and take a byte a weight more.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import torch
 from torch import nn
 
 from lowroll.kernels import checksum
+from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Block, Transformer
 from lowroll.quant.formats import QTensor, get_format
@@ -53,34 +59,50 @@ def realign(model: Transformer, format: str) -> Transformer:
 
 
 @torch.no_grad()
+def transpose(model: Transformer) -> Transformer:
+    """Multiply the input gradients of every linear layer in fp8. ValueError for experts, before
+    anything changes."""
+    for name, linear in model.linears():
+        if isinstance(linear, StackedLinear):
+            raise ValueError(f"{name}: the products of experts have no gradient in fp8")
+    for name, linear in model.linears():
+        linear.transposed = _transposed(name, linear)
+    return model
+
+
+@torch.no_grad()
 def refresh(model: Transformer) -> None:
-    """Quantize the master weights of an aligned model again, in place; any other model is left
-    alone.
+    """Make all codes of the weights that learn again, in place; a model without is left alone.
 
     ValueError, before anything is written (of the blocks that are read together), names a weight
     that is not finite.
     """
-    if all(linear.aligned is None for _, linear in model.linears()):
+    if all(linear.aligned is linear.transposed is None for _, linear in model.linears()):
         return
     for blocks in model.read_blocks(model):
         _refresh(blocks)
 
 
 def _refresh(blocks: list[Block]) -> None:
-    pairs = [
-        (f"blocks.{block.layer}.{name}", linear.aligned, linear.weight)
+    layers = [
+        (f"blocks.{block.layer}.{name}", linear, linear.weight)
         for block in blocks
         for name, linear in block.named_modules()
         if isinstance(linear, Linear)
-        and linear.aligned is not None
+        and not linear.aligned is linear.transposed is None
         and isinstance(linear.weight, nn.Parameter)
+        and linear.weight.requires_grad
     ]
-    amax = checksum.amax([master for *_, master in pairs])
-    for (name, codes, _), finite in zip(pairs, checksum.finite(amax), strict=True):
+    amax = checksum.amax([master for *_, master in layers])
+    for (name, linear, _), finite in zip(layers, checksum.finite(amax), strict=True):
         if not finite:
-            raise ValueError(f"{name}.weight: {codes.format}: the weight holds a non-finite value")
-    for (_, codes, master), amax_1 in zip(pairs, amax, strict=True):
-        codes.quantize_(master, amax_1)
+            format = "fp8" if linear.aligned is None else linear.aligned.format
+            raise ValueError(f"{name}.weight: {format}: the weight holds a non-finite value")
+    for (_, linear, master), amax_1 in zip(layers, amax, strict=True):
+        if linear.aligned is not None:
+            linear.aligned.quantize_(master, amax_1)
+        if linear.transposed is not None:
+            linear.transposed.quantize_(master.t(), amax_1)
 
 
 @contextmanager
@@ -99,5 +121,14 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
 def _quantize(name: str, linear: Linear, format: str) -> QTensor:
     try:
         return linear.quantized(format)
+    except ValueError as error:
+        raise ValueError(f"{name}.weight: {error}") from None
+
+
+def _transposed(name: str, linear: Linear) -> QTensor:
+    weight = linear.weight
+    matrix_NK = weight.dequantize() if isinstance(weight, QTensor) else weight.detach()
+    try:
+        return get_format("fp8").quantize(matrix_NK.t())
     except ValueError as error:
         raise ValueError(f"{name}.weight: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,10 @@ def test_every_token_is_fed_and_learned_from() -> None:
     assert {s.group for s in batch.samples} == {0}
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("lora", [True, False])
-def test_a_step_of_ours_learns(lora: bool) -> None:
-    metrics = train.ours(job(lora, 0.5))()
+def test_a_step_of_ours_learns(lora: bool, fp8: bool) -> None:
+    metrics = train.ours(replace(job(lora, 0.5), fp8=fp8))()
     assert (
         metrics["optim/grad_norm"] > 0
         and metrics["optim/update_norm"] > 0
@@ -75,7 +77,8 @@ def test_a_step_of_the_peer_learns(setting: train.PeerSetting) -> None:
 @pytest.mark.slow
 def test_compare_takes_the_peers_fastest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = train.compare(job(), rounds=2, must=(1.3, 1.6), steps=1)
-    assert len(rows) == 1 and rows[0].must == 1.3 and rows[0].aim == 1.6
+    assert len(rows) == 2 and rows[0].must == 1.3 and rows[0].aim == 1.6
+    assert rows[1].peer == rows[0].ours and rows[1].must is None
     assert (
         rows[0].ours and rows[0].peer and rows[0].spread and rows[0].spread[0] <= rows[0].spread[1]
     )
@@ -87,7 +90,10 @@ def test_compare_takes_the_peers_fastest_setting(monkeypatch: pytest.MonkeyPatch
     }
     monkeypatch.setattr(train, "fitting", lambda job: turns)
     monkeypatch.setattr(train, "turn", lambda build, steps, on_cuda: train.Turn(0.5, 5))
-    speed, memory, leanest = train.compare(train.Job("x", TINY, False), rounds=3, must=(1.3, 1.6))
+    x = train.Job("x", TINY, False)
+    speed, fp8, memory, leanest = train.compare(x, 3, (1.3, 1.6), must_fp8=(x.tokens, 1e9))
+    assert fp8.name == "x full, 16384 tokens: forward and input gradients in fp8 / bfloat16"
+    assert fp8.met and not fp8.reaches(fp8.aim) and fp8.ours == x.tokens / 0.5
     assert "1 x rows/1, no checkpointing" in speed.name and speed.ratio == 1.0 and not speed.met
     assert memory.value == 0.25 and memory.met and memory.must == 0.6
     assert leanest.value == 0.5 and leanest.must is None
@@ -106,10 +112,17 @@ def test_without_a_gpu_it_says_so(
     )
 
 
+def test_ours_alone_needs_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "peer", None)
+    (row,) = train.ours_alone(job(), 2, 1, (1e12, None))
+    assert row.ours and row.peer and row.ratio and not row.met
+
+
 @pytest.mark.slow
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "JOBS", {"tiny": job()})
     monkeypatch.setattr(train, "MUST", {"tiny": (0.0, 1.0)})
+    monkeypatch.setattr(train, "MUST_FP8", {"tiny": (0.0, 1.0)})
     monkeypatch.setattr(train, "PEER_SETTINGS", ALONE)
     monkeypatch.setattr(
         sys,
@@ -129,8 +142,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ],
     )
     assert train.main() == 0
-    (row,) = json.loads((tmp_path / "train.json").read_text())["rows"]
+    fp8, row = json.loads((tmp_path / "train.json").read_text())["rows"]
     assert (
         row["name"] == "tiny full, 64 tokens: transformers (1 x rows/1, no checkpointing)"
         and row["ratio"] > 0
     )
+    assert fp8["name"].endswith("fp8 / float32") and fp8["goal"] == "ours at least"

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.matmul import gemv, integers, w8a8
-from lowroll.kernels.quantize.quantize8 import quantize_rows_into
-from lowroll.kernels.quantize.rows import E4M3, Rows
+from lowroll.kernels.quantize.quantize8 import quantize_columns_into, quantize_rows_into
+from lowroll.kernels.quantize.rows import E4M3, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import _plain as rows_of
+from lowroll.quant import fp8
 from lowroll.quant.formats import get_format
 
 pytestmark = pytest.mark.gpu
@@ -132,3 +134,40 @@ def test_weights_in_one_launch_are_the_formats_bytes(kind: str, shape: tuple[int
         assert torch.equal(got[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(
             got[1], scale
         )
+        turned, steps = get_format(kind).encode(case.t()).values()
+        got = torch.empty_like(turned), torch.empty_like(steps)
+        quantize_columns_into(case.contiguous(), *got, kind)
+        assert torch.equal(got[0].view(torch.uint8), turned.view(torch.uint8))
+        assert torch.equal(got[1], steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 8, 300, 1100])
+def test_gradients_in_fp8(rows: int, dtype: torch.dtype) -> None:
+    """As on the CPU, but for the order and the bits of sums; sizes as of a batch's mean."""
+    w = torch.randn(384, 512, device="cuda").to(dtype)
+    transposed = get_format("fp8").quantize(w.t())
+    grad = (
+        torch.randn(rows, 384, device="cuda")
+        * torch.logspace(-12, -3, rows, device="cuda")[:, None]
+    )
+    got = fp8.gradient(grad.to(dtype), transposed)
+    want = fp8.gradient(grad.to(dtype).cpu(), transposed.to("cpu")).cuda()
+    assert got.dtype == dtype
+    error = (got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)
+    assert error.max() < (1e-3 if dtype == torch.float32 else 6e-3)
+    exact = grad.to(dtype).double() @ w.double()
+    assert ((got.double() - exact).norm(dim=1) / exact.norm(dim=1)).max() < 0.06
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "gradient"])
+@pytest.mark.parametrize("size", [8960, 18944, 37888])
+def test_long_rows_are_those_of_plain_torch(kind: str, size: int) -> None:
+    x = (
+        torch.randn(520, size, device="cuda").bfloat16()
+        * torch.rand(520, 1, device="cuda").bfloat16()
+    )
+    x[3] = 0
+    got, want = quantize_rows(x, kind), rows_of(x, kind)
+    assert torch.equal(got.scale_M1, want.scale_M1)
+    assert torch.equal(got.codes_MK.view(torch.uint8), want.codes_MK.view(torch.uint8))

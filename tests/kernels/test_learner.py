@@ -86,9 +86,13 @@ def test_what_is_not_finite_shows(path: str) -> None:
     assert logp[:2].isnan().all() and logp[2].item() == pytest.approx(-2.1972246)
 
 
+@pytest.mark.parametrize("kept", [0, 2])
 @pytest.mark.parametrize("learns", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_gradients_are_those_of_materialised_logits(learns: tuple[bool, bool], chunk: int) -> None:
+def test_gradients_are_those_of_materialised_logits(
+    monkeypatch: pytest.MonkeyPatch, learns: tuple[bool, bool], chunk: int, kept: int
+) -> None:
+    monkeypatch.setattr(model_logprobs, "_kept", lambda hidden: kept)
     leaves = [
         random(7, 8).requires_grad_(learns[0]),
         random(13, 8, seed=1).requires_grad_(learns[1]),
@@ -107,6 +111,31 @@ def test_gradients_are_those_of_materialised_logits(learns: tuple[bool, bool], c
         want = torch.autograd.grad((truth[torch.arange(7), targets] * weights).sum(), learning)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept_is_read_once_and_made_again_for_a_second_time(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    leaves = [x.to(dtype).requires_grad_() for x in (random(7, 8), random(13, 8, seed=1))]
+    made = []
+    monkeypatch.setattr(
+        model_logprobs.kernels, "logit_gradient", lambda *args: made.append(logit_gradient(*args))
+    )
+
+    def gradients(kept: int) -> list[list[Tensor]]:
+        monkeypatch.setattr(model_logprobs, "_kept", lambda hidden: kept)
+        logp, _ = model_logprobs.token_log_probs(*leaves, torch.arange(7), 0.8, 2)
+        loss = (logp * random(7, seed=2)).sum()
+        return [list(torch.autograd.grad(loss, leaves, retain_graph=True)) for _ in range(2)]
+
+    want, again = gradients(0)
+    assert len(made) == 8
+    got, late = gradients(3)
+    assert len(made) == 8 + 1 + 4
+    assert all(torch.equal(a, b) for a, b in zip(late, again, strict=True))
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= (1e-6 if dtype == torch.float32 else 1e-2) * b.norm()
 
 
 @both
@@ -194,7 +223,9 @@ def test_the_largest_update_of_a_tile_fits_into_shared_memory() -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("targets", [lora.TARGETS, ("up_proj", "q_proj"), ()])
+@pytest.mark.parametrize(
+    "targets", [lora.TARGETS, ("up_proj", "q_proj"), ("gate_proj", "down_proj"), ()]
+)
 def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> None:
     """The update that the gate adds is neither lost nor added twice, forward and backward; and
     without an adapter."""
@@ -212,6 +243,17 @@ def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> N
         found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.interpreted
+def test_an_adapted_gate_is_made_again_beside_its_gradient() -> None:
+    gate_up, low, b = random(5, 2 * 70), random(5, 6, seed=1), random(2 * 70, 6, seed=2)
+    slope, update = random(5, 70, seed=3), low_rank.Update(low, b, 3)
+    want = silu_mul_adapted(gate_up.requires_grad_(), low, b, 3)
+    want.backward(slope)
+    grad, again = update.gate_backward(gate_up.detach(), slope)
+    assert torch.equal(again, want) and torch.equal(update.gate(gate_up.detach()), want)
+    assert torch.equal(grad, gate_up.grad)
 
 
 @pytest.mark.interpreted

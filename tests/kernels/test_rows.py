@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowroll.kernels.quantize import rows
 from lowroll.kernels.quantize.rows import Product, quantize_rows
+from tests.fixtures.compiled import built
 
 
 def integers(x_MK: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,6 +46,57 @@ def test_plain_rows_are_those_of_the_formats() -> None:
     )
     with pytest.raises(ValueError, match="rows: 'fp4'"):
         quantize_rows(x_MK, "fp4")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kind", ["int8", "fp8", "gradient"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_long_rows_in_pieces_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str
+) -> None:
+    x_MK = torch.randn(5, 75, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x_MK[2], x_MK[3, 70] = 0, 1e3
+    whole, launched = quantize_rows(x_MK, kind), []
+    kernel = rows._quantize_long_kernel
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int]) -> object:
+            launched.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(rows, "_quantize_long_kernel", Watched())
+    for name, value in (("LONG", 74), ("MANY", 5), ("PIECE", 16)):
+        monkeypatch.setattr(rows, name, value)
+    in_pieces = quantize_rows(x_MK, kind)
+    assert launched == [(5,)]
+    assert torch.equal(in_pieces.scale_M1, whole.scale_M1)
+    assert torch.equal(in_pieces.codes_MK.view(torch.uint8), whole.codes_MK.view(torch.uint8))
+    quantize_rows(x_MK[:4], kind), quantize_rows(x_MK[:, :74], kind)
+    assert len(launched) == 1
+
+
+@pytest.mark.interpreted
+def test_a_gradients_scale_has_no_floor_that_it_could_meet() -> None:
+    x_MK = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    x_MK *= torch.tensor([[1.0], [2.0**-60], [2.0**-140], [0.0]])
+    scale = quantize_rows(x_MK, "gradient").scale_M1
+    amax_M1 = x_MK.abs().amax(1, keepdim=True)
+    assert torch.equal(scale[:2], amax_M1[:2] / torch.full((2, 1), 448.0))
+    assert scale[2:].flatten().tolist() == [2.0**-100] * 2
+    want = rows._plain(x_MK, "gradient")
+    assert torch.equal(scale, want.scale_M1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8", "gradient"])
+def test_long_rows_compile_for_hopper_without_spills(kind: str) -> None:
+    """As long as the widest gradient of a 7B model."""
+    pytest.importorskip("triton")
+    codes = "*i8" if kind == "int8" else "*fp8e4nv"
+    types = {"x": "*bf16", "codes": codes, "scale": "*fp32", "size": "i32"}
+    constants = dict(KIND=kind, PIECES=-(-37888 // rows.PIECE), BLOCK=rows.PIECE, EARLY=False)
+    code = built(rows._quantize_long_kernel, types, constants, num_warps=8).asm["sass"]
+    assert "LDG.E.128" in code and "STL" not in code
 
 
 def test_a_product_by_hand() -> None:

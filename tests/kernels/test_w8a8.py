@@ -239,6 +239,39 @@ def test_the_product_compiles_for_hopper_and_fits(
     assert code.metadata.shared * tile.blocks <= 227 * 1024
 
 
+@pytest.mark.interpreted
+def test_a_transpose_has_the_bytes_of_its_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((5, 7), (1, 1), (130, 70), (515, 65)):
+        w = torch.randn(shape, generator=generator)
+        w[:, 0] = 0
+        for case in (w, w.half(), w * 1e-37, w * 1e30):
+            codes = torch.full(shape[::-1], 77, dtype=torch.int8)
+            scale = torch.full((shape[1], 1), -1.0)
+            quantize8.quantize_columns_into(case, codes, scale, "int8")
+            want = get_format("int8").encode(case.t())
+            assert torch.equal(codes, want["codes"]) and torch.equal(scale, want["scale"])
+    w[3, 2] = float("nan")
+    quantize8.quantize_columns_into(w, codes, scale, "int8")
+    assert [i for i, x in enumerate(scale.isfinite().flatten()) if not x] == [2]
+    with pytest.raises(ValueError, match="kind: 'int4'"):
+        quantize8.quantize_columns_into(w, codes, scale, "int4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("integer", [True, False])
+def test_the_quantizer_of_a_transpose_compiles_for_hopper(integer: bool) -> None:
+    pytest.importorskip("triton")
+    types = {"w": "*bf16", "amaxes": "*i32", "N": "i32", "K": "i32"}
+    tile = dict(ROWS=quantize8.ROWS, COLUMNS=quantize8.COLUMNS)
+    looking = built(quantize8._column_amax_kernel, types, dict(MANY=quantize8.MANY, **tile)).asm
+    types |= {"codes": "*i8" if integer else "*fp8e4nv", "scales": "*fp32"}
+    writing = built(quantize8._quantize8_columns_kernel, types, dict(INTEGER=integer, **tile)).asm
+    for code in (looking, writing):
+        assert "LDG.E.128" in code["sass"] and "STL" not in code["sass"]
+    assert "STG.E.128" in writing["sass"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("integer", [True, False])
 def test_the_quantizer_compiles_for_hopper_without_spills(integer: bool) -> None:

@@ -51,6 +51,28 @@ def test_the_learner_rounds_and_the_rollouts_do_not(
     assert fingerprint(again) == fingerprint(rounded)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("forward", "more"), [("dense", LORA), ("fp8", {})])
+def test_gradients_that_round_leave_the_first_batch_as_it_is(
+    forward: str, more: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """Its rollouts, log-probs and objective; the gradient's length differs a little. A run that was
+    stopped ends as one that was not."""
+    plain = read(train(tree(model, tmp_path / "plain", forward, **more)).folder)
+    rounds = more | {"backward": "fp8"}
+    rounded = train(tree(model, tmp_path / "low", forward, **rounds)).folder
+    first, told = plain[0], read(rounded)[0]
+    for name in ("reward/mean", "policy/objective", "mismatch/kl_k3", "policy/entropy"):
+        assert told[name] == first[name], name
+    norms = told["optim/grad_norm"], first["optim/grad_norm"]
+    assert norms[0] != norms[1] and norms[0] == pytest.approx(norms[1], rel=0.1)
+    again = tree(model, tmp_path / "again", forward, **rounds)
+    again["train"]["max_steps"] = 1
+    train(again)
+    again["train"]["max_steps"] = 2
+    assert fingerprint(train(again, resume=True).folder) == fingerprint(rounded)
+
+
 @pytest.mark.parametrize("more", [{}, LORA], ids=["all weights", "lora"])
 def test_beside_rollouts_of_the_same_format_it_is_the_aligned_forward(
     more: dict[str, Any], model: Path, tmp_path: Path

@@ -109,9 +109,12 @@ def on(device: str, free: int | None, case: str = MEASURED[1], **changes: Any) -
     "changes",
     [
         {},
-        {"train": {"lora": True, "lora_rank": 4}, "rollout": {"weights": "nf4"}},
         {
-            "train": {"optimizer": "muon", "forward": "aligned"},
+            "train": {"lora": True, "lora_rank": 4, "backward": "fp8"},
+            "rollout": {"weights": "nf4"},
+        },
+        {
+            "train": {"optimizer": "muon", "forward": "aligned", "backward": "fp8"},
             "dtype": "bfloat16",
             "rollout": {"weights": "int8"},
         },
@@ -172,7 +175,8 @@ def tensors(model: Transformer) -> dict[str, torch.Tensor]:
     """Every tensor of a model's weights: codes and scales, and an adapter's copies."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, linear in model.linears():
-        for kind, made in (("codes", linear.weight), ("aligned", linear.aligned)):
+        codes = {"codes": linear.weight, "aligned": linear.aligned, "other": linear.transposed}
+        for kind, made in codes.items():
             if isinstance(made, QTensor):
                 found |= {f"{name}.{kind}.{key}": tensor for key, tensor in made.tensors.items()}
         if linear.adapter is not None and linear.adapter._made is not None:
@@ -298,7 +302,7 @@ def test_a_run_that_fits_needs_no_advice() -> None:
     planner, cfg = on("cuda", 149 * 10**9)
     found = fit.check(planner, cfg)
     assert found.missing == 0 and found.problem == ""
-    assert found.lines()[0] == ("memory on cuda: 72.4 GB of 149 GB that are free, while it learns")
+    assert found.lines()[0] == ("memory on cuda: 73.4 GB of 149 GB that are free, while it learns")
     assert all(len(line) <= 100 for line in found.lines())
 
 
@@ -501,7 +505,7 @@ def test_logits_shrink_with_their_chunk() -> None:
         return activations.logits(now, planner.compute, spec, tokens, False)
 
     hidden = 16384 * spec.hidden_size * 2
-    assert of(1024) - hidden == 1024 * spec.vocab_size * (4 + 4 + 2)
+    assert of(1024) - hidden == 1024 * spec.vocab_size * (4 + 2)
     assert of(512) - hidden == (of(1024) - hidden) // 2
     assert of(1 << 20) - hidden == 16384 * spec.vocab_size * (4 + 2)  # one chunk, and none before
 

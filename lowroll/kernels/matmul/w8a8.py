@@ -11,7 +11,7 @@ up to twice slower for few rows (docs/LOG.md): the kernel that comes next applie
 are rounded to the activations' dtype once more. From there on the tensor cores keep the sums of up to
 `SHORT` features themselves (`use_fast_accum`), with fewer bits than float32 has: what that loses is
 less than the rounding of the result to bfloat16, and the product takes a tenth less time. In the
-engine and in the learner alike.
+engine and in the learner's forward alike; gradients always.
 
 Elsewhere the sums are plain torch's.
 
@@ -35,9 +35,11 @@ WIDE = 1024  # rows from which on `_scaled_mm` applies the scales of bfloat16 re
 SHORT = 5120  # features whose fast sums are 1.2e-3 of the result off (3584), bfloat16 1.7e-3 (docs/LOG.md)
 
 
-def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Product:
+def multiply(
+    rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, fast: bool = False
+) -> Product:
     """Rows times the transposed codes, both int8 or both float8_e4m3fn. scale_N: float32, [N] or
-    [N, 1].
+    [N, 1]. fast: sums of e4m3 that keep fewer bits, however many features there are.
 
     Which scales the Product has still to apply depends on kind, device and number of rows. On one
     device, graphs that captured products must not run at the same time.
@@ -53,9 +55,9 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     if not codes_NK.is_cuda or not scaled_mm_supports(codes_NK.device):
         sums_MN = F.linear(codes_MK.float(), codes_NK.float())
     elif rows.dtype != torch.bfloat16:  # float16 could overflow
-        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.float32)
+        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.float32, fast)
     elif len(codes_MK) < WIDE or codes_NK.shape[0] % 16 or codes_NK.shape[1] % 16:
-        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.bfloat16)
+        sums_MN = e4m3_sums(codes_MK, codes_NK, torch.bfloat16, fast)
     else:
         bias_N = None if bias_N is None else bias_N.to(torch.bfloat16)
         y_MN = torch._scaled_mm(
@@ -65,13 +67,13 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
             scale_N.view(1, -1),
             bias=bias_N,
             out_dtype=torch.bfloat16,
-            use_fast_accum=codes_NK.shape[1] <= SHORT,
+            use_fast_accum=fast or codes_NK.shape[1] <= SHORT,
         )
         return Product(y_MN, dtype=rows.dtype)
     return Product(sums_MN, rows.scale_M1, scale_N, bias_N, rows.dtype)
 
 
-def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype) -> Tensor:
+def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """sum_k x w by the device's e4m3 product, which wants N and K in multiples of 16."""
     num_out, num_in = codes_NK.shape
     pad_k, pad_n = -num_in % 16, -num_out % 16
@@ -79,7 +81,7 @@ def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype) -> Tensor:
         codes_MK, codes_NK = _pad(codes_MK, pad_k, 0), _pad(codes_NK, pad_k, pad_n)
     one = _one(codes_MK.device)
     sums_MN = torch._scaled_mm(
-        codes_MK, codes_NK.t(), one, one, out_dtype=dtype, use_fast_accum=False
+        codes_MK, codes_NK.t(), one, one, out_dtype=dtype, use_fast_accum=fast
     )
     return sums_MN[:, :num_out].contiguous() if pad_n else sums_MN
 

@@ -1,21 +1,27 @@
-"""Quantizing a matrix to 8 bits in one launch, one scale a row: INT8 and e4m3.
+"""Quantizing a matrix to 8 bits, one scale a row: INT8 and e4m3; of the matrix or of its transpose.
 
 The formulas are those of `quant.int8` and `quant.fp8`, and the bytes are too: divisions are rounded
 to nearest, nothing is contracted, ties go to even. A program takes one row: it reads it once (a
 long one once more, from a cache), finds the scale, and writes codes and scale to storages that are
-there already.
+there already. A transpose takes two launches over tiles: the columns' largest magnitudes, and codes
+that each tile writes the other way round.
 
 Legend: N rows, K columns.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import block, jit, tl
-from lowroll.kernels.quantize.rows import KINDS
+from lowroll.kernels.quantize.rows import magnitude
 
 LONGEST = 4096  # weights that a program holds in registers
+# a tile of a transpose, whose rows are read and whose columns are written 128 bytes at a time, and
+# rows of a program that looks for columns' magnitudes
+ROWS, COLUMNS, MANY = 128, 64, 512
+TYPES = ("int8", "fp8")
 
 
 def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: str) -> None:
@@ -25,8 +31,7 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
     kind: "int8" or "fp8"; ValueError for another. A row with a NaN or an infinity gets a scale that
     is not finite.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind: {kind!r} is none of {', '.join(KINDS)}")
+    _require(kind)
     w_NK, (num_rows, num_in) = w_NK.contiguous(), w_NK.shape
     width = min(block(num_in), LONGEST)
     _quantize8_kernel[(num_rows,)](
@@ -42,6 +47,33 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
     )
 
 
+def quantize_columns_into(w_NK: Tensor, codes_KN: Tensor, scale_K1: Tensor, kind: str) -> None:
+    """`quantize_rows_into` of the transpose of a matrix that is there row by row."""
+    _require(kind)
+    num_rows, num_columns = w_NK.shape
+    amax_K = torch.zeros(num_columns, dtype=torch.int32, device=w_NK.device)
+    _column_amax_kernel[(-(-num_columns // COLUMNS), -(-num_rows // MANY))](
+        w_NK, amax_K, num_rows, num_columns, MANY=MANY, ROWS=ROWS, COLUMNS=COLUMNS
+    )
+    _quantize8_columns_kernel[(-(-num_columns // COLUMNS), -(-num_rows // ROWS))](
+        w_NK,
+        amax_K,
+        codes_KN,
+        scale_K1,
+        num_rows,
+        num_columns,
+        INTEGER=kind == "int8",
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        enable_fp_fusion=False,
+    )
+
+
+def _require(kind: str) -> None:
+    if kind not in TYPES:
+        raise ValueError(f"kind: {kind!r} is none of {', '.join(TYPES)}")
+
+
 # -- Triton ----------------------------------------------------------------------------------------
 
 
@@ -51,9 +83,9 @@ def _or_nan(a, b):
 
 
 @jit
-def _scale(top, INTEGER: tl.constexpr):
+def _scale(amax, INTEGER: tl.constexpr):
     largest: tl.constexpr = 127.5 if INTEGER else 448.0
-    scale = tl.div_rn(tl.reduce(top, 0, _or_nan), largest)
+    scale = tl.div_rn(amax, largest)
     return tl.where(scale == 0.0, 1.1920928955078125e-07, scale)
 
 
@@ -78,7 +110,7 @@ def _quantize8_kernel(
     codes += n * K
     if WHOLE:
         values = tl.load(w + at, mask=at < K, other=0.0).to(tl.float32)
-        scale = _scale(tl.abs(values), INTEGER)
+        scale = _scale(tl.reduce(tl.abs(values), 0, _or_nan), INTEGER)
         tl.store(codes + at, _codes(values, scale, INTEGER), mask=at < K)
     else:
         top = tl.zeros((WIDTH,), tl.float32)
@@ -86,8 +118,48 @@ def _quantize8_kernel(
             top = _or_nan(
                 top, tl.abs(tl.load(w + k + at, mask=at < K - k, other=0.0).to(tl.float32))
             )
-        scale = _scale(top, INTEGER)
+        scale = _scale(tl.reduce(top, 0, _or_nan), INTEGER)
         for k in range(0, K, WIDTH):
             values = tl.load(w + k + at, mask=at < K - k, other=0.0).to(tl.float32)
             tl.store(codes + k + at, _codes(values, scale, INTEGER), mask=at < K - k)
     tl.store(scales + n, scale)
+
+
+@jit
+def _column_amax_kernel(
+    w, amaxes, N, K, MANY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Largest magnitudes of some rows of some columns, as bits: their order is that of the numbers."""
+    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1).to(tl.int64) * MANY
+    top = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, MANY, ROWS):
+        n = first + start + tl.arange(0, ROWS)
+        live = (n < N)[:, None] & (k < K)[None, :]
+        top = tl.maximum(top, magnitude(tl.load(w + n[:, None] * K + k[None, :], live, other=0.0)))
+    tl.atomic_max(amaxes + k, tl.max(top, axis=0), mask=k < K)
+
+
+@jit
+def _quantize8_columns_kernel(
+    w,
+    amaxes,
+    codes,
+    scales,
+    N,
+    K,
+    INTEGER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    n = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = (n < N)[:, None] & (k < K)[None, :]
+    values = tl.load(w + n[:, None] * K + k[None, :], live, other=0.0).to(tl.float32)
+    amax = tl.load(amaxes + k, mask=k < K, other=0).to(tl.float32, bitcast=True)
+    scale = _scale(amax, INTEGER)
+    if tl.program_id(1) == 0:
+        tl.store(scales + k, scale, mask=k < K)
+    made = tl.trans(_codes(values, tl.broadcast_to(scale[None, :], (ROWS, COLUMNS)), INTEGER))
+    at = k[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(codes + at, made, mask=(k < K)[:, None] & (n < N)[None, :])

@@ -14,6 +14,9 @@ The codes are those of `quant.int8` and `quant.fp8`, bit for bit:
     int8    scale = amax / 127,                           codes = round(x * (127 / max(amax, 1e-30))), half to even
     fp8     scale = max(amax / 448, 1 / (448 * 512)),     codes = e4m3(clamp(x / scale, -448, 448))
 
+"gradient" is fp8 for the gradients of activations, whose size is that of the loss: its scale has no
+floor but 2^-100, below which its reciprocal would not be finite.
+
 Legend: M rows (tokens), K in features, N out features.
 """
 
@@ -29,7 +32,15 @@ from lowroll.kernels.launch import after_others, block, early_start, jit, tl, tr
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_E4M3_SCALE = 1 / (E4M3_MAX * 512)
-KINDS = {"int8": torch.int8, "fp8": E4M3}  # of quantized rows, and the dtype of their codes
+SMALLEST_GRADIENT_SCALE = 2.0**-100
+# of quantized rows, and the dtype of their codes
+KINDS = {"int8": torch.int8, "fp8": E4M3, "gradient": E4M3}
+
+LONG, MANY, PIECE = (
+    8192,
+    512,
+    4096,
+)  # features of a row, and rows, from which on it is read in pieces
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,9 @@ class Product:
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """y [M, N] in `dtype` (its own unless given)."""
+        dtype = dtype or self.dtype
+        if self.row_M1 is self.column_N is self.bias_N is None:
+            return self.sums_MN.to(dtype)
         y_MN = self.sums_MN.float()
         if self.row_M1 is not None:
             y_MN = y_MN * self.row_M1
@@ -60,17 +74,31 @@ class Product:
             y_MN = y_MN * self.column_N.flatten()
         if self.bias_N is not None:
             y_MN = y_MN + self.bias_N
-        return y_MN.to(dtype or self.dtype)
+        return y_MN.to(dtype)
 
 
 def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
-    """Dynamic codes of activations, one scale a row. `kind` is "int8" or "fp8"; ValueError for
-    another."""
+    """Dynamic codes of activations, one scale a row. `kind` is "int8", "fp8" or "gradient";
+    ValueError for another."""
     require(kind)
     if not triton_supports(x_MK) or x_MK.numel() == 0:
         return _plain(x_MK, kind)
     x_MK, (num_rows, size) = x_MK.contiguous(), x_MK.shape
     rows = empty_rows(x_MK, (num_rows, size), kind)
+    if size > LONG and num_rows >= MANY:
+        _quantize_long_kernel[(num_rows,)](
+            x_MK,
+            rows.codes_MK,
+            rows.scale_M1,
+            size,
+            KIND=kind,
+            PIECES=-(-size // PIECE),
+            BLOCK=PIECE,
+            num_warps=8,
+            enable_fp_fusion=False,
+            **early_start(),
+        )
+        return rows
     _quantize_kernel[(num_rows,)](
         x_MK,
         rows.codes_MK,
@@ -116,7 +144,8 @@ def _plain(x_MK: Tensor, kind: str) -> Rows:
     if kind == "int8":
         codes_MK = (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_().to(torch.int8)
         return Rows(codes_MK, amax_M1 / torch.full_like(amax_M1, 127.0), dtype)
-    scale_M1 = (amax_M1 / torch.full_like(amax_M1, E4M3_MAX)).clamp_min(SMALLEST_E4M3_SCALE)
+    least = SMALLEST_GRADIENT_SCALE if kind == "gradient" else SMALLEST_E4M3_SCALE
+    scale_M1 = (amax_M1 / torch.full_like(amax_M1, E4M3_MAX)).clamp_min(least)
     return Rows((x_MK / scale_M1).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale_M1, dtype)
 
 
@@ -150,8 +179,9 @@ def step_of(amax, KIND: tl.constexpr):
     if KIND == "int8":
         return tl.div_rn(amax, 127.0)
     else:
+        least: tl.constexpr = 7.888609052210118e-31 if KIND == "gradient" else 1 / 229376
         step = tl.div_rn(amax, 448.0)
-        return tl.where(step < 1 / 229376, 1 / 229376, step)  # keeps NaN
+        return tl.where(step < least, least, step)  # keeps NaN
 
 
 @jit
@@ -211,3 +241,29 @@ def _quantize_kernel(
     m, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     y = tl.load(x + m * size + n, mask=n < size, other=0.0).to(tl.float32)
     store_rows(y, codes, scale, m, size, n, n < size, KIND)
+
+
+@jit
+def _quantize_long_kernel(
+    x,
+    codes,
+    scale,
+    size,
+    KIND: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A row, whose pieces stay in registers until its largest magnitude is known."""
+    after_others(EARLY)
+    m = tl.program_id(0).to(tl.int64)
+    whole, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)
+    for piece in tl.static_range(PIECES):
+        n = piece * BLOCK + tl.arange(0, BLOCK)
+        y = tl.load(x + m * size + n, mask=n < size, other=0.0)
+        whole, bits = whole + tl.tuple([y]), tl.maximum(bits, magnitude(y))
+    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    tl.store(scale + m, step_of(amax, KIND))
+    for piece in tl.static_range(PIECES):
+        n = piece * BLOCK + tl.arange(0, BLOCK)
+        store_codes(whole[piece].to(tl.float32), amax, codes + m * size + n, n < size, KIND)

@@ -14,6 +14,7 @@ read); N = 2F.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,25 @@ def supports(rank: int, dtype: torch.dtype) -> Support:
     if max(16, block(rank)) * dtype.itemsize <= ROW_BYTES:
         return YES
     return no("takes ranks up to 256 in half precision, up to 128 in float32")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What gate_up lacks: low @ b', whose first `rank` columns are the gate's and the last are up's."""
+
+    low_TL: Tensor
+    b_NL: Tensor
+    rank: int
+
+    def gate(self, gate_up_TN: Tensor) -> Tensor:
+        """silu(gate) * up of gate_up with the update, on a device."""
+        return _forward(gate_up_TN, self.low_TL, self.b_NL, self.rank)
+
+    def gate_backward(self, gate_up_TN: Tensor, y_grad_TF: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of gate_up, and silu(gate) * up again."""
+        y_TF = torch.empty_like(y_grad_TF)
+        grad_TN = _backward(gate_up_TN, self.low_TL, self.b_NL, self.rank, y_grad_TF, y_TF)
+        return grad_TN, y_TF
 
 
 def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
@@ -84,24 +104,37 @@ class _SiluMulAdapted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, y_grad_TF: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_TN, low_TL, b_NL = ctx.saved_tensors
-        num_tokens, size = y_grad_TF.shape
-        grad_TN = torch.empty_like(gate_up_TN)
-        _silu_mul_adapted_backward_kernel[_grid(num_tokens, size)](
-            gate_up_TN,
-            low_TL,
-            b_NL,
-            y_grad_TF.contiguous(),
-            grad_TN,
-            num_tokens,
-            size,
-            low_TL.shape[1],
-            ctx.rank,
-            TOKENS=TOKENS,
-            FEATURES=FEATURES,
-            RANK=max(16, block(ctx.rank)),
-            num_warps=8,
-        )
-        return grad_TN, None, None, None
+        return _backward(gate_up_TN, low_TL, b_NL, ctx.rank, y_grad_TF), None, None, None
+
+
+def _backward(
+    gate_up_TN: Tensor,
+    low_TL: Tensor,
+    b_NL: Tensor,
+    rank: int,
+    y_grad_TF: Tensor,
+    y_TF: Tensor | None = None,
+) -> Tensor:
+    """The gradient of gate_up. `y_TF`, where it is given, is filled with silu(gate) * up again."""
+    num_tokens, size = y_grad_TF.shape
+    grad_TN = torch.empty_like(gate_up_TN)
+    _silu_mul_adapted_backward_kernel[_grid(num_tokens, size)](
+        gate_up_TN,
+        low_TL,
+        b_NL,
+        y_grad_TF.contiguous(),
+        grad_TN,
+        y_TF,
+        num_tokens,
+        size,
+        low_TL.shape[1],
+        rank,
+        TOKENS=TOKENS,
+        FEATURES=FEATURES,
+        RANK=max(16, block(rank)),
+        num_warps=8,
+    )
+    return grad_TN
 
 
 # -- Triton ----------------------------------------------------------------------------------------
@@ -173,6 +206,7 @@ def _silu_mul_adapted_backward_kernel(
     b,
     y_grad,
     grad,
+    y,
     num_tokens,
     size,
     columns,
@@ -193,3 +227,6 @@ def _silu_mul_adapted_backward_kernel(
     dtype = grad.dtype.element_ty
     tl.store(grad + at, (dy * up * s * (1.0 + gate * (1.0 - s))).to(dtype), mask=live)
     tl.store(grad + at + size, (dy * gate * s).to(dtype), mask=live)
+    if y is not None:
+        made = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(y + t[:, None].to(tl.int64) * size + n[None, :], made.to(dtype), mask=live)

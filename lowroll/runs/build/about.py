@@ -38,7 +38,7 @@ def _learning(cfg: RunConfig) -> str:
     if train.uaq_scale is not None:
         words += f", update-aware scaling {train.uaq_scale:g}"
     words += (
-        f", {cfg.algorithm}, {train.optimizer}, {train.forward} forward, learning rate "
+        f", {cfg.algorithm}, {train.optimizer}, {train.forward} forward, {train.backward} backward, learning rate "
         f"{train.learning_rate:g}"
     )
     if cfg.has_critic:

@@ -6,8 +6,9 @@ import logging
 from pathlib import Path
 
 from lowroll.config import RunConfig
+from lowroll.kernels.matmul.w8a8 import scaled_mm_supports
 from lowroll.model import hf, lora, scaling
-from lowroll.model.spec import read_spec
+from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE, Ranks
@@ -36,6 +37,7 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     early = train.lora and train.uaq_scale is None  # dense weights are scaled
     refuse_adapter("model", cfg.model)
     model = hf.load(cfg.model, compute.device, compute.dtype, format if early else None)
+    refuse_backward(cfg, compute, model.spec)
     if not train.lora and model.weight_format is not None:
         log.warning(
             "the model's weights are %s: their dequantized values are the weights that learn",
@@ -51,6 +53,8 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
         model.requires_grad_(True)
     if cfg.forward_weights is not None:
         aligned.align(model, compute.format(cfg.forward_weights))
+    if train.backward == "fp8":
+        aligned.transpose(model)
     return recompute.apply(model, train.activation_checkpointing)
 
 
@@ -135,6 +139,19 @@ def refuse_adapter(key: str, source: str | Path) -> None:
             f"{key}: {source} is an adapter folder, and a whole model is needed here; merge it "
             f"into its base first (lowroll export {source} OUT --as merged)"
         )
+
+
+def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
+    """ValueError when the learner cannot multiply gradients as the settings say."""
+    if cfg.train.backward == "dense":
+        return
+    if spec.num_experts:
+        raise ValueError(
+            f"train.backward: {cfg.train.backward}: experts' products ({spec.architecture}) have no "
+            "gradient in fp8; write dense"
+        )
+    if compute.device.type == "cuda" and not (found := scaled_mm_supports(compute.device)):
+        raise ValueError(f"train.backward: {cfg.train.backward}: {found.why_not}; write dense")
 
 
 def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:

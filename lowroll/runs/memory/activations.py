@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from lowroll.config import RunConfig
+from lowroll.model.logprobs import KEPT
 from lowroll.model.replay import MOST_MARKED
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
@@ -102,7 +103,7 @@ class Learning:
             peak = tokens * item * self._experts_backward() + self.dense
         else:
             wide = spec.intermediate_size
-            gates = (3 if self.fused and self.lora else 4) * wide + spec.hidden_size
+            gates = 4 * wide + spec.hidden_size
             product = 2 * wide + 2 * spec.hidden_size
             done = 2 * spec.hidden_size  # what `kept` has of the last norm, and is read by then
             peak = max(tokens * item * (gates - done), tokens * item * product + self.dense)
@@ -172,16 +173,19 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
     learns: whether the lm_head does."""
     chunk, item = min(cfg.train.logprob_chunk, tokens), compute.dtype.itemsize
     wide = FLOAT if compute.device.type == "cuda" else item
-    # the next chunk's logits are made before the name of the last ones is given another meaning
     rows = chunk * spec.vocab_size
-    once = rows * (wide * (2 if tokens > chunk else 1) + item)
+    once = rows * (wide + item)
     if compute.device.type != "cuda":  # log-probs, probabilities and a product of them
         once = 5 * FLOAT * rows
     hidden = tokens * spec.hidden_size * item
     if not learns:
         return once + hidden
     head = spec.vocab_size * spec.hidden_size
-    return max(once + FLOAT * head, rows * (wide + item) + (FLOAT + item) * head) + hidden
+    kept = 0
+    if compute.device.type == "cuda" and item < FLOAT:
+        kept = min(KEPT, -(-tokens // chunk)) * rows * item
+    forward = kept + rows * wide
+    return max(forward, kept + FLOAT * head, once + (FLOAT + item) * head) + hidden
 
 
 def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> int:

@@ -244,7 +244,8 @@ class Planner:
         )
         found = [learning(cfg, self.compute, self.model, tokens, cfg.train.minibatches)]
         if "critic" in self.beside:
-            full = cfg.train.model_copy(update={"lora": False, "forward": "dense"})
+            dense = {"lora": False, "forward": "dense", "backward": "dense"}
+            full = cfg.train.model_copy(update=dense)
             alone = cfg.model_copy(update={"train": full})
             found.append(
                 learning(

@@ -102,12 +102,16 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """What the learner multiplies with in the place of its weights, where it is aligned; of LoRA on
-    that very format they are the base."""
-    rounds = cfg.forward_weights
-    if rounds is None or (cfg.train.lora and rounds == cfg.rollout.weights):
-        return 0
-    return linear_bytes(model, compute.format(rounds))
+    """What the learner multiplies with in the place of its weights, where it is aligned (of LoRA on
+    that very format they are the base), and gradients with in the place of their transposes."""
+    rounds, size = cfg.forward_weights, 0
+    if rounds is not None and not (cfg.train.lora and rounds == cfg.rollout.weights):
+        size = linear_bytes(model, compute.format(rounds))
+    if cfg.train.backward == "fp8":
+        size += linear_size(model) + MASTER * sum(
+            linear.in_features for _, linear in model.linears()
+        )
+    return size
 
 
 def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
