@@ -6,8 +6,9 @@
 
 MODEL is a folder, or the name of shapes that get random weights. Adapters learn, so that it is not the
 time of a disk that is measured (`bench.broadcast` has whole models). The same run in one process, by
-roles at level 0, and by roles at level 1: seconds of a step (the median, the first two left out), and
-how long engine and learner were idle in it. Rows are JSON, one a way.
+roles at level 0, by roles at level 1, and by two engines and two ranks of the learner that share two
+GPUs at level 0: seconds of a step (the median, the first two left out), and how long engine and
+learner were idle in it. Rows are JSON, one a way; `--ways` names some of them.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from lowroll.metrics.record import read
 from lowroll.model import hf
 
 WAYS: dict[str, dict[str, Any]] = {
-    "one process": {},
-    "roles, level 0": {"launcher": "local"},
-    "roles, level 1": {"launcher": "local", "asynchrony": {"max_async_level": 1}},
+    "process": {},
+    "roles-0": {"launcher": "local"},
+    "roles-1": {"launcher": "local", "asynchrony": {"max_async_level": 1}},
+    "both-on-both": {"launcher": "local", "train": {"gpus": 2}, "rollout": {"engines": 2}},
 }
 WARM = 2  # steps that are left out
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -53,10 +55,20 @@ def settings(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     }
 
 
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `more` in it, section by section."""
+    inner = {
+        key: merged(base[key], value)
+        for key, value in more.items()
+        if isinstance(value, dict) and key in base
+    }
+    return base | more | inner
+
+
 def measure(args: argparse.Namespace, way: str, out: Path) -> dict[str, Any]:
     """A row: one run."""
     file = out.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(settings(args, out) | WAYS[way]))
+    file.write_text(yaml.safe_dump(merged(settings(args, out), WAYS[way])))
     env = os.environ | ({"OMP_NUM_THREADS": "1"} if args.cpu else {})
     command = [sys.executable, "-m", "lowroll", "grpo", str(file), *args.settings]
     subprocess.run(command, check=True, env=env, stdout=sys.stderr)
@@ -96,15 +108,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--cache", type=int, default=16384)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"out of {', '.join(WAYS)}")
     args = parser.parse_intermixed_args()
-    rows = []
+    ways = args.ways.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        parser.error(f"--ways: unknown {unknown[0]!r}; expected some of {', '.join(WAYS)}")
+    seconds = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         args.model = folder(args, Path(scratch))
-        for number, way in enumerate(WAYS):
-            rows.append(measure(args, way, Path(scratch) / f"run{number}"))
-            print(json.dumps(rows[-1]), flush=True)
-    one, level0, level1 = (row["step_s"] for row in rows)
-    print(json.dumps({"overhead_of_roles": level0 / one - 1, "level_1_over_0": level0 / level1}))
+        for way in ways:
+            row = measure(args, way, Path(scratch) / way)
+            print(json.dumps(row), flush=True)
+            seconds[way] = row["step_s"]
+    print(json.dumps({f"{way} over {ways[0]}": seconds[ways[0]] / seconds[way] for way in ways}))
 
 
 if __name__ == "__main__":
