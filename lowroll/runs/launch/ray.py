@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.config import RunConfig
+from lowroll.runs.launch.bundle import Bundle
 from lowroll.runs.launch.fleet import LOOK_S, Make, engines
 from lowroll.runs.launch.owned import Owned
 from lowroll.runs.launch.owner import THREADS, WORD
-from lowroll.runs.launch.seat import Seat
 from lowroll.runs.roles.place import ADMIN, ORCHESTRATOR, TOKEN, TRAINER, Place
 from lowroll.runs.roles.serve import ROLE
 from lowroll.runs.terminal import tell
@@ -43,19 +43,23 @@ def crew(cfg: RunConfig, place: Place, stack: ExitStack) -> Make:
     met = (os.getcwd(), *stack.enter_context(_variables(cfg, place)))
     wanted = demands(cfg, _gpus())
     group = stack.enter_context(_group(wanted, cfg.ray.node_deadline))
-    seats = {
-        role: Seat(role, group, i, *demand, met, cfg.ray.node_deadline)
+    bundles = {
+        role: Bundle(role, group, i, *demand, met, cfg.ray.node_deadline)
         for i, (role, demand) in enumerate(wanted.items())
     }
-    for seat in seats.values():
-        stack.callback(seat.leave)
-    late = cfg.ray.node_deadline + LOOK_S  # a seat names what is missing before that
-    wait_until(lambda: all([seat.take() for seat in seats.values()]), "the actors of Ray", late)
-    for role, seat in seats.items():
-        tell(f"{role} on {seat.told['here']} ({printable(seat.told['host'])})")
+    for bundle in bundles.values():
+        stack.callback(bundle.leave)
+    late = cfg.ray.node_deadline + LOOK_S  # a bundle names what is missing before that
+    wait_until(
+        lambda: all([bundle.take() for bundle in bundles.values()]), "the actors of Ray", late
+    )
+    for role, bundle in bundles.items():
+        tell(f"{role} on {bundle.told['here']} ({printable(bundle.told['host'])})")
 
     def make(role: str, words: list[str]) -> Owned:
-        return Owned(role, words, place.heart(role), place.log(role), seats[role], place.lock(role))
+        return Owned(
+            role, words, place.heart(role), place.log(role), bundles[role], place.lock(role)
+        )
 
     return make
 
