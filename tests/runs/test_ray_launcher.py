@@ -146,6 +146,39 @@ def test_a_package_that_is_missing_is_named_with_its_line(monkeypatch: pytest.Mo
     assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("", "asks nobody for a token: .* RAY_AUTH_MODE=token .* RAY_AUTH_MODE=disabled"),
+        ("raise SystemExit('InvalidAuthToken')", None),
+        ("raise SystemExit('odd')", "was not to be found out: odd"),
+        ("import time; time.sleep(60)", "was not to be found out: no answer"),
+    ],
+)
+def test_a_cluster_that_asks_for_no_token_is_refused(
+    program: str,
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stranger = tmp_path / "stranger.py"
+    stranger.write_text(
+        "import os, sys; assert sys.argv[1] == 'far:1' and 'RAY_AUTH_TOKEN' not in os.environ\n"
+        f"assert os.environ['RAY_AUTH_MODE'] == 'disabled'\n{program}"
+    )
+    monkeypatch.setattr(launcher, "STRANGER", stranger)
+    monkeypatch.setattr(launcher, "STRANGER_S", 1.0 if "sleep" in program else 60.0)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    if not program:
+        with pytest.raises(ValueError, match=f"ray.address: auto: .*{said}"):
+            launcher._refuse_open("auto", "far:1")
+        return
+    launcher._refuse_open("auto", "far:1")
+    told = capsys.readouterr()
+    assert (said or "") in told.out + told.err and bool(said) == bool(told.out + told.err)
+
+
 def test_secrets_travel_by_a_file_of_the_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

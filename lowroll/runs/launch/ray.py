@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ from lowroll.types import RunFailed, printable
 MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 # of the command's environment, what a role on another machine gets
 PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
+STRANGER = Path(__file__).with_name("stranger.py")
+STRANGER_S = 120.0  # for a Python with Ray on a busy machine, and its question
 STORE = 80 << 20  # bytes of the object store of a cluster of our own, which carries nothing
 
 
@@ -118,7 +121,9 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
             ray.init(address=cfg.ray.address, **quiet)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ValueError(_unreached(cfg.ray.address, error)) from None
-        if os.environ[MODE] != "token":
+        if os.environ[MODE] == "token":
+            _refuse_open(cfg.ray.address, ray.get_runtime_context().gcs_address)
+        else:
             tell(
                 f"warning: {MODE} is {printable(os.environ[MODE])}: whoever reaches the Ray cluster "
                 "can run programs on it (docs/ray.md)"
@@ -174,6 +179,33 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _refuse_open(named: str, address: str) -> None:
+    """ValueError when a cluster, which is named in the settings and is at an address, lets in who has
+    no token."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | {MODE: "disabled"}
+    asked = subprocess.Popen(
+        [sys.executable, "-P", STRANGER, address],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _, said = asked.communicate(timeout=STRANGER_S)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        _, said = asked.communicate(timeout=STRANGER_S)
+    if asked.returncode == 0:
+        raise ValueError(
+            f"ray.address: {named}: this cluster asks nobody for a token: whoever reaches it can run "
+            f"programs on it. Start it with {MODE}=token (docs/ray.md), or, where nobody else reaches "
+            f"it, write {MODE}=disabled before this command"
+        )
+    if "token" not in said.lower():
+        told = printable((said.strip().splitlines() or ["no answer"])[-1], 200)
+        tell(f"warning: whether the Ray cluster asks for a token was not to be found out: {told}")
 
 
 def _unreached(address: str, error: Exception) -> str:
