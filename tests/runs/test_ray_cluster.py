@@ -179,6 +179,7 @@ def test_a_cluster_of_its_own_is_on_loopback_and_ends_with_the_command(
         (session,) = {path.name for path in Path("/tmp").glob("lowroll-ray-*")} - before
         assert (Path("/tmp") / session).stat().st_mode & 0o777 == 0o700
         assert listening(session) and listening(session) <= LOOPBACK
+        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(timeout=DEADLINE_S) == 143, log.read_text()
     assert not Path(f"/proc/{pid}").exists() and not listening(session)

@@ -36,6 +36,10 @@ MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
 STRANGER = Path(__file__).with_name("stranger.py")
 STRANGER_S = 120.0  # for a Python with Ray on a busy machine, and its question
+OWN = {  # settings of a cluster of our own
+    "prestart_worker_first_driver": False,  # nobody would use them
+    "worker_niceness": 0,  # Ray's 15 is that of the roles, too, which are what this machine is for
+}
 STORE = 80 << 20  # bytes of the object store of a cluster of our own, which carries nothing
 
 
@@ -148,7 +152,7 @@ def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
                 object_store_memory=STORE,
                 _node_ip_address="127.0.0.1",
                 _temp_dir=f"{folder}/ray",
-                _system_config={"prestart_worker_first_driver": False},  # nobody would use them
+                _system_config=OWN,
                 **quiet,
             )
         except Exception as error:
