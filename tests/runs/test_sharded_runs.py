@@ -92,7 +92,7 @@ def test_two_ranks_with_an_aligned_forward_publish_the_codes_that_changed(
     more = {"gpus": 2, "sharding": sharding}
     two = launched(settings(model, tmp_path / "two", train=steps | more), tmp_path)
     assert kinds(one) == kinds(two) and kinds(two)[-1] == "codes"
-    assert 0 < far(weights(two, 1), weights(one, 1)) < BOUND
+    assert 0 < far(weights(two, 1), weights(one, 1)) < 1e-4  # codes of activations round, too
     assert [record["step"] for record in read(two)] == [1, 2, 3]
 
 
