@@ -22,12 +22,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +38,7 @@ import torch
 from bench.broadcast import TINY
 from bench.record import Row, merge, settle, show
 from bench.shapes import SHAPES, random_model
-from bench.train import ALPHA, RANK, RATE, Job, batch
+from bench.train import ALPHA, RANK, RATE, Job, batch, timed
 from lowroll.model import lora
 from lowroll.objectives.objective import select
 from lowroll.parallel.ranks import ALONE, Group, Ranks
@@ -102,7 +101,9 @@ def ours(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
             select("grpo"), tokens_per_microbatch=micro(job), logprob_chunk=job.logprob_chunk
         )
         work = batch(job)
-        seconds = timed(job, steps, lambda: learn(model, work, optimizer, settings))
+        seconds = timed(
+            lambda: learn(model, work, optimizer, settings), steps, job.device == "cuda"
+        )
         found = {"seconds": seconds, "bytes": peak(job)}
         return found | published(job, ranks, model)
 
@@ -182,7 +183,7 @@ def peer(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    seconds = timed(job, steps, step)
+    seconds = timed(step, steps, job.device == "cuda")
     accelerator.end_training()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -195,19 +196,6 @@ SIDES = {"ours": ours, "peer": peer}
 def micro(job: Job) -> int:
     """Tokens of a micro-batch: a quarter of a step's at most."""
     return min(MICRO, job.tokens // 4)
-
-
-def timed(job: Job, steps: int, step: Callable[[], object]) -> float:
-    """Median seconds of a step; the first is not counted."""
-    wait = torch.cuda.synchronize if job.device == "cuda" else lambda: None
-    seconds = []
-    for _ in range(1 + steps):
-        wait()
-        began = time.perf_counter()
-        step()
-        wait()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
 
 
 def peak(job: Job) -> int:

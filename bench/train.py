@@ -194,19 +194,25 @@ def peer(job: Job, setting: PeerSetting) -> Callable[[], object]:
 
 def turn(build: Callable[[], Callable[[], object]], steps: int, on_cuda: bool) -> Turn:
     """Build a side, warm it up, time its steps, and forget it."""
-    wait = torch.cuda.synchronize if on_cuda else lambda: None
     gc.collect()
     if on_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    step, seconds = build(), []
+    seconds = timed(build(), steps, on_cuda)
+    return Turn(seconds, torch.cuda.max_memory_allocated() if on_cuda else 0)
+
+
+def timed(step: Callable[[], object], steps: int, on_cuda: bool) -> float:
+    """Median seconds of a step; the first is not counted."""
+    wait = torch.cuda.synchronize if on_cuda else lambda: None
+    seconds = []
     for _ in range(1 + steps):
         wait()
         began = time.perf_counter()
         step()
         wait()
         seconds.append(time.perf_counter() - began)
-    return Turn(statistics.median(seconds[1:]), torch.cuda.max_memory_allocated() if on_cuda else 0)
+    return statistics.median(seconds[1:])
 
 
 def fitting(job: Job) -> dict[PeerSetting, Turn]:

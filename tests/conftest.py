@@ -20,7 +20,7 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-pytest_plugins = ["tests.fixtures.interpreted"]
+pytest_plugins = ["tests.fixtures.leash", "tests.fixtures.interpreted"]
 pytest.register_assert_rewrite("tests.fixtures")
 
 

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowroll.parallel.store import tcp_store
 from lowroll.transport.base import DeadlineExceeded, TransportError, check_deadline, wait_until
 
 if TYPE_CHECKING:
@@ -321,24 +322,15 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
-    """The store: of the rank that leads on a socket at this address alone (torch's own would listen
-    on all), of the others a connection to it."""
-    span = timedelta(seconds=deadline_s)
+    """The store: the rank that leads has it, at this address alone, the others a connection to it."""
     if leads:
         try:
             listening = socket.create_server((host, port), backlog=1024)
         except OSError as error:
             raise TransportError(f"rank 0 cannot listen at {host}:{port}: {error}") from None
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=span,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
+        return tcp_store(host, port, listening, deadline_s)
     wait_until(lambda: _answers(host, port), f"rank 0 to listen at {host}:{port}", deadline_s)
-    return dist.TCPStore(host, port, is_master=False, timeout=span, wait_for_workers=False)
+    return tcp_store(host, port, None, deadline_s)
 
 
 def _torchruns() -> bool:

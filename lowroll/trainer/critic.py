@@ -36,17 +36,7 @@ from lowroll.objectives.reduce import Counts
 from lowroll.objectives.value import value_loss
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.packing import (
-    Packed,
-    PerToken,
-    check,
-    collate,
-    cost,
-    dealt,
-    gather,
-    pack,
-    tokens_of,
-)
+from lowroll.trainer.packing import Packed, PerToken, Walk, check, collate, cost, gather
 from lowroll.types import RunFailed, Sample
 
 NO_VARIANCE = 1e-12  # of returns: rounding leaves so much of equal ones
@@ -222,17 +212,12 @@ class Critic:
         """The values of the chosen samples, each portion packed by itself. With `loss(packed,
         values_N)`, a micro-batch's share of the loss, its gradient is added to that of the
         parameters. Each rank runs what it is dealt, and has all values."""
-        values: PerToken = {}
-        ranks = self.optimizer.ranks
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
+        each_alone = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch
-        microbatches = [
-            each
-            for portion in portions
-            for each in pack(samples, [portion], capacity, costs, ranks.size)
-        ]
-        for indices, counts in dealt(samples, microbatches, costs, ranks):
-            packed = collate(samples, indices, self.body.device)
+        walk = Walk(samples, each_alone, capacity, costs, self.optimizer.ranks)
+        values: list[tuple[Packed, Tensor]] = []
+        for packed, counts in walk.dealt(self.body.device):
             with torch.set_grad_enabled(loss is not None):
                 hidden_TD = self.body(
                     packed.ids_T, packed.pos_T, varlen(packed.lengths, self.body.device)
@@ -241,9 +226,8 @@ class Critic:
                 if loss is not None:
                     (loss(packed, values_N) if counts else 0 * values_N.sum()).backward()
             if counts:
-                sizes = [len(samples[i].rollout.token_ids) for i in packed.samples]
-                values.update(zip(packed.samples, values_N.detach().split(sizes), strict=True))
-        return ranks.gather((values,), tokens_of(samples, microbatches))[0]
+                values.append((packed, values_N.detach()))
+        return walk.gathered(values)[0]
 
 
 def explained_variance(

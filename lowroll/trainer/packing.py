@@ -102,6 +102,10 @@ class Packed:
         advantages_S = torch.tensor([s.advantage for s in self.chosen], dtype=torch.float32)
         return self._put(advantages_S.repeat_interleave(self._responses))
 
+    def by_sample(self, x_N: Tensor) -> PerToken:
+        """Values of the tokens, by sample."""
+        return dict(zip(self.samples, x_N.split(self._responses.tolist()), strict=True))
+
     def staleness_N(self, version: int) -> Tensor:
         """float32: by how many versions each token is older than this one."""
         lags: list[float] = []
@@ -208,25 +212,46 @@ def pack(
     return packed
 
 
-def dealt(
-    samples: Sequence[Sample],
-    microbatches: Sequence[Sequence[int]],
-    costs: Sequence[float],
-    ranks: Ranks,
-) -> Iterator[tuple[Sequence[int], bool]]:
-    """The micro-batches that this rank runs, and whether each counts: one that does not is the
-    smallest sample, which is run for the sake of the others."""
-    smallest = min(range(len(samples)), key=lambda i: num_fed(samples[i]))
-    for number in ranks.deal([sum(costs[i] for i in each) for each in microbatches]):
-        if number is None:
-            yield [smallest], False
-        else:
-            yield microbatches[number], True
+class Walk:
+    """The passes over the chosen samples: each portion packed by itself, dealt to ranks by cost, and
+    what all ranks have found afterwards. costs[i]: of sample i, in any unit."""
 
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        portions: Iterable[Iterable[Sequence[int]]],
+        capacity: int,
+        costs: Sequence[float],
+        ranks: Ranks,
+    ) -> None:
+        self.samples = samples
+        self.costs = costs
+        self.ranks = ranks
+        self.microbatches = [
+            each
+            for portion in portions
+            for each in pack(samples, portion, capacity, costs, ranks.size)
+        ]
 
-def tokens_of(samples: Sequence[Sample], microbatches: Iterable[Sequence[int]]) -> dict[int, int]:
-    """Response tokens of each sample, in the order in which the micro-batches have them."""
-    return {i: len(samples[i].rollout.token_ids) for each in microbatches for i in each}
+    def dealt(self, device: torch.device) -> Iterator[tuple[Packed, bool]]:
+        """The micro-batches that this rank runs, and whether each counts: one that does not is the
+        smallest sample, which is run for the sake of the others."""
+        samples, costs = self.samples, self.costs
+        smallest = min(range(len(samples)), key=lambda i: num_fed(samples[i]))
+        for number in self.ranks.deal([sum(costs[i] for i in each) for each in self.microbatches]):
+            indices = [smallest] if number is None else self.microbatches[number]
+            yield collate(samples, indices, device), number is not None
+
+    def gathered(self, *found: Iterable[tuple[Packed, Tensor]]) -> list[PerToken]:
+        """Of each kind the values of all samples, by what this rank found [N] of its micro-batches."""
+        mine: list[PerToken] = []
+        for kind in found:
+            mine.append({})
+            for packed, x_N in kind:
+                mine[-1].update(packed.by_sample(x_N))
+        order = (i for each in self.microbatches for i in each)
+        sizes = {i: len(self.samples[i].rollout.token_ids) for i in order}
+        return self.ranks.gather(mine, sizes)
 
 
 def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:

@@ -66,14 +66,12 @@ from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import (
     Packed,
     PerToken,
+    Walk,
     check,
     collate,
     cost,
-    dealt,
     gather,
-    pack,
     split_groups,
-    tokens_of,
 )
 from lowroll.types import Batch, RunFailed, Sample, Score
 from lowroll.weights import derived, noise
@@ -174,19 +172,19 @@ class Forward:
         parameters; without, nothing is kept for a backward pass, and the log-probs are the same bit
         for bit. Each rank runs what it is dealt, and has what all have found; the gradient stays
         its own."""
+        costs = [cost(s, self.model.spec, self.model.spec.vocab_size) for s in self.samples]
+        by_temperature = map(self._by_temperature, portions)
+        walk = Walk(self.samples, by_temperature, self.tokens_per_microbatch, costs, self.ranks)
         arrivals: list[tuple[Packed, Tensor]] = []
         arrived = None
-        costs = [cost(s, self.model.spec, self.model.spec.vocab_size) for s in self.samples]
-        microbatches = [each for portion in portions for each in self._pack(portion, costs)]
-        for indices, counts in dealt(self.samples, microbatches, costs, self.ranks):
-            packed = self.collate(indices)
+        for packed, counts in walk.dealt(self.model.device):
             with torch.set_grad_enabled(objective is not None):
                 hidden_TD = self.model(packed.ids_T, packed.pos_T, self.attend(packed))
                 learner_N, entropy_N = token_log_probs(
                     hidden_TD.index_select(0, packed.index_N),
                     self.model.lm_head_weight,
                     packed.targets_N,
-                    temperature=self._temperature(indices[0]),
+                    temperature=self._temperature(packed.samples[0]),
                     chunk=self.logprob_chunk,
                 )
                 del hidden_TD
@@ -197,27 +195,10 @@ class Forward:
                 if objective is not None:
                     J = objective(packed, learner_N) if counts else 0 * learner_N.sum()
                     (-J).backward()
-        trace = Trace()
         if arrived is not None:
             arrived.synchronize()
-        for packed, both_2N in arrivals:
-            sizes = [len(self.samples[i].rollout.token_ids) for i in packed.samples]
-            for values, x_N in zip((trace.log_probs, trace.entropy), both_2N, strict=True):
-                values.update(zip(packed.samples, x_N.split(sizes), strict=True))
-        return Trace(
-            *self.ranks.gather(
-                (trace.log_probs, trace.entropy), tokens_of(self.samples, microbatches)
-            )
-        )
-
-    def _pack(self, portion: Sequence[int], costs: Sequence[float]) -> list[list[int]]:
-        return pack(
-            self.samples,
-            self._by_temperature(portion),
-            self.tokens_per_microbatch,
-            costs,
-            self.ranks.size,
-        )
+        kinds = ([(packed, both_2N[kind]) for packed, both_2N in arrivals] for kind in range(2))
+        return Trace(*walk.gathered(*kinds))
 
     def _temperature(self, index: int) -> float:
         own = self.samples[index].temperature

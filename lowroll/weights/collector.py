@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll.parallel.store import tcp_store
 from lowroll.transport.broadcasts import Broadcast, Replaced
-from lowroll.weights.device_link import Group, Lines, LinkFailed, opened, tcp_store
+from lowroll.weights.device_link import Group, Lines, LinkFailed, opened
 from lowroll.weights.parcel import Layout, unpack
 
 TRIES = 2  # then the trainer is asked for files

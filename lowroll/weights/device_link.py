@@ -149,22 +149,6 @@ class Group:
             self._group.abort()
 
 
-def tcp_store(host: str, port: int, listening: socket.socket | None, deadline_s: float) -> Any:
-    """The store that groups meet at: a trainer's on a socket that listens, or an engine's view of
-    it."""
-    span = timedelta(seconds=deadline_s)
-    if listening is None:
-        return dist.TCPStore(host, port, is_master=False, timeout=span, wait_for_workers=False)
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=span,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
-
-
 def handles(buckets: Sequence[Tensor]) -> list[list[Any]]:
     """Of buckets on a GPU, for one other process of this host: numbers, and bytes as base64."""
     shared = [bucket.untyped_storage()._share_cuda_()[1:] for bucket in buckets]

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll.parallel.store import tcp_store
 from lowroll.transport.base import TransportError
 from lowroll.weights.device_link import (
     Group,
@@ -38,7 +39,6 @@ from lowroll.weights.device_link import (
     LinkFailed,
     device_uuid,
     handles,
-    tcp_store,
 )
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lowroll.metrics.record import read
-from tests.fixtures.roles import DEADLINE_S, started, write
-from tests.fixtures.runs import settings
+from tests.fixtures.roles import DEADLINE_S, heart, outcome, started, write
+from tests.fixtures.runs import settings, train
 
 PAGE = (Path(__file__).parents[2] / "docs/roles.md").read_text()
 STEPS = {"max_steps": 2, "learning_rate": 1e-2, "minibatches": 2}
@@ -80,3 +81,20 @@ def test_two_machines_by_hand(home: Path) -> None:
     assert port and "http://gpu-machine:8000" in lines[1]
     lines[1] = lines[1].replace("gpu-machine:8000", f"127.0.0.2:{port[1]}")
     follow(home, lines, **TOKENS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_commands_of_several_engines_run(home: Path, number: int) -> None:
+    """Both engines draw; `rollout.parts` gives what one process has."""
+    lines = commands("Several engines")
+    assert len(lines) == 2
+    follow(home, [lines[number]])
+    assert read(home / "run")[-1]["perf/engines_healthy"] == 2
+    assert all(heart(home / "run", f"engine-{i}")["phase"] == "ended" for i in range(2))
+    if number:
+        tree = yaml.safe_load((home / "run.yaml").read_text())
+        tree["rollout"]["parts"] = 4
+        alone = train(tree | {"output_dir": str(home / "alone")}).folder
+        assert outcome(alone).items() <= outcome(home / "run").items()

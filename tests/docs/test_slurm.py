@@ -17,13 +17,32 @@ from pathlib import Path
 import pytest
 
 from lowroll.metrics.record import read
-from lowroll.runs.roles.heart import read_heart
-from tests.fixtures.roles import DEADLINE_S, write
+from tests.fixtures import leash
+from tests.fixtures.roles import DEADLINE_S, heart, write
 from tests.fixtures.runs import settings
 from tests.fixtures.slurm import REQUEUED, install
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "examples/slurm" / name for name in ("run.sbatch", "role.sh")]
+JOB = "LOWROLL_TEST_JOB"  # the variable by which its processes are known
+# an environment that has no prompts after the second step's record, until there is a file `open`
+GATED = """import os, time
+
+from lowroll.envs.reverse_text import ReverseText
+
+
+class Gated(ReverseText):
+    def prompt(self, index, split="train"):
+        while self.steps() >= 2 and not os.path.exists("open"):
+            time.sleep(0.02)
+        return super().prompt(index, split)
+
+    def steps(self):
+        if not os.path.exists("run/metrics.jsonl"):
+            return 0
+        with open("run/metrics.jsonl") as file:
+            return len(file.readlines())
+"""
 # a role that writes down its words and variables, and ends with the next code of its file `acts/ROLE-TASK`
 # ("9:FILE" when there is such a file); where that says "wait", or there is none, when it is told to
 STUB = """#!/bin/bash
@@ -41,21 +60,17 @@ exit "${act%%:*}"
 @contextmanager
 def job(folder: Path, *words: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """The batch script as slurmd starts it, killed with all of its processes at the end."""
+    mark = leash.new()
     with (folder / "job.log").open("a") as out:
         child = subprocess.Popen(
-            ["bash", "run.sbatch", *words], cwd=folder, env=os.environ | env, text=True,
-            stdout=out, stderr=out, start_new_session=True,
+            ["bash", "run.sbatch", *words], cwd=folder, text=True, stdout=out, stderr=out,
+            env=os.environ | env | {JOB: mark},
         )  # fmt: skip
     try:
         yield child
     finally:
-        if child.poll() is None:
-            child.send_signal(signal.SIGTERM)
-            try:
-                child.wait(30.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait(30.0)
+        leash.end(mark, JOB)
+        child.wait(30.0)
 
 
 def until(seen: Callable[[], object], child: subprocess.Popen[str], log: Path) -> None:
@@ -163,8 +178,12 @@ def test_what_cannot_run_is_said_before_anything_starts(
 @pytest.mark.long
 def test_a_run_that_is_interrupted_goes_on_when_it_is_requeued(home: Path, model: Path) -> None:
     """Real roles: stopped before the time limit, and the same job again to its end."""
-    train = {"max_steps": 4, "learning_rate": 1e-2, "minibatches": 2}
-    write(settings(model, home / "run", train=train), home / "run.yaml")
+    (home / "gated.py").write_text(GATED)
+    tree = settings(
+        model, home / "run", train={"max_steps": 4, "learning_rate": 1e-2, "minibatches": 2}
+    )
+    tree["env"][0]["id"] = "gated.py"
+    write(tree, home / "run.yaml")
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])
     tool = Path(sys.executable).with_name("lowroll")
@@ -173,10 +192,10 @@ def test_a_run_that_is_interrupted_goes_on_when_it_is_requeued(home: Path, model
     (home / "bin/lowroll").chmod(0o755)
     run, log = home / "run", home / "job.log"
     with job(home, "run.yaml", **env) as child:
-        until(
-            lambda: (read_heart(run / "roles/trainer.json") or {}).get("step", 0) >= 2, child, log
-        )
+        until(lambda: heart(run, "trainer").get("step", 0) >= 2, child, log)
         child.send_signal(signal.SIGUSR1)
+        until(lambda: heart(run, "trainer")["phase"] == "ended", child, log)
+        (home / "open").touch()
         assert child.wait(DEADLINE_S) == 143, log.read_text()
     assert (home / REQUEUED).read_text() == "7\n"
     assert 1 <= len(read(run)) < 4

@@ -43,7 +43,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "kv": ({"kernels", "model", "types"}, {"torch"}),
     # weights -> transport, checkpoint: a version is published as a folder, whose marker its readers
     # know without torch
-    "weights": ({"model", "quant", "kernels", "transport", "checkpoint"}, {"torch", "safetensors"}),
+    # weights -> parallel: the learner and its engines meet as ranks do
+    "weights": (
+        {"model", "quant", "kernels", "transport", "checkpoint", "parallel"},
+        {"torch", "safetensors"},
+    ),
     # engine -> weights: the engine takes new weights through the one corridor
     # engine -> checkpoint: weights for an engine elsewhere are laid in folders that appear whole
     "engine": (

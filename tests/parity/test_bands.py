@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lowroll.model import logprobs
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS
 from lowroll.quant import dense
 from lowroll.trainer.critic import Critic, CriticSettings
@@ -25,15 +23,19 @@ from lowroll.trainer.optim import OptimSettings
 from lowroll.weights.aligned import align
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.bands import (
+    BANDS,
     EXPERTS,
     LEARNERS,
     assert_one,
+    be_fickle,
     make_batch,
     make_model,
     measure,
+    on_ranks,
     settings_of,
     with_adapter,
 )
+from tests.fixtures.ranks import together
 
 PAIRS = [
     (algorithm, correction)
@@ -44,17 +46,7 @@ PAIRS = [
 
 @pytest.fixture(autouse=True)
 def fickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products whose order of sums depends on the number of rows."""
-
-    def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-        cut = 1 + 7 * len(a_MK) % (b_KN.shape[0] - 1)
-        return a_MK[:, :cut] @ b_KN[:cut] + a_MK[:, cut:] @ b_KN[cut:]
-
-    def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        return product(x_MK, w_NK.t()) if bias_N is None else product(x_MK, w_NK.t()) + bias_N
-
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)
-    monkeypatch.setattr(logprobs, "float32_product", product)
+    be_fickle(monkeypatch)
 
 
 @pytest.mark.slow
@@ -174,3 +166,21 @@ def test_dense_codes_are_multiplied_alike_with_a_gradient_and_without(
         model, settings = make_model(dtype), settings_of("gspo", "tbpo")
         learner = align(with_adapter(quantize_base(model, format)), format)
         assert_one(*measure(monkeypatch, learner, make_batch(), settings), settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "learners"),
+    [
+        ("ranks:Group", ["full", "aligned lora on int8", "scaled, noise, lora, checkpointed"]),
+        ("sharding:Sharded", ["full", "aligned int8"]),
+    ],
+)
+def test_every_rank_at_unchanged_weights(make: str, learners: list[str]) -> None:
+    """The pass of the proximal policy deals to ranks what the updates will: with the micro-batches of
+    one rank its products would have other rows."""
+    for outcome in together(2, on_ranks, learners, make=f"lowroll.parallel.{make}"):
+        for name in learners:
+            largest, highest, mean, *clipped, calls = outcome[name]
+            assert (largest, highest, mean) == (0.0, 1.0, 1.0), name
+            assert clipped == [0.0] * len(BANDS) and calls > 3, name

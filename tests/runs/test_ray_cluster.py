@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lowroll.orchestrator import audit
-from tests.fixtures.ray_cluster import Nodes, listening, lose, nodes
+from tests.fixtures.ray_cluster import Nodes, listening, lose, nodes, open_to_all
 from tests.fixtures.roles import DEADLINE_S, heart, outcome, started, write
 from tests.fixtures.runs import settings
 
@@ -59,6 +59,25 @@ def test_a_run_on_a_cluster_is_that_of_one_machine(
         assert launcher.wait(timeout=DEADLINE_S) == 0, (tmp_path / "log").read_text()
     assert outcome(run) == whole
     assert not (run / "roles" / "variables.json").exists()
+
+
+def test_engines_and_ranks_on_a_cluster_are_those_of_one_machine(
+    model: Path, tmp_path: Path, cluster: Nodes
+) -> None:
+    """Two engines and two ranks; `rollout.parts` makes the engines' number and places all the same."""
+    more = {"train": {"max_steps": 3, "gpus": 2}, "rollout": {"engines": 2, "parts": 2}}
+    runs = {}
+    for name, extra in (("local", {}), ("ray", {"ray": {"address": cluster.cluster.address}})):
+        folder = tmp_path / name
+        folder.mkdir()
+        tree = settings(model, folder / "run", **more) | extra
+        file = write(tree, folder / "run.yaml")
+        with started(folder / "log", "grpo", str(file), f"launcher={name}") as launcher:
+            assert launcher.wait(timeout=DEADLINE_S) == 0, (folder / "log").read_text()
+        runs[name] = outcome(folder / "run")
+        said = heart(folder / "run", "trainer-rank1"), heart(folder / "run", "engine-1")
+        assert all(one["phase"] == "ended" for one in said)
+    assert runs["local"] == runs["ray"]
 
 
 @pytest.mark.parametrize("at", ["starting", "step 2"])
@@ -129,6 +148,26 @@ def test_who_has_not_the_token_is_refused(
     assert "RAY_AUTH_TOKEN" in done.stderr and not (run / "config.yaml").exists()
 
 
+def test_a_cluster_that_asks_for_no_token_is_refused(model: Path, tmp_path: Path) -> None:
+    """Unless the environment says that this is meant."""
+    with open_to_all() as address:
+        for mode, told in (("token", "asks nobody for a token"), ("disabled", "warning: RAY_AUTH")):
+            env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+            env |= {"RAY_AUTH_TOKEN": "x" * 64} if mode == "token" else {"RAY_AUTH_MODE": mode}
+            run, command = words(model, tmp_path, f"ray.address={address}", "ray.node_deadline=2")
+            done = subprocess.run(
+                [sys.executable, "-m", "lowroll", *command],
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            assert told in done.stdout + done.stderr, done.stderr
+            assert not (run / "config.yaml").exists()
+            # no node has room for roles here
+            assert done.returncode == (2 if mode == "token" else 1)
+
+
 def test_a_cluster_of_its_own_is_on_loopback_and_ends_with_the_command(
     model: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +179,7 @@ def test_a_cluster_of_its_own_is_on_loopback_and_ends_with_the_command(
         (session,) = {path.name for path in Path("/tmp").glob("lowroll-ray-*")} - before
         assert (Path("/tmp") / session).stat().st_mode & 0o777 == 0o700
         assert listening(session) and listening(session) <= LOOPBACK
+        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(timeout=DEADLINE_S) == 143, log.read_text()
     assert not Path(f"/proc/{pid}").exists() and not listening(session)

@@ -17,17 +17,17 @@ import pytest
 from lowroll.checkpoint.lock import RunLock
 from lowroll.config import ConfigError, from_mapping
 from lowroll.runs.launch import ray as launcher
+from lowroll.runs.launch.bundle import Away, Bundle, Lost
 from lowroll.runs.launch.fleet import Fleet
 from lowroll.runs.launch.owned import Owned
 from lowroll.runs.launch.owner import Owner
-from lowroll.runs.launch.seat import Away, Lost, Seat
 from lowroll.runs.roles.place import Place
 from tests.fixtures.processes import eventually
 
 HERE = {"here": "10.0.0.7", "host": "gpu-1", "node": "n1"}
 
 
-class FakeSeat:
+class FakeBundle:
     """A place whose actor is an object here; `lost` is why it does not answer."""
 
     def __init__(self, owner: Any) -> None:
@@ -52,17 +52,17 @@ class FakeSeat:
         self.left += 1
 
 
-def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Owned, FakeSeat]:
+def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Owned, FakeBundle]:
     owner = Owner()
     owner.variables = {"all": dict(os.environ), "engine-0": {"MARK": "1"}}  # type: ignore[dict-item]
-    seat = FakeSeat(owner)
-    seat.actor.ended = SimpleNamespace(remote=lambda: "asked")
+    bundle = FakeBundle(owner)
+    bundle.actor.ended = SimpleNamespace(remote=lambda: "asked")
 
     def answer(_: str) -> Any:
-        if seat.away:
+        if bundle.away:
             raise Away("for now")
-        if seat.lost:
-            raise Lost(seat.lost)
+        if bundle.lost:
+            raise Lost(bundle.lost)
         return Owner.ended(owner)
 
     monkeypatch.setattr("lowroll.runs.launch.owned.answer", answer)
@@ -72,10 +72,10 @@ def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Owned, FakeS
         ["no-such-command"],
         place.heart("engine-0"),
         place.log("engine-0"),
-        seat,  # type: ignore[arg-type]
+        bundle,  # type: ignore[arg-type]
         place.lock("engine-0"),
     )
-    return made, seat
+    return made, bundle
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,39 @@ def test_a_package_that_is_missing_is_named_with_its_line(monkeypatch: pytest.Mo
     assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("", "asks nobody for a token: .* RAY_AUTH_MODE=token .* RAY_AUTH_MODE=disabled"),
+        ("raise SystemExit('InvalidAuthToken')", None),
+        ("raise SystemExit('odd')", "was not to be found out: odd"),
+        ("import time; time.sleep(60)", "was not to be found out: no answer"),
+    ],
+)
+def test_a_cluster_that_asks_for_no_token_is_refused(
+    program: str,
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stranger = tmp_path / "stranger.py"
+    stranger.write_text(
+        "import os, sys; assert sys.argv[1] == 'far:1' and 'RAY_AUTH_TOKEN' not in os.environ\n"
+        f"assert os.environ['RAY_AUTH_MODE'] == 'disabled'\n{program}"
+    )
+    monkeypatch.setattr(launcher, "STRANGER", stranger)
+    monkeypatch.setattr(launcher, "STRANGER_S", 1.0 if "sleep" in program else 60.0)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    if not program:
+        with pytest.raises(ValueError, match=f"ray.address: auto: .*{said}"):
+            launcher._refuse_open("auto", "far:1")
+        return
+    launcher._refuse_open("auto", "far:1")
+    told = capsys.readouterr()
+    assert (said or "") in told.out + told.err and bool(said) == bool(told.out + told.err)
+
+
 def test_secrets_travel_by_a_file_of_the_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,24 +221,24 @@ def test_an_actor_says_why_a_role_cannot_run_on_its_node(
 def test_a_node_that_does_not_see_the_folder_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seat = Seat.__new__(Seat)
-    seat.role, seat.told, seat._since, seat.deadline_s = "trainer", {}, 0.0, 600.0
-    seat.actor, seat._meeting = object(), None
+    bundle = Bundle.__new__(Bundle)
+    bundle.role, bundle.told, bundle._since, bundle.deadline_s = "trainer", {}, 0.0, 600.0
+    bundle.actor, bundle._meeting = object(), None
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # type: ignore[arg-type]
     wrong = HERE | {"wrong": "does not see the run folder"}
-    monkeypatch.setattr("lowroll.runs.launch.seat.answer", lambda _: wrong)
+    monkeypatch.setattr("lowroll.runs.launch.bundle.answer", lambda _: wrong)
     with pytest.raises(
         ValueError, match=r"10\.0\.0\.7 \(gpu-1\), where the trainer is placed, does"
     ):
-        seat.take()
-    assert not seat.told
+        bundle.take()
+    assert not bundle.told
 
 
 def test_a_process_that_an_actor_owns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets nothing of Ray's, its end is told with its last words, and a mistake is a user's."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    one, seat = owned(tmp_path, monkeypatch)
-    seat.actor.variables["all"].pop("RAY_AUTH_TOKEN", None)
+    one, bundle = owned(tmp_path, monkeypatch)
+    bundle.actor.variables["all"].pop("RAY_AUTH_TOKEN", None)
     one.start()
     assert one.pid and one.is_mine({"pid": one.pid, "host": "gpu-1"})
     assert not one.is_mine({"pid": one.pid, "host": "gpu-2"}), "numbers are of a machine"
@@ -219,36 +252,36 @@ def test_a_process_that_an_actor_owns(tmp_path: Path, monkeypatch: pytest.Monkey
     one.kill()
     assert one.code == 2 and one.ended() == "exit code 2"
     assert "unknown command 'no-such-command'" in one.last_words()
-    assert str(one.log.absolute()) in one.last_words() and not seat.left, "the actor stays"
+    assert str(one.log.absolute()) in one.last_words() and not bundle.left, "the actor stays"
 
 
 @pytest.mark.parametrize(("node", "said"), [(False, "its actor was lost"), (True, "its node 10.0")])
 def test_the_end_of_an_actor_or_of_its_node_is_told_with_the_roles_last_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: bool, said: str
 ) -> None:
-    one, seat = owned(tmp_path, monkeypatch)
+    one, bundle = owned(tmp_path, monkeypatch)
     one.log.parent.mkdir(parents=True)
-    one.pid, seat.node = 7, node
+    one.pid, bundle.node = 7, node
     one.log.write_text("RuntimeError: NCCL timed out\n")
     assert one.alive()
-    seat.away = True
+    bundle.away = True
     assert one.alive(), "Ray does not know yet"
-    seat.away, seat.lost = False, "the actor died because its node has died"
+    bundle.away, bundle.lost = False, "the actor died because its node has died"
     one._ask_at = 0.0
-    assert not one.alive() and one.code == -signal.SIGKILL and seat.left == 1
-    assert said in one.ended() and seat.lost in one.ended()
+    assert not one.alive() and one.code == -signal.SIGKILL and bundle.left == 1
+    assert said in one.ended() and bundle.lost in one.ended()
     assert "RuntimeError: NCCL timed out" in one.last_words() and str(one.log) in one.last_words()
     one.kill()
     one.signal(15)
-    assert seat.left == 1
+    assert bundle.left == 1
 
 
 def test_a_role_is_not_started_beside_one_that_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process of a lost actor ends when it sees that: until then the role is had."""
-    one, seat = owned(tmp_path, monkeypatch)
-    seat.lost = "gone"
+    one, bundle = owned(tmp_path, monkeypatch)
+    bundle.lost = "gone"
     with RunLock(one.lock):
         assert one.placed(), "nothing was lost"
         one.begin(["x"])

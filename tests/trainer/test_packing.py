@@ -4,16 +4,17 @@ collated tensors."""
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowroll.parallel.ranks import Ranks
 from lowroll.trainer.packing import (
+    Walk,
     balance,
     check,
     collate,
     cost,
-    dealt,
     first_fit,
     num_fed,
     pack,
@@ -100,15 +101,30 @@ def test_the_cost_of_a_sample_by_hand():
     assert cost(one, experts, 1) == 2 * (4 * token + 4 * 4 * 32) + 2 * 32  # two experts of 24
 
 
-def test_a_rank_without_a_part_runs_the_smallest_sample():
-    class Idle(Ranks):
-        def deal(self, costs):
-            assert costs == [3.0, 4.0]
-            return [1, None]
+class Idle(Ranks):
+    """One of two ranks, which has nothing to do in its second pass."""
 
-    samples = [sample([1] * n, [2]) for n in (3, 2, 4)]
-    ran = list(dealt(samples, [[0, 1], [2]], [1.0, 2.0, 4.0], Idle()))
-    assert ran == [([2], True), ([1], False)]
+    size = 2
+
+    def deal(self, costs):
+        assert costs == [4.0, 3.0]
+        return [1, None]
+
+    def gather(self, values, sizes):
+        assert sizes == {2: 3, 0: 1, 1: 1}
+        return [{2: torch.tensor([9.0])} | found for found in values]
+
+
+def test_a_walk_deals_and_gathers():
+    """A rank without a part runs the smallest sample, which does not count."""
+    samples = [sample([1] * n, [2] * k) for n, k in ((3, 1), (2, 1), (4, 3))]
+    walk = Walk(samples, [[[0, 1, 2]]], 10, [1.0, 2.0, 4.0], Idle())
+    ran = [(packed.samples, counts) for packed, counts in walk.dealt(torch.device("cpu"))]
+    assert walk.microbatches == [[2], [1, 0]] and ran == [((1, 0), True), ((1,), False)]
+    packed = collate(samples, [1, 0])
+    first, second = walk.gathered([(packed, torch.tensor([0.5, 0.25]))], [])
+    assert {i: x.tolist() for i, x in first.items()} == {2: [9.0], 1: [0.5], 0: [0.25]}
+    assert second.keys() == {2}
 
 
 def test_minibatches_are_whole_groups_in_planned_order():

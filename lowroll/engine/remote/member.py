@@ -295,14 +295,12 @@ class Member:
                 knew = clock()
             if self.taking:
                 continue
-            began = clock()
             try:
                 status, now = await self._beat(beat)
             except ServerError as error:
                 self.last_error = str(error)
                 if isinstance(error, EngineLost):
                     return self.last_error
-                heard += max(0.0, clock() - began - 2 * beat)  # this process was late itself
                 if clock() - heard > (MISSED - 0.5) * beat:
                     return f"silent for {clock() - heard:.1f} s: {error}"
                 continue

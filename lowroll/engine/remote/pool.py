@@ -27,6 +27,7 @@ from lowroll.engine.remote.desk import Desk, Ticket
 from lowroll.engine.remote.discovery import Discovery, Elastic, Resolver, resolve
 from lowroll.engine.remote.herald import Herald
 from lowroll.engine.remote.member import Counts, Member, Terms
+from lowroll.engine.remote.patience import PatientLoop, Turns
 from lowroll.engine.remote.peers import Held, OwnPeer, Published, facts
 from lowroll.engine.remote.versions import Versions
 from lowroll.engine.remote.wire import ServerError, happens
@@ -35,6 +36,7 @@ from lowroll.types import BehaviorTag, Group, PolicySpan, Request, printable
 
 log = logging.getLogger(__name__)
 
+TURNS = 10  # of its loop that an engine has at least to answer a heartbeat
 TURN = 0.25  # seconds that a step waits for an answer before it returns without one
 MARGIN = 10.0  # seconds that a waiting thread grants the loop beyond what it was asked for
 TOGETHER_S = 5.0  # after the first engine answered, for the others to do so at the start
@@ -137,7 +139,7 @@ class EnginePool:
         self._closed = False
         self._alive = alive
         self._discovery: Discovery | None = None
-        self._loop = asyncio.new_event_loop()
+        self._loop = PatientLoop(Turns(self._terms.beat_s / TURNS))
         self._desk = Desk(self._members, self.versions, self._terms, self._answer)
         self._herald = Herald(
             self._members, self.versions, self._terms, self._desk.pump, self._told

@@ -12,24 +12,24 @@ from typing import Any
 
 from lowroll.checkpoint.lock import RunLockedError, refuse_locked
 from lowroll.checkpoint.logfile import last_error
+from lowroll.runs.launch.bundle import Away, Bundle, Lost, answer
 from lowroll.runs.launch.member import Member
 from lowroll.runs.launch.process import how
-from lowroll.runs.launch.seat import Away, Lost, Seat, answer
 
 POLL_S = 0.25  # between two questions whether a process runs
 LEFT_S = 60.0  # for a process to end whose actor or node was lost
 
 
 class Owned(Member):
-    """seat: which has been taken once. lock: the folder that the role has while its process runs."""
+    """bundle: which has been taken once. lock: the folder that the role has while its process runs."""
 
     def __init__(
-        self, role: str, command: Sequence[str], heart: Path, log: Path, seat: Seat, lock: Path
+        self, role: str, command: Sequence[str], heart: Path, log: Path, bundle: Bundle, lock: Path
     ) -> None:
         super().__init__(role, command, heart, log)
-        self.seat = seat
+        self.bundle = bundle
         self.lock = lock
-        self.here = seat.told["here"]
+        self.here = bundle.told["here"]
         self.pid = 0
         self._began = 0  # of its output in the log
         self._end: tuple[int, str, str] | None = None  # exit code, how, and last words
@@ -38,9 +38,9 @@ class Owned(Member):
         self._lost_at = 0.0
 
     def placed(self) -> bool:
-        if not self.seat.take():
+        if not self.bundle.take():
             return False
-        self.here = self.seat.told["here"]
+        self.here = self.bundle.told["here"]
         return not self._is_left()
 
     def _is_left(self) -> bool:
@@ -57,19 +57,19 @@ class Owned(Member):
     def begin(self, words: list[str]) -> None:
         self._end, self._asked, self.pid = None, None, 0
         try:
-            told = self.seat.ask("begin", self.role, words, os.getcwd(), str(self.log.absolute()))
+            told = self.bundle.ask("begin", self.role, words, os.getcwd(), str(self.log.absolute()))
             self.pid, self._began = told
         except Lost as error:
             self._lose(error)
 
     def is_free(self, port: int) -> bool:
         try:
-            return bool(self.seat.ask("is_free", self.here, port))
+            return bool(self.bundle.ask("is_free", self.here, port))
         except Lost:
             return True  # its next start will find that out
 
     def is_mine(self, said: dict[str, object]) -> bool:
-        told = self.seat.told
+        told = self.bundle.told
         return self.pid == said.get("pid") and told.get("host") == said.get("host")
 
     def alive(self) -> bool:
@@ -80,7 +80,7 @@ class Owned(Member):
     def _ask(self) -> None:
         try:
             if self._asked is None and time.monotonic() >= self._ask_at:
-                self._asked = self.seat.actor.ended.remote()
+                self._asked = self.bundle.actor.ended.remote()
             if self._asked is None or (found := answer(self._asked)) is None:
                 return
         except Away:
@@ -93,21 +93,21 @@ class Owned(Member):
             self._end = (code, how(code), words)
 
     def _lose(self, error: Lost) -> None:
-        what = f"node {self.here}" if self.seat.node_is_lost() else "actor"
+        what = f"node {self.here}" if self.bundle.node_is_lost() else "actor"
         words = f"{last_error(self.log, self._began)} (log: {self.log})"
         self._end = (-signal.SIGKILL, f"its {what} was lost: {error}", words)
         self._lost_at = time.monotonic()
-        self.seat.leave()
+        self.bundle.leave()
 
     def signal(self, number: int) -> None:
         with suppress(Lost):
-            self.seat.ask("signal", number)
+            self.bundle.ask("signal", number)
 
     def kill(self) -> None:
         if self._end is not None or not self.pid:
             return
         try:
-            code, words = self.seat.ask("kill")
+            code, words = self.bundle.ask("kill")
             self._end = (code, how(code), words)
         except Lost as error:
             self._lose(error)
@@ -124,4 +124,4 @@ class Owned(Member):
 
     @property
     def name(self) -> str:
-        return f"process {self.pid} on {self.here} ({self.seat.told.get('host')})"
+        return f"process {self.pid} on {self.here} ({self.bundle.told.get('host')})"

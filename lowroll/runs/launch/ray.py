@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.config import RunConfig
+from lowroll.runs.launch.bundle import Bundle
 from lowroll.runs.launch.fleet import LOOK_S, Make, engines
 from lowroll.runs.launch.owned import Owned
 from lowroll.runs.launch.owner import THREADS, WORD
-from lowroll.runs.launch.seat import Seat
 from lowroll.runs.roles.place import ADMIN, ORCHESTRATOR, TOKEN, TRAINER, Place
 from lowroll.runs.roles.serve import ROLE
 from lowroll.runs.terminal import tell
@@ -33,6 +34,12 @@ from lowroll.types import RunFailed, printable
 MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 # of the command's environment, what a role on another machine gets
 PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
+STRANGER = Path(__file__).with_name("stranger.py")
+STRANGER_S = 120.0  # for a Python with Ray on a busy machine, and its question
+OWN = {  # settings of a cluster of our own
+    "prestart_worker_first_driver": False,  # nobody would use them
+    "worker_niceness": 0,  # Ray's 15 is that of the roles, too, which are what this machine is for
+}
 STORE = 80 << 20  # bytes of the object store of a cluster of our own, which carries nothing
 
 
@@ -43,19 +50,23 @@ def crew(cfg: RunConfig, place: Place, stack: ExitStack) -> Make:
     met = (os.getcwd(), *stack.enter_context(_variables(cfg, place)))
     wanted = demands(cfg, _gpus())
     group = stack.enter_context(_group(wanted, cfg.ray.node_deadline))
-    seats = {
-        role: Seat(role, group, i, *demand, met, cfg.ray.node_deadline)
+    bundles = {
+        role: Bundle(role, group, i, *demand, met, cfg.ray.node_deadline)
         for i, (role, demand) in enumerate(wanted.items())
     }
-    for seat in seats.values():
-        stack.callback(seat.leave)
-    late = cfg.ray.node_deadline + LOOK_S  # a seat names what is missing before that
-    wait_until(lambda: all([seat.take() for seat in seats.values()]), "the actors of Ray", late)
-    for role, seat in seats.items():
-        tell(f"{role} on {seat.told['here']} ({printable(seat.told['host'])})")
+    for bundle in bundles.values():
+        stack.callback(bundle.leave)
+    late = cfg.ray.node_deadline + LOOK_S  # a bundle names what is missing before that
+    wait_until(
+        lambda: all([bundle.take() for bundle in bundles.values()]), "the actors of Ray", late
+    )
+    for role, bundle in bundles.items():
+        tell(f"{role} on {bundle.told['here']} ({printable(bundle.told['host'])})")
 
     def make(role: str, words: list[str]) -> Owned:
-        return Owned(role, words, place.heart(role), place.log(role), seats[role], place.lock(role))
+        return Owned(
+            role, words, place.heart(role), place.log(role), bundles[role], place.lock(role)
+        )
 
     return make
 
@@ -114,7 +125,9 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
             ray.init(address=cfg.ray.address, **quiet)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ValueError(_unreached(cfg.ray.address, error)) from None
-        if os.environ[MODE] != "token":
+        if os.environ[MODE] == "token":
+            _refuse_open(cfg.ray.address, ray.get_runtime_context().gcs_address)
+        else:
             tell(
                 f"warning: {MODE} is {printable(os.environ[MODE])}: whoever reaches the Ray cluster "
                 "can run programs on it (docs/ray.md)"
@@ -139,7 +152,7 @@ def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
                 object_store_memory=STORE,
                 _node_ip_address="127.0.0.1",
                 _temp_dir=f"{folder}/ray",
-                _system_config={"prestart_worker_first_driver": False},  # nobody would use them
+                _system_config=OWN,
                 **quiet,
             )
         except Exception as error:
@@ -170,6 +183,33 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _refuse_open(named: str, address: str) -> None:
+    """ValueError when a cluster, which is named in the settings and is at an address, lets in who has
+    no token."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | {MODE: "disabled"}
+    asked = subprocess.Popen(
+        [sys.executable, "-P", STRANGER, address],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _, said = asked.communicate(timeout=STRANGER_S)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        _, said = asked.communicate(timeout=STRANGER_S)
+    if asked.returncode == 0:
+        raise ValueError(
+            f"ray.address: {named}: this cluster asks nobody for a token: whoever reaches it can run "
+            f"programs on it. Start it with {MODE}=token (docs/ray.md), or, where nobody else reaches "
+            f"it, write {MODE}=disabled before this command"
+        )
+    if "token" not in said.lower():
+        told = printable((said.strip().splitlines() or ["no answer"])[-1], 200)
+        tell(f"warning: whether the Ray cluster asks for a token was not to be found out: {told}")
 
 
 def _unreached(address: str, error: Exception) -> str:

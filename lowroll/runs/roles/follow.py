@@ -101,6 +101,14 @@ class Lead:
             self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
 
 
+def learning(cfg: RunConfig, compute: Compute, ranks: Ranks) -> tuple[Transformer, str]:
+    """The model that learns, of which a rank holds its part, and the digest of the weights that all
+    begin with."""
+    model = models.learner(cfg, compute)
+    base = same_base(ranks, digest(model), cfg)
+    return ranks.shard(model), base
+
+
 def same_base(ranks: Ranks, base: str, cfg: RunConfig) -> str:
     """The digest of the weights that all ranks begin with. ValueError on a rank that has others."""
     if ranks.size > 1 and ranks.tell(base.encode()).decode() != base:
@@ -133,9 +141,7 @@ class Follower:
         home = Reader(cfg, begin.step)
         checkpoints = Checkpointing(home, resume=begin.step is not None)
         compute = Compute.of(cfg)
-        model = models.learner(cfg, compute)
-        base = same_base(ranks, digest(model), cfg)
-        ranks.shard(model)
+        model, base = learning(cfg, compute, ranks)
         ranks.mirror(model)
         self.orders = Orders(ranks)
         self.learner = Learner(

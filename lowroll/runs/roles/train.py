@@ -27,7 +27,7 @@ from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.learner import Learner
 from lowroll.runs.roles.channels import receiver
-from lowroll.runs.roles.follow import Lead, Told, joined, same_base
+from lowroll.runs.roles.follow import Lead, Told, joined, learning
 from lowroll.runs.roles.heart import GONE_S, Heart, Watch
 from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
@@ -41,7 +41,7 @@ from lowroll.weights.changes import Shadow
 from lowroll.weights.device_link import secret
 from lowroll.weights.noise import share
 from lowroll.weights.offers import Offers
-from lowroll.weights.publish import digest, publish, rollout_copy
+from lowroll.weights.publish import publish, rollout_copy
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
@@ -112,10 +112,8 @@ class Training:
         self.lead.begin(home.attempt, checkpoints, cfg)
         compute = Compute.of(cfg)
         self.chat = models.tokenizer(cfg.model)
-        model = models.learner(cfg, compute)
-        base = same_base(ranks, digest(model), cfg)
+        model, base = learning(cfg, compute, ranks)
         self.channel = _Late()
-        ranks.shard(model)
         self.publisher = Broadcasting(cfg, compute, model, ranks, place, home.attempt)
         self.learner = Learner(
             home,

@@ -19,7 +19,7 @@ class Away(Lost):
     """It does not answer now; whether it is gone Ray will say."""
 
 
-class Seat:
+class Bundle:
     """group, index: of the bundle. cpus, gpus: in it. met: what `Owner.meet` is asked with. deadline_s:
     until there is room."""
 

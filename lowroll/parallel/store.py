@@ -1,0 +1,26 @@
+"""The store where processes meet before they have groups: keys and values, over TCP."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+def tcp_store(host: str, port: int, listening: socket.socket | None, deadline_s: float) -> Any:
+    """The store itself on a socket that listens (torch's own would listen at all addresses), which is
+    its from then on; without one this process's view of the store at host:port. deadline_s: of each
+    question to it."""
+    span = timedelta(seconds=deadline_s)
+    if listening is None:
+        return dist.TCPStore(host, port, is_master=False, timeout=span, wait_for_workers=False)
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=span,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
