@@ -136,6 +136,14 @@ struct Row {
 // The number of a head at row g + 8 half of the i-th sums.
 __device__ __forceinline__ int number(int i, int g, int half) { return CODES ? 16 * i + 2 * g + half : 16 * i + g + 8 * half; }
 
+// Of a tile: lane (g, t) has tokens g (0 and 1, a head each) and g + 8 (2 and 3). weights: with the values' scales.
+struct Scores {
+    float s[4];
+#if CODES
+    float weights[4];
+#endif
+};
+
 __device__ __forceinline__ void shrink(Row& row, const float (&old)[2], bool moved) {
     if (!__any_sync(~0u, moved)) return;
 #pragma unroll
@@ -155,8 +163,8 @@ __device__ __forceinline__ uint32_t half_pair(float a, float b) {
     return *(const uint32_t*)&y;
 }
 
-// A tile at shared address `at`, its first `valid` tokens.
-__device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float scale, int lane) {
+// Of a tile at shared address `at`, its first `valid` tokens.
+__device__ __forceinline__ Scores score(const Row& row, uint32_t at, int valid, float scale, int lane) {
     const int matrix = lane / 8, in = lane % 8, g = lane / 4, token = (matrix & 1) * 8 + in;
     float s[2][4] = {};
     uint32_t a[4];
@@ -175,7 +183,7 @@ __device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float s
             multiply(s[j], keys, row.q[i + j][0], row.q[i + j][1]);
         }
     }
-    float weight[4], tall[2] = {-INFINITY, -INFINITY};
+    Scores scores;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint16_t both;                                  // scales, the key's in the lower byte
@@ -185,24 +193,32 @@ __device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float s
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int j = 2 * half + h;
-            s[0][j] = g + 8 * half < valid ? scaled(s[0][j] + s[1][j], by) : -INFINITY;
-            weight[j] = s[0][j] + e;
-            tall[h] = fmaxf(tall[h], weight[j]);
+            scores.s[j] = g + 8 * half < valid ? scaled(s[0][j] + s[1][j], by) : -INFINITY;
+            scores.weights[j] = scores.s[j] + e;
         }
     }
+    return scores;
+}
+
+// Adds the values of the tile to the row's sums.
+__device__ __forceinline__ void absorb(Row& row, const Scores& scores, uint32_t at, int lane) {
+    const int matrix = lane / 8, in = lane % 8, token = (matrix & 1) * 8 + in;
+    const float(&s)[4] = scores.s;
+    float weight[4];
     bool moved = false;
     float old[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float now = fmaxf(row.max[h], most(tall[h]) - HEADROOM);
+        const float now = fmaxf(row.max[h], most(fmaxf(scores.weights[h], scores.weights[2 + h])) - HEADROOM);
         moved |= now != row.max[h];
         old[h] = exp2f(row.max[h] - now);
         row.max[h] = now;
-        weight[h] = exp2f(weight[h] - now), weight[2 + h] = exp2f(weight[2 + h] - now);
-        row.norm[h] = row.norm[h] * old[h] + (exp2f(s[0][h] - now) + exp2f(s[0][2 + h] - now));
+        weight[h] = exp2f(scores.weights[h] - now), weight[2 + h] = exp2f(scores.weights[2 + h] - now);
+        row.norm[h] = row.norm[h] * old[h] + (exp2f(s[h] - now) + exp2f(s[2 + h] - now));
     }
     shrink(row, old, moved);
     const uint32_t b0 = transposed(half_pair(weight[0], weight[1])), b1 = transposed(half_pair(weight[2], weight[3]));
+    uint32_t a[4];
 #pragma unroll
     for (int i = 0; i < D / 16; i += 2) {
         load_transposed(a, at + SIDE + token * ROW_BYTES + place(i + matrix / 2, token) * 16);
@@ -216,39 +232,41 @@ __device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float s
 }
 #else
 
-// A tile at shared address `at`, its first `valid` tokens.
-__device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float scale, int lane) {
-    const int matrix = lane / 8, in = lane % 8, g = lane / 4;
+// Of a tile at shared address `at`, its first `valid` tokens.
+__device__ __forceinline__ Scores score(const Row& row, uint32_t at, int valid, float scale, int lane) {
+    const int matrix = lane / 8, in = lane % 8, g = lane / 4, token = (matrix & 1) * 8 + in;
     float s[2][4] = {};
-    {
-        const int token = (matrix & 1) * 8 + in;
 #pragma unroll
-        for (int i = 0; i < D / 16; ++i) {
-            uint32_t a[4];
-            load(a, at + token * ROW_BYTES + ((2 * i + matrix / 2) ^ in) * 16);
-            multiply(s[i & 1], a, row.q[i][0], row.q[i][1]);
-        }
+    for (int i = 0; i < D / 16; ++i) {
+        uint32_t a[4];
+        load(a, at + token * ROW_BYTES + ((2 * i + matrix / 2) ^ in) * 16);
+        multiply(s[i & 1], a, row.q[i][0], row.q[i][1]);
     }
+    Scores scores;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        s[0][j] = scaled(s[0][j] + s[1][j], scale);
-        if (g + j / 2 * 8 >= valid) s[0][j] = -INFINITY;
-    }
+    for (int j = 0; j < 4; ++j)
+        scores.s[j] = g + j / 2 * 8 < valid ? scaled(s[0][j] + s[1][j], scale) : -INFINITY;
+    return scores;
+}
+
+// Adds the values of the tile to the row's sums.
+__device__ __forceinline__ void absorb(Row& row, const Scores& scores, uint32_t at, int lane) {
+    const int matrix = lane / 8, in = lane % 8, token = (matrix / 2) * 8 + in;
+    const float(&s)[4] = scores.s;
     float weight[4];
     bool moved = false;
     float old[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float now = fmaxf(row.max[h], most(fmaxf(s[0][h], s[0][2 + h])));
+        const float now = fmaxf(row.max[h], most(fmaxf(s[h], s[2 + h])));
         moved |= now != row.max[h];
         old[h] = exp2f(row.max[h] - now);
         row.max[h] = now;
-        weight[h] = exp2f(s[0][h] - now), weight[2 + h] = exp2f(s[0][2 + h] - now);
+        weight[h] = exp2f(s[h] - now), weight[2 + h] = exp2f(s[2 + h] - now);
         row.norm[h] = row.norm[h] * old[h] + (weight[h] + weight[2 + h]);
     }
     shrink(row, old, moved);
     const uint32_t b0 = transposed(pair(weight[0], weight[1])), b1 = transposed(pair(weight[2], weight[3]));
-    const int token = (matrix / 2) * 8 + in;
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
         uint32_t a[4];
@@ -550,9 +568,16 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
         if (!live) continue;
         if (step < batches) {
             const int count = min(ROWS, together - step * ROWS);
-            for (int i = 0; i < count; ++i) attend(row, rings + i * RING + slot, TILE, p.scale, lane);
+            Scores scores = score(row, rings + slot, TILE, p.scale, lane);
+            for (int i = 1; i < count; ++i) {           // the next one's products run beside this one's softmax
+                const Scores next = score(row, rings + i * RING + slot, TILE, p.scale, lane);
+                absorb(row, scores, rings + (i - 1) * RING + slot, lane);
+                scores = next;
+            }
+            absorb(row, scores, rings + (count - 1) * RING + slot, lane);
         } else if (step < steps) {
-            attend(row, ring + slot, length - (rank + (together + step - batches) * splits) * TILE, p.scale, lane);
+            const int valid = length - (rank + (together + step - batches) * splits) * TILE;
+            absorb(row, score(row, ring + slot, valid, p.scale, lane), ring + slot, lane);
         }
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
