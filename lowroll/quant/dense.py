@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.matmul import gemv
+from lowroll.kernels.matmul import gemv, shares
+from lowroll.kernels.quantize.rows import Product
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.table import FORMATS
 
@@ -40,6 +41,12 @@ class Dense(Format):
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return q.tensors["weight"].to(dtype)
+
+    def sums(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor | Product:
+        w_NK = q.tensors["weight"]
+        if shares.supports(x_MK, w_NK):
+            return shares.multiply(x_MK, w_NK, bias_N)
+        return self.linear(x_MK, q, bias_N)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         x = x_MK.to(self.dtype)

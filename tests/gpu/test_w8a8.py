@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.launch import overlapping
-from lowroll.kernels.matmul import gemv, integers, w8a8
+from lowroll.kernels.matmul import gemv, integers, shares, w8a8
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import E4M3, Rows
 from lowroll.quant.formats import get_format
@@ -126,6 +127,28 @@ def test_few_rows_of_numbers(shape: tuple[int, int], dtype: torch.dtype) -> None
             captured = [gemv.linear(x + 0, w, bias) for _ in range(3)]
     graph.replay()
     assert all(torch.equal(one, got) for one in captured)
+
+
+@pytest.mark.parametrize("rows", [65, 96, 128, 192, 256])
+@pytest.mark.parametrize("shape", [(3584, 18944), (264, 1600)])
+def test_shares_and_the_norm_that_adds_them(rows: int, shape: tuple[int, int]) -> None:
+    generator = torch.Generator("cuda").manual_seed(rows)
+    x, w, old, gain = (
+        torch.randn(size, generator=generator, device="cuda").bfloat16()
+        for size in ((rows, shape[1]), shape, (rows, shape[0]), (shape[0],))
+    )
+    assert shares.supports(x, w)
+    left = shares.multiply(x, w, None)
+    want = x.double() @ w.double().t()
+    assert float((left.dense(torch.float32).double() - want).norm() / want.norm()) < 1e-5
+    got = add_rms_norm(old, left, gain, 1e-6)
+    plain = add_rms_norm(old, want.to(x.dtype), gain, 1e-6)
+    for a, b in zip(got, plain, strict=True):
+        assert isinstance(a, Tensor) and isinstance(b, Tensor)
+        assert float((a.double() - b.double()).norm() / b.double().norm()) < 1e-3
+    assert all(
+        torch.equal(a, b) for a, b in zip(got, add_rms_norm(old, left, gain, 1e-6), strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

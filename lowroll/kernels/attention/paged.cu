@@ -69,6 +69,7 @@ constexpr int BYTES = 2 * SIDE + (CODES ? 2 * TILE * 16 : 0), RING = STAGES * BY
 [[maybe_unused]] constexpr float HEADROOM = 8.f;                         // as in decode8.py
 constexpr int SUMS = HEADS * (D + 2);                   // floats of a row in one block: the sums, then its max and norm
 constexpr int MEMORY = ROWS * RING + ROWS * 4;
+static_assert(SUMS % 4 == 0 && RING % 16 == 0, "the sums of blocks are fetched 16 bytes at a time");
 
 __device__ __forceinline__ uint32_t address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -435,61 +436,57 @@ __device__ __forceinline__ void finish(const Problem& p, const Row& row, bool li
     }
 }
 
-// Leaves a row's sums for the `parts` blocks that have tiles of it, and joins them to its output in the last one.
+// Leaves a row's sums for the `parts` blocks that have tiles of it, and joins them to its output in the last one, through
+// the warp's ring, which holds some of them at a time.
 __device__ __forceinline__ void join(const Problem& p, const Row& row, int parts, int at_row, int head, int each, int rank,
-                                     int lane) {
-    const int g = lane / 4, t = lane % 4, place = at_row * p.kv_heads + head;
-    float* all = p.sums + (size_t)place * p.splits * SUMS;
-    float *mine = all + rank * SUMS, *ends = mine + HEADS * D;
+                                     uint8_t* ring, int lane) {
+    constexpr int AT_ONCE = RING / (SUMS * 4);
+    const int g = lane / 4, t = lane % 4, which = at_row * p.kv_heads + head;
+    float *all = p.sums + (size_t)which * p.splits * SUMS, *mine = all + rank * SUMS;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const float norm = total(row.norm[h]);
-        if (g == 0) *(float2*)(ends + (2 * t + h) * 2) = make_float2(row.max[h], norm);
+        if (g == 0) __stcg((float2*)(mine + HEADS * D) + 2 * t + h, make_float2(row.max[h], norm));
+        float* at = mine + (2 * t + h) * D;
 #pragma unroll
-        for (int i = 0; i < D / 16; ++i) {
-            float* at = mine + (2 * t + h) * D;
+        for (int i = 0; i < D / 16; ++i)
             __stcg(at + number(i, g, 0), row.sums[i][h]), __stcg(at + number(i, g, 1), row.sums[i][2 + h]);
-        }
     }
     __threadfence();
     __syncwarp();
     int before = 0;
-    if (lane == 0) before = atomicAdd(p.arrived + place, 1);
+    if (lane == 0) before = atomicAdd(p.arrived + which, 1);
     if (__shfl_sync(~0u, before, 0) != parts - 1) return;
     __threadfence();
-    if (lane == 0) p.arrived[place] = 0;
+    if (lane == 0) p.arrived[which] = 0;
 
-    float y[HEADS][D / 32], max[HEADS], norm[HEADS];
+    float y[HEADS][D / 32] = {}, max[HEADS], norm[HEADS] = {};
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
-        max[h] = -INFINITY, norm[h] = 0.f;
-        for (int i = 0; i < D / 32; ++i) y[h][i] = 0.f;
-    }
-#pragma unroll 2
-    for (int s = 0; s < parts; ++s) {
-        float2 end[HEADS];
-        float part[HEADS][D / 32];
+    for (int h = 0; h < HEADS; ++h) max[h] = -INFINITY;
+    for (int first = 0; first < parts; first += AT_ONCE) {
+        const int some = min(AT_ONCE, parts - first);
+        __syncwarp();                                   // those before are read
+        for (int i = lane; i < some * (SUMS / 4); i += 32) fetch(address(ring) + i * 16, all + first * SUMS + i * 4, 16);
+        asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+        __syncwarp();
+        for (int s = 0; s < some; ++s) {
+            const float* part = (const float*)ring + s * SUMS;
 #pragma unroll
-        for (int h = 0; h < HEADS; ++h) {
-            end[h] = __ldcg((const float2*)(all + s * SUMS + HEADS * D) + h);
+            for (int h = 0; h < HEADS; ++h) {
+                const float2 end = *((const float2*)(part + HEADS * D) + h);
+                const float now = fmaxf(max[h], end.x), old = exp2f(max[h] - now), by = exp2f(end.x - now);
+                max[h] = now, norm[h] = norm[h] * old + end.y * by;
 #pragma unroll
-            for (int i = 0; i < D / 32; i += 2)
-                *(float2*)(part[h] + i) = __ldcg((const float2*)(all + s * SUMS + h * D + i * 32) + lane);
-        }
-#pragma unroll
-        for (int h = 0; h < HEADS; ++h) {
-            const float now = fmaxf(max[h], end[h].x), old = exp2f(max[h] - now), by = exp2f(end[h].x - now);
-            max[h] = now, norm[h] = norm[h] * old + end[h].y * by;
-#pragma unroll
-            for (int i = 0; i < D / 32; ++i) y[h][i] = y[h][i] * old + part[h][i] * by;
+                for (int i = 0; i < D / 32; ++i) y[h][i] = y[h][i] * old + part[h * D + i * 32 + lane] * by;
+            }
         }
     }
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
-        Number* out = p.out + ((size_t)at_row * p.heads + head * each + h) * D + 2 * lane;
+        Number* out = p.out + ((size_t)at_row * p.heads + head * each + h) * D + lane;
 #pragma unroll
-        for (int i = 0; i < D / 32; i += 2)
-            if (h < each) *(Pair*)(out + i * 32) = pair(y[h][i] / norm[h], y[h][i + 1] / norm[h]);
+        for (int i = 0; i < D / 32; ++i)
+            if (h < each) out[i * 32] = Number(y[h][i] / norm[h]);
     }
 }
 
@@ -593,7 +590,7 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
 #endif
     const int parts = min(splits, (length + TILE - 1) / TILE);
     if (parts > 1) {
-        if (rank < parts) join(p, row, parts, mine, head, each, rank, lane);
+        if (rank < parts) join(p, row, parts, mine, head, each, rank, memory + warp * RING, lane);
     } else if (rank == 0) {
         finish(p, row, live, mine, head, each, lane);
     }

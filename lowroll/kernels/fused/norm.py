@@ -107,9 +107,11 @@ def _forward(
     x_TD = x_TD.contiguous()
     sum_TD = x_TD
     sums = row = column = bias = None
+    shares = 1
     if update is not None:
         sum_TD = torch.empty_like(x_TD)
-        sums, row, column, bias = parts(update)
+        sums, row, column, bias = parts(update, shared=True)
+        shares = len(sums) if sums.ndim == 3 else 1
     inverse_T: Tensor | None = None
     if keep:
         inverse_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TD.device)
@@ -132,9 +134,11 @@ def _forward(
         out,
         scale,
         inverse_T,
-        0 if sums is None else sums.stride(0),
+        0 if sums is None else sums.stride(-2),
+        0 if shares == 1 else sums.stride(0),
         size,
         eps,
+        SHARES=shares,
         KIND=rows or "",
         BLOCK=block(size),
         num_warps=warps(block(size)),
@@ -237,8 +241,10 @@ def _norm_kernel(
     scale,
     inverse_out,
     stride,
+    between,
     size,
     eps,
+    SHARES: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -252,7 +258,8 @@ def _norm_kernel(
     y = tl.load(x + t * size + n, mask=live, other=0.0).to(tl.float32)
     w = tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
     if update is not None:
-        added = load_dense(update, row, column, bias, t, stride, n, live).to(dtype).to(tl.float32)
+        added = load_dense(update, row, column, bias, t, stride, n, live, SHARES, between)
+        added = added.to(dtype).to(tl.float32)
         rounded = (y + added).to(dtype)
         tl.store(sum_out + t * size + n, rounded, mask=live)
         y = rounded.to(tl.float32)

@@ -23,9 +23,10 @@ from lowroll.kernels.support import NO_GRADIENT, YES, Support, no
 MOST = {  # rows up to which this is the fastest product
     torch.int8: 2,
     torch.float8_e4m3fn: 1,
-    torch.bfloat16: 1,
-    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float16: 2,
 }
+MANY = 1 << 14  # channels from which on small programs are the faster ones
 
 
 def supports(x_MK: Tensor, w_NK: Tensor) -> Support:
@@ -35,7 +36,7 @@ def supports(x_MK: Tensor, w_NK: Tensor) -> Support:
     if w_NK.dtype not in MOST:
         return no("takes int8, e4m3, bfloat16 and float16")
     if not 0 < x_MK.shape[0] <= MOST[w_NK.dtype]:
-        return no("takes one row, or two of int8")
+        return no(f"takes up to {MOST[w_NK.dtype]} rows")
     if w_NK.shape[1] * w_NK.element_size() % 16:
         return no("takes rows of multiples of 16 bytes")
     if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x_MK, w_NK)):
@@ -62,7 +63,7 @@ def _launch(
     dtype: torch.dtype,
 ) -> Tensor:
     integer, each = w.dtype == torch.int8, 16 // w.element_size()
-    channels, step, warps = schedule(len(x), w.dtype)
+    channels, step, warps = schedule(len(x), len(w), w.dtype)
     y_MN = torch.empty(len(x), len(w), dtype=dtype, device=w.device)
     if integer:
         x, w, step = x.view(torch.int32), w.view(torch.int32), step // 4
@@ -88,14 +89,14 @@ def _launch(
     return y_MN
 
 
-def schedule(num_rows: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def schedule(num_rows: int, num_out: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Channels of a program, weights of a channel that it reads at a time, and its warps: what an
     H200 liked best."""
     if dtype == torch.int8:
         return (4, 2048, 4) if num_rows == 1 else (4, 1024, 2)
     if dtype == torch.float8_e4m3fn:
         return 2, 1024, 2
-    return 4, 1024, 4
+    return (4, 512, 2) if num_out >= MANY else (4, 1024, 4)
 
 
 # -- Triton ----------------------------------------------------------------------------------------
