@@ -286,20 +286,18 @@ struct Tokens {
     const int* table;
     int length, page, token_numbers, rank, splits, lane, window = -1, entry = 0;
 
-    __device__ __forceinline__ int first_number(int i) {        // of the i-th tile; all lanes together
-        const int each = page / TILE;
-        if (i / 32 != window) {
-            window = i / 32;
-            const int tile = rank + (window * 32 + lane) * splits;
-            entry = tile * TILE < length ? table[tile / each] : 0;
+    __device__ __forceinline__ int first_slot(int i) {           // of the i-th tile; all lanes together
+        if (i >> 5 != window) {
+            window = i >> 5;
+            const int tile = rank + (window * 32 + lane) * splits, each = page / TILE, at = tile / each;
+            entry = tile * TILE < length ? table[at] * page + (tile - at * each) * TILE : 0;
         }
-        const int tile = rank + i * splits;
-        return __shfl_sync(~0u, entry, i % 32) * page + tile % each * TILE;
+        return __shfl_sync(~0u, entry, i & 31);
     }
 
 #if CODES
     __device__ __forceinline__ void fetch_tile(int i, uint32_t to) {
-        const size_t first = (size_t)first_number(i);
+        const size_t first = (size_t)first_slot(i);
         const int chunk = lane % CHUNKS, left = length - 1 - (rank + i * splits) * TILE;     // the last token; it is there
         const uint8_t *k = keys + first * token_numbers + chunk * 16, *v = values + first * token_numbers + chunk * 16;
 #pragma unroll
@@ -317,20 +315,21 @@ struct Tokens {
     }
 #else
     __device__ __forceinline__ void fetch_tile(int i, uint32_t to) {
-        const size_t first = (size_t)first_number(i) * token_numbers;
-        const int chunk = lane % CHUNKS, left = length - 1 - (rank + i * splits) * TILE;     // tokens before the new one
-        const Number *k = keys + first + chunk * 8, *v = values + first + chunk * 8;
+        const int chunk = lane % CHUNKS, left = length - 1 - (rank + i * splits) * TILE;       // tokens before the new one
+        const size_t first = ((size_t)first_slot(i) + lane / CHUNKS) * token_numbers + chunk * 8;
+        const Number *k = keys + first, *v = values + first;
 #pragma unroll
-        for (int j = 0; j < TILE * CHUNKS / 32; ++j) {
-            const int token = j * (32 / CHUNKS) + lane / CHUNKS;
-            const size_t at = (size_t)token * token_numbers;
-            const uint32_t there = to + token * ROW_BYTES + (chunk ^ token % 8) * 16;
-            if (left >= TILE) {
-                fetch(there, k + at, 16), fetch(there + SIDE, v + at, 16);
-            } else {
-                fetch(there, token == left ? new_k + chunk * 8 : k + at, token <= left ? 16 : 0);
-                fetch(there + SIDE, token == left ? new_v + chunk * 8 : v + at, token <= left ? 16 : 0);
-            }
+        for (int token = lane / CHUNKS; token < TILE; token += 32 / CHUNKS) {
+            const uint32_t there = to + token * ROW_BYTES + place(chunk, token) * 16;
+            const int bytes = token < left ? 16 : 0;
+            if (token != left) fetch(there, k, bytes), fetch(there + SIDE, v, bytes);
+            k += 32 / CHUNKS * token_numbers, v += 32 / CHUNKS * token_numbers;
+        }
+        if (0 <= left && left < TILE && lane < 2 * CHUNKS) {                                   // the new one
+            const uint32_t there = to + left * ROW_BYTES + place(chunk, left) * 16 + (lane < CHUNKS ? 0 : SIDE);
+            const uint4 x = *(const uint4*)((lane < CHUNKS ? new_k : new_v) + chunk * 8);
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                         : "memory");
         }
     }
 #endif
@@ -466,9 +465,11 @@ __device__ __forceinline__ void join(const Problem& p, const Row& row, int parts
     for (int first = 0; first < parts; first += AT_ONCE) {
         const int some = min(AT_ONCE, parts - first);
         __syncwarp();                                   // those before are read
+#pragma unroll 4
         for (int i = lane; i < some * (SUMS / 4); i += 32) fetch(address(ring) + i * 16, all + first * SUMS + i * 4, 16);
         asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
         __syncwarp();
+#pragma unroll 1
         for (int s = 0; s < some; ++s) {
             const float* part = (const float*)ring + s * SUMS;
 #pragma unroll
@@ -484,9 +485,10 @@ __device__ __forceinline__ void join(const Problem& p, const Row& row, int parts
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
         Number* out = p.out + ((size_t)at_row * p.heads + head * each + h) * D + lane;
+        const float by = 1.f / norm[h];
 #pragma unroll
         for (int i = 0; i < D / 32; ++i)
-            if (h < each) out[i * 32] = Number(y[h][i] / norm[h]);
+            if (h < each) out[i * 32] = Number(y[h][i] * by);
     }
 }
 
@@ -521,6 +523,7 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
     // lengths, pages and what they hold are from the step before; the new token is not
     const bool ahead = STAGES - 1 <= batches || (rank + tile_of(STAGES - 2) * splits + 1) * TILE < length;
     if (ahead)
+#pragma unroll 1                                        // here as elsewhere: code has to be fetched too
         for (int i = 0; i < STAGES - 1; ++i) ask(i);
     after_others();
 #if CODES
@@ -531,6 +534,7 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
     }
 #endif
     if (!ahead)
+#pragma unroll 1
         for (int i = 0; i < STAGES - 1; ++i) ask(i);
 
     Row row;
@@ -556,6 +560,7 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
 #endif
     row.max[0] = row.max[1] = -INFINITY, row.norm[0] = row.norm[1] = 0.f;
 
+#pragma unroll 1
     for (int step = 0; step < steps || step <= batches; ++step) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
         if (step <= batches) __syncthreads();           // the tiles of others are there, and mine are no longer read
@@ -566,6 +571,7 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
         if (step < batches) {
             const int count = min(ROWS, together - step * ROWS);
             Scores scores = score(row, rings + slot, TILE, p.scale, lane);
+#pragma unroll 1
             for (int i = 1; i < count; ++i) {           // the next one's products run beside this one's softmax
                 const Scores next = score(row, rings + i * RING + slot, TILE, p.scale, lane);
                 absorb(row, scores, rings + (i - 1) * RING + slot, lane);
