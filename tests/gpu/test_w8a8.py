@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels.fused.norm import add_rms_norm
-from lowroll.kernels.launch import overlapping
-from lowroll.kernels.matmul import gemv, integers, shares, w8a8
+from lowroll.kernels.matmul import gemv, integers, w8a8
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import E4M3, Rows
 from lowroll.quant.formats import get_format
@@ -106,49 +104,6 @@ def test_few_rows_are_those_of_more() -> None:
         part = Rows(rows.codes_MK[:size], rows.scale_M1[:size])
         assert gemv.supports(part.codes_MK, codes) == (size <= gemv.MOST[torch.int8])
         assert torch.equal(w8a8.multiply(part, codes, scale, bias).dense(), batch[:size])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(4608, 3584), (3584, 18944), (37, 264), (1, 8)])
-def test_few_rows_of_numbers(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Against float64, and captured: an early start between two others changes nothing."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    w = torch.randn(shape, generator=generator, device="cuda").to(dtype)
-    bias = torch.randn(shape[0], generator=generator, device="cuda").to(dtype)
-    x = torch.randn(gemv.MOST[dtype], shape[1], generator=generator, device="cuda").to(dtype)
-    want = x.double() @ w.double().t() + bias.double()
-    got = gemv.linear(x, w, bias)
-    assert float((got.double() - want).norm() / want.norm()) < 4e-3
-    graph = torch.cuda.CUDAGraph()
-    with overlapping(x.device):
-        for _ in range(2):
-            gemv.linear(x + 0, w, bias)
-        with torch.cuda.graph(graph):
-            captured = [gemv.linear(x + 0, w, bias) for _ in range(3)]
-    graph.replay()
-    assert all(torch.equal(one, got) for one in captured)
-
-
-@pytest.mark.parametrize("rows", [65, 96, 128, 192, 256])
-@pytest.mark.parametrize("shape", [(3584, 18944), (264, 1600)])
-def test_shares_and_the_norm_that_adds_them(rows: int, shape: tuple[int, int]) -> None:
-    generator = torch.Generator("cuda").manual_seed(rows)
-    x, w, old, gain = (
-        torch.randn(size, generator=generator, device="cuda").bfloat16()
-        for size in ((rows, shape[1]), shape, (rows, shape[0]), (shape[0],))
-    )
-    assert shares.supports(x, w)
-    left = shares.multiply(x, w, None)
-    want = x.double() @ w.double().t()
-    assert float((left.dense(torch.float32).double() - want).norm() / want.norm()) < 1e-5
-    got = add_rms_norm(old, left, gain, 1e-6)
-    plain = add_rms_norm(old, want.to(x.dtype), gain, 1e-6)
-    for a, b in zip(got, plain, strict=True):
-        assert isinstance(a, Tensor) and isinstance(b, Tensor)
-        assert float((a.double() - b.double()).norm() / b.double().norm()) < 1e-3
-    assert all(
-        torch.equal(a, b) for a, b in zip(got, add_rms_norm(old, left, gain, 1e-6), strict=True)
-    )
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
