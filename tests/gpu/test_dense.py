@@ -51,7 +51,7 @@ def test_shares_and_the_norm_that_adds_them(rows: int, shape: tuple[int, int]) -
     assert shares.supports(x, w)
     left = shares.multiply(x, w, None)
     want = x.double() @ w.double().t()
-    assert float((left.dense(torch.float32).double() - want).norm() / want.norm()) < 1e-5
+    assert float((left.dense(torch.float32).double() - want).norm() / want.norm()) < 1e-4
     got = add_rms_norm(old, left, gain, 1e-6)
     plain = add_rms_norm(old, want.to(x.dtype), gain, 1e-6)
     for a, b in zip(got, plain, strict=True):
