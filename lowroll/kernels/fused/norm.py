@@ -107,11 +107,13 @@ def _forward(
     x_TD = x_TD.contiguous()
     sum_TD = x_TD
     sums = row = column = bias = None
-    shares = 1
+    stride, shares, between = 0, 1, 0
     if update is not None:
         sum_TD = torch.empty_like(x_TD)
         sums, row, column, bias = parts(update, shared=True)
-        shares = len(sums) if sums.ndim == 3 else 1
+        stride = sums.stride(-2)
+        if sums.ndim == 3:
+            shares, between = len(sums), sums.stride(0)
     inverse_T: Tensor | None = None
     if keep:
         inverse_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TD.device)
@@ -134,8 +136,8 @@ def _forward(
         out,
         scale,
         inverse_T,
-        0 if sums is None else sums.stride(-2),
-        0 if shares == 1 else sums.stride(0),
+        stride,
+        between,
         size,
         eps,
         SHARES=shares,
