@@ -108,7 +108,6 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "writes to the KV cache": (_triton("attention/decode"), _torch()),
     "bf16 product": (
         _triton("matmul/gemv", f"up to {gemv.MOST[torch.bfloat16]} rows"),
-        _triton("matmul/shares", "many more features in than out: torch's, added by the next norm"),
         _torch("torch's product, packed for oneDNN on a CPU"),
     ),
     "int8 product": (

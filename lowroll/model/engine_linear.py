@@ -38,7 +38,7 @@ class EngineLinear(Linear):
         refuse_gradient(x_TK)
         if self.adapter is not None and self.adapter.enabled:
             return self.adapted(self.adapter, x_TK)[0]
-        return get_format(codes.format).sums(x_TK, codes, self.bias)
+        return codes.linear(x_TK, self.bias)
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
         """The product of silu(gate) * up, quantized as it is made."""

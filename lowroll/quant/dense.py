@@ -4,7 +4,7 @@ against.
 On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout, because a decode step
 has few rows and `F.linear` would reorder the weight (or walk it badly) in every step: 1.4-3 times
 faster at 4-24 rows, at the price of a second copy of the weight (docs/LOG.md). A small matrix stays
-in the cache, and the call costs more than it saves. On CUDA a row alone is `kernels.matmul.gemv`'s.
+in the cache, and the call costs more than it saves. On CUDA a row or two are `kernels.matmul.gemv`'s.
 
 Legend: N out features, K in features, M rows of activations.
 """
@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.matmul import gemv, shares
-from lowroll.kernels.quantize.rows import Product
+from lowroll.kernels.matmul import gemv
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.table import FORMATS
 
@@ -41,12 +40,6 @@ class Dense(Format):
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return q.tensors["weight"].to(dtype)
-
-    def sums(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor | Product:
-        w_NK = q.tensors["weight"]
-        if shares.supports(x_MK, w_NK):
-            return shares.multiply(x_MK, w_NK, bias_N)
-        return self.linear(x_MK, q, bias_N)
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         x = x_MK.to(self.dtype)

@@ -262,10 +262,6 @@ class Format(ABC):
     @abstractmethod
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor: ...
 
-    def sums(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor | Product:
-        """`linear`, of which the end may be left to the kernel that comes next."""
-        return self.linear(x_MK, q, bias_N)
-
     def rounded(self, x_MK: Tensor) -> Tensor:
         """Activations as `linear` multiplies them with the dequantized matrix: float32. For formats
         that `rounds`."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels.attention import paged
 from lowroll.kernels.attention.decode import paged_decode, write_pages
 from lowroll.kernels.sampling.draw import TILE, draw, uniform
 from tests.fixtures.decode import Case
@@ -86,25 +85,6 @@ def test_shared_pages_change_no_bit(rows: int, head_dim: int) -> None:
         case.values.nan_to_num(0),
     )
     torch.testing.assert_close(got[1].cpu().float(), case.run().float(), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 5, 16])
-def test_any_number_of_blocks_joins_to_the_same_row(
-    parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows with fewer tiles than there are blocks, as many, and more; the counters are 0 again."""
-    monkeypatch.setattr(paged, "splits", lambda *_: parts)
-    lengths = [0, 1, 16, 17, 32, 33, 80, 81, 700, 0, 256, 257, 15, 64, 2000, 90, 48, 5]
-    case = Case(lengths, 14, 2, 128, 16, torch.bfloat16)
-    inputs = cuda(case)
-    if not paged.supports(*inputs[:4]):
-        pytest.skip(paged.supports(*inputs[:4]).why_not)
-    got = [paged_decode(*inputs, case.scale) for _ in range(20)]
-    assert all(torch.equal(got[0], one) for one in got)
-    for x in ("q", "k", "v", "keys", "values"):
-        setattr(case, x, getattr(case, x).float().nan_to_num(0))
-    torch.testing.assert_close(got[0].cpu().float(), case.run(), rtol=2e-2, atol=2e-2)
-    assert not paged._counters(inputs[0].device)[0].any()
 
 
 @pytest.mark.parametrize("rows", [4, 16, 200])

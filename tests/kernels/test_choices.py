@@ -166,11 +166,6 @@ def pretended(machine: Machine) -> Iterator[list[str]]:
                 lambda a, b, *_, out_dtype, **__: a.new_zeros(len(a), b.shape[1], dtype=out_dtype),
             ),
         ),
-        patch.object(
-            torch,
-            "bmm",
-            writes("matmul.shares.bmm", lambda a, b, out_dtype: a.new_zeros(1, 1, dtype=out_dtype)),
-        ),
         patch.object(F, "grouped_mm", writes("grouped_mm", grouped_mm)),
         Pretended(seen) if machine.capability else patch.object(w8a8, "WIDE", w8a8.WIDE),
     ):
@@ -250,18 +245,6 @@ def format_linear(
             q.packed[f"dense {dtype}"] = put(torch.zeros(256, width, dtype=dtype))
         x = put(torch.zeros(rows, width, dtype=dtype))
         return q.linear(x.requires_grad_() if grad else x)
-
-    return call
-
-
-def left_sums(rows: int, out: int, dtype: torch.dtype) -> Any:
-    """Of a matrix of 512 features in."""
-
-    def call(put: Put) -> object:
-        q = get_format("bf16").quantize(torch.zeros(out, 512))
-        q.tensors = {name: put(tensor) for name, tensor in q.tensors.items()}
-        x = put(torch.zeros(rows, 512, dtype=dtype))
-        return get_format("bf16").sums(x, q, None)
 
     return call
 
@@ -527,18 +510,6 @@ CASES: dict[str, Callable[[Put], object]] = {
     **{
         f"nvfp4 {rows} rows, dense kept": format_linear("nvfp4", rows, 128, BF16, kept=True)
         for rows in (32, 33, 129)
-    },
-    **{
-        f"bf16 {rows} x {out} x 512, sums left, {str(dtype)[6:]}": left_sums(rows, out, dtype)
-        for rows, out, dtype in (
-            (1, 128, BF16),
-            (64, 128, BF16),
-            (65, 128, BF16),
-            (256, 128, BF16),
-            (257, 128, BF16),
-            (256, 256, BF16),
-            (256, 128, FP32),
-        )
     },
     "nvfp4 with a gradient": format_linear("nvfp4", 4, 128, BF16, grad=True),
     **{

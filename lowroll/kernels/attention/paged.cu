@@ -2,9 +2,9 @@
 //
 // A block takes eight neighbouring rows and one key-value head, a warp each row. Where the rows' page tables begin with
 // the same pages, the block fetches those pages once and all its warps attend to them; from the first page that differs
-// every warp goes on alone, through a ring of its own. The tiles of 16 tokens of a row are dealt to `splits` blocks by
-// turns; the last of them to end with a row joins their sums, in the order of the blocks. A row's tiles come in the same
-// order whether they are shared or not, so its bits do not depend on its neighbours, nor on who was last.
+// every warp goes on alone, through a ring of its own. The tiles of 16 tokens of a row are dealt to the blocks of a
+// cluster by turns, whose sums meet in shared memory. A row's tiles come in the same order whether they are shared or
+// not, so its bits do not depend on its neighbours.
 //
 // A tile in a warp: scores S (16 tokens x 8 heads) = K q^T, weights P = 2^(S - max), and O (d x 8 heads) += V^T P, so that
 // the up to eight query heads of a key-value head are the columns of a tensor core's product and none is wasted.
@@ -52,12 +52,9 @@ struct Problem {
     Number* out;
     uint8_t *fine, *scales;                             // of codes: [pages, page, kv_heads, 16 and 2]
     const long long* channels;                          // [kv_heads, 16]
-    float* sums;                                        // of several splits: [rows, kv_heads, splits, 8 heads, D + 2]
-    int* arrived;                                       // [rows, kv_heads], 0 between launches
     int rows, heads, kv_heads, page, pages;             // pages: of a row of the table
     int q_stride, k_stride, v_stride;                   // numbers from row to row
     float scale;                                        // times log2(e)
-    int splits;                                         // blocks for a row and head
     int early;                                          // start while the kernel before ends
 };
 
@@ -67,9 +64,10 @@ constexpr int ROW_BYTES = D * (int)sizeof(Stored), CHUNKS = ROW_BYTES / 16;     
 constexpr int SIDE = TILE * ROW_BYTES;                  // keys of a tile; of codes, its fine ones and scales follow the values
 constexpr int BYTES = 2 * SIDE + (CODES ? 2 * TILE * 16 : 0), RING = STAGES * BYTES;     // a tile; a warp's tiles
 [[maybe_unused]] constexpr float HEADROOM = 8.f;                         // as in decode8.py
-constexpr int SUMS = HEADS * (D + 2);                   // floats of a row in one block: the sums, then its max and norm
-constexpr int MEMORY = ROWS * RING + ROWS * 4;
-static_assert(SUMS % 4 == 0 && RING % 16 == 0, "the sums of blocks are fetched 16 bytes at a time");
+constexpr int PITCH = D + 4;                            // floats from head to head where sums meet
+constexpr int MEET = ROWS * HEADS * PITCH * 4;
+constexpr int MEMORY = ROWS * RING + ROWS * HEADS * 2 * 4;
+static_assert(MEET <= ROWS * RING, "the sums lie where the rings were");
 
 __device__ __forceinline__ uint32_t address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -123,6 +121,17 @@ __device__ __forceinline__ int place(int chunk, int token) { return chunk ^ (CHU
 __device__ __forceinline__ void let_others_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void after_others() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ float remote(uint32_t at, int block) {
+    float x;
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}\n"
+                 : "=f"(x) : "r"(at), "r"(block) : "memory");
+    return x;
+}
+
 // One row's softmax and sums. Lane: g = lane / 4, t = lane % 4; heads 2 t and 2 t + 1 of max, norm and sums; sums[i]: of
 // numbers 16 i + g (0 and 1, a head each) and 16 i + g + 8 (2 and 3).
 struct Row {
@@ -136,14 +145,6 @@ struct Row {
 
 // The number of a head at row g + 8 half of the i-th sums.
 __device__ __forceinline__ int number(int i, int g, int half) { return CODES ? 16 * i + 2 * g + half : 16 * i + g + 8 * half; }
-
-// Of a tile: lane (g, t) has tokens g (0 and 1, a head each) and g + 8 (2 and 3). weights: with the values' scales.
-struct Scores {
-    float s[4];
-#if CODES
-    float weights[4];
-#endif
-};
 
 __device__ __forceinline__ void shrink(Row& row, const float (&old)[2], bool moved) {
     if (!__any_sync(~0u, moved)) return;
@@ -164,8 +165,8 @@ __device__ __forceinline__ uint32_t half_pair(float a, float b) {
     return *(const uint32_t*)&y;
 }
 
-// Of a tile at shared address `at`, its first `valid` tokens.
-__device__ __forceinline__ Scores score(const Row& row, uint32_t at, int valid, float scale, int lane) {
+// A tile at shared address `at`, its first `valid` tokens.
+__device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float scale, int lane) {
     const int matrix = lane / 8, in = lane % 8, g = lane / 4, token = (matrix & 1) * 8 + in;
     float s[2][4] = {};
     uint32_t a[4];
@@ -184,7 +185,7 @@ __device__ __forceinline__ Scores score(const Row& row, uint32_t at, int valid, 
             multiply(s[j], keys, row.q[i + j][0], row.q[i + j][1]);
         }
     }
-    Scores scores;
+    float weight[4], tall[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint16_t both;                                  // scales, the key's in the lower byte
@@ -194,32 +195,24 @@ __device__ __forceinline__ Scores score(const Row& row, uint32_t at, int valid, 
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int j = 2 * half + h;
-            scores.s[j] = g + 8 * half < valid ? scaled(s[0][j] + s[1][j], by) : -INFINITY;
-            scores.weights[j] = scores.s[j] + e;
+            s[0][j] = g + 8 * half < valid ? scaled(s[0][j] + s[1][j], by) : -INFINITY;
+            weight[j] = s[0][j] + e;
+            tall[h] = fmaxf(tall[h], weight[j]);
         }
     }
-    return scores;
-}
-
-// Adds the values of the tile to the row's sums.
-__device__ __forceinline__ void absorb(Row& row, const Scores& scores, uint32_t at, int lane) {
-    const int matrix = lane / 8, in = lane % 8, token = (matrix & 1) * 8 + in;
-    const float(&s)[4] = scores.s;
-    float weight[4];
     bool moved = false;
     float old[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float now = fmaxf(row.max[h], most(fmaxf(scores.weights[h], scores.weights[2 + h])) - HEADROOM);
+        const float now = fmaxf(row.max[h], most(tall[h]) - HEADROOM);
         moved |= now != row.max[h];
         old[h] = exp2f(row.max[h] - now);
         row.max[h] = now;
-        weight[h] = exp2f(scores.weights[h] - now), weight[2 + h] = exp2f(scores.weights[2 + h] - now);
-        row.norm[h] = row.norm[h] * old[h] + (exp2f(s[h] - now) + exp2f(s[2 + h] - now));
+        weight[h] = exp2f(weight[h] - now), weight[2 + h] = exp2f(weight[2 + h] - now);
+        row.norm[h] = row.norm[h] * old[h] + (exp2f(s[0][h] - now) + exp2f(s[0][2 + h] - now));
     }
     shrink(row, old, moved);
     const uint32_t b0 = transposed(half_pair(weight[0], weight[1])), b1 = transposed(half_pair(weight[2], weight[3]));
-    uint32_t a[4];
 #pragma unroll
     for (int i = 0; i < D / 16; i += 2) {
         load_transposed(a, at + SIDE + token * ROW_BYTES + place(i + matrix / 2, token) * 16);
@@ -233,41 +226,39 @@ __device__ __forceinline__ void absorb(Row& row, const Scores& scores, uint32_t 
 }
 #else
 
-// Of a tile at shared address `at`, its first `valid` tokens.
-__device__ __forceinline__ Scores score(const Row& row, uint32_t at, int valid, float scale, int lane) {
-    const int matrix = lane / 8, in = lane % 8, g = lane / 4, token = (matrix & 1) * 8 + in;
+// A tile at shared address `at`, its first `valid` tokens.
+__device__ __forceinline__ void attend(Row& row, uint32_t at, int valid, float scale, int lane) {
+    const int matrix = lane / 8, in = lane % 8, g = lane / 4;
     float s[2][4] = {};
+    {
+        const int token = (matrix & 1) * 8 + in;
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-        uint32_t a[4];
-        load(a, at + token * ROW_BYTES + ((2 * i + matrix / 2) ^ in) * 16);
-        multiply(s[i & 1], a, row.q[i][0], row.q[i][1]);
+        for (int i = 0; i < D / 16; ++i) {
+            uint32_t a[4];
+            load(a, at + token * ROW_BYTES + ((2 * i + matrix / 2) ^ in) * 16);
+            multiply(s[i & 1], a, row.q[i][0], row.q[i][1]);
+        }
     }
-    Scores scores;
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-        scores.s[j] = g + j / 2 * 8 < valid ? scaled(s[0][j] + s[1][j], scale) : -INFINITY;
-    return scores;
-}
-
-// Adds the values of the tile to the row's sums.
-__device__ __forceinline__ void absorb(Row& row, const Scores& scores, uint32_t at, int lane) {
-    const int matrix = lane / 8, in = lane % 8, token = (matrix / 2) * 8 + in;
-    const float(&s)[4] = scores.s;
+    for (int j = 0; j < 4; ++j) {
+        s[0][j] = scaled(s[0][j] + s[1][j], scale);
+        if (g + j / 2 * 8 >= valid) s[0][j] = -INFINITY;
+    }
     float weight[4];
     bool moved = false;
     float old[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float now = fmaxf(row.max[h], most(fmaxf(s[h], s[2 + h])));
+        const float now = fmaxf(row.max[h], most(fmaxf(s[0][h], s[0][2 + h])));
         moved |= now != row.max[h];
         old[h] = exp2f(row.max[h] - now);
         row.max[h] = now;
-        weight[h] = exp2f(s[h] - now), weight[2 + h] = exp2f(s[2 + h] - now);
+        weight[h] = exp2f(s[0][h] - now), weight[2 + h] = exp2f(s[0][2 + h] - now);
         row.norm[h] = row.norm[h] * old[h] + (weight[h] + weight[2 + h]);
     }
     shrink(row, old, moved);
     const uint32_t b0 = transposed(pair(weight[0], weight[1])), b1 = transposed(pair(weight[2], weight[3]));
+    const int token = (matrix / 2) * 8 + in;
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
         uint32_t a[4];
@@ -277,28 +268,31 @@ __device__ __forceinline__ void absorb(Row& row, const Scores& scores, uint32_t 
 }
 #endif
 
-// Where a row's tokens lie. Its tiles in this block: rank, rank + splits, rank + 2 splits ...
+// Where a row's tokens lie. Its tiles in this block: rank, rank + S, rank + 2 S ...
+template <int S>
 struct Tokens {
     const Stored *keys, *values;                        // of this head
     const Number *new_k, *new_v;
     const uint8_t *fine, *scales;                       // of all heads
     int head, heads;
     const int* table;
-    int length, page, token_numbers, rank, splits, lane, window = -1, entry = 0;
+    int length, page, token_numbers, rank, lane, window = -1, entry = 0;
 
-    __device__ __forceinline__ int first_slot(int i) {           // of the i-th tile; all lanes together
-        if (i >> 5 != window) {
-            window = i >> 5;
-            const int tile = rank + (window * 32 + lane) * splits, each = page / TILE, at = tile / each;
-            entry = tile * TILE < length ? table[at] * page + (tile - at * each) * TILE : 0;
+    __device__ __forceinline__ int first_number(int i) {        // of the i-th tile; all lanes together
+        const int each = page / TILE;
+        if (i / 32 != window) {
+            window = i / 32;
+            const int tile = rank + (window * 32 + lane) * S;
+            entry = tile * TILE < length ? table[tile / each] : 0;
         }
-        return __shfl_sync(~0u, entry, i & 31);
+        const int tile = rank + i * S;
+        return __shfl_sync(~0u, entry, i % 32) * page + tile % each * TILE;
     }
 
 #if CODES
     __device__ __forceinline__ void fetch_tile(int i, uint32_t to) {
-        const size_t first = (size_t)first_slot(i);
-        const int chunk = lane % CHUNKS, left = length - 1 - (rank + i * splits) * TILE;     // the last token; it is there
+        const size_t first = (size_t)first_number(i);
+        const int chunk = lane % CHUNKS, left = length - 1 - (rank + i * S) * TILE;     // the last token; it is there
         const uint8_t *k = keys + first * token_numbers + chunk * 16, *v = values + first * token_numbers + chunk * 16;
 #pragma unroll
         for (int j = 0; j < TILE * CHUNKS / 32; ++j) {
@@ -315,21 +309,20 @@ struct Tokens {
     }
 #else
     __device__ __forceinline__ void fetch_tile(int i, uint32_t to) {
-        const int chunk = lane % CHUNKS, left = length - 1 - (rank + i * splits) * TILE;       // tokens before the new one
-        const size_t first = ((size_t)first_slot(i) + lane / CHUNKS) * token_numbers + chunk * 8;
-        const Number *k = keys + first, *v = values + first;
+        const size_t first = (size_t)first_number(i) * token_numbers;
+        const int chunk = lane % CHUNKS, left = length - 1 - (rank + i * S) * TILE;     // tokens before the new one
+        const Number *k = keys + first + chunk * 8, *v = values + first + chunk * 8;
 #pragma unroll
-        for (int token = lane / CHUNKS; token < TILE; token += 32 / CHUNKS) {
-            const uint32_t there = to + token * ROW_BYTES + place(chunk, token) * 16;
-            const int bytes = token < left ? 16 : 0;
-            if (token != left) fetch(there, k, bytes), fetch(there + SIDE, v, bytes);
-            k += 32 / CHUNKS * token_numbers, v += 32 / CHUNKS * token_numbers;
-        }
-        if (0 <= left && left < TILE && lane < 2 * CHUNKS) {                                   // the new one
-            const uint32_t there = to + left * ROW_BYTES + place(chunk, left) * 16 + (lane < CHUNKS ? 0 : SIDE);
-            const uint4 x = *(const uint4*)((lane < CHUNKS ? new_k : new_v) + chunk * 8);
-            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-                         : "memory");
+        for (int j = 0; j < TILE * CHUNKS / 32; ++j) {
+            const int token = j * (32 / CHUNKS) + lane / CHUNKS;
+            const size_t at = (size_t)token * token_numbers;
+            const uint32_t there = to + token * ROW_BYTES + (chunk ^ token % 8) * 16;
+            if (left >= TILE) {
+                fetch(there, k + at, 16), fetch(there + SIDE, v + at, 16);
+            } else {
+                fetch(there, token == left ? new_k + chunk * 8 : k + at, token <= left ? 16 : 0);
+                fetch(there + SIDE, token == left ? new_v + chunk * 8 : v + at, token <= left ? 16 : 0);
+            }
         }
     }
 #endif
@@ -435,81 +428,71 @@ __device__ __forceinline__ void finish(const Problem& p, const Row& row, bool li
     }
 }
 
-// Leaves a row's sums for the `parts` blocks that have tiles of it, and joins them to its output in the last one, through
-// the warp's ring, which holds some of them at a time.
-__device__ __forceinline__ void join(const Problem& p, const Row& row, int parts, int at_row, int head, int each, int rank,
-                                     uint8_t* ring, int lane) {
-    constexpr int AT_ONCE = RING / (SUMS * 4);
-    const int g = lane / 4, t = lane % 4, which = at_row * p.kv_heads + head;
-    float *all = p.sums + (size_t)which * p.splits * SUMS, *mine = all + rank * SUMS;
+// The outputs of the block's rows, from the sums of all blocks of the cluster, each of which writes a part of them.
+template <int S>
+__device__ __forceinline__ void join(const Problem& p, const Row& row, bool live, float* sums, float* ends, int first_row,
+                                     int head, int each, int rank, int warp, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    __syncthreads();                                    // the rings are read
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            sums[(warp * HEADS + 2 * t + j % 2) * PITCH + number(i, g, j / 2)] = live ? row.sums[i][j] : 0.f;
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const float norm = total(row.norm[h]);
-        if (g == 0) __stcg((float2*)(mine + HEADS * D) + 2 * t + h, make_float2(row.max[h], norm));
-        float* at = mine + (2 * t + h) * D;
-#pragma unroll
-        for (int i = 0; i < D / 16; ++i)
-            __stcg(at + number(i, g, 0), row.sums[i][h]), __stcg(at + number(i, g, 1), row.sums[i][2 + h]);
-    }
-    __threadfence();
-    __syncwarp();
-    int before = 0;
-    if (lane == 0) before = atomicAdd(p.arrived + which, 1);
-    if (__shfl_sync(~0u, before, 0) != parts - 1) return;
-    __threadfence();
-    if (lane == 0) p.arrived[which] = 0;
-
-    float y[HEADS][D / 32] = {}, max[HEADS], norm[HEADS] = {};
-#pragma unroll
-    for (int h = 0; h < HEADS; ++h) max[h] = -INFINITY;
-    for (int first = 0; first < parts; first += AT_ONCE) {
-        const int some = min(AT_ONCE, parts - first);
-        __syncwarp();                                   // those before are read
-#pragma unroll 4
-        for (int i = lane; i < some * (SUMS / 4); i += 32) fetch(address(ring) + i * 16, all + first * SUMS + i * 4, 16);
-        asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
-        __syncwarp();
-#pragma unroll 1
-        for (int s = 0; s < some; ++s) {
-            const float* part = (const float*)ring + s * SUMS;
-#pragma unroll
-            for (int h = 0; h < HEADS; ++h) {
-                const float2 end = *((const float2*)(part + HEADS * D) + h);
-                const float now = fmaxf(max[h], end.x), old = exp2f(max[h] - now), by = exp2f(end.x - now);
-                max[h] = now, norm[h] = norm[h] * old + end.y * by;
-#pragma unroll
-                for (int i = 0; i < D / 32; ++i) y[h][i] = y[h][i] * old + part[h * D + i * 32 + lane] * by;
-            }
+        if (g == 0) {
+            float* end = ends + (warp * HEADS + 2 * t + h) * 2;
+            end[0] = live ? row.max[h] : -INFINITY, end[1] = live ? norm : 0.f;
         }
     }
+    meet_cluster();
+    for (int item = rank * ROWS + warp; item < ROWS * each; item += S * ROWS) {
+        const int which = item / each, h = item % each, at_row = first_row + which;
+        const uint32_t end = address(ends + (which * HEADS + h) * 2), from = address(sums + (which * HEADS + h) * PITCH);
+        float max[S], norms[S], highest = -INFINITY, norm = 0.f, y[D / 32] = {};
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
-        Number* out = p.out + ((size_t)at_row * p.heads + head * each + h) * D + lane;
-        const float by = 1.f / norm[h];
+        for (int s = 0; s < S; ++s) {
+            max[s] = remote(end, s), norms[s] = remote(end + 4, s);
+            highest = fmaxf(highest, max[s]);
+        }
 #pragma unroll
-        for (int i = 0; i < D / 32; ++i)
-            if (h < each) out[i * 32] = Number(y[h][i] * by);
+        for (int s = 0; s < S; ++s) {
+            const float weight = norms[s] == 0.f ? 0.f : exp2f(max[s] - highest);     // 0: no tile of the row was there
+            norm += weight * norms[s];
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) y[i] += weight * remote(from + (i * 32 + lane) * 4, s);
+        }
+        if (at_row < p.rows) {
+            Number* out = p.out + ((size_t)at_row * p.heads + head * each + h) * D + lane;
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) out[i * 32] = Number(norm == 0.f ? 0.f : y[i] / norm);
+        }
     }
+    meet_cluster();                                     // nobody leaves whose sums are still read
 }
 
+template <int S>
 __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) uint8_t memory[];
     let_others_start();
-    int* found = (int*)(memory + ROWS * RING);
+    float* ends = (float*)(memory + ROWS * RING);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int rank = blockIdx.x, splits = p.splits, head = blockIdx.y, first_row = blockIdx.z * ROWS, mine = first_row + warp;
+    const int rank = blockIdx.x, head = blockIdx.y, first_row = blockIdx.z * ROWS, mine = first_row + warp;
     const int each = p.heads / p.kv_heads, length = mine < p.rows ? p.lengths[mine] : 0;
     const bool live = length > 0;
-    const Common common = compare(p, first_row, warp, lane, found);
+    const Common common = compare(p, first_row, warp, lane, (int*)ends);
 
-    Tokens tokens;                                      // a dead row fetches for the others
+    Tokens<S> tokens;                                   // a dead row fetches for the others
     tokens.keys = p.keys + head * D, tokens.values = p.values + head * D;
     tokens.new_k = p.k + (size_t)mine * p.k_stride + head * D, tokens.new_v = p.v + (size_t)mine * p.v_stride + head * D;
     tokens.table = p.table + (size_t)(live ? mine : first_row + common.leader) * p.pages;
     tokens.length = live ? length : common.length, tokens.page = p.page, tokens.token_numbers = p.kv_heads * D;
-    tokens.rank = rank, tokens.splits = splits, tokens.lane = lane;
+    tokens.rank = rank, tokens.lane = lane;
     tokens.fine = p.fine, tokens.scales = p.scales, tokens.head = head, tokens.heads = p.kv_heads;
-    auto share = [&](int tiles) { return tiles > rank ? (tiles - rank + splits - 1) / splits : 0; };
+    auto share = [&](int tiles) { return tiles > rank ? (tiles - rank + S - 1) / S : 0; };
     const int together = share(common.pages * (p.page / TILE)), all = share((length + TILE - 1) / TILE);
     const int batches = (together + ROWS - 1) / ROWS, steps = live ? batches + all - together : batches;
 
@@ -521,20 +504,18 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
     // lengths, pages and what they hold are from the step before; the new token is not
-    const bool ahead = STAGES - 1 <= batches || (rank + tile_of(STAGES - 2) * splits + 1) * TILE < length;
+    const bool ahead = STAGES - 1 <= batches || (rank + tile_of(STAGES - 2) * S + 1) * TILE < length;
     if (ahead)
-#pragma unroll 1                                        // here as elsewhere: code has to be fetched too
         for (int i = 0; i < STAGES - 1; ++i) ask(i);
     after_others();
 #if CODES
-    if (live && (length - 1) / TILE % splits == rank) {
+    if (live && (length - 1) / TILE % S == rank) {
         const int last = length - 1;
         const size_t slot = (size_t)tokens.table[last / p.page] * p.page + last % p.page;
         write(p, tokens.new_k, tokens.new_v, slot, head, lane);
     }
 #endif
     if (!ahead)
-#pragma unroll 1
         for (int i = 0; i < STAGES - 1; ++i) ask(i);
 
     Row row;
@@ -560,7 +541,6 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
 #endif
     row.max[0] = row.max[1] = -INFINITY, row.norm[0] = row.norm[1] = 0.f;
 
-#pragma unroll 1
     for (int step = 0; step < steps || step <= batches; ++step) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
         if (step <= batches) __syncthreads();           // the tiles of others are there, and mine are no longer read
@@ -570,23 +550,15 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
         if (!live) continue;
         if (step < batches) {
             const int count = min(ROWS, together - step * ROWS);
-            Scores scores = score(row, rings + slot, TILE, p.scale, lane);
-#pragma unroll 1
-            for (int i = 1; i < count; ++i) {           // the next one's products run beside this one's softmax
-                const Scores next = score(row, rings + i * RING + slot, TILE, p.scale, lane);
-                absorb(row, scores, rings + (i - 1) * RING + slot, lane);
-                scores = next;
-            }
-            absorb(row, scores, rings + (count - 1) * RING + slot, lane);
+            for (int i = 0; i < count; ++i) attend(row, rings + i * RING + slot, TILE, p.scale, lane);
         } else if (step < steps) {
-            const int valid = length - (rank + (together + step - batches) * splits) * TILE;
-            absorb(row, score(row, ring + slot, valid, p.scale, lane), ring + slot, lane);
+            attend(row, ring + slot, length - (rank + (together + step - batches) * S) * TILE, p.scale, lane);
         }
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
 
 #if !CODES
-    if (live && (length - 1) / TILE % splits == rank && lane < 2 * CHUNKS) {      // the new token, for the next step
+    if (live && (length - 1) / TILE % S == rank && lane < 2 * CHUNKS) {      // the new token, for the next step
         const int last = length - 1, chunk = lane % CHUNKS;
         const size_t slot = (size_t)tokens.table[last / p.page] * p.page + last % p.page;
         const size_t at = slot * tokens.token_numbers + head * D + chunk * 8;
@@ -594,21 +566,33 @@ __global__ void __launch_bounds__(ROWS * 32, 1) decode(const __grid_constant__ P
         else *(uint4*)(p.values + at) = *(const uint4*)(tokens.new_v + chunk * 8);
     }
 #endif
-    const int parts = min(splits, (length + TILE - 1) / TILE);
-    if (parts > 1) {
-        if (rank < parts) join(p, row, parts, mine, head, each, rank, memory + warp * RING, lane);
-    } else if (rank == 0) {
-        finish(p, row, live, mine, head, each, lane);
-    }
+    if constexpr (S == 1) finish(p, row, live, mine, head, each, lane);
+    else join<S>(p, row, live, (float*)memory, ends, first_row, head, each, rank, warp, lane);
 }
 
 // -- launching -----------------------------------------------------------------------------------------------------------
 
-extern "C" int paged_decode(const Problem* p, void* stream) {
-    if (const cudaError_t error = give_memory<decode>(MEMORY)) return (int)error;
-    const dim3 blocks(p->splits, p->kv_heads, (p->rows + ROWS - 1) / ROWS);
-    const Launch launch(blocks, ROWS * 32, MEMORY, 0, p->early, (cudaStream_t)stream);
-    return (int)cudaLaunchKernelEx(&launch.config, decode, *p);
+// Launches with S blocks for a row and head; where `active` is given, only says how many clusters the device holds.
+template <int S> static int start(const Problem& p, int* active, cudaStream_t stream) {
+    if (const cudaError_t error = give_memory<decode<S>>(MEMORY)) return (int)error;
+    const Launch launch(dim3(S, p.kv_heads, (p.rows + ROWS - 1) / ROWS), ROWS * 32, MEMORY, S, p.early, stream);
+    if (active) return (int)cudaOccupancyMaxActiveClusters(active, decode<S>, &launch.config);
+    return (int)cudaLaunchKernelEx(&launch.config, decode<S>, p);
+}
+
+extern "C" int paged_decode(const Problem* p, int splits, int* active, void* stream) {
+    cudaStream_t s = (cudaStream_t)stream;
+    switch (splits) {
+        case 1: return start<1>(*p, active, s);
+        case 2: return start<2>(*p, active, s);
+        case 3: return start<3>(*p, active, s);
+        case 4: return start<4>(*p, active, s);
+        case 5: return start<5>(*p, active, s);
+        case 6: return start<6>(*p, active, s);
+        case 7: return start<7>(*p, active, s);
+        case 8: return start<8>(*p, active, s);
+    }
+    return (int)cudaErrorInvalidValue;
 }
 
 extern "C" const char* paged_error(int error) { return cudaGetErrorString((cudaError_t)error); }

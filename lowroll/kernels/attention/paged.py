@@ -4,10 +4,6 @@ A launch depends on the rows, the heads and the device alone, so a captured grap
 length and every sharing of pages, and a batch size always gives the same bits. The cache holds
 numbers of q's type (`decode`), or 8-bit codes (`decode8`, `kernels.attention.codes`).
 
-Where several blocks share a row, counters say which of them ends last. A device has one set of
-them, made by the first call: calls of one device belong on one stream at a time, and the first one
-does not belong in a CUDA graph's capture.
-
 Legend: B rows, H query heads, G key-value heads, d head size, p pages of the cache, P tokens of a
 page, N pages of a table row.
 """
@@ -33,8 +29,6 @@ FEWEST = 16  # rows; below, Triton's programs of a row each are as fast
 ROWS = 8  # of a block
 TILE = 16  # tokens
 HEADS = 8  # query heads of a key-value head, at most
-MOST_SPLITS = 16
-COUNTERS = 1 << 16  # rows times key-value heads, at most
 CAPABILITY = (9, 0)  # and no other
 
 
@@ -44,7 +38,7 @@ class Problem(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("q", "k", "v", "keys", "values", "table", "lengths", "out")
         ),
-        *((name, ctypes.c_void_p) for name in ("fine", "scales", "channels", "sums", "arrived")),
+        *((name, ctypes.c_void_p) for name in ("fine", "scales", "channels")),
         *(
             (name, ctypes.c_int)
             for name in (
@@ -59,7 +53,6 @@ class Problem(ctypes.Structure):
             )
         ),
         ("scale", ctypes.c_float),
-        ("splits", ctypes.c_int),
         ("early", ctypes.c_int),
     ]
 
@@ -84,8 +77,6 @@ def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> 
         return no("takes heads of 64 or 128")
     if heads > HEADS * kv_heads:
         return no("takes at most 8 query heads a key-value head")
-    if rows * kv_heads > COUNTERS:
-        return no("takes at most 65,536 rows times key-value heads")
     if page % TILE:
         return no("takes pages of multiples of 16 tokens")
     if not all(_aligned(x, size) for x, size in ((q_BHd, 4), (k_BGd, 16), (v_BGd, 16))):
@@ -152,53 +143,47 @@ def _decode(
     finer: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     (rows, heads, d), (page, kv_heads) = q_BHd.shape, keys_pPGd.shape[1:3]
-    library, device = _library(d, q_BHd.dtype, finer is not None), q_BHd.device
-    arrived, processors = _counters(device)
-    parts = splits(rows, kv_heads, processors)
+    kind = (d, q_BHd.dtype, finer is not None)
+    library, device = _library(*kind), q_BHd.device
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=device)
-    sums = out_BHd.new_empty(
-        rows * kv_heads * parts * HEADS * (d + 2) if parts > 1 else 0, dtype=torch.float32
-    )
     tensors = (q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, out_BHd)
     problem = Problem(
         *(x.data_ptr() for x in tensors),
         *((x.data_ptr() for x in finer) if finer else (None, None, None)),
-        sums.data_ptr(),
-        arrived.data_ptr(),
         rows,
         heads,
         kv_heads,
         page,
         *(x.stride(0) for x in (table_BN, q_BHd, k_BGd, v_BGd)),
         scale * math.log2(math.e),
-        parts,
         early(),
     )
     with torch.cuda.device(device):
+        blocks = -(-rows // ROWS) * kv_heads
+        splits = next((s for s in range(8, 1, -1) if blocks <= _clusters(*kind, device, s)), 1)
         stream = torch.cuda.current_stream(device).cuda_stream
-        if error := library.paged_decode(ctypes.byref(problem), ctypes.c_void_p(stream)):
-            raise RuntimeError(
-                f"decode attention: paged_decode failed: {library.paged_error(error).decode()}"
-            )
+        _check(
+            library,
+            library.paged_decode(ctypes.byref(problem), splits, None, ctypes.c_void_p(stream)),
+        )
     return out_BHd
 
 
-def splits(rows: int, kv_heads: int, processors: int) -> int:
-    """Blocks of a row and key-value head: as many as the device runs at once, one on each
-    multiprocessor."""
-    return max(1, min(MOST_SPLITS, processors // (-(-rows // ROWS) * kv_heads)))
-
-
 @cache
-def _counters(device: torch.device) -> tuple[Tensor, int]:
-    """The counters, all 0, and the device's multiprocessors."""
-    if torch.cuda.is_current_stream_capturing():
+def _clusters(d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int) -> int:
+    """Clusters of so many blocks that the device runs at once; 0 where it knows no such
+    clusters."""
+    library, active = _library(d, dtype, codes), ctypes.c_int()
+    problem = Problem(rows=ROWS, kv_heads=1)
+    error = library.paged_decode(ctypes.byref(problem), splits, ctypes.byref(active), None)
+    return 0 if error else active.value
+
+
+def _check(library: ctypes.CDLL, error: int) -> None:
+    if error:
         raise RuntimeError(
-            "the first decode attention on a device would allocate its counters: run a step once "
-            "before a CUDA graph captures it"
+            f"decode attention: paged_decode failed: {library.paged_error(error).decode()}"
         )
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device), processors
 
 
 @cache
@@ -212,7 +197,12 @@ def _library(d: int, dtype: torch.dtype, codes: bool) -> ctypes.CDLL:
             "CODES": str(int(codes)),
         },
     )
-    library.paged_decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.paged_decode.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
     library.paged_decode.restype = ctypes.c_int
     library.paged_error.argtypes, library.paged_error.restype = [ctypes.c_int], ctypes.c_char_p
     return library

@@ -107,13 +107,9 @@ def _forward(
     x_TD = x_TD.contiguous()
     sum_TD = x_TD
     sums = row = column = bias = None
-    stride, shares, between = 0, 1, 0
     if update is not None:
         sum_TD = torch.empty_like(x_TD)
-        sums, row, column, bias = parts(update, shared=True)
-        stride = sums.stride(-2)
-        if sums.ndim == 3:
-            shares, between = len(sums), sums.stride(0)
+        sums, row, column, bias = parts(update)
     inverse_T: Tensor | None = None
     if keep:
         inverse_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TD.device)
@@ -136,11 +132,9 @@ def _forward(
         out,
         scale,
         inverse_T,
-        stride,
-        between,
+        0 if sums is None else sums.stride(0),
         size,
         eps,
-        SHARES=shares,
         KIND=rows or "",
         BLOCK=block(size),
         num_warps=warps(block(size)),
@@ -243,10 +237,8 @@ def _norm_kernel(
     scale,
     inverse_out,
     stride,
-    between,
     size,
     eps,
-    SHARES: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -260,8 +252,7 @@ def _norm_kernel(
     y = tl.load(x + t * size + n, mask=live, other=0.0).to(tl.float32)
     w = tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
     if update is not None:
-        added = load_dense(update, row, column, bias, t, stride, n, live, SHARES, between)
-        added = added.to(dtype).to(tl.float32)
+        added = load_dense(update, row, column, bias, t, stride, n, live).to(dtype).to(tl.float32)
         rounded = (y + added).to(dtype)
         tl.store(sum_out + t * size + n, rounded, mask=live)
         y = rounded.to(tl.float32)

@@ -4,9 +4,8 @@
 
 A decode step for a few sequences is as long as reading the weights, and tensor cores only stand in
 the way: a program reads whole rows of weights, 16 bytes a thread at a time, and multiplies on CUDA
-cores, int8 four at a time (`dp4a`), e4m3 and 16-bit numbers as float32. The scales of quantized
-rows and weights and the bias are applied before y is written; numbers have no scales. A row's sums
-do not depend on its neighbours.
+cores, int8 four at a time (`dp4a`), e4m3 and bfloat16 as float32. The scales, which bfloat16 has
+not, and the bias are applied before y is written. A row's sums do not depend on its neighbours.
 
 Legend: M rows (tokens), N out features (channels), K in features.
 """
@@ -24,7 +23,6 @@ MOST = {  # rows up to which this is the fastest product
     torch.int8: 2,
     torch.float8_e4m3fn: 1,
     torch.bfloat16: 2,
-    torch.float16: 2,
 }
 MANY = 1 << 14  # channels from which on small programs are the faster ones
 
@@ -34,7 +32,7 @@ def supports(x_MK: Tensor, w_NK: Tensor) -> Support:
     if not (found := triton_supports(w_NK)):
         return found
     if w_NK.dtype not in MOST:
-        return no("takes int8, e4m3, bfloat16 and float16")
+        return no("takes int8, e4m3 and bfloat16")
     if not 0 < x_MK.shape[0] <= MOST[w_NK.dtype]:
         return no(f"takes up to {MOST[w_NK.dtype]} rows")
     if w_NK.shape[1] * w_NK.element_size() % 16:
@@ -45,7 +43,7 @@ def supports(x_MK: Tensor, w_NK: Tensor) -> Support:
 
 
 def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """y [M, N] in the dtype of x and w, bfloat16 or float16, with float32 sums."""
+    """y [M, N] in bfloat16, as x and w are, with float32 sums."""
     return _launch(x_MK, w_NK, None, None, bias_N, x_MK.dtype)
 
 
@@ -176,8 +174,8 @@ def _gemv_kernel(
     DP4A: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """x and w are int32 words of four codes, K of them a row, or e4m3 or 16-bit numbers, EACH of
-    them in 16 bytes. The first weights are read before the wait."""
+    """x and w are int32 words of four codes, K of them a row, or e4m3 or bfloat16, EACH of them
+    in 16 bytes. The first weights are read before the wait."""
     n, at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + at[None, :]
     codes = _codes(w_at, at, K, EVEN)

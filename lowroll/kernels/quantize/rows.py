@@ -45,7 +45,7 @@ class Rows:
 class Product:
     """y = sums * row * column + bias, in float32 and in this order, not yet applied."""
 
-    sums_MN: Tensor  # bfloat16, float32 or int32; [S, M, N] where S shares are to be added first
+    sums_MN: Tensor  # bfloat16, float32 or int32
     row_M1: Tensor | None = None  # float32
     column_N: Tensor | None = None  # float32, [N] or [N, 1]
     bias_N: Tensor | None = None  # float32 or the dtype of the model
@@ -54,8 +54,6 @@ class Product:
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """y [M, N] in `dtype` (its own unless given)."""
         y_MN = self.sums_MN.float()
-        if y_MN.ndim == 3:
-            y_MN = y_MN.sum(0)
         if self.row_M1 is not None:
             y_MN = y_MN * self.row_M1
         if self.column_N is not None:
@@ -100,15 +98,12 @@ def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> Rows:
     return Rows(codes_MK, scale_M1, like.dtype)
 
 
-def parts(
-    x: Tensor | Product, shared: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(sums, row, column, bias) as kernels take them: features side by side; a tensor is its own
-    sums. shared: the kernel adds shares itself."""
+    sums."""
     if isinstance(x, Tensor):
         return (x if x.stride(-1) == 1 else x.contiguous()), None, None, None
-    sums_MN = x.sums_MN if shared or x.sums_MN.ndim == 2 else x.sums_MN.sum(0)
-    sums_MN = sums_MN if sums_MN.stride(-1) == 1 else sums_MN.contiguous()
+    sums_MN = x.sums_MN if x.sums_MN.stride(-1) == 1 else x.sums_MN.contiguous()
     row, column, bias = (
         None if t is None else t.contiguous() for t in (x.row_M1, x.column_N, x.bias_N)
     )
@@ -130,12 +125,9 @@ def _plain(x_MK: Tensor, kind: str) -> Rows:
 
 
 @jit
-def load_dense(sums, row, column, bias, m, stride, n, live, SHARES: tl.constexpr = 1, between=0):
-    """y[m, n] of a Product in float32, 0 where not live. Missing factors are None; `between` from
-    share to share of the sums."""
+def load_dense(sums, row, column, bias, m, stride, n, live):
+    """y[m, n] of a Product in float32, 0 where not live. Missing factors are None."""
     y = tl.load(sums + m * stride + n, mask=live, other=0).to(tl.float32)
-    for s in tl.static_range(1, SHARES):
-        y += tl.load(sums + s * between + m * stride + n, mask=live, other=0).to(tl.float32)
     if row is not None:
         y = y * tl.load(row + m)
     if column is not None:
