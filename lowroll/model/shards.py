@@ -1,4 +1,4 @@
-"""Tensors of safetensors files on their way to a device.
+"""Tensors of safetensors files on their way to a device, and from there into files.
 
 A file is the length of a header (8 bytes, little-endian), the header, which is JSON with the dtype,
 shape and place of every tensor, and the tensors' bytes. `stream` brings batches of tensors to the
@@ -8,6 +8,9 @@ memory and on from there, so that reading and copying overlap; files in the page
 speed of memory and not of one thread.
 
 Headers must have been checked (`model.hf`): nothing here asks twice what a file holds.
+
+`write` makes files of at most SHARD_BYTES, several at once, with names and index as transformers has
+them.
 """
 
 from __future__ import annotations
@@ -21,12 +24,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lowroll.checkpoint.files import naming
 
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 1 << 30
 THREADS = 8
 PIECE = 16 << 20  # bytes that a thread reads at once
 AHEAD = 2 << 30  # bytes on the device, or on their way there, that nobody has used yet
@@ -206,3 +214,40 @@ class _Reader:
             if not count:
                 raise ValueError(f"{path}: ends at byte {start + done}, in the middle of a tensor")
             done += count
+
+
+def write(tensors: dict[str, Tensor], target: Path) -> None:
+    """Write tensors into an existing folder: one file, or several and their index."""
+    shards = _shards(tensors)
+    if len(shards) > 1:
+        (target / INDEX).write_text(json.dumps(_index(shards), indent=2) + "\n")
+
+    def store(name: str) -> None:  # safetensors lets go of Python's lock
+        save_file(shards[name], target / name, metadata={"format": "pt"})
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(store, shards))
+
+
+def _shards(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """What each file holds, in the order of the tensors."""
+    parts: list[dict[str, Tensor]] = [{}]
+    room = SHARD_BYTES
+    for name, tensor in tensors.items():
+        if parts[-1] and tensor.nbytes > room:
+            parts.append({})
+            room = SHARD_BYTES
+        parts[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(parts) == 1:
+        return {WEIGHTS: parts[0]}
+    return {
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
+        for number, part in enumerate(parts, 1)
+    }
+
+
+def _index(shards: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    size = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
+    places = {name: file for file, shard in shards.items() for name in shard}
+    return {"metadata": {"total_size": size}, "weight_map": places}

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lowroll.model import hf, lora, tokenizer
+from lowroll.model import hf, lora, shards, tokenizer
 from lowroll.model.attention import varlen
 from lowroll.model.spec import ARCHITECTURES, spec_from_config
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
@@ -128,9 +128,9 @@ def test_what_we_shard_transformers_loads_and_no_bit_differs(
     hf_folder(tmp_path / "m", family)
     model = hf.load(tmp_path / "m")
     hf.save(model, tmp_path / "single")
-    monkeypatch.setattr(hf, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
     hf.save(model, tmp_path / "several")
-    index = json.loads((tmp_path / "several" / hf.INDEX).read_text())
+    index = json.loads((tmp_path / "several" / shards.INDEX).read_text())
     names = sorted(set(index["weight_map"].values()))
     assert names == sorted(p.name for p in (tmp_path / "several").glob("*.safetensors"))
     assert len(names) > 2 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"
@@ -305,15 +305,15 @@ def test_pickles_are_not_opened(folder: Path) -> None:
 
 def test_an_index_that_lies(folder: Path) -> None:
     weight_map = shard(folder)
-    shards = sorted(set(weight_map.values()))
-    name = next(n for n, s in weight_map.items() if s == shards[0])
-    write_index(folder, {**weight_map, name: shards[1]})
+    names = sorted(set(weight_map.values()))
+    name = next(n for n, s in weight_map.items() if s == names[0])
+    write_index(folder, {**weight_map, name: names[1]})
     refused(folder, "index.json", name)  # it is in another shard
     write_index(folder, {n: s for n, s in weight_map.items() if n != name})
     refused(folder, "index.json", name)  # stored, not listed
-    write_index(folder, {**weight_map, "model.ghost": shards[0]})
+    write_index(folder, {**weight_map, "model.ghost": names[0]})
     refused(folder, "index.json", "model.ghost")  # listed, not stored
-    outside = shutil.copy(folder / shards[0], folder.parent / "outside.safetensors")
+    outside = shutil.copy(folder / names[0], folder.parent / "outside.safetensors")
     for escape in (
         "../outside.safetensors",
         str(outside),
@@ -321,7 +321,7 @@ def test_an_index_that_lies(folder: Path) -> None:
         "..",
         "pytorch_model-00001.bin",
     ):
-        write_index(folder, {n: escape if s == shards[0] else s for n, s in weight_map.items()})
+        write_index(folder, {n: escape if s == names[0] else s for n, s in weight_map.items()})
         refused(folder, "index.json", escape)
     for nonsense in ([], "x", {"a": None}):
         write_index(folder, nonsense)
