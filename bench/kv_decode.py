@@ -1,10 +1,11 @@
 """Decode attention of one layer over a bfloat16 cache and over an 8-bit one, captured and replayed.
 
-The shapes are a 7B model's: 28 query heads, 4 KV heads of 128, pages of 16 in random order, every
-row at the same length. Several layers' caches are replayed in turns, more than the L2 cache holds.
-Bytes are those of the stored keys and values, with their scales.
+The shapes are a 7B model's (28 query heads, 4 KV heads of 128; a 32B model has 40 and 8, one of
+1.5B 12 and 2), pages of 16 in random order, every row at the same length. Several layers' caches
+are replayed in turns, more than the L2 cache holds. Bytes are those of the stored keys and values,
+with their scales.
 
-    python -m bench.kv_decode [--batch 64] [--contexts 4096,16384,32768] [--shared 0]
+    python -m bench.kv_decode [--batch 64] [--contexts 4096,16384,32768] [--shared 0] [--heads 28,4]
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lowroll.kernels.attention.codes import Codes
 from lowroll.kernels.attention.decode import paged_decode
 from lowroll.kernels.attention.decode8 import paged_decode8
 
-HEADS, KV_HEADS, D, PAGE, LAYERS = 28, 4, 128, 16, 2
+D, PAGE, LAYERS = 128, 16, 2
 REPLAYS, ROUNDS = 10, 5
 
 
@@ -31,22 +32,24 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--contexts", default="4096,16384,32768")
     parser.add_argument("--shared", type=int, default=0, help="prompt tokens that 8 rows share")
+    parser.add_argument("--heads", default="28,4", help="query heads and KV heads")
     chosen = parser.parse_args()
+    heads, kv_heads = map(int, chosen.heads.split(","))
     for context in map(int, chosen.contexts.split(",")):
-        measure(chosen.batch, context, chosen.shared)
+        measure(chosen.batch, context, chosen.shared, heads, kv_heads)
 
 
 @torch.inference_mode()
-def measure(batch: int, context: int, shared: int) -> None:
+def measure(batch: int, context: int, shared: int, heads: int, kv_heads: int) -> None:
     """Print microseconds a layer and TB/s of each kernel."""
-    q, k, v = (torch.randn(batch, n, D).bfloat16().cuda() for n in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (torch.randn(batch, n, D).bfloat16().cuda() for n in (heads, kv_heads, kv_heads))
     pages = -(-context // PAGE)
     table = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
     for row in range(batch):
         table[row, : shared // PAGE] = table[row // 8 * 8, : shared // PAGE]
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    shape = (batch * pages, PAGE, KV_HEADS)
-    channels = torch.arange(16, device="cuda").repeat(KV_HEADS, 1) * 8
+    shape = (batch * pages, PAGE, kv_heads)
+    channels = torch.arange(16, device="cuda").repeat(kv_heads, 1) * 8
 
     def numbers() -> Tensor:
         return torch.randn(*shape, D, device="cuda", dtype=torch.bfloat16)
@@ -67,7 +70,7 @@ def measure(batch: int, context: int, shared: int) -> None:
     paged.FEWEST = fewest
     for name, us in took.items():
         token = 4 * D if name == "bf16" else 2 * D + 18
-        rate = batch * context * KV_HEADS * token / us / 1e6
+        rate = batch * context * kv_heads * token / us / 1e6
         print(
             f"batch {batch} context {context} shared {shared} {name:12} {us:8.1f} us a layer "
             f"{rate:5.2f} TB/s  {took['bf16'] / us:.2f}x",

@@ -106,6 +106,10 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         _torch(),
     ),
     "writes to the KV cache": (_triton("attention/decode"), _torch()),
+    "bf16 product": (
+        _triton("matmul/gemv", f"up to {gemv.MOST[torch.bfloat16]} rows"),
+        _torch("torch's product, packed for oneDNN on a CPU"),
+    ),
     "int8 product": (
         _triton("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),
         _triton("matmul/integers"),

@@ -4,7 +4,7 @@ against.
 On CPU a large matrix is multiplied from a copy in oneDNN's blocked layout, because a decode step
 has few rows and `F.linear` would reorder the weight (or walk it badly) in every step: 1.4-3 times
 faster at 4-24 rows, at the price of a second copy of the weight (docs/LOG.md). A small matrix stays
-in the cache, and the call costs more than it saves.
+in the cache, and the call costs more than it saves. On CUDA a row or two are `kernels.matmul.gemv`'s.
 
 Legend: N out features, K in features, M rows of activations.
 """
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels.matmul import gemv
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.table import FORMATS
 
@@ -44,6 +45,8 @@ class Dense(Format):
         x = x_MK.to(self.dtype)
         w_NK = q.tensors["weight"]
         bias_N = None if bias_N is None else bias_N.to(self.dtype)
+        if gemv.supports(x, w_NK):
+            return gemv.linear(x, w_NK, bias_N).to(x_MK.dtype)
         if (
             w_NK.numel() < PACK_FROM
             or x.requires_grad

@@ -647,6 +647,7 @@ CASES_OF = {
     "move of the keys that stay": ("moved",),
     "queries of a bounded cache": ("watched",),
     "attention that keys are given": ("given ",),
+    "bf16 product": ("bf16 ",),
     "int8 product": ("int8 product",),
     "fp8 product": ("fp8 product",),
     "4-bit product (nvfp4, mxfp4, int4)": ("nvfp4 ", "mxfp4 ", "int4 ", "int4_asym "),

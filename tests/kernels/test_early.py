@@ -111,6 +111,7 @@ CALLS: dict[str, Callable[[], object]] = {
     ),
     "gemv-int8": lambda: product(gemv.multiply, 2),
     "gemv-fp8": lambda: product(gemv.multiply, 1, E4M3),
+    "gemv-bf16": lambda: gemv.linear(empty(1, 3584), empty(4608, 3584), empty(4608)),
     "integers": lambda: product(integers.multiply, 64),
     "experts": lambda: grouped.experts(
         empty(8, 512),

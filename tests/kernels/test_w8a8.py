@@ -4,6 +4,7 @@ for a GPU."""
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from lowroll.kernels.matmul import gemv, integers, w8a8
 from lowroll.kernels.quantize import quantize8
 from lowroll.kernels.quantize.rows import E4M3, Rows
+from lowroll.kernels.support import YES
 from lowroll.quant.formats import get_format
 from tests.fixtures.compiled import built
 
@@ -120,6 +122,42 @@ def test_few_e4m3_rows() -> None:
     got = gemv.multiply(Rows(x, row, torch.float32), w, scale, bias)
     want = (x.double() @ w.double().t()) * row * scale.t() + bias
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("shape", [(1, 9, 48), (1, 5, 2056), (2, 7, 1024)])
+def test_few_rows_of_numbers(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemv, "MANY", 9)
+    rows, out, width = shape
+    generator = torch.Generator().manual_seed(0)
+    x, w, bias = (
+        torch.randn(size, generator=generator).bfloat16()
+        for size in ((rows, width), (out, width), (out,))
+    )
+    assert gemv.supports(x, w)
+    for added in (None, bias):
+        got = gemv.linear(x, w, added)
+        want = x.double() @ w.double().t() + (0 if added is None else added.double())
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=2e-2)
+        alone = gemv.linear(x[-1:], w, added)
+        assert torch.equal(got[-1:], alone), "a row does not depend on its neighbours"
+
+
+def test_what_the_product_of_few_rows_refuses() -> None:
+    with patch("lowroll.kernels.matmul.gemv.triton_supports", lambda x: YES):
+        x, w = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(3, 64, dtype=torch.bfloat16)
+        assert gemv.supports(x, w)
+        many = gemv.MOST[torch.bfloat16] + 1
+        for refused, told in (
+            ((x.float(), w.float()), "bfloat16"),
+            ((x.expand(many, -1).contiguous(), w), "row"),
+            ((x[:, :60], w[:, :60]), "16 bytes"),
+            ((x[:, ::2], w[:, ::2]), "contiguous"),
+            ((x.clone().requires_grad_(), w), "gradient"),
+        ):
+            support = gemv.supports(*refused)
+            assert not support and told in support.why_not
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -283,12 +321,12 @@ def test_the_quantizer_compiles_for_hopper_without_spills(integer: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "bf16"])
 def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
     pytest.importorskip("triton")
-    codes, rows = (
-        ("*i32", gemv.MOST[torch.int8]) if kind == "int8" else ("*fp8e4nv", gemv.MOST[E4M3])
-    )
+    dtype = {"int8": torch.int8, "fp8": E4M3, "bf16": torch.bfloat16}[kind]
+    codes = {"int8": "*i32", "fp8": "*fp8e4nv", "bf16": "*bf16"}[kind]
+    rows = gemv.MOST[dtype]
     types = {
         "x": codes,
         "w": codes,
@@ -299,11 +337,12 @@ def test_few_rows_compile_for_hopper_without_spills(kind: str) -> None:
         "N": "i32",
         "K": "i32",
     }
-    channels, step, warps = gemv.schedule(rows, kind == "int8")
+    channels, step, warps = gemv.schedule(rows, 37888, dtype)
     constants = dict(
         ROWS=rows,
         COLUMNS=channels,
         DEPTH=step // (4 if kind == "int8" else 1),
+        EACH=16 // dtype.itemsize,
         EVEN=False,
         DP4A=True,
     )

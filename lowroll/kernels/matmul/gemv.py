@@ -1,12 +1,11 @@
-"""Quantized rows times 8-bit weights when the rows are few: every program streams some channels
-past all of them.
+"""Rows times weights when the rows are few: every program streams some channels past all of them.
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
 A decode step for a few sequences is as long as reading the weights, and tensor cores only stand in
 the way: a program reads whole rows of weights, 16 bytes a thread at a time, and multiplies on CUDA
-cores, int8 four at a time (`dp4a`) and e4m3 as float32. The scales and the bias are applied before
-y is written. A row's sums do not depend on its neighbours.
+cores, int8 four at a time (`dp4a`), e4m3 and bfloat16 as float32. The scales, which bfloat16 has
+not, and the bias are applied before y is written. A row's sums do not depend on its neighbours.
 
 Legend: M rows (tokens), N out features (channels), K in features.
 """
@@ -18,35 +17,58 @@ from torch import Tensor
 
 from lowroll.kernels.launch import INTERPRETED, after_others, early_start, jit, tl, triton_supports
 from lowroll.kernels.quantize.rows import Rows
-from lowroll.kernels.support import YES, Support, no
+from lowroll.kernels.support import NO_GRADIENT, YES, Support, no
 
-MOST = {torch.int8: 2, torch.float8_e4m3fn: 1}  # rows up to which this is the fastest product
+MOST = {  # rows up to which this is the fastest product
+    torch.int8: 2,
+    torch.float8_e4m3fn: 1,
+    torch.bfloat16: 2,
+}
+MANY = 1 << 14  # channels from which on small programs are the faster ones
 
 
-def supports(codes_MK: Tensor, codes_NK: Tensor) -> Support:
-    """Is `multiply` the product for these codes? It reads 16 bytes of a row at once."""
-    if not (found := triton_supports(codes_NK)):
+def supports(x_MK: Tensor, w_NK: Tensor) -> Support:
+    """Is this the product for these codes or numbers? It reads 16 bytes of a row at once."""
+    if not (found := triton_supports(w_NK)):
         return found
-    if not 0 < codes_MK.shape[0] <= MOST[codes_NK.dtype]:
-        return no("takes one row, or two of int8")
-    if codes_NK.shape[1] % 16:
-        return no("takes in features in multiples of 16")
-    if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (codes_MK, codes_NK)):
-        return no("takes contiguous codes that begin at multiples of 16 bytes")
-    return YES
+    if w_NK.dtype not in MOST:
+        return no("takes int8, e4m3 and bfloat16")
+    if not 0 < x_MK.shape[0] <= MOST[w_NK.dtype]:
+        return no(f"takes up to {MOST[w_NK.dtype]} rows")
+    if w_NK.shape[1] * w_NK.element_size() % 16:
+        return no("takes rows of multiples of 16 bytes")
+    if not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x_MK, w_NK)):
+        return no("takes contiguous tensors that begin at multiples of 16 bytes")
+    return NO_GRADIENT if torch.is_grad_enabled() and x_MK.requires_grad else YES
+
+
+def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """y [M, N] in bfloat16, as x and w are, with float32 sums."""
+    return _launch(x_MK, w_NK, None, None, bias_N, x_MK.dtype)
 
 
 def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Tensor:
     """y [M, N] in the dtype of `rows`. Both codes are int8 or float8_e4m3fn."""
-    x, w, integer = rows.codes_MK, codes_NK, codes_NK.dtype == torch.int8
-    channels, step, warps = schedule(len(x), integer)
-    y_MN = torch.empty(len(x), len(w), dtype=rows.dtype, device=w.device)
+    return _launch(rows.codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, rows.dtype)
+
+
+def _launch(
+    x: Tensor,
+    w: Tensor,
+    scale_M1: Tensor | None,
+    scale_N: Tensor | None,
+    bias_N: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    integer, each = w.dtype == torch.int8, 16 // w.element_size()
+    channels, step, warps = schedule(len(x), len(w), w.dtype)
+    y_MN = torch.empty(len(x), len(w), dtype=dtype, device=w.device)
     if integer:
         x, w, step = x.view(torch.int32), w.view(torch.int32), step // 4
     _gemv_kernel[(-(-len(w) // channels),)](
         x,
         w,
-        rows.scale_M1,
+        scale_M1,
         scale_N,
         bias_N,
         y_MN,
@@ -55,6 +77,7 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
         ROWS=len(x),
         COLUMNS=channels,
         DEPTH=step,
+        EACH=each,
         EVEN=w.shape[1] % step == 0,
         DP4A=not INTERPRETED,
         num_warps=warps,
@@ -64,12 +87,14 @@ def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
     return y_MN
 
 
-def schedule(num_rows: int, integer: bool) -> tuple[int, int, int]:
+def schedule(num_rows: int, num_out: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Channels of a program, weights of a channel that it reads at a time, and its warps: what an
     H200 liked best."""
-    if not integer:
+    if dtype == torch.int8:
+        return (4, 2048, 4) if num_rows == 1 else (4, 1024, 2)
+    if dtype == torch.float8_e4m3fn:
         return 2, 1024, 2
-    return (4, 2048, 4) if num_rows == 1 else (4, 1024, 2)
+    return (4, 512, 2) if num_out >= MANY else (4, 1024, 4)
 
 
 # -- Triton ----------------------------------------------------------------------------------------
@@ -112,6 +137,7 @@ def _added(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    EACH: tl.constexpr,
     DP4A: tl.constexpr,
 ):
     """The sums of each row of x, with the products of these codes."""
@@ -122,9 +148,9 @@ def _added(
             after += (
                 _dot4(codes, tl.broadcast_to(those[None, :], (COLUMNS, DEPTH)), sums[m], DP4A),
             )
-        else:  # the 16 codes that a thread has read at once become one sum
+        else:  # what a thread has read at once becomes one sum
             products = tl.reshape(
-                codes.to(tl.float32) * those.to(tl.float32)[None, :], (COLUMNS, DEPTH // 16, 16)
+                codes.to(tl.float32) * those.to(tl.float32)[None, :], (COLUMNS, DEPTH // EACH, EACH)
             )
             after += (sums[m] + tl.sum(products, 2),)
     return after
@@ -143,12 +169,13 @@ def _gemv_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    EACH: tl.constexpr,
     EVEN: tl.constexpr,
     DP4A: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """x and w are int32 words of four codes, K of them a row, or e4m3. The first codes are read
-    before the wait."""
+    """x and w are int32 words of four codes, K of them a row, or e4m3 or bfloat16, EACH of them
+    in 16 bytes. The first weights are read before the wait."""
     n, at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + at[None, :]
     codes = _codes(w_at, at, K, EVEN)
@@ -158,14 +185,17 @@ def _gemv_kernel(
         if w.dtype.element_ty == tl.int32:
             sums += (tl.zeros((COLUMNS, DEPTH), tl.int32),)
         else:
-            sums += (tl.zeros((COLUMNS, DEPTH // 16), tl.float32),)
-    sums = _added(sums, codes, x, at, K, K, ROWS, COLUMNS, DEPTH, DP4A)
+            sums += (tl.zeros((COLUMNS, DEPTH // EACH), tl.float32),)
+    sums = _added(sums, codes, x, at, K, K, ROWS, COLUMNS, DEPTH, EACH, DP4A)
     for k in range(DEPTH, K, DEPTH):
         codes = _codes(w_at + k, at, K - k, EVEN)
-        sums = _added(sums, codes, x + k, at, K, K - k, ROWS, COLUMNS, DEPTH, DP4A)
-    scale = tl.load(column + n, mask=n < N, other=0.0)
+        sums = _added(sums, codes, x + k, at, K, K - k, ROWS, COLUMNS, DEPTH, EACH, DP4A)
+    if column is not None:
+        scale = tl.load(column + n, mask=n < N, other=0.0)
     for m in tl.static_range(ROWS):
-        out = tl.sum(sums[m], 1).to(tl.float32) * scale * tl.load(row + m)
+        out = tl.sum(sums[m], 1).to(tl.float32)
+        if column is not None:
+            out = out * scale * tl.load(row + m)
         if bias is not None:
             out = out + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         tl.store(y + m * N + n, out.to(y.dtype.element_ty), mask=n < N)
