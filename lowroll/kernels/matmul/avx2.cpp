@@ -18,7 +18,7 @@ constexpr int CHUNK = 64;   // k of 32 bytes of codes
 constexpr int BLOCK = 4;    // chunks of x that share a scale
 constexpr int PANEL = 8;    // rows of x whose sums fit in the registers
 constexpr int TILE = 16;    // channels of a task
-constexpr int ROWS = 32;    // of x, in a task
+constexpr int ROWS = 64;    // of x, in a task
 
 struct Problem {
     const uint8_t* codes;
