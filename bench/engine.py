@@ -41,6 +41,7 @@ from lowroll.engine.sequence import Plan
 from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor
 from lowroll.runs.demo import CONFIG as DEMO
 
 STOP = 1  # the id that ends a sample
@@ -266,7 +267,10 @@ def held_row(name: str, engine: Engine, least: float | None) -> Row:
     """The bytes that an engine which has run holds for its linear layers, codes and all that was
     made of them, beside float32 matrices."""
     weights = [linear.weight for _, linear in engine.model.linears()]
-    held = sum(q.nbytes + sum(kept.nbytes for kept in q.packed.values()) for q in weights)
+    held = 0
+    for q in weights:
+        assert isinstance(q, QTensor)
+        held += q.nbytes + sum(kept.nbytes for kept in q.packed.values())
     floats = sum(4 * q.shape[0] * q.shape[1] for q in weights)
     title = f"{name} engine, bytes of the linear layers / of float32"
     return Row(title, "MB", held / 1e6, floats / 1e6, floats / held, must=least)

@@ -101,7 +101,9 @@ def test_compare_at_tiny_sizes() -> None:
     assert [row.aim for row in rows[4:7]] == [None, 2.5, 2.5]
     *speeds, int4, nvfp4 = rows
     for row in (int4, nvfp4):  # small matrices are kept as floats too
-        assert row.peer < row.ours < 2 * row.peer and row.ratio * row.ours == pytest.approx(row.peer)
+        assert row.peer < row.ours < 2 * row.peer and row.ratio * row.ours == pytest.approx(
+            row.peer
+        )
     for row in speeds:
         assert row.ours > 0 and row.peer > 0 and row.spread[0] <= row.ratio <= row.spread[1]
 
