@@ -1,4 +1,4 @@
-"""The engine against `transformers.generate`, and its INT8 weights against its own dense ones.
+"""The engine against `transformers.generate`, and its low-bit weights against its own dense ones.
 
 The work is an RL step's: 8 prompts of 64 tokens, 8 samples each, response lengths log-normal
 (median 48, sigma 1, at most 384), the same list of lengths forced on every engine, the same random
@@ -41,6 +41,7 @@ from lowroll.engine.sequence import Plan
 from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor
 from lowroll.runs.demo import CONFIG as DEMO
 
 STOP = 1  # the id that ends a sample
@@ -59,6 +60,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": CONTEXT,
     },
 }
+FOUR_BITS = ("int4", "nvfp4")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the ratios of a model must reach, and hope to."""
+
+    peer: float | None = 2.0  # fp32 over transformers
+    int8: float | None = None  # over our own fp32
+    four: tuple[float | None, float | None] = (None, None)  # 4 bits over our own fp32
+    held: float | None = None  # bytes of float32 matrices over those that 4 bits hold
+
+
+TARGETS = {"demo": Targets(), "100m": Targets(int8=1.5, four=(1.8, 2.5), held=7.0)}
 
 
 @dataclass(frozen=True)
@@ -201,8 +216,7 @@ def compare(
     config: dict[str, Any],
     work: Workload,
     rounds: int,
-    must: float | None,
-    int8_must: float | None,
+    targets: Targets,
 ) -> list[Row]:
     """Run every contestant in turns on one model; the rows of the comparison."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -215,7 +229,7 @@ def compare(
     cache_tokens = sum(map(len, work.lengths)) * (len(work.prompts[0]) + work.longest + 16)
     engines = {
         weights: Engine(master, weights, device="cpu", cache_tokens=cache_tokens)
-        for weights in ("fp32", "bf16", "int8")
+        for weights in ("fp32", "bf16", "int8", *FOUR_BITS)
     }
     contestants: dict[str, Callable[[], Any]] = {
         "transformers": transformers_generate(peer, work),
@@ -231,18 +245,35 @@ def compare(
         )
     seconds = interleave(contestants, rounds)
 
-    def row(title: str, side: str, other: str, least: float | None = None) -> Row:
-        return speed_row(
-            f"{name}: {title}", work.useful_tokens, "tokens/s", seconds[side], seconds[other], least
-        )
+    def row(title: str, side: str, other: str, *target: float | None) -> Row:
+        ours, peer = seconds[side], seconds[other]
+        return speed_row(f"{name}: {title}", work.useful_tokens, "tokens/s", ours, peer, *target)
 
     return [
-        row("fp32 engine / transformers fp32", "fp32", "transformers", must),
+        row("fp32 engine / transformers fp32", "fp32", "transformers", targets.peer),
         row("fp32 engine, prompts not shared / transformers fp32", "unshared", "transformers"),
         row("int8 engine / transformers fp32", "int8", "transformers"),
-        row("int8 engine / our fp32 engine", "int8", "fp32", int8_must),
+        row("int8 engine / our fp32 engine", "int8", "fp32", targets.int8),
         row("int8 engine / our bf16 engine", "int8", "bf16"),
+        *(
+            row(f"{bits} engine / our fp32 engine", bits, "fp32", *targets.four)
+            for bits in FOUR_BITS
+        ),
+        *(held_row(f"{name}: {bits}", engines[bits], targets.held) for bits in FOUR_BITS),
     ]
+
+
+def held_row(name: str, engine: Engine, least: float | None) -> Row:
+    """The bytes that an engine which has run holds for its linear layers, codes and all that was
+    made of them, beside float32 matrices."""
+    weights = [linear.weight for _, linear in engine.model.linears()]
+    held = 0
+    for q in weights:
+        assert isinstance(q, QTensor)
+        held += q.nbytes + sum(kept.nbytes for kept in q.packed.values())
+    floats = sum(4 * q.shape[0] * q.shape[1] for q in weights)
+    title = f"{name} engine, bytes of the linear layers / of float32"
+    return Row(title, "MB", held / 1e6, floats / 1e6, floats / held, must=least)
 
 
 def main() -> int:
@@ -258,7 +289,7 @@ def main() -> int:
     rows: list[Row] = []
     for name in args.model or MODELS:
         work = Workload.lognormal(MODELS[name]["vocab_size"])
-        rows += compare(name, MODELS[name], work, args.rounds, 2.0, 1.5 if name == "100m" else None)
+        rows += compare(name, MODELS[name], work, args.rounds, TARGETS[name])
     met = show(f"Engine, {args.threads} threads, 64 sequences, 8 a prompt", rows)
     path = write(
         "engine",

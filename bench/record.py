@@ -113,6 +113,7 @@ def speed_row(
     ours: list[float],
     peer: list[float],
     must: float | None = None,
+    aim: float | None = None,
 ) -> Row:
     """The row of two contestants' seconds for the same amount of work."""
     ratios = [theirs / mine for mine, theirs in zip(ours, peer, strict=True)]
@@ -124,6 +125,7 @@ def speed_row(
         statistics.median(ratios),
         (min(ratios), max(ratios)),
         must,
+        aim,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from lowroll.kernels import nvcc
 from lowroll.kernels.attention import paged
 from lowroll.kernels.launch import triton_supports_device
-from lowroll.kernels.matmul import gemv, onednn, streamed, w4a16, w8a8
+from lowroll.kernels.matmul import avx2, gemv, onednn, streamed, w4a16, w8a8
 from lowroll.kernels.moe import grouped, routed
 from lowroll.kernels.support import YES, Support, cuda_supports, no
 
@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
     "" is every call that the kernels before it leave."""
 
     name: str
-    language: str  # CUDA C++, Triton or torch
+    language: str  # CUDA C++, C++, Triton, oneDNN or torch
     takes: str
     supports_device: Callable[[torch.device], Support]
 
@@ -126,6 +126,12 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
             "matmul/streamed.cu",
             f"up to {w4a16.STREAM_ROWS} rows in bfloat16, {w4a16.BROAD_ROWS} on Hopper",
             streamed.CAPABILITY,
+        ),
+        Kernel(
+            "matmul/avx2.cpp",
+            "C++",
+            f"{avx2.LEAST} weights or more, rows of whole {avx2.MULTIPLE}s",
+            avx2.supports_device,
         ),
         _triton("matmul/w4a16", "matrices of whole blocks: dequantized, then torch's product"),
         _torch("torch's product of the dequantized matrix"),

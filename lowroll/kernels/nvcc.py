@@ -1,22 +1,12 @@
-"""CUDA C++ sources of this room, compiled by nvcc on first use and called through ctypes.
-
-The library lies in a folder of the user's own (`$XDG_CACHE_HOME/lowroll/kernels` or
-`~/.cache/lowroll/kernels`, mode 0700), under a name that is the digest of the source, its headers
-(*.cuh beside it), the compiler and the options. It is made beside its name and moved there, so that
-processes that build at once do not meet. No torch headers take part: a build takes seconds, and a
-library fits every version of torch.
-"""
+"""nvcc: how CUDA C++ sources of this room are compiled (`build`)."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 import re
 import shutil
-import stat
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -24,11 +14,13 @@ from pathlib import Path
 
 import torch
 
+from lowroll.kernels import build
 from lowroll.kernels.support import YES, Support, cuda_supports, no
 
 log = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
+SHARED = ["--shared", "-Xcompiler", "-fPIC"]
 
 DEADLINE_S = 300  # of a build
 TRIAL_S = 30  # of a question
@@ -52,7 +44,7 @@ def version() -> str:
     if nvcc is None:
         return ""
     try:
-        told = _run([str(nvcc), "--version"], "nvcc", TRIAL_S)
+        told = build.run([str(nvcc), "--version"], "nvcc", TRIAL_S)
     except (RuntimeError, OSError):
         return ""
     found = re.search(r"release ([\d.]+)", told)
@@ -73,29 +65,13 @@ def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]
 
 
 def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]) -> ctypes.CDLL:
-    """The shared library of a source for devices of that capability, built when the cache does not
-    hold it.
-
-    RuntimeError when there is no nvcc, when it fails (with the first lines that it says) or takes
-    too long; PermissionError when the folder belongs to someone else.
-    """
-    folder, flags, nvcc = cache_folder(), options(capability, macros), compiler()
+    """The shared library of a source for devices of that capability. RuntimeError when there is no
+    nvcc, and the errors of `build.library`."""
+    nvcc = compiler()
     if nvcc is None:
         raise RuntimeError(f"{source.name}: {NO_NVCC.why_not}")
-    version = _run([str(nvcc), "--version"], source.name)
-    texts = [path.read_text() for path in (source, *sorted(HEADERS.glob("*.cuh")))]
-    digest = hashlib.sha256("\0".join([*texts, version, *flags]).encode()).hexdigest()[:24]
-    path = folder / f"{source.stem}-{digest}.so"
-    if not path.exists():
-        handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-        try:
-            shared = ["--shared", "-Xcompiler", "-fPIC", str(source), "-o", made]
-            _run([str(nvcc), *flags, *shared], source.name)
-            os.replace(made, path)
-        finally:
-            Path(made).unlink(missing_ok=True)
-    return ctypes.CDLL(str(path))
+    flags = [*options(capability, macros), *SHARED]
+    return build.library(source, sorted(HEADERS.glob("*.cuh")), nvcc, flags, DEADLINE_S)
 
 
 def supports(make: Callable[[], object], otherwise: str) -> Support:
@@ -125,35 +101,8 @@ def supports_device(device: torch.device) -> Support:
         source = Path(folder) / "empty.cu"
         source.write_text("__global__ void nothing() {}\n")
         try:
-            shared = ["--shared", "-Xcompiler", "-fPIC", str(source), "-o", f"{source}.so"]
-            _run([str(nvcc), *flags, *shared], "a trial", TRIAL_S)
+            command = [str(nvcc), *flags, *SHARED, str(source), "-o", f"{source}.so"]
+            build.run(command, "a trial", TRIAL_S)
         except (RuntimeError, OSError) as error:
             return no(f"{nvcc} cannot compile for it: {error}")
     return YES
-
-
-def cache_folder() -> Path:
-    """The user's folder of libraries. PermissionError when another user owns it."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(root) / "lowroll" / "kernels"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        raise PermissionError(
-            f"{folder}: expected a folder of the user's own, to load compiled kernels from"
-        )
-    if status.st_mode & 0o077:
-        folder.chmod(0o700)
-    return folder
-
-
-def _run(command: list[str], what: str, deadline_s: float | None = None) -> str:
-    deadline_s = DEADLINE_S if deadline_s is None else deadline_s
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{what}: nvcc did not end within {deadline_s} s") from None
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()[:8]
-        raise RuntimeError(f"{what}: nvcc failed ({done.returncode}):\n" + "\n".join(lines))
-    return done.stdout

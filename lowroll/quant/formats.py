@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels import checksum
-from lowroll.kernels.matmul import w4a16
+from lowroll.kernels.matmul import avx2, w4a16
 from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import DEFAULT, FORMATS, OWN
@@ -201,9 +201,10 @@ def multiplicand(q: QTensor, dtype: torch.dtype) -> Tensor:
     """The dequantized matrix [N, K] as a product needs it in every step: on CPU it is kept until
     the codes change.
 
-    That costs a dense copy of the weight; without it, unpacking would take longer than a decode
-    step's product. On CUDA, where memory is the reason for low-bit weights, it is made anew and
-    lives for one product, unless `keep_dense` asked for it.
+    That costs a dense copy of the weight: without it, unpacking would take longer than a decode
+    step's product, except where a kernel multiplies codes (kernels.matmul.avx2). On CUDA, where
+    memory is the reason for low-bit weights, it is made anew and lives for one product, unless
+    `keep_dense` asked for it.
     """
     if q.device.type != "cpu":
         kept = q.packed.get(f"dense {dtype}")
@@ -374,7 +375,8 @@ class WeightOnly(Format):
     dtype.
 
     On CUDA few rows are multiplied with the exact one, whose bits are decoded as they arrive
-    (kernels.matmul.streamed).
+    (kernels.matmul.streamed); on a CPU with AVX2 so is a large matrix, with activations rounded to
+    16 bits (kernels.matmul.avx2).
     """
 
     fallback = "fp8"
@@ -384,6 +386,8 @@ class WeightOnly(Format):
         kept = many and f"dense {x_MK.dtype}" in q.packed
         if not kept and w4a16.supports(self.kernel, x_MK, q.shape):
             return w4a16.linear(self.kernel, q.tensors, x_MK, q.shape, bias_N)
+        if avx2.supports(self.kernel, x_MK, q.shape):
+            return avx2.linear(self.kernel, q.tensors, x_MK, q.shape[0], bias_N)
         bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
         return F.linear(x_MK, multiplicand(q, x_MK.dtype), bias_N)
 

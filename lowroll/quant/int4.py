@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import w4a16
+from lowroll.kernels.matmul import avx2, w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
@@ -161,7 +161,12 @@ class Int4Int8(Symmetric):
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         rows = quantize_rows(x_MK, ROWS)
-        y_MN = F.linear(rows.codes_MK.float(), multiplicand(q, torch.float32)).mul_(rows.scale_M1)
+        if avx2.supports(self.kernel, x_MK, q.shape):
+            codes_MK = rows.codes_MK.float()
+            y_MN = avx2.linear(self.kernel, q.tensors, codes_MK, q.shape[0], integers=True)
+        else:
+            y_MN = F.linear(rows.codes_MK.float(), multiplicand(q, torch.float32))
+        y_MN *= rows.scale_M1
         if bias_N is not None:
             y_MN += bias_N
         return y_MN.to(x_MK.dtype)

@@ -14,7 +14,7 @@ import torch
 
 from bench import engine as bench_engine
 from bench import learner, record
-from bench.engine import MODELS, STOP, EndAtLength, Workload, compare, ours
+from bench.engine import MODELS, STOP, EndAtLength, Targets, Workload, compare, ours
 from lowroll import Engine
 from lowroll.model import initialize
 from lowroll.model.spec import spec_from_config
@@ -95,9 +95,16 @@ def test_transformers_runs_to_the_longest_row(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compare_at_tiny_sizes() -> None:
-    rows = compare("tiny", TINY, WORK, rounds=2, must=2.0, int8_must=1.5)
-    assert [row.must for row in rows] == [2.0, None, None, 1.5, None]
-    for row in rows:
+    targets = Targets(int8=1.5, four=(1.8, 2.5), held=7.0)
+    rows = compare("tiny", TINY, WORK, rounds=2, targets=targets)
+    assert [row.must for row in rows] == [2.0, None, None, 1.5, None, 1.8, 1.8, 7.0, 7.0]
+    assert [row.aim for row in rows[4:7]] == [None, 2.5, 2.5]
+    *speeds, int4, nvfp4 = rows
+    for row in (int4, nvfp4):  # small matrices are kept as floats too
+        assert row.peer < row.ours < 2 * row.peer and row.ratio * row.ours == pytest.approx(
+            row.peer
+        )
+    for row in speeds:
         assert row.ours > 0 and row.peer > 0 and row.spread[0] <= row.ratio <= row.spread[1]
 
 

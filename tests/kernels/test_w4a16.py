@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowroll.kernels import nvcc
+from lowroll.kernels import build, nvcc
 from lowroll.kernels.attention import paged
 from lowroll.kernels.matmul import streamed, w4a16
 from lowroll.kernels.moe import routed
@@ -192,7 +192,7 @@ def test_a_folder_of_someone_else_is_refused(cache: Path, monkeypatch: pytest.Mo
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(PermissionError, match="expected a folder of the user's own"):
-        nvcc.cache_folder()
+        build.cache_folder()
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from lowroll.config import RunConfig
-from lowroll.kernels.matmul import onednn
+from lowroll.kernels.matmul import avx2, onednn
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
@@ -180,7 +180,11 @@ def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
             _size(linear) for _, linear in model.linears() if not isinstance(linear, StackedLinear)
         )
     if format.bits < 8:
-        return item * linear_size(model)
+        return item * sum(
+            _size(linear)
+            for _, linear in model.linears()
+            if not avx2.supports_matrix(format.kernel, _matrix(linear, model), compute.device)
+        )
     if format.dense:
         sizes = [_size(linear) for _, linear in model.linears()]
         return item * sum(size for size in sizes if size >= PACK_FROM)
@@ -238,6 +242,12 @@ def critic(compute: Compute, model: Transformer) -> int:
 def _watches(cfg: RunConfig) -> bool:
     """An engine elsewhere shows no codes to compare; an adapter needs none."""
     return cfg.train.weight_metrics and (cfg.train.lora or cfg.rollout.engine == "native")
+
+
+def _matrix(linear: Linear, model: Transformer) -> tuple[int, int]:
+    """The shape of what is multiplied at a time: of experts, one's."""
+    rows, columns = linear.weight.shape
+    return rows // model.spec.num_experts if isinstance(linear, StackedLinear) else rows, columns
 
 
 def _size(linear: Linear) -> int:

@@ -1,0 +1,72 @@
+"""Sources of this room that are compiled on first use, and called through ctypes.
+
+A library lies in a folder of the user's own (`$XDG_CACHE_HOME/lowroll/kernels` or
+`~/.cache/lowroll/kernels`, mode 0700), under a name that is the digest of the source, its headers,
+the compiler and the options. It is made beside its name and moved there, so that processes that
+build at once do not meet. No torch headers take part: a build takes seconds, and a library fits
+every version of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import stat
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def library(
+    source: Path, headers: Sequence[Path], compiler: Path, flags: list[str], deadline_s: float
+) -> ctypes.CDLL:
+    """The shared library of a source, built when the cache does not hold it.
+
+    flags: with those that make it a shared library. RuntimeError when the compiler fails (with the
+    first lines that it says) or takes too long; PermissionError when the folder belongs to someone
+    else.
+    """
+    folder = cache_folder()
+    version = run([str(compiler), "--version"], source.name, deadline_s)
+    texts = [path.read_text() for path in (source, *headers)]
+    digest = hashlib.sha256("\0".join([*texts, version, *flags]).encode()).hexdigest()[:24]
+    path = folder / f"{source.stem}-{digest}.so"
+    if not path.exists():
+        handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(handle)
+        try:
+            run([str(compiler), *flags, str(source), "-o", made], source.name, deadline_s)
+            os.replace(made, path)
+        finally:
+            Path(made).unlink(missing_ok=True)
+    return ctypes.CDLL(str(path))
+
+
+def cache_folder() -> Path:
+    """The user's folder of libraries. PermissionError when another user owns it."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(root) / "lowroll" / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(
+            f"{folder}: expected a folder of the user's own, to load compiled kernels from"
+        )
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
+def run(command: list[str], what: str, deadline_s: float) -> str:
+    """What a compiler prints. RuntimeError when it fails or takes too long."""
+    compiler = Path(command[0]).name
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{what}: {compiler} did not end within {deadline_s} s") from None
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()[:8]
+        raise RuntimeError(f"{what}: {compiler} failed ({done.returncode}):\n" + "\n".join(lines))
+    return done.stdout

@@ -1,0 +1,67 @@
+"""The host's C++ compiler: how sources for CPUs of this room are compiled (`build`), and the threads
+that they run on, which are torch's own."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from lowroll.kernels import build
+from lowroll.kernels.support import YES, Support, no
+
+log = logging.getLogger(__name__)
+
+# Sums are what the source says: nothing is fused that it does not fuse.
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-mavx2", "-mfma", "-mf16c", "-shared", "-fPIC"]
+DEADLINE_S = 120  # of a build
+NO_COMPILER = no("no C++ compiler in $CXX or on the PATH (c++, g++, clang++)")
+NO_CPU = no("runs on a CPU")
+
+
+@cache
+def compiler() -> Path | None:
+    """$CXX, c++, g++ or clang++, the first of them that there is."""
+    found = map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))
+    return next((Path(path) for path in found if path), None)
+
+
+def library(source: Path) -> ctypes.CDLL:
+    """The shared library of a source. RuntimeError when there is no compiler, and the errors of
+    `build.library`."""
+    path = compiler()
+    if path is None:
+        raise RuntimeError(f"{source.name}: {NO_COMPILER.why_not}")
+    return build.library(source, [], path, FLAGS, DEADLINE_S)
+
+
+@cache
+def supports(source: Path, otherwise: str) -> Support:
+    """Does this CPU run the source, and is there a compiler that makes its library? Where that
+    fails, a warning says what happens `otherwise`."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return no("needs a CPU with AVX2")
+    if team() is None:
+        return no("finds no OpenMP in this torch, whose threads it would run on")
+    if compiler() is None:
+        return NO_COMPILER
+    try:
+        library(source)
+    except (RuntimeError, OSError) as error:
+        log.warning("%s: their kernel cannot be built (%s)", otherwise, error)
+        return no(f"cannot be built: {error}")
+    return YES
+
+
+@cache
+def team() -> ctypes.c_void_p | None:
+    """libgomp's call that runs a function on torch's own threads; None in a torch without it."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
+    except (AttributeError, OSError, TypeError):
+        return None
