@@ -25,7 +25,8 @@ its rounds first and vLLM after it, and the note says so.
 
     python -m bench.decode [--models NAME ...] [--formats NAME ...] [--batches 1,64,256]
                            [--rounds 3] [--parts rollout codes filters ...]
-                           [--peer vllm|none] [--runners V1 V2] [--vllm-path FOLDER ...] [--out FOLDER]
+                           [--peer vllm|none] [--vllm-path FOLDER ...] [--runners V1 V2]
+                           [--against FORMAT ...] [--out FOLDER]
 
 vLLM needs an installation of its own, or several (docs/benchmarks.md). Without one the rows have no
 peer and say so. Rows are added to `decode.json` as they are measured, so that a stopped command keeps
@@ -45,7 +46,7 @@ from pathlib import Path
 
 import torch
 
-from bench import lengths, rivals, routing, startup
+from bench import lengths, rivals, routing, startup, vllm_worker
 from bench.peer import Peer, PeerFailed, vllm_paths
 from bench.record import Row, merge, settle, show
 from bench.rivals import RUNNERS, Setting
@@ -205,7 +206,8 @@ def rivals_of(format: str, args: argparse.Namespace, notes: list[str]) -> list[S
         notes.append("vLLM: not run (not asked for)")
         return []
     try:
-        return rivals.settings(format, args.runners, args.vllm_python, args.vllm_path)
+        among = [one for one in rivals.families(format) if one in (args.against or (one,))]
+        return rivals.settings(among, args.runners, args.vllm_python, args.vllm_path)
     except PeerFailed as error:
         notes.append(f"vLLM: not run ({error})")
         return []
@@ -454,6 +456,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         help="folders that a vLLM is unpacked in; default: those of LOWROLL_VLLM_PATH",
+    )
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        choices=vllm_worker.FORMATS,
+        metavar="NAME",
+        help="vLLM's formats; default: the same as ours, and int4 (Machete) beside 4 bits",
     )
     parser.add_argument("--runners", nargs="+", default=list(RUNNERS), choices=RUNNERS)
     parser.add_argument("--device", default="auto")

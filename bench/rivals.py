@@ -63,15 +63,20 @@ def version(python: str | None, path: str | None) -> str:
     return done.stdout.strip()
 
 
-def settings(
-    format: str, runners: Sequence[str], python: str | None, paths: Sequence[str]
-) -> list[Setting]:
-    """All of them for a format of ours. PeerFailed names an installation that is none."""
+def families(format: str) -> list[str]:
+    """The formats of vLLM that one of ours is held against, its own first."""
     four = get_format(format).bits < 8 and format != MACHETE
+    return [format, MACHETE] if four else [format]
+
+
+def settings(
+    among: Sequence[str], runners: Sequence[str], python: str | None, paths: Sequence[str]
+) -> list[Setting]:
+    """All of them for these formats. PeerFailed names an installation that is none."""
     places = [(version(python, path), path) for path in (paths or (None,))]
     return [
         Setting(found, runner, name, path)
-        for name in ((format, MACHETE) if four else (format,))
+        for name in among
         for found, path in places
         for runner in runners
     ]

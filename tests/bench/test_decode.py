@@ -375,23 +375,23 @@ def test_the_rows_of_other_works() -> None:
     assert (first.ours, first.must, first.goal) == (1000.0, 12.0, "ours at most")
 
 
-def test_a_seconds_family_is_vllms_fastest_format_of_four_bits(
+def test_the_second_family_is_vllms_fastest_format_of_four_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rivals, "version", lambda python, path: path or "0.26.0")
-    fp8 = rivals.settings("fp8", ["V1", "V2"], None, [])
+    fp8 = rivals.settings(rivals.families("fp8"), ["V1", "V2"], None, [])
     assert fp8 == [Setting("0.26.0", runner, "fp8") for runner in ("V1", "V2")]
     assert str(fp8[1]) == "vLLM 0.26.0, V2, fp8"
     assert [one.environment["VLLM_USE_V2_MODEL_RUNNER"] for one in fp8] == ["0", "1"]
     assert len({one.environment["VLLM_CACHE_ROOT"] for one in fp8}) == 2
-    four = rivals.settings("nvfp4", ["V1"], None, ["a", "b"])
+    four = rivals.settings(rivals.families("nvfp4"), ["V1"], None, ["a", "b"])
     assert [(one.format, one.path) for one in four] == [
         ("nvfp4", "a"),
         ("nvfp4", "b"),
         ("int4", "a"),
         ("int4", "b"),
     ]
-    assert [one.format for one in rivals.settings("int4", ["V1"], None, [])] == ["int4"]
+    assert rivals.families("int4") == ["int4"]
     assert [len(group) for group in rivals.together(four, 3)] == [3, 1]
 
 
