@@ -108,12 +108,12 @@ def room(model: str, format: str, chosen: Sequence[Work]) -> tuple[float, float]
     return weight_bytes(config, format) + tied + cache + SLACK + PREFILL * 6 * wide, cache
 
 
-def fitting(whole: float, dense: float, device: torch.device) -> tuple[int, int]:
-    """How many engines of `whole` bytes fit beside ours, which has `dense` more, and without it."""
+def fitting(whole: float, more: float, device: torch.device) -> tuple[int, int]:
+    """How many engines of `whole` bytes fit beside ours, which takes `more`, and without it."""
     if device.type != "cuda":
         return 64, 64
     total = torch.cuda.mem_get_info()[1]
-    return max(0, int((total - dense) / whole) - 1), max(1, int(total / whole))
+    return max(0, int((total - more) / whole) - 1), max(1, int(total / whole))
 
 
 @contextmanager
@@ -159,6 +159,13 @@ def weights_of(model: str, device: torch.device) -> Transformer:
     master = random_model(SHAPES[model], device)
     master.lm_head_weight[list(STOPS)] = 0.0
     return master
+
+
+def passing(model: str, format: str, chosen: Sequence[Variant]) -> float:
+    """Bytes that ours takes beside what every engine does, at its fullest: dense copies, and what a
+    second engine is made from while vLLM is there."""
+    kept = 0.0 if all(variant.codes for variant in chosen) else dense_bytes(model, format)
+    return kept + (weight_bytes(SHAPES[model], "bf16") if len(chosen) > 1 else 0.0)
 
 
 def make_engine(
@@ -232,38 +239,48 @@ class Comparison:
     found: dict[tuple[bool, Work], dict[str, Found]] = field(default_factory=dict)
     touched: dict[Work, float] = field(default_factory=dict)
     seeds: Iterator[int] = field(default_factory=lambda: itertools.count(0, 1000))
+    engine: tuple[Engine, float] | None = None
+    agreed: bool = False
 
     def run(self) -> None:
         """All rows, stored as they are made."""
         chosen = variants(self.format, self.args)
         every = [work for variant in chosen for work in variant.works]
         if not every:
-            self.ours(chosen[0], {}, first=True)
+            self.ours(chosen[0], {})
             return
         settings = rivals_of(self.format, self.args, self.notes)
         whole, _ = room(self.model, self.format, every)
-        kept = 0.0 if all(one.codes for one in chosen) else dense_bytes(self.model, self.format)
-        beside, alone = fitting(whole, kept, self.args.device)
+        beside, alone = fitting(whole, passing(self.model, self.format, chosen), self.args.device)
         asked = asked_of(self.model, self.format, every)
         if not settings or not beside:
-            for i, variant in enumerate(chosen):
-                self.ours(variant, {}, first=i == 0)
+            for variant in chosen:
+                self.ours(variant, {})
             self.notes += [APART] if settings else []
-        for number, group in enumerate(rivals.together(settings, beside or alone)):
+        for group in rivals.together(settings, beside or alone):
+            if beside:  # while there is room for what it is made from
+                self.stand(chosen[0])
             with rivals.started(group, asked, self.args.vllm_python, self.notes) as peers:
                 self.versions |= {peer.ready["vllm"] for peer in peers.values()}
                 for name, peer in peers.items():
-                    say(f"{name} is ready after {peer.ready['seconds']:.0f} s")
-                for i, variant in enumerate(chosen):
+                    say(f"{name} is ready after {peer.ready['seconds']:.0f} s: {peer.ready}")
+                for variant in chosen:
                     if beside:
-                        self.ours(variant, peers, first=number + i == 0)
+                        self.ours(variant, peers)
                     elif peers:
                         self.turns(variant, self.sides(peers), peers)
 
-    def ours(self, variant: Variant, peers: Mapping[str, Peer], first: bool) -> None:
-        """A variant of our engine, beside those that are there. first: agreement is asked of it."""
+    def stand(self, variant: Variant) -> None:
+        """Have our engine of a variant."""
         with released():
-            engine, made = make_engine(self.model, self.format, variant, self.args.device)
+            self.engine = make_engine(self.model, self.format, variant, self.args.device)
+
+    def ours(self, variant: Variant, peers: Mapping[str, Peer]) -> None:
+        """A variant of our engine, beside those that are there; agreement is asked of the first."""
+        if self.engine is None:
+            self.stand(variant)
+        assert self.engine is not None
+        (engine, made), self.engine = self.engine, None
         side = Ours(engine)
         name = named(self.model, self.format, "", variant.codes)
         if variant.works:
@@ -272,9 +289,10 @@ class Comparison:
             self.put([making_row(name, made, peers)])
         if variant.works and self.args.device.type == "cuda":
             self.put(aimed([Row(memory(name), "GB", taken(engine) / 1e9)]))
-        if first and "agreement" in self.args.parts:
+        if not self.agreed and "agreement" in self.args.parts:
             work = replace(SCORED, batch=min(max(self.args.batches), SCORED.batch))
             self.put(agreement(side, self.model, self.format, work))
+        self.agreed = True
         with released():
             del engine, side
 

@@ -395,6 +395,19 @@ def test_the_second_family_is_vllms_fastest_format_of_four_bits(
     assert [len(group) for group in rivals.together(four, 3)] == [3, 1]
 
 
+def test_how_many_engines_fit_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 150 * 10**9))
+    assert decode.fitting(30e9, 0.0, torch.device("cuda")) == (4, 5)
+    assert decode.fitting(30e9, 40e9, torch.device("cuda")) == (2, 5)
+    assert decode.fitting(200e9, 0.0, torch.device("cuda")) == (0, 1)
+    dense, codes = decode.Variant(False, ()), decode.Variant(True, ())
+    big = ("qwen2.5-32b", "nvfp4")
+    assert decode.passing(*big, [codes]) == 0 < decode.passing(*big, [dense])
+    both = decode.passing(*big, [dense, codes]) - decode.passing(*big, [dense])
+    assert both == roofline.weight_bytes(SHAPES["qwen2.5-32b"], "bf16")
+    assert decode.passing("qwen2.5-7b", "fp8", [dense]) == 0
+
+
 def test_an_installation_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(PeerFailed, match="no vLLM"):
         rivals.version(sys.executable, str(tmp_path))
