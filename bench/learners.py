@@ -12,9 +12,9 @@ weights of the exact Qwen2.5 shapes in bfloat16, one AdamW update a step on floa
     peer    transformers with SDPA attention and its own loss, FSDP2 by accelerate (DDP and PEFT for an adapter),
             bfloat16 passes over float32 weights, gradient checkpointing, rows in as many pieces as fit ours
 
-Every side runs in processes of its own; a row says what did not fit, by the last line of who ended
-first. Seconds of publishing: gathering the weights on rank 0, and `Broadcaster.publish` into a folder
-in memory, with the bytes that engines then read.
+Every side runs in processes of its own, both at once where each has GPUs of its own; a row says what
+did not fit, by the last line of who ended first. Seconds of publishing: gathering the weights on rank
+0, and `Broadcaster.publish` into a folder in memory, with the bytes that engines then read.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -217,14 +218,30 @@ def peak(job: Job) -> int:
 # -- a side ----------------------------------------------------------------------------------------
 
 
-def side(name: str, which: str, size: int, args: argparse.Namespace, scratch: Path) -> Found:
-    """What rank 0 of a side found, or {"failed": the last line of who ended first}."""
+def beside(name: str, size: int, args: argparse.Namespace, scratch: Path) -> dict[str, Found]:
+    """What each side found on so many ranks: both at once where each has GPUs of its own."""
+    sides = ("ours",) if args.no_peer else ("ours", "peer")
+    apart = not args.cpu and torch.cuda.device_count() >= size * len(sides)
+    with ThreadPoolExecutor(len(sides) if apart else 1) as running:
+        found = {
+            which: running.submit(side, name, which, size, i * size * apart, args, scratch)
+            for i, which in enumerate(sides)
+        }
+        return {which: future.result() for which, future in found.items()}
+
+
+def side(
+    name: str, which: str, size: int, first: int, args: argparse.Namespace, scratch: Path
+) -> Found:
+    """What rank 0 of a side found on the GPUs from `first` on, or {"failed": the last line of who
+    ended first}."""
     port = free_port()
     where = scratch / f"{name}-{which}-{size}"
     words = [sys.executable, "-m", "bench.learners", "--jobs", name, "--side", which]
     words += ["--steps", str(args.steps), "--port", str(port), "--found", str(where)]
     words += ["--cpu"] if args.cpu else []
-    env = os.environ | ({"OMP_NUM_THREADS": "1"} if args.cpu else {})
+    gpus = ",".join(str(first + rank) for rank in range(size))
+    env = os.environ | ({"OMP_NUM_THREADS": "1"} if args.cpu else {"CUDA_VISIBLE_DEVICES": gpus})
     logs = [where.with_suffix(f".{rank}.log") for rank in range(size)]
     started = []
     for rank, log in enumerate(logs):
@@ -326,12 +343,10 @@ def main() -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name, job in jobs.items():
-            found_by: dict[str, dict[int, Found]] = {"ours": {}, "peer": {}}
-            for size in sizes:
-                for which in ("ours",) if args.no_peer else ("ours", "peer"):
-                    found_by[which][size] = side(name, which, size, args, Path(scratch))
-                    print(f"{name}, {size}: {which}: {found_by[which][size]}", file=sys.stderr)
-            rows += rows_of(job, found_by["ours"], found_by["peer"])
+            by_size = {size: beside(name, size, args, Path(scratch)) for size in sizes}
+            print(f"{name}: {by_size}", file=sys.stderr)
+            mine, theirs = ({n: by.get(which, {}) for n, by in by_size.items()} for which in SIDES)
+            rows += rows_of(job, mine, theirs)
             merge("learners", rows, args.out, steps=args.steps, length=LENGTH)
     met = show("Learner ranks", rows)
     print(args.out / "learners.json")

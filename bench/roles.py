@@ -6,8 +6,9 @@
 
 MODEL is a folder, or the name of shapes that get random weights. Adapters learn, so that it is not the
 time of a disk that is measured (`bench.broadcast` has whole models). The same run in one process, by
-roles at level 0, and by roles at level 1: seconds of a step (the median, the first two left out), and
-how long engine and learner were idle in it. Rows are JSON, one a way.
+roles at level 0, by roles at level 1, and by two engines and two ranks of the learner that share two
+GPUs at level 0: seconds of a step (the median, the first two left out), and how long engine and
+learner were idle in it. `--ways` names some of them; rows go to bench/baselines/roles.json.
 """
 
 from __future__ import annotations
@@ -26,15 +27,23 @@ import yaml
 
 from bench import vocabulary
 from bench.broadcast import MODELS
+from bench.record import Row, merge, settle, show
 from bench.shapes import random_model
 from lowroll.metrics.record import read
 from lowroll.model import hf
 
 WAYS: dict[str, dict[str, Any]] = {
-    "one process": {},
-    "roles, level 0": {"launcher": "local"},
-    "roles, level 1": {"launcher": "local", "asynchrony": {"max_async_level": 1}},
+    "process": {},
+    "roles-0": {"launcher": "local"},
+    "roles-1": {"launcher": "local", "asynchrony": {"max_async_level": 1}},
+    "both-on-both": {"launcher": "local", "train": {"gpus": 2}, "rollout": {"engines": 2}},
 }
+COMPARED = (
+    ("roles-0", "process", 0.95),
+    ("roles-1", "roles-0", 1.6),
+    ("roles-1", "process", None),
+    ("both-on-both", "process", None),
+)
 WARM = 2  # steps that are left out
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
@@ -53,10 +62,20 @@ def settings(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace, way: str, out: Path) -> dict[str, Any]:
-    """A row: one run."""
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `more` in it, section by section."""
+    inner = {
+        key: merged(base[key], value)
+        for key, value in more.items()
+        if isinstance(value, dict) and key in base
+    }
+    return base | more | inner
+
+
+def measure(args: argparse.Namespace, way: str, out: Path) -> dict[str, float]:
+    """Medians over the steps of one run."""
     file = out.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(settings(args, out) | WAYS[way]))
+    file.write_text(yaml.safe_dump(merged(settings(args, out), WAYS[way])))
     env = os.environ | ({"OMP_NUM_THREADS": "1"} if args.cpu else {})
     command = [sys.executable, "-m", "lowroll", "grpo", str(file), *args.settings]
     subprocess.run(command, check=True, env=env, stdout=sys.stderr)
@@ -67,13 +86,26 @@ def measure(args: argparse.Namespace, way: str, out: Path) -> dict[str, Any]:
 
     step, draws, learns = median("time/step"), median("time/generate"), median("time/learn")
     return {
-        "way": way,
         "step_s": step,
         "generate_s": draws,
         "learn_s": learns,
         "engine_idle": max(0.0, 1 - draws / step),
         "learner_idle": max(0.0, 1 - learns / step),
     }
+
+
+def rows_of(title: str, found: dict[str, dict[str, float]], on_gpus: bool) -> list[Row]:
+    """A row a way over one process, and level 1 over level 0. On a CPU all share its cores, and
+    nothing is demanded."""
+    rows = []
+    for way, over, must in COMPARED:
+        if way in found and over in found:
+            ours, other = (found[name]["step_s"] for name in (way, over))
+            said = ", ".join(f"{name} {value:.3g}" for name, value in found[way].items())
+            name = f"{title}: {way} over {over}"
+            demand = must if on_gpus else None
+            rows.append(Row(name, "s a step", ours, other, other / ours, must=demand, note=said))
+    return rows
 
 
 def folder(args: argparse.Namespace, scratch: Path) -> str:
@@ -87,7 +119,7 @@ def folder(args: argparse.Namespace, scratch: Path) -> str:
     return str(made)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("settings", nargs="*", help="key=value, for every way")
@@ -96,16 +128,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--cache", type=int, default=16384)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"out of {', '.join(WAYS)}")
     args = parser.parse_intermixed_args()
-    rows = []
+    ways = args.ways.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        parser.error(f"--ways: unknown {unknown[0]!r}; expected some of {', '.join(WAYS)}")
+    _, out = settle(parser, "cpu" if args.cpu else "cuda", args.out)
+    title = f"{Path(args.model).name}, {args.batch} x {args.tokens} tokens"
+    found = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         args.model = folder(args, Path(scratch))
-        for number, way in enumerate(WAYS):
-            rows.append(measure(args, way, Path(scratch) / f"run{number}"))
-            print(json.dumps(rows[-1]), flush=True)
-    one, level0, level1 = (row["step_s"] for row in rows)
-    print(json.dumps({"overhead_of_roles": level0 / one - 1, "level_1_over_0": level0 / level1}))
+        for way in ways:
+            found[way] = measure(args, way, Path(scratch) / way)
+            print(way, json.dumps(found[way]), flush=True)
+    rows = rows_of(title, found, not args.cpu)
+    print(merge("roles", rows, out, steps=args.steps, settings=args.settings))
+    return 0 if show("Roles", rows) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -415,11 +415,11 @@ REASONS: dict[str, str] = {
         for c in CONCURRENCY
         for what, why in {
             "requests a second": "a prompt token's products take 17.3 us at 754 TFLOP/s, attention, "
-            "gate, norms and rotations 2.1, and the host waited at five uploads of each pass over "
-            "prompts, which is mended and not measured beside vLLM yet (docs/log/engine.md)",
-            "time to first token": "the host waited for each pass over prompts, so news of a turn "
-            "left when the next had ended, which is mended and not measured beside vLLM yet "
-            "(docs/log/engine.md)",
+            "gate, norms and rotations 2.1; a pass over prompts is launched from the host, and with "
+            "16 clients that costs most (docs/log/engine.md)",
+            "time to first token": "a request that comes waits for the turn that runs, a pass of up "
+            "to 4,096 prompt tokens or 8 steps of decoding (gaps of 84 to 354 ms), and then for its "
+            "own pass (docs/log/engine.md)",
             "time of a token": "the fewer requests a second, the longer first token or time of a "
             "token: clients = rate x (first token + 127 x time of a token)",
         }.items()

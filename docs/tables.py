@@ -248,6 +248,7 @@ def commands() -> str:
     )
 
 
+ON_GPUS = ("learners", "replicas", "roles")
 ON_GPU = ("decode", "kv", "train", "step", "memory", "server")
 
 
@@ -256,7 +257,7 @@ def measured() -> str:
     paths = [
         path
         for path in sorted((ROOT / "bench" / "baselines").glob("*.json"))
-        if path.stem not in (*ON_GPU, "scale")
+        if path.stem not in (*ON_GPU, *ON_GPUS, "scale")
     ]
     return (
         "\n".join(_file(path.stem) for path in paths)
@@ -267,6 +268,17 @@ def measured() -> str:
 def gpu() -> str:
     """Every row of `make bench-gpu`, a table a file."""
     return "\n".join(_file(name) for name in ON_GPU if _stored(name)) or NOT_RUN
+
+
+def gpus() -> str:
+    """What the commands for two and more GPUs stored, a table a file, with the rows' notes."""
+    found = [(name, _stored(name)) for name in ON_GPUS]
+    lines = []
+    for name, record in found:
+        if record:
+            noted = [f"- {row['name']}: {row['note']}" for row in record["rows"] if row["note"]]
+            lines += [_file(name), *noted, ""]
+    return "\n".join(lines) or NOT_RUN
 
 
 def scale() -> str:
@@ -581,6 +593,7 @@ PARTS: dict[str, Callable[[], str]] = {
         commands,
         measured,
         gpu,
+        gpus,
         targets,
         scale,
         curves,

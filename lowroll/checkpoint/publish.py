@@ -25,6 +25,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ TEMPORARY = ".tmp-lowroll-"  # ours alone: leftovers are removed wherever a fold
 FORMAT = 1
 _CHUNK = 1 << 20
 _MOST_MANIFEST = 16 << 20
+_MOST_READERS = 16
 
 
 class DamagedError(ValueError):
@@ -74,13 +76,12 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
         faultpoint("publish.begin")
         write(tmp)
         faultpoint("publish.written")
-        files = {}
-        for name in _file_names(tmp):
-            files[name] = {
-                "size": (tmp / name).stat().st_size,
-                "sha256": _sync_and_digest(tmp / name),
-            }
-            faultpoint(f"publish.synced/{name}")
+        names, files = _file_names(tmp), {}
+        with _readers() as pool:
+            digests = pool.map(_sync_and_digest, [tmp / name for name in names])
+            for name, digest in zip(names, digests, strict=True):
+                files[name] = {"size": (tmp / name).stat().st_size, "sha256": digest}
+                faultpoint(f"publish.synced/{name}")
         (tmp / MANIFEST).write_bytes(encode_manifest(files, meta))
         faultpoint("publish.manifest_written")
         _sync_and_digest(tmp / MANIFEST)
@@ -122,8 +123,13 @@ def verify_folder(path: Path) -> dict[str, Any]:
             raise DamagedError(
                 f"{printable(file)}: {status.st_size} bytes, {entry['size']} were published"
             )
-        if _digest(file) != entry["sha256"]:
-            raise DamagedError(f"{printable(file)}: SHA-256 differs from what was published")
+    with _readers() as pool:
+        digests = pool.map(_digest, [path / name for name in files])
+        for (name, entry), digest in zip(files.items(), digests, strict=True):
+            if digest != entry["sha256"]:
+                raise DamagedError(
+                    f"{printable(path / name)}: SHA-256 differs from what was published"
+                )
     return meta
 
 
@@ -272,6 +278,11 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
         or not isinstance(entry.get("sha256"), str)
     ):
         raise DamagedError(f"{path}: {printable(name)}: expected a size and a sha256")
+
+
+def _readers() -> ThreadPoolExecutor:
+    """For digests of several files at once, which is most of what a large folder costs."""
+    return ThreadPoolExecutor(min(_MOST_READERS, os.cpu_count() or 1))
 
 
 def _digest(path: Path) -> str:

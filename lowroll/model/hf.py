@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.layouts import FLOATS, Header, Layout, describe, read_layout
 from lowroll.types import printable
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 1 << 30  # of a file of weights: readers and writers take several at once
+_WRITERS = 8
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -294,7 +300,7 @@ def _decode_low_bit(
 
 def _weight_files(folder: Path) -> dict[str, Path]:
     """HF tensor name -> safetensors file, from the single file or the index."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, single = folder / INDEX, folder / WEIGHTS
     if single.is_file():  # it wins over an index beside it, as in transformers
         return dict.fromkeys(tensor_headers(single), single)
     if index.is_file():
@@ -505,8 +511,42 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def write(
     files: tuple[dict[str, Any], dict[str, Tensor]], target: Path, tokenizer_from: str | Path | None
 ) -> None:
-    """Write the `contents` of a model into an existing folder."""
+    """Write the `contents` of a model into an existing folder: one file of weights, or, beyond
+    SHARD_BYTES, several at once and an index, as transformers has them."""
     config, tensors = files
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    shards = _shards(tensors)
+    if len(shards) > 1:
+        (target / INDEX).write_text(json.dumps(_index(shards), indent=2) + "\n")
+    with ThreadPoolExecutor(_WRITERS) as pool:  # safetensors lets go of Python's lock
+        written = [
+            pool.submit(save_file, shard, target / name, metadata={"format": "pt"})
+            for name, shard in shards.items()
+        ]
+        for one in written:
+            one.result()
     copy_tokenizer(tokenizer_from, target)
+
+
+def _shards(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """What each file holds, in the order of the tensors."""
+    parts: list[dict[str, Tensor]] = [{}]
+    room = SHARD_BYTES
+    for name, tensor in tensors.items():
+        if parts[-1] and tensor.nbytes > room:
+            parts.append({})
+            room = SHARD_BYTES
+        parts[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(parts) == 1:
+        return {WEIGHTS: parts[0]}
+    return {
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
+        for number, part in enumerate(parts, 1)
+    }
+
+
+def _index(shards: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    size = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
+    places = {name: file for file, shard in shards.items() for name in shard}
+    return {"metadata": {"total_size": size}, "weight_map": places}

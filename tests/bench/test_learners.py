@@ -37,8 +37,8 @@ def test_rows_hold_ranks_against_one_and_against_the_peer() -> None:
 def test_two_ranks_learn_and_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learners, "DEADLINE_S", 300.0)
     args = argparse.Namespace(steps=1, cpu=True)
-    made = side("tiny", "ours", 2, args, tmp_path)
+    made = side("tiny", "ours", 2, 0, args, tmp_path)
     assert made.keys() >= {"seconds", "gather_s", "write_s"} and made["published_bytes"] > 1e6, made
     assert json.loads((tmp_path / "tiny-ours-2").read_text()) == made
-    lost = side("tiny", "neither", 1, args, tmp_path)
+    lost = side("tiny", "neither", 1, 0, args, tmp_path)
     assert lost["failed"].startswith("rank 0: ")

@@ -121,6 +121,33 @@ def test_shards_load_as_the_single_file_does(family: str, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_what_we_shard_transformers_loads_and_no_bit_differs(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf_folder(tmp_path / "m", family)
+    model = hf.load(tmp_path / "m")
+    hf.save(model, tmp_path / "single")
+    monkeypatch.setattr(hf, "SHARD_BYTES", 20_000)
+    hf.save(model, tmp_path / "several")
+    index = json.loads((tmp_path / "several" / hf.INDEX).read_text())
+    names = sorted(set(index["weight_map"].values()))
+    assert names == sorted(p.name for p in (tmp_path / "several").glob("*.safetensors"))
+    assert len(names) > 2 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    held = [load_file(tmp_path / "several" / name) for name in names]
+    assert all(
+        len(part) == 1 or sum(tensor.nbytes for tensor in part.values()) <= 20_000 for part in held
+    )
+    assert index["metadata"]["total_size"] == sum(t.nbytes for part in held for t in part.values())
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "several", output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    one, other = (hf.load(tmp_path / name) for name in ("single", "several"))
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_a_single_file_wins_over_an_index_beside_it_as_in_transformers(
     folder: Path, tmp_path: Path
 ) -> None:
