@@ -469,6 +469,7 @@ class Block:
             one_pass=side.random() < 0.5,
             **options,
         )
+        self.engine.scheduler.passes = random.Random(f"passes {seed}").choice([1, 2, 16])
         self.side = random.Random(f"looks {seed}")
         self.looks: list[tuple[int, int, Drawn]] = []  # by handle and sample
         self.recorder = Recorder(self.engine) if self.kv else None
@@ -496,7 +497,9 @@ class Block:
             self.engine.runner.decoder,
             (self.version, self.family.large_batch is not None),
         )
-        hits = {c.sequence.group.handle: c.start for c in plan.prefills}
+        hits = {
+            c.sequence.group.handle: c.start for c in reversed(plan.prefills)
+        }  # the first one's
         hits |= {group.handle: group.num_prefilled for group in self.engine.scheduler._prefilling}
         for handle in (
             hits.keys() - self.made.keys()

@@ -85,7 +85,7 @@ class NativeEngine:
     the requests that will be in it together, can use, and no more than a quarter of the free
     memory. Without any: `max_batch` samples of 4,096 tokens, one whole context at least and 16 GiB
     at most (`kv.capacity`). max_batch: samples decoded at once. max_prefill_tokens: prompt tokens a
-    step. prefill_chunk: longest piece of a prompt in one step, None for whole prompts. noisy:
+    pass. prefill_chunk: longest piece of a prompt in one pass, None for whole prompts. noisy:
     `update_weights` may put noise on the norms. large_batch_weights: a second format, kept beside
     the first and used while many rows decode and for prompts (`engine.decoder`); each token's
     policy span has the digest of the weights that drew it.
@@ -94,16 +94,17 @@ class NativeEngine:
     record_evictions: rollouts say which keys a bounded cache dropped (`types.Evictions`).
     lookahead: decode steps between two looks of the host, at which tokens are seen and requests get
     in, for requests that come one by one: prompts also run together, once in `gather` steps
-    (default: one fewer). None is the device's best for requests that are there from the beginning
-    (16 on CUDA). one_pass: rows that decode beside prompts take their step in the pass over those
-    (dense cache, no large_batch_weights). Tokens depend on none of these.
+    (default: one fewer). None is the device's best for requests that are there from the beginning:
+    16 on CUDA, and as many passes over prompts. one_pass: rows that decode beside prompts take their
+    step in the pass over those (dense cache, no large_batch_weights). Tokens depend on none of these.
     max_model_len: tokens of the longest prompt with its response, where the model could take longer
     ones. memory_share: of the device's memory, which weights and a KV cache of no given size may fill.
     prefix_caching: a prompt finds the pages of an earlier one with the same beginning.
     turn_caching: the next turn of a conversation also finds the pages of what was drawn in the turn
     before. Keys that a decode step made differ in their last bits from those of a prompt that runs,
     and so do the log-probs behind them. It needs the dense cache, unrounded, and one format.
-    cuda_graphs: False starts the kernels of a decode step one by one, to look for a fault.
+    cuda_graphs: False starts the kernels of a decode step or a short pass over prompts one by one,
+    to look for a fault.
     ValueError names the argument that is wrong.
     """
 
@@ -359,10 +360,12 @@ class NativeEngine:
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
-        """Compile and capture now what a decode step of any size of batch needs (seconds, on CUDA),
-        not on the way."""
+        """Compile and capture now what a decode step of any size of batch and short passes over
+        prompts need (seconds, on CUDA), not on the way."""
         self.runner.cache.restore()
         self.runner.decoder.warm_up()
+        if self.runner.short is not None:
+            self.runner.short.warm_up()
 
     def so_far(self, handle: int) -> list[Drawn]:
         """What each sample of a request has drawn, in sample order; [] once `step` has returned its
@@ -594,6 +597,7 @@ class NativeEngine:
             max_prefill_tokens=max_prefill_tokens,
             prefill_chunk=prefill_chunk,
             lookahead=lookahead or self.runner.lookahead,
+            passes=1 if lookahead else self.runner.lookahead,
             gather=(lookahead or 1) - 1 if gather is None else gather,
             eos_ids=self._eos_ids(),
             decode=decode,

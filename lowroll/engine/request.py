@@ -116,6 +116,11 @@ def _length(request: Request) -> str:
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
     if not isinstance(ids, list | tuple):
         raise ValueError(f"{name}: expected a list of token ids, got {_show(ids)}")
+    if (
+        set(map(type, ids)) <= {int}
+        and 0 <= min(ids, default=0) <= max(ids, default=0) < vocab_size
+    ):
+        return
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:  # a bool is no token id
             raise ValueError(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowroll.engine.decoder import MOST_STEPS, Decoder, Steps, plain
+from lowroll.engine.prompts import ShortPasses
 from lowroll.engine.sampler import (
     Ranks,
     SamplingBatch,
@@ -126,17 +127,22 @@ class Runner:
         self.decoder = Decoder(
             model, large_batch_model, self.cache, max_batch, longest, self.selector, cuda_graphs
         )
+        self.short: ShortPasses | None = None
+        if self.decoder.watcher is None and ShortPasses.supports(model, self.cache):
+            self.short = ShortPasses(large_batch_model or model, self.cache, cuda_graphs)
 
     @property
     def lookahead(self) -> int:
-        """Steps that decoding rows may take without the host: more than one where starting a step
-        is what costs."""
+        """Steps that decoding rows may take without the host, and passes over prompts: more than
+        one where starting them is what costs."""
         return MOST_STEPS if self.model.device.type == "cuda" else 1
 
     def release(self) -> None:
         """Give the cache's memory away until the next step."""
         if self.cache.virtual_memory is None:
             self.decoder.forget()
+            if self.short is not None:
+                self.short.forget()
         self.cache.release()
 
     @torch.inference_mode()
@@ -156,21 +162,26 @@ class Runner:
             for state in self.states:
                 state.copy(plan.forks)
         self.cache.copy_pages(plan.copies)
-        together = self.one_pass and bool(plan.prefills) and not plan.checks
+        together = self.one_pass and bool(plan.passes) and not plan.checks
         steps = None
         if plan.decodes and not together:
             steps = self.decoder.start(plan.decodes, plan.steps)
         if plan.begun:
             for state in self.states:
                 state.begin(plan.begun)
-        first, checked_TD = None, None
-        if plan.prefills or plan.checks:
-            beside = plan.decodes if together else []
-            first, checked_TD = self._prefill(plan.prefills, plan.checks, beside)
+        firsts, checked_TD = list[First](), None
+        checks, beside = plan.checks, plan.decodes if together else []
+        for prefills in plan.passes:
+            first, hidden_TD = self._prefill(prefills, checks, beside)
+            if first is not None:
+                firsts.append(first)
+            if checks:
+                checked_TD = hidden_TD
+            checks, beside = [], []  # they run once
         if self.model.device.type == "cuda":
             meanwhile()
         drawn = [] if steps is None else self._read(plan, steps)
-        if first is not None:
+        for first in firsts:
             drawn += first.read(self.large_batch_model is not None)
         if checked_TD is not None:
             drawn += self._follow(checked_TD, plan.checks)
@@ -329,6 +340,9 @@ class Runner:
         for i in (*fresh, *later):
             ids += pieces[i][2]
             last_rows[i] = len(ids) - 1
+        last_rows = last_rows[: len(prefills)]
+        if self.short is not None and not (beside or checks) and self.short.takes(chunks):
+            return self.short.run(ids, chunks), last_rows
         prompts = PagedAttention(
             self.cache,
             [chunks[i] for i in fresh],
@@ -340,7 +354,6 @@ class Runner:
         pos_T = upload(
             torch.cat([torch.arange(c.start, c.stop) for c in prompts.chunks]), model.device
         )
-        last_rows = last_rows[: len(prefills)]
         if not beside:
             return model(ids_T, pos_T, prompts), last_rows
         ids_B, rows = self.decoder.place(beside)

@@ -47,7 +47,8 @@ from dataclasses import replace
 from lowroll.engine.base import Drawn
 from lowroll.engine.drafts import Replays, agreed, begin, drawn, plan_checks
 from lowroll.engine.outcome import behavior_salt, drawn_by, give_up, rollouts_of
-from lowroll.engine.sequence import Compaction, LiveGroup, Plan, PrefillChunk, Sequence
+from lowroll.engine.pieces import plan_passes
+from lowroll.engine.sequence import Compaction, LiveGroup, Plan, Sequence
 from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
 from lowroll.kv.policy.base import CachePolicy, footprint, num_pages, prompt_slot
@@ -59,8 +60,9 @@ class Scheduler:
     """See the top of the file.
 
     kv: the cache policy. max_batch: slots, i.e. samples admitted at once. max_prefill_tokens:
-    prompt tokens of one step (a single chunk may exceed it, so that every prompt can run).
-    prefill_chunk: longest chunk of a prompt in one step, None for whole prompts. lookahead: most
+    prompt tokens of one pass (a single chunk may exceed it, so that every prompt can run). passes:
+    most passes over prompts between two plans, in which rows that decode take one step.
+    prefill_chunk: longest chunk of a prompt in one pass, None for whole prompts. lookahead: most
     steps that decode rows take between two plans, when no prompt waits for its turn. gather: steps
     that decode rows take before other prompts run, 0 for none. behavior: how
     tokens are drawn now; its last policy span names the weights. decode: token ids to text, needed
@@ -79,6 +81,7 @@ class Scheduler:
         prefill_chunk: int | None = None,
         lookahead: int = 1,
         gather: int = 0,
+        passes: int = 1,
         eos_ids: Iterable[int] = (),
         decode: Callable[[list[int]], str] | None = None,
         evictions: Callable[[int | None], Evictions] | None = None,
@@ -88,6 +91,7 @@ class Scheduler:
             ("max_prefill_tokens", max_prefill_tokens),
             ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk),
             ("lookahead", lookahead),
+            ("passes", passes),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -98,6 +102,7 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self.lookahead = lookahead
         self.gather = gather
+        self.passes = passes
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.evictions = evictions
@@ -232,13 +237,15 @@ class Scheduler:
         begun = [sequence for sequence in self._running if sequence.token_ids]
         forks, copies = self._fork_all(begun)
         rows = [sequence for sequence in begun if not sequence.draft]
-        checks, tokens = plan_checks(begun, self.max_prefill_tokens, self.prefill_chunk)
+        budget, longest = self.max_prefill_tokens, self.prefill_chunk
+        checks, tokens = plan_checks(begun, budget, longest)
         due = checks or not rows or self._prompts_are_due()
-        prefills = self._plan_prefills(tokens) if due else []
+        count = self.passes if due else 0
+        passes = plan_passes(self._prefilling, count, budget, longest, tokens)
         # half as many while others wait for rows that end
         most = max(1, self.lookahead // 2) if self._waiting else self.lookahead
         ahead = [s.until - s.position for s in rows]
-        steps = 1 if prefills or checks else min(most, max(ahead, default=1))
+        steps = 1 if passes else min(most, max(ahead, default=1))
         limits = [min(steps, tokens) for tokens in ahead]
         growing = [*zip(rows, limits, strict=True), *((c.sequence, len(c.ids)) for c in checks)]
         for sequence, tokens in growing:
@@ -247,9 +254,9 @@ class Scheduler:
             if missing > 0:
                 sequence.pages += self.pool.allocate(missing)
                 self._reserve(sequence, sequence.reserved_pages - missing)
-        self._steps = 0 if prefills else self._steps + steps
+        self._steps = 0 if any(passes) else self._steps + steps
         slots, self._begun = self._begun, []
-        return Plan(compactions, forks, copies, rows, steps, limits, slots, prefills, checks)
+        return Plan(compactions, forks, copies, rows, steps, limits, slots, passes, checks)
 
     def commit(
         self,
@@ -524,30 +531,6 @@ class Scheduler:
             return True
         tokens = sum(len(group.request.prompt_ids) for group in self._prefilling)
         return tokens >= self.max_prefill_tokens
-
-    def _plan_prefills(self, taken: int) -> list[PrefillChunk]:
-        """Pieces of prompts, beside `taken` tokens of drafts."""
-        chunks: list[PrefillChunk] = []
-        budget = self.max_prefill_tokens - taken
-        unfinished: list[LiveGroup] = []
-        while self._prefilling:
-            group = self._prefilling[0]
-            start = group.num_prefilled
-            length = len(group.request.prompt_ids)
-            stop = min(length, start + (self.prefill_chunk or length))
-            if (chunks or taken) and stop - start > budget:
-                break
-            self._prefilling.popleft()
-            is_last = stop == length
-            samples = tuple(group.sequences) if is_last else ()
-            chunks.append(PrefillChunk(group.leader, start, stop, is_last, samples))
-            budget -= stop - start
-            group.leader.cached_len = start
-            group.num_prefilled = stop
-            if not is_last:
-                unfinished.append(group)
-        self._prefilling.extendleft(reversed(unfinished))
-        return chunks
 
     def _publish_prompt(self, group: LiveGroup) -> None:
         """Offer the full prompt pages to later requests, unless the behaviour changed while the

@@ -199,7 +199,8 @@ class Plan:
 
     No page is both a source and a target of `copies`. The decode rows take up to `steps` steps
     before the next plan, each at most its number in `limits`: it has the pages for that, and what
-    is drawn for it behind that means nothing.
+    is drawn for it behind that means nothing. The passes over prompts run one after the other;
+    checks run in the first, beside its prompts or alone.
     """
 
     compactions: list[Compaction]
@@ -209,5 +210,10 @@ class Plan:
     steps: int
     limits: list[int]
     begun: list[int]  # slots in which a prompt begins
-    prefills: list[PrefillChunk]
-    checks: list[Check]  # of drafts; they run with the prompts
+    passes: list[list[PrefillChunk]]
+    checks: list[Check]  # of drafts
+
+    @property
+    def prefills(self) -> list[PrefillChunk]:
+        """The chunks of all passes, in their order."""
+        return [chunk for chunks in self.passes for chunk in chunks]

@@ -30,7 +30,7 @@ from lowroll.kernels.attention.decode import gather_pages, paged_decode, write_p
 from lowroll.kernels.compact.move import move
 from lowroll.kv.policy.base import Selector
 from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
-from lowroll.model.attention import Attend, suffixes, upload, varlen
+from lowroll.model.attention import Attend, packed, suffixes, upload, varlen
 from lowroll.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class KVCache:
     page, G, width] a layer, one for each of `columns`. `virtual_memory` is the memory behind it on
     CUDA, whose address survives `release`; None where there is no such memory.
     """
+
+    skips_negative_slots = True  # `write` leaves out tokens with such
 
     def __init__(
         self,
@@ -216,6 +218,11 @@ class Chunk:
     def num_tokens(self) -> int:
         return self.stop - self.start
 
+    def slots(self, page_size: int) -> Tensor:
+        """Where the sequence's tokens lie, from its first to the chunk's last."""
+        slots_PS = torch.tensor(self.pages)[:, None] * page_size + torch.arange(page_size)
+        return slots_PS.flatten()[: self.stop]
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -259,7 +266,8 @@ class PagedAttention:
         self.cache = cache
         self.selector = selector
         self.chunks = [*fresh, *later]
-        slots = [self._slots(c)[c.start :] for c in self.chunks]
+        page_size = cache.page_size
+        slots = [c.slots(page_size)[c.start :] for c in self.chunks]
         self.slots_T = upload(torch.cat(slots), device)
         self.num_fresh = sum(c.num_tokens for c in fresh)
         self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
@@ -268,14 +276,8 @@ class PagedAttention:
         for some in _portions(later):
             lengths = [c.num_tokens for c in some]
             totals = [c.stop for c in some]
-            slots_T = upload(torch.cat([self._slots(c) for c in some]), device)
+            slots_T = upload(torch.cat([c.slots(page_size) for c in some]), device)
             self.later.append((sum(lengths), slots_T, suffixes(lengths, totals, device)))
-
-    def _slots(self, chunk: Chunk) -> Tensor:
-        """Where the sequence's tokens lie, from its first to the chunk's last."""
-        size = self.cache.page_size
-        slots_PS = torch.tensor(chunk.pages)[:, None] * size + torch.arange(size)
-        return slots_PS.flatten()[: chunk.stop]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
@@ -290,6 +292,21 @@ class PagedAttention:
         if self.selector is not None:
             self.selector.prefilled(layer, q_THd, self.chunks)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@dataclass(frozen=True)
+class PackedPrompts:
+    """`attend` for whole prompts that lie on the device with their bounds, int32 [prompts + 1], none
+    longer than `longest`: nothing of it waits for the host. A negative slot is none."""
+
+    cache: KVCache
+    slots_T: Tensor
+    bounds: Tensor
+    longest: int
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
+        return packed(q_THd, k_TGd, v_TGd, self.bounds, self.longest)
 
 
 @dataclass(frozen=True)

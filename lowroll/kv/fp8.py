@@ -30,6 +30,8 @@ from lowroll.model.transformer import Block, Transformer
 class Float8Cache(KVCache):
     """channels_LGF: int64, the channels that have a second code."""
 
+    skips_negative_slots = False
+
     def __init__(
         self,
         spec: ModelSpec,

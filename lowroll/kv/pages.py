@@ -148,9 +148,9 @@ class PagePool:
 def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes) -> list[bytes]:
     """One 16-byte key for each full page of `token_ids` (a partial last page has none)."""
     key = blake2b(salt, digest_size=16).digest()
+    tokens, size = array("q", token_ids).tobytes(), 8 * page_size
     keys = []
-    for start in range(0, len(token_ids) - page_size + 1, page_size):
-        tokens = array("q", token_ids[start : start + page_size]).tobytes()
-        key = blake2b(key + tokens, digest_size=16).digest()
+    for start in range(0, len(tokens) - size + 1, size):
+        key = blake2b(key + tokens[start : start + size], digest_size=16).digest()
         keys.append(key)
     return keys

@@ -84,6 +84,15 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
     return attend
 
 
+def packed(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    """Causal attention over packed sequences whose bounds, int32 [S + 1], lie on the device; equal
+    ones are no sequence. Where flash attention takes the heads, nothing waits for the host."""
+    if _flashes(q_THd):
+        return _flash(q_THd, k_TGd, v_TGd, bounds, longest, bounds, longest)
+    lengths = [length for length in bounds.diff().tolist() if length]
+    return varlen(lengths, q_THd.device)(0, q_THd, k_TGd, v_TGd)
+
+
 def suffixes(
     lengths: Sequence[int],
     totals: Sequence[int],
@@ -215,13 +224,12 @@ def _stack(q_SHLd: Tensor, k_SGLd: Tensor, v_SGLd: Tensor) -> Tensor:
 
 
 def _flashes(q_THd: Tensor) -> bool:
-    """Does torch's flash attention take such queries?"""
-    return (
-        q_THd.is_cuda
-        and q_THd.dtype in (torch.bfloat16, torch.float16)
-        and q_THd.shape[-1] % 8 == 0
-        and q_THd.shape[-1] <= 256
-    )
+    return q_THd.is_cuda and flashes(q_THd.dtype, q_THd.shape[-1])
+
+
+def flashes(dtype: torch.dtype, head_dim: int) -> bool:
+    """Does torch's flash attention take such heads, on CUDA?"""
+    return dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
 
 
 def _flash(

@@ -32,7 +32,8 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.memory.weights import adapted, largest
 
 FLOAT = 4
-MOST_PREFILL = 8192  # prompt tokens of a step (`engine.native`)
+MOST_PREFILL = 8192  # prompt tokens of a pass (`engine.native`)
+MOST_SHORT = 1024  # of one that is a graph (`engine.prompts`)
 
 
 @dataclass(frozen=True)
@@ -207,29 +208,34 @@ def generating(
 ) -> int:
     """Bytes of a step of the engine: its prompts in one pass, and the logits of the samples that
     begin. prompts: tokens; samples: in flight at most."""
-    spec = model.spec
     item = (get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype).itemsize
-    tokens = max(samples, min(MOST_PREFILL, prompts))
+    block = _pass(model.spec, item, max(samples, min(MOST_PREFILL, prompts)))
+    return block + _dequantized(cfg, compute, model) + 2 * FLOAT * samples * model.spec.vocab_size
+
+
+def _pass(spec: ModelSpec, item: int, tokens: int) -> int:
+    """Bytes of a block's pass over so many prompt tokens."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if spec.num_experts:
         slots, wide = spec.experts_per_token, spec.moe_intermediate_size
         mlp = slots * (spec.hidden_size * 2 + wide)
     else:
         mlp = 3 * spec.intermediate_size
-    block = tokens * item * (3 * spec.hidden_size + max(2 * heads, mlp))
-    return block + _dequantized(cfg, compute, model) + 2 * FLOAT * samples * spec.vocab_size
+    return tokens * item * (3 * spec.hidden_size + max(2 * heads, mlp))
 
 
-def graphs(compute: Compute, model: Transformer, samples: int) -> int:
-    """What the graphs of decoding keep between two steps: the largest batch's logits and rows, once
-    in the graphs' pool and once in that of the stream that warms them up."""
+def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -> int:
+    """What the graphs keep between two steps. Of decoding: the largest batch's logits and rows, once
+    in the graphs' pool and once in that of the stream that warms them up. Of short passes over
+    prompts: a block's, with a matrix that is dequantized for it."""
     if compute.device.type != "cuda":
         return 0
     spec = model.spec
     wide = spec.experts_per_token * spec.hidden_size or spec.intermediate_size
     item = compute.dtype.itemsize
     each = FLOAT * spec.vocab_size + item * (4 * spec.hidden_size + 3 * wide)
-    return 2 * samples * each
+    short = _pass(spec, item, MOST_SHORT) + _dequantized(cfg, compute, model)
+    return 2 * samples * each + short
 
 
 def _dequantized(cfg: RunConfig, compute: Compute, model: Transformer) -> int:

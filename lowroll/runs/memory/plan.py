@@ -228,7 +228,7 @@ class Planner:
             "second format": weights.large_batch(cfg, model),
             "dense copies": weights.dense_copies(cfg, compute, model),
             "policy's state": state,
-            "graphs, kernels": graphs(compute, model, self._samples(cfg)) + kernels,
+            "graphs, kernels": graphs(cfg, compute, model, self._samples(cfg)) + kernels,
         }
 
     def _vllm(self, cfg: RunConfig) -> dict[str, int]:

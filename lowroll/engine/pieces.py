@@ -1,0 +1,47 @@
+"""Which pieces of prompts run together."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lowroll.engine.sequence import LiveGroup, PrefillChunk
+
+
+def plan_passes(
+    prompts: deque[LiveGroup], most: int, budget: int, longest: int | None, taken: int
+) -> list[list[PrefillChunk]]:
+    """Up to `most` passes over these prompts, in their order; what is planned of one is taken off.
+
+    budget: tokens of a pass, though a single piece may exceed it. longest: of a piece; None: whole
+    prompts. taken: tokens of drafts, which run in the first pass, beside its pieces or alone.
+    """
+    passes: list[list[PrefillChunk]] = []
+    while len(passes) < most and (taken or prompts):
+        passes.append(_plan_pass(prompts, budget - taken, longest, not taken))
+        taken = 0
+    return passes
+
+
+def _plan_pass(
+    prompts: deque[LiveGroup], budget: int, longest: int | None, may_exceed: bool
+) -> list[PrefillChunk]:
+    chunks: list[PrefillChunk] = []
+    unfinished: list[LiveGroup] = []
+    while prompts:
+        group = prompts[0]
+        start = group.num_prefilled
+        length = len(group.request.prompt_ids)
+        stop = min(length, start + (longest or length))
+        if stop - start > budget and (chunks or not may_exceed):
+            break
+        prompts.popleft()
+        is_last = stop == length
+        samples = tuple(group.sequences) if is_last else ()
+        chunks.append(PrefillChunk(group.leader, start, stop, is_last, samples))
+        budget -= stop - start
+        group.leader.cached_len = start
+        group.num_prefilled = stop
+        if not is_last:
+            unfinished.append(group)
+    prompts.extendleft(reversed(unfinished))
+    return chunks

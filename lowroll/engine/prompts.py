@@ -1,0 +1,127 @@
+"""Short passes over prompts: as a graph, where starting kernels is what costs.
+
+A pass over a few hundred tokens takes a GPU less time than the host needs to start its kernels one by
+one. So a pass over a few prompts (MOST_PROMPTS at most, none with pages before it) with no more tokens
+than the last of SIZES is padded to the next size, and reads all that changes from buffers on the
+device. Every pass of a size starts the same kernels: those of the first one by one, which compiles
+what is missing; the second time they are captured, and from then on replayed.
+
+What is padded is a sequence of its own behind the prompts, whose keys are written to no page. Tokens
+of other sequences see nothing of each other, so a prompt's numbers depend on the size that it runs in,
+and on nothing else beside it.
+
+As for a step of decoding (`engine.decoder`), new weights are written in place, and the graphs stay
+valid.
+
+Legend: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import overlapping
+from lowroll.kv.cache import Chunk, KVCache, PackedPrompts
+from lowroll.model.attention import flashes, upload
+from lowroll.model.transformer import Transformer
+
+SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+MOST_PROMPTS = 8
+NO_SLOT = -1
+
+
+class ShortPasses:
+    """See the top of the file. model: what prompts run on. captures: False starts every pass's
+    kernels one by one."""
+
+    def __init__(self, model: Transformer, cache: KVCache, captures: bool = True) -> None:
+        self.model, self.cache, self._captures = model, cache, captures
+        device = model.device
+        # ids, positions and slots of the tokens
+        self._tokens_3T = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=device)
+        self._bounds = torch.zeros(MOST_PROMPTS + 2, dtype=torch.int32, device=device)
+        self._hidden_TD = torch.empty(
+            SIZES[-1], model.spec.hidden_size, dtype=model.dtype, device=device
+        )
+        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}  # None: it has run uncaptured
+        self._pool: Any = None
+        self.replays = 0  # passes that ran as a graph
+
+    @staticmethod
+    def supports(model: Transformer, cache: KVCache) -> bool:
+        """Can a pass run without the host? It needs CUDA, flash attention, and a cache that leaves
+        out tokens without a slot."""
+        return (
+            model.device.type == "cuda"
+            and flashes(model.dtype, model.spec.head_dim)
+            and cache.skips_negative_slots
+        )
+
+    def takes(self, chunks: Sequence[Chunk]) -> bool:
+        """Are these few tokens, of few prompts from their first on?"""
+        return (
+            0 < len(chunks) <= MOST_PROMPTS
+            and all(chunk.start == 0 for chunk in chunks)
+            and sum(chunk.num_tokens for chunk in chunks) <= SIZES[-1]
+        )
+
+    def run(self, ids: list[int], chunks: Sequence[Chunk]) -> Tensor:
+        """Final hidden states [T, D] of the chunks' tokens, whose ids are `ids`, and of the padding;
+        the next pass overwrites them."""
+        size = next(size for size in SIZES if size >= len(ids))
+        tokens_3T = torch.zeros(3, size, dtype=torch.int64)
+        tokens_3T[0, : len(ids)] = torch.tensor(ids)
+        tokens_3T[1, : len(ids)] = torch.cat([torch.arange(chunk.stop) for chunk in chunks])
+        tokens_3T[2] = NO_SLOT
+        tokens_3T[2, : len(ids)] = torch.cat([c.slots(self.cache.page_size) for c in chunks])
+        bounds = list(accumulate((chunk.num_tokens for chunk in chunks), initial=0))
+        bounds += [size] * (len(self._bounds) - len(bounds))
+        self._tokens_3T[:, :size] = upload(tokens_3T, self.model.device)
+        self._bounds.copy_(upload(torch.tensor(bounds, dtype=torch.int32), self.model.device))
+        self._start(size)
+        return self._hidden_TD[:size]
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture all sizes now, instead of when each comes up a second time."""
+        self._tokens_3T[:2] = 0
+        self._tokens_3T[2] = NO_SLOT
+        for size in SIZES if self._captures else ():
+            self._bounds.fill_(size)
+            self._bounds[0] = 0
+            while self._graphs.get(size) is None:
+                self._start(size)
+
+    def forget(self) -> None:
+        """Drop the graphs: the storages behind them are about to move."""
+        self._graphs.clear()
+        self._pool = None
+
+    def _start(self, size: int) -> None:
+        if not self._captures or size not in self._graphs:
+            self._graphs[size] = None
+            self._pass(size)
+            return
+        graph = self._graphs[size]
+        if graph is None:
+            graph = self._graphs[size] = self._captured(size)
+        graph.replay()
+        self.replays += 1
+
+    def _captured(self, size: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._pass(size)
+        self._pool = self._pool or graph.pool()
+        return graph
+
+    def _pass(self, size: int) -> None:
+        ids_T, positions_T, slots_T = self._tokens_3T[:, :size].unbind()
+        attend = PackedPrompts(self.cache, slots_T, self._bounds, size)
+        with overlapping(self.model.device):
+            self._hidden_TD[:size] = self.model(ids_T, positions_T, attend)
