@@ -13,7 +13,7 @@ and on nothing else beside it.
 As for a step of decoding (`engine.decoder`), new weights are written in place, and the graphs stay
 valid.
 
-Legend: T tokens, D hidden size.
+Legend: T tokens, D hidden size, P prompts.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class ShortPasses:
         # ids, positions and slots of the tokens
         self._tokens_3T = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=device)
         self._bounds = torch.zeros(MOST_PROMPTS + 2, dtype=torch.int32, device=device)
-        self._hidden_TD = torch.empty(
-            SIZES[-1], model.spec.hidden_size, dtype=model.dtype, device=device
+        self._last_P = torch.zeros(MOST_PROMPTS, dtype=torch.int64, device=device)
+        self._hidden_PD = torch.empty(
+            MOST_PROMPTS, model.spec.hidden_size, dtype=model.dtype, device=device
         )
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}  # None: it has run uncaptured
         self._pool: Any = None
@@ -71,24 +72,29 @@ class ShortPasses:
         )
 
     def run(self, ids: list[int], chunks: Sequence[Chunk]) -> Tensor:
-        """Final hidden states [T, D] of the chunks' tokens, whose ids are `ids`, and of the padding;
-        the next pass overwrites them."""
+        """Final hidden states [P, D] of the chunks' last tokens; `ids` are those of all. The next
+        pass overwrites them."""
         size = next(size for size in SIZES if size >= len(ids))
         tokens_3T = torch.zeros(3, size, dtype=torch.int64)
         tokens_3T[0, : len(ids)] = torch.tensor(ids)
         tokens_3T[1, : len(ids)] = torch.cat([torch.arange(chunk.stop) for chunk in chunks])
         tokens_3T[2] = NO_SLOT
         tokens_3T[2, : len(ids)] = torch.cat([c.slots(self.cache.page_size) for c in chunks])
-        bounds = list(accumulate((chunk.num_tokens for chunk in chunks), initial=0))
-        bounds += [size] * (len(self._bounds) - len(bounds))
+        ends_P = torch.tensor(list(accumulate(chunk.num_tokens for chunk in chunks)))
+        bounds = torch.full(self._bounds.shape, size, dtype=torch.int32)
+        bounds[0], bounds[1 : len(chunks) + 1] = 0, ends_P
+        last_P = torch.zeros_like(self._last_P, device="cpu")
+        last_P[: len(chunks)] = ends_P - 1
         self._tokens_3T[:, :size] = upload(tokens_3T, self.model.device)
-        self._bounds.copy_(upload(torch.tensor(bounds, dtype=torch.int32), self.model.device))
+        self._bounds.copy_(upload(bounds, self.model.device))
+        self._last_P.copy_(upload(last_P, self.model.device))
         self._start(size)
-        return self._hidden_TD[:size]
+        return self._hidden_PD[: len(chunks)]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture all sizes now, instead of when each comes up a second time."""
+        self._last_P.zero_()
         self._tokens_3T[:2] = 0
         self._tokens_3T[2] = NO_SLOT
         for size in SIZES if self._captures else ():
@@ -124,4 +130,4 @@ class ShortPasses:
         ids_T, positions_T, slots_T = self._tokens_3T[:, :size].unbind()
         attend = PackedPrompts(self.cache, slots_T, self._bounds, size)
         with overlapping(self.model.device):
-            self._hidden_TD[:size] = self.model(ids_T, positions_T, attend)
+            self._hidden_PD.copy_(self.model(ids_T, positions_T, attend, self._last_P))

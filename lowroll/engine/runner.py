@@ -233,25 +233,19 @@ class Runner:
         """Run chunks of prompts and of drafts, and a step of the rows `beside` them in the same pass:
         a token of each of those, then of each sample whose prompt is through; and the hidden states
         along the drafts."""
-        hidden_TD, last_rows = self._forward(prefills, checks, beside)
-        through = [
-            (chunk.samples, row)
-            for chunk, row in zip(prefills, last_rows, strict=True)
-            if chunk.samples
-        ]
-        through[:0] = [((sequence,), row) for row, sequence in enumerate(beside)]
-        count = sum(len(check.ids) for check in checks)  # whose tokens are the last ones
-        checked_TD = hidden_TD[-count:] if checks else None
-        return self._begin(hidden_TD, through) if through else None, checked_TD
+        hidden_TD = self._forward(prefills, checks, beside)
+        drawing: list[tuple[Sequence, ...]] = [(sequence,) for sequence in beside]
+        drawing += [chunk.samples for chunk in prefills if chunk.samples]
+        first = self._begin(hidden_TD[: len(drawing)], drawing) if drawing else None
+        return first, hidden_TD[len(drawing) :] if checks else None
 
-    def _begin(self, hidden_TD: Tensor, through: list[tuple[tuple[Sequence, ...], int]]) -> First:
-        """A token of each of these samples, which draw from these rows."""
-        sequences = [sequence for samples, _ in through for sequence in samples]
-        device = hidden_TD.device
-        rows_P = upload(torch.tensor([row for _, row in through]), device)
-        logits_BV = self.model.logits(hidden_TD[rows_P])
-        if len(sequences) > len(through):
-            num_samples_P = upload(torch.tensor([len(samples) for samples, _ in through]), device)
+    def _begin(self, hidden_PD: Tensor, drawing: list[tuple[Sequence, ...]]) -> First:
+        """A token of each of these samples; those of one tuple draw from one row."""
+        sequences = [sequence for samples in drawing for sequence in samples]
+        device = hidden_PD.device
+        logits_BV = self.model.logits(hidden_PD)
+        if len(sequences) > len(drawing):
+            num_samples_P = upload(torch.tensor([len(samples) for samples in drawing]), device)
             logits_BV = logits_BV.repeat_interleave(
                 num_samples_P, dim=0, output_size=len(sequences)
             )
@@ -327,9 +321,9 @@ class Runner:
 
     def _forward(
         self, prefills: list[PrefillChunk], checks: list[Check], beside: list[Sequence]
-    ) -> tuple[Tensor, list[int]]:
-        """Hidden states of the last tokens of `beside`, of the tokens of chunks, then of checks, and
-        for each chunk the row of its last token."""
+    ) -> Tensor:
+        """Hidden states of the last tokens of `beside`, and of the chunks that end their prompts,
+        then of all tokens of the checks."""
         pieces = [(c.sequence, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in prefills]
         pieces += [(c.sequence, c.sequence.position, c.ids) for c in checks]
         chunks = [Chunk(at, at + len(some), s.pages, s.slot) for s, at, some in pieces]
@@ -340,9 +334,12 @@ class Runner:
         for i in (*fresh, *later):
             ids += pieces[i][2]
             last_rows[i] = len(ids) - 1
-        last_rows = last_rows[: len(prefills)]
-        if self.short is not None and not (beside or checks) and self.short.takes(chunks):
-            return self.short.run(ids, chunks), last_rows
+        through = [i for i, chunk in enumerate(prefills) if chunk.samples]
+        whole = len(through) == len(chunks) and not beside
+        if self.short is not None and whole and self.short.takes(chunks):
+            return self.short.run(ids, chunks)
+        checked = range(len(ids) - sum(len(check.ids) for check in checks), len(ids))
+        wanted = [*(last_rows[i] for i in through), *checked]
         prompts = PagedAttention(
             self.cache,
             [chunks[i] for i in fresh],
@@ -355,11 +352,16 @@ class Runner:
             torch.cat([torch.arange(c.start, c.stop) for c in prompts.chunks]), model.device
         )
         if not beside:
-            return model(ids_T, pos_T, prompts), last_rows
+            wanted_P = upload(torch.tensor(wanted or [0]), model.device)  # kernels want a row
+            return model(ids_T, pos_T, prompts, wanted_P)
         ids_B, rows = self.decoder.place(beside)
-        attend = Together(PagedDecode(self.cache, rows), prompts)
-        hidden_TD = model(torch.cat([ids_B, ids_T]), torch.cat([rows.positions_B, pos_T]), attend)
-        return hidden_TD, [len(ids_B) + row for row in last_rows]
+        wanted = [*range(len(beside)), *(len(ids_B) + row for row in wanted)]
+        return model(
+            torch.cat([ids_B, ids_T]),
+            torch.cat([rows.positions_B, pos_T]),
+            Together(PagedDecode(self.cache, rows), prompts),
+            upload(torch.tensor(wanted), model.device),
+        )
 
 
 def _table(pages: list[list[int]]) -> Tensor:

@@ -106,20 +106,35 @@ class Block(nn.Module):
         self.down = layers.linear(wide, {"down_proj": hidden}, spec.mlp_bias, device, dtype)
 
     def forward(
-        self, x_TD: Tensor, update_TD: Stream | None, cos: Tensor, sin: Tensor, attend: Attend
+        self,
+        x_TD: Tensor,
+        update_TD: Stream | None,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        wanted_P: Tensor | None = None,
     ) -> tuple[Tensor, Stream]:
         """The residual stream, and what this block adds to it. The next norm does the addition in
-        its own pass: `update` is what the block before adds."""
+        its own pass: `update` is what the block before adds. wanted_P: the tokens that go on behind
+        attention, whose keys and values are everybody's."""
         x_TD, normed = self.input_norm.add(x_TD, update_TD, self.qkv.row_kind)
         remake(normed, self.input_norm, x_TD)
         rows = None if self.experts is not None else self.gate_up.row_kind
-        x_TD, normed = self.post_attention_norm.add(
-            x_TD, self.attention(normed, cos, sin, attend), rows
-        )
+        added_TD = self.attention(normed, cos, sin, attend, wanted_P)
+        if wanted_P is not None:
+            x_TD = x_TD[wanted_P]
+        x_TD, normed = self.post_attention_norm.add(x_TD, added_TD, rows)
         remake(normed, self.post_attention_norm, x_TD)
         return x_TD, self.mlp(normed)
 
-    def attention(self, x_TD: Tensor | Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Stream:
+    def attention(
+        self,
+        x_TD: Tensor | Rows,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        wanted_P: Tensor | None = None,
+    ) -> Stream:
         q_norm = None if self.q_norm is None else self.q_norm.gain
         k_norm = None if self.k_norm is None else self.k_norm.gain
         q_THd, k_TGd, v_TGd = rotate_heads(
@@ -134,6 +149,8 @@ class Block(nn.Module):
             self.input_norm.eps,
         )
         o_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
+        if wanted_P is not None:
+            o_THd = o_THd[wanted_P]
         return self.o(self.o.read(o_THd.reshape(o_THd.shape[0], -1)))
 
     def mlp(self, x_TD: Tensor | Rows) -> Stream:
@@ -214,19 +231,27 @@ class Transformer(nn.Module):
         self.head: QTensor | None = None
         self.freqs = inverse_frequencies(spec).to(device if str(device) != "meta" else "cpu")
 
-    def forward(self, ids_T: Tensor, pos_T: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [T, D] of packed tokens at their positions."""
+    def forward(
+        self, ids_T: Tensor, pos_T: Tensor, attend: Attend, wanted_P: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states [T, D] of packed tokens at their positions; of the `wanted` ones [P, D].
+        What nobody wants is not computed behind the last attention on CUDA; elsewhere products of
+        few rows have other last bits than those of many."""
         if self.freqs.device != ids_T.device:
             self.freqs = self.freqs.to(ids_T.device)
         cos, sin = rotations(pos_T, self.freqs)
         x_TD = F.embedding(ids_T, self.embedding)
         update_TD: Stream | None = None
+        early_P = wanted_P if ids_T.is_cuda else None
         for block in self.blocks:
             assert isinstance(block, Block)
-            x_TD, update_TD = self.run_block(block, x_TD, update_TD, cos, sin, attend)
+            if early_P is not None and block is self.blocks[-1]:
+                x_TD, update_TD = block(x_TD, update_TD, cos, sin, attend, early_P)
+            else:
+                x_TD, update_TD = self.run_block(block, x_TD, update_TD, cos, sin, attend)
         normed_TD = self.norm.add(x_TD, update_TD)[1]
         assert isinstance(normed_TD, Tensor)
-        return normed_TD
+        return normed_TD if wanted_P is None or early_P is not None else normed_TD[wanted_P]
 
     @property
     def lm_head_weight(self) -> Tensor:

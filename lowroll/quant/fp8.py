@@ -9,7 +9,8 @@ in blocks.
 The product of two codes is exact in float32; sums are float32's. Per channel, CUDA multiplies the
 codes themselves (`kernels.matmul.w8a8`); for bfloat16 activations the sums are rounded to bfloat16
 before the scales are applied. They differ from the CPU's by their order and by the bits that tensor
-cores keep (on an H200 at most 5e-5 of the product of the norms; docs/LOG.md). Elsewhere, and for
+cores keep (on an H200 at most 5e-5 of the product of the norms, and 4e-4 where many rows meet short
+ones; docs/LOG.md). Elsewhere, and for
 blocks, the codes are multiplied as float32 values. Values are clamped before the cast, because e4m3
 has no infinity to saturate to. The floor of the activation scale is that of vLLM's dynamic kernel,
 the weight scales are those of compressed-tensors' FP8_DYNAMIC and DeepSeek-V3's blocks (arXiv

@@ -4,9 +4,11 @@ captures them (tests/gpu/test_prompts.py); here is what they compute."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lowroll.engine import prompts
 from lowroll.engine.prompts import ShortPasses
@@ -14,6 +16,8 @@ from lowroll.engine.sequence import Plan
 from lowroll.kv.cache import Chunk
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
+from lowroll.model.attention import varlen
+from lowroll.model.rope import rotations
 from lowroll.model.transformer import Transformer
 from lowroll.runs.memory import activations
 from lowroll.types import Group, Request
@@ -142,3 +146,36 @@ def test_several_passes_between_two_looks_change_no_token(
     wanted, one_by_one = rollouts(1)
     same(ours, wanted)
     assert max(together) > 1 == max(one_by_one) and len(together) < len(one_by_one)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
+def test_tokens_that_nobody_wants_end_behind_the_last_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """As on CUDA, where it saves most of a layer: the wanted ones are as they would be beside all."""
+    model = hf.load(hf_folder(tmp_path / family, family), "cpu", torch.float32)
+    lengths = [5, 9, 2]
+    ids_T = torch.tensor([i for length in lengths for i in prompt(length, length)])
+    pos_T = torch.cat([torch.arange(length) for length in lengths])
+    attend, wanted_P = varlen(lengths), torch.tensor([4, 13, 13, 0])
+    with torch.inference_mode():
+        whole_PD = model(ids_T, pos_T, attend)[wanted_P]
+        assert torch.equal(model(ids_T, pos_T, attend, wanted_P), whole_PD)
+        calls: list[int] = []
+        last = model.blocks[-1]
+        monkeypatch.setattr(type(last), "mlp", watched(type(last).mlp, calls))
+        cos, sin = rotations(pos_T, model.freqs)
+        x_TD, update_TD = F.embedding(ids_T, model.embedding), None
+        for block in model.blocks[:-1]:
+            x_TD, update_TD = block(x_TD, update_TD, cos, sin, attend)
+        x_PD, update_PD = last(x_TD, update_TD, cos, sin, attend, wanted_P)
+        assert calls[-1] == len(wanted_P)
+        torch.testing.assert_close(model.norm.add(x_PD, update_PD)[1], whole_PD)
+
+
+def watched(mlp: Any, calls: list[int]) -> Any:
+    def counted(block: Any, x_TD: Any) -> Any:
+        calls.append(len(x_TD))
+        return mlp(block, x_TD)
+
+    return counted
