@@ -106,7 +106,7 @@ bench: $(STAMP)
 bench-gpu: $(STAMP)
 	-$(PY) -m bench.decode --models qwen2.5-7b
 	-$(PY) -m bench.decode --models qwen2.5-1.5b --formats bf16 --parts rollout agreement
-	-$(PY) -m bench.decode --models qwen2.5-32b --formats nvfp4 --parts rollout agreement
+	-$(PY) -m bench.decode --models qwen2.5-32b --formats nvfp4 --parts rollout codes agreement
 	-$(PY) -m bench.decode --models qwen3-30b-a3b --formats bf16 fp8 nvfp4 --parts rollout agreement
 	-$(PY) -m bench.kv
 	-$(PY) -m bench.train

@@ -1,27 +1,35 @@
-"""Rollouts on one GPU: our engine and vLLM in turns, format by format, batch by batch.
+"""Rollouts on one GPU: our engine and vLLM in turns, format by format, work by work.
 
-The work is a batch of rollouts of fixed length: prompts of 256 random tokens in groups of 8 equal
-ones (a batch of 1 is one prompt), 256 new tokens each whatever is drawn, temperature 1, the sampled
-token's log-prob recorded. Prompts are fresh in every round, so that no cache knows them, and the
-same for both engines. Weights are random and of exact shapes (`bench.shapes`); vLLM's are its own
-dummy ones. Both engines are resident in one GPU's memory and run in turns; where two copies of the
-weights do not fit, ours runs its rounds first and vLLM after it, and the note says so.
+The work of an RL step is a batch of rollouts of fixed length: prompts of 256 random tokens in groups of
+8 equal ones (a batch of 1 is one prompt), 256 new tokens each whatever is drawn, temperature 1, the
+sampled token's log-prob recorded. `bench.work` has the others: filtered sampling, prompts of their
+own, one token alone. Prompts are fresh in every round, so that no cache knows them, and the same for
+all sides. Weights are random and of exact shapes (`bench.shapes`); vLLM's are its own dummy ones. vLLM
+runs in every setting that might be its fastest (`bench.rivals`), and the fastest is named. All sides
+are resident in one GPU's memory and run in turns; where not even one other fits beside ours, ours runs
+its rounds first and vLLM after it, and the note says so.
 
-    rollout     tokens/s of whole calls, prefill included: the median of the rounds, the ratio of each round's sides
-    decode      ms a step: (seconds for 256 new tokens - seconds for 1) / 255; its share of what the weights' and the
-                cache's bytes need at this device's measured bandwidth (`bench.roofline`)
-    experts     of a mixture: how many a step touches, counted on our rollouts (`bench.routing`)
+    rollout     tokens/s of whole calls, prefill included: the median of the rounds, the ratio of each round's sides;
+                ms a decode step: (seconds for 256 new tokens - seconds for 1) / 255; its share of what the weights'
+                and the cache's bytes need at this device's measured bandwidth (`bench.roofline`). Of 4 bits with
+                dense copies; of a mixture, how many experts a step touches (`bench.routing`)
+    codes       the same of 4 bits at default settings, from the codes alone; and the memory that it takes
+    filters     with top-p and top-k, and with each of min-p, a repetition penalty, min_tokens and stop ids: beside
+                vLLM, and beside our own plain sampling (bf16)
+    prompts     different prompts of 1,024 and 4,096 tokens, prefill and decoding apart (fp8, nvfp4)
+    first       ms to the first token of one prompt of 256 tokens
     agreement   |log-prob recorded - log-prob of the bfloat16 learner|, mean and 99.9th percentile; the same against
                 the engine's own prefill; and whether the same seed draws the same tokens again
     start       seconds from Engine(folder) to the first token, in a new process (`bench.startup`)
     lengths     rollouts of log-normal lengths, the batch shrinking (`bench.lengths`)
 
     python -m bench.decode [--models NAME ...] [--formats NAME ...] [--batches 1,64,256]
-                           [--rounds 3] [--parts rollout agreement start lengths]
-                           [--peer vllm|none] [--out FOLDER]
+                           [--rounds 3] [--parts rollout codes filters ...]
+                           [--peer vllm|none] [--vllm-path FOLDER ...] [--runners V1 V2]
+                           [--against FORMAT ...] [--out FOLDER]
 
-vLLM 0.24.0 needs an installation of its own (docs/benchmarks.md). Without it the rows have no peer
-and say so. Rows are added to `decode.json` as they are measured, so that a stopped command keeps
+vLLM needs an installation of its own, or several (docs/benchmarks.md). Without one the rows have no
+peer and say so. Rows are added to `decode.json` as they are measured, so that a stopped command keeps
 what it has.
 """
 
@@ -30,9 +38,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import random
-import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,191 +46,46 @@ from pathlib import Path
 
 import torch
 
-from bench import lengths, routing, startup
-from bench.peer import Peer, PeerFailed, vllm_command, vllm_path
-from bench.record import Row, merge, settle, show, speed_row
+from bench import lengths, rivals, routing, startup, vllm_worker
+from bench.peer import Peer, PeerFailed, vllm_paths
+from bench.record import Row, merge, settle, show
+from bench.rivals import RUNNERS, Setting
 from bench.roofline import (
     bandwidth,
     kv_bytes_per_token,
     linear_weights,
-    step_bytes,
     synchronize,
     weight_bytes,
 )
 from bench.shapes import SHAPES, random_model
-from bench.targets import aimed, rollout, roof
-from lowroll import Engine, Group, Request, score
+from bench.targets import aimed, memory, named
+from bench.turns import (
+    OURS,
+    OWN_PLAIN,
+    Case,
+    Found,
+    Ours,
+    Side,
+    keep,
+    measure,
+    rows_of,
+    say,
+)
+from bench.work import PARTS as WORKED
+from bench.work import PLAIN, STOPS, Work, dense_works, works
+from lowroll import Engine, Group, score
+from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import formats, get_format
 
-PARTS = ("rollout", "agreement", "start", "lengths")
+PARTS = (*WORKED, "agreement", "start", "lengths")
 FORMATS = ("bf16", "fp8", "int8", "nvfp4")
 SLACK = 6e9  # bytes an engine may take beside weights, cache and activations: context, graphs, workspaces
 PREFILL = 16384  # tokens of a prefill step, for which both engines keep activations
-SCORED = 64  # rollouts whose log-probs are compared
+SCORED = Work(64)  # whose log-probs are compared, or as many rows of it as the largest batch has
+APART = "the two engines ran one after the other: together they do not fit"
 
 
-@dataclass(frozen=True)
-class Work:
-    """Lengths of a batch of rollouts, and how many share a prompt."""
-
-    prompt_tokens: int = 256
-    new_tokens: int = 256
-    group: int = 8
-
-    def prompts(self, batch: int, vocab_size: int, seed: int) -> tuple[list[list[int]], int]:
-        """Prompts, and how many rollouts each has."""
-        dice, copies = random.Random(seed), min(self.group, batch)
-        return [
-            [dice.randrange(vocab_size // 100, vocab_size) for _ in range(self.prompt_tokens)]
-            for _ in range(batch // copies)
-        ], copies
-
-    def cache_tokens(self, batch: int) -> int:
-        """KV positions of a batch that shares its prompts, with a page of slack at each end of a
-        rollout."""
-        return (
-            batch // min(self.group, batch) * (self.prompt_tokens + 16)
-            + batch * (self.new_tokens + 48)
-            + 1024
-        )
-
-
-@dataclass
-class Ours:
-    """Our engine as a side of the comparison."""
-
-    engine: Engine
-    groups: list[Group] = field(default_factory=list)  # of the last call
-
-    def generate(self, prompts: list[list[int]], copies: int, new_tokens: int) -> float:
-        """Seconds of one call."""
-        requests = [
-            Request(
-                ids, n=copies, max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True, seed=7
-            )
-            for ids in prompts
-        ]
-        synchronize(self.engine.model.device)
-        began = time.perf_counter()
-        self.groups = self.engine.generate(requests)
-        synchronize(self.engine.model.device)
-        seconds = time.perf_counter() - began
-        made = {len(rollout.logprobs) for group in self.groups for rollout in group.rollouts}
-        assert made == {new_tokens}, f"the engine made {made} tokens instead of {new_tokens}"
-        return seconds
-
-    @property
-    def sequences(self) -> list[list[int]]:
-        """Prompt and response of every rollout of the last call."""
-        return [
-            group.request.prompt_ids + rollout.token_ids
-            for group in self.groups
-            for rollout in group.rollouts
-        ]
-
-
-Generate = Callable[[list[list[int]], int, int], float]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of a side's rounds: of whole calls, and of calls for one token."""
-
-    whole: list[float]
-    first: list[float]
-
-    def step_ms(self, new_tokens: int) -> float:
-        return (
-            (statistics.median(self.whole) - statistics.median(self.first)) / (new_tokens - 1) * 1e3
-        )
-
-
-def measure(
-    sides: Mapping[str, Generate], work: Work, batch: int, vocab_size: int, rounds: int
-) -> dict[str, Times]:
-    """Every side's times, taken in turns with the same prompts, after a warm-up of each."""
-
-    def one(new_tokens: int, seed: int) -> dict[str, float]:
-        prompts, copies = work.prompts(batch, vocab_size, seed)
-        return {name: generate(prompts, copies, new_tokens) for name, generate in sides.items()}
-
-    seeds = itertools.count(1000 * batch)  # no prompt twice, also not at another batch size
-    for _ in range(2):
-        one(min(32, work.new_tokens), next(seeds))
-    whole, first = [], []
-    for i in range(rounds):
-        whole.append(one(work.new_tokens, next(seeds)))
-        first.append(one(1, next(seeds)))
-        seconds = ", ".join(f"{name} {value:.2f} s" for name, value in whole[-1].items())
-        say(f"B={batch}, round {i + 1} of {rounds}: {seconds}")
-    return {
-        name: Times([values[name] for values in whole], [values[name] for values in first])
-        for name in sides
-    }
-
-
-def rollout_rows(
-    model: str,
-    format: str,
-    batch: int,
-    work: Work,
-    times: Mapping[str, Times],
-    read: float,
-    notes: Sequence[str],
-    touched: float | None = None,
-) -> list[Row]:
-    """The rows of one batch size. `read` is the bandwidth in bytes a second, `notes` are what a
-    reader must know, `touched` the experts that a step reads."""
-    ours, peer = times["ours"], times.get("vllm")
-    tokens, step = batch * work.new_tokens, ours.step_ms(work.new_tokens)
-    ideal = (
-        step_bytes(SHAPES[model], format, batch, work.prompt_tokens + work.new_tokens / 2, touched)
-        / read
-        * 1e3
-    )
-    theirs = None if peer is None else peer.step_ms(work.new_tokens)
-    if peer is None:
-        whole = Row(
-            rollout(model, format, batch), "tokens/s", tokens / statistics.median(ours.whole)
-        )
-    else:
-        whole = speed_row(rollout(model, format, batch), tokens, "tokens/s", ours.whole, peer.whole)
-    rows = [
-        whole,
-        Row(
-            f"{model} {format} B={batch}: decode step",
-            "ms",
-            step,
-            theirs,
-            None if theirs is None else theirs / step,
-        ),
-        Row(
-            roof(model, format, batch),
-            "fraction",
-            ideal / step,
-            None if theirs is None else ideal / theirs,
-            None if theirs is None else theirs / step,
-        ),
-    ]
-    if touched is not None:
-        rows.append(experts_row(model, format, batch, touched, peer is not None))
-    return aimed(replace(row, note="; ".join(notes)) for row in rows)
-
-
-def experts_row(model: str, format: str, batch: int, touched: float, beside: bool) -> Row:
-    """Ours as counted, and what vLLM's simulator comes to on average."""
-    config = SHAPES[model]
-    return Row(
-        f"{model} {format} B={batch}: experts touched by a step",
-        f"of {config['num_experts']}",
-        touched,
-        routing.simulated(config, batch) if beside else None,
-        must=0.95 * routing.uniform(config, batch),
-        goal="ours at least",
-    )
-
-
-# -- both engines on one GPU -----------------------------------------------------------------------
+# -- what fits on one GPU --------------------------------------------------------------------------
 
 
 def dense_bytes(model: str, format: str) -> float:
@@ -234,11 +94,12 @@ def dense_bytes(model: str, format: str) -> float:
     return 2.0 * linear_weights(SHAPES[model], touched=0) if get_format(format).bits < 8 else 0.0
 
 
-def room(model: str, format: str, batch: int, work: Work) -> tuple[float, float]:
+def room(model: str, format: str, chosen: Sequence[Work]) -> tuple[float, float]:
     """Bytes that one engine takes without them, and those of them that are its KV cache."""
     config = SHAPES[model]
     tied = 0 if config["tie_word_embeddings"] else 2 * config["vocab_size"] * config["hidden_size"]
-    cache = work.cache_tokens(batch) * float(kv_bytes_per_token(config))
+    tokens = max(work.cache_tokens() for work in chosen)
+    cache = tokens * float(kv_bytes_per_token(config))
     wide = (
         config["intermediate_size"]
         if "num_experts" not in config
@@ -247,68 +108,12 @@ def room(model: str, format: str, batch: int, work: Work) -> tuple[float, float]
     return weight_bytes(config, format) + tied + cache + SLACK + PREFILL * 6 * wide, cache
 
 
-def fit_together(model: str, format: str, batch: int, work: Work, device: torch.device) -> bool:
-    """Whether both engines can be resident."""
-    needed = 2 * room(model, format, batch, work)[0] + dense_bytes(model, format)
-    return device.type != "cuda" or needed < torch.cuda.mem_get_info()[1]
-
-
-def make_engine(
-    model: str, format: str, batch: int, work: Work, device: torch.device
-) -> tuple[Engine, float]:
-    """Our engine with random weights, and the seconds that it took; the model that they came from
-    is dropped."""
-    master = random_model(SHAPES[model], device)
-    synchronize(device)
-    began = time.perf_counter()
-    engine = Engine(
-        master,
-        weights=format,
-        max_batch=batch,
-        cache_tokens=work.cache_tokens(batch),
-        max_prefill_tokens=PREFILL,
-    )
-    with released():
-        del master
-    if dense_bytes(model, format):
-        engine.keep_dense()
-    synchronize(device)
-    return engine, time.perf_counter() - began
-
-
-@contextmanager
-def vllm(
-    model: str,
-    format: str,
-    batches: Sequence[int],
-    work: Work,
-    args: argparse.Namespace,
-    notes: list[str],
-) -> Iterator[Peer | None]:
-    """vLLM with as much of the GPU as it needs; None, and a note on the reason, when it cannot be
-    had."""
-    whole, cache = room(model, format, max(batches), work)
-    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else whole
-    settings = {
-        "name": model,
-        "shape": SHAPES[model],
-        "format": format,
-        "batches": list(batches),
-        "length": work.prompt_tokens + work.new_tokens + 16,
-        "memory_fraction": min(0.95, whole / total),
-        "cache_bytes": int(cache),
-    }
-    try:
-        if args.peer == "none":
-            raise PeerFailed("not asked for")
-        peer = Peer(settings, vllm_command(args.vllm_python), vllm_path(args.vllm_path))
-    except PeerFailed as error:
-        notes.append(f"vLLM: not run ({error})")
-        yield None
-        return
-    say(f"vLLM {peer.ready['vllm']} is ready after {peer.ready['seconds']:.0f} s")
-    with peer:
-        yield peer
+def fitting(whole: float, more: float, device: torch.device) -> tuple[int, int]:
+    """How many engines of `whole` bytes fit beside ours, which takes `more`, and without it."""
+    if device.type != "cuda":
+        return 64, 64
+    total = torch.cuda.mem_get_info()[1]
+    return max(0, int((total - more) / whole) - 1), max(1, int(total / whole))
 
 
 @contextmanager
@@ -323,98 +128,237 @@ def released() -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def compare(
-    model: str,
-    format: str,
-    work: Work,
-    args: argparse.Namespace,
-    read: float,
-    store: Callable[..., None],
-) -> None:
-    """Rollouts of every batch size, and how well their log-probs agree. `store` gets rows as they
-    are made."""
-    device, batches = args.device, sorted(args.batches)
-    together = fit_together(model, format, batches[-1], work, device)
-    vocab, notes, mine = SHAPES[model]["vocab_size"], [], {}
-    with released():
-        engine, made = make_engine(model, format, batches[-1], work, device)
-    ours = Ours(engine)
-    touched = experts(ours, model, work, batches) if "rollout" in args.parts else {}
-    if "rollout" in args.parts and together:
-        with vllm(model, format, batches, work, args, notes) as peer:
-            for batch in batches:
-                times = measure_with(ours, peer, work, batch, vocab, args.rounds, notes)
-                store(
-                    rollout_rows(model, format, batch, work, times, read, notes, touched.get(batch))
-                )
-            store([making_row(model, format, made, peer)], **version(peer))
-    elif "rollout" in args.parts:
-        mine = {
-            batch: measure({"ours": ours.generate}, work, batch, vocab, args.rounds)
-            for batch in batches
-        }
-    if "agreement" in args.parts:
-        store(agreement(ours, model, format, work, min(batches[-1], SCORED)))
-    with released():
-        del engine, ours
-    if mine:  # vLLM's turn, now that there is room for it
-        notes.append("the two engines ran one after the other: together they do not fit")
-        with vllm(model, format, batches, work, args, notes) as peer:
-            for batch in batches:
-                theirs = (
-                    {}
-                    if peer is None
-                    else measure({"vllm": peer.generate}, work, batch, vocab, args.rounds)
-                )
-                store(
-                    rollout_rows(
-                        model,
-                        format,
-                        batch,
-                        work,
-                        mine[batch] | theirs,
-                        read,
-                        notes,
-                        touched.get(batch),
-                    )
-                )
-            store([making_row(model, format, made, peer)], **version(peer))
+def taken(engine: Engine) -> int:
+    """Bytes of the GPU that this process has, beside its context and the code of its kernels."""
+    return torch.cuda.memory_reserved() + engine.stats().virtual_memory_bytes
 
 
-def experts(ours: Ours, model: str, work: Work, batches: Sequence[int]) -> dict[int, float]:
-    """By batch size, the experts that a step touches; empty for a model without."""
-    if "num_experts" not in SHAPES[model]:
+# -- the sides -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An engine of ours, and what is measured of it. codes: of 4 bits at default settings."""
+
+    codes: bool
+    works: tuple[Work, ...]
+
+
+def variants(format: str, args: argparse.Namespace) -> list[Variant]:
+    """With dense copies first; one without any work where there is only an agreement to look at."""
+    dense = dense_works(format, args.parts, args.batches)
+    plain = works(format, args.parts, args.batches)
+    found = [Variant(False, tuple(dense))] if dense else []
+    if plain:
+        found.append(Variant(get_format(format).bits < 8, tuple(plain)))
+    return found or [Variant(False, ())]
+
+
+def weights_of(model: str, device: torch.device) -> Transformer:
+    """Random ones, with logits of 0 for STOPS."""
+    master = random_model(SHAPES[model], device)
+    master.lm_head_weight[list(STOPS)] = 0.0
+    return master
+
+
+def passing(model: str, format: str, chosen: Sequence[Variant]) -> float:
+    """Bytes that ours takes beside what every engine does, at its fullest: dense copies, and what a
+    second engine is made from while vLLM is there."""
+    kept = 0.0 if all(variant.codes for variant in chosen) else dense_bytes(model, format)
+    return kept + (weight_bytes(SHAPES[model], "bf16") if len(chosen) > 1 else 0.0)
+
+
+def make_engine(
+    model: str, format: str, variant: Variant, device: torch.device
+) -> tuple[Engine, float]:
+    """Our engine with random weights, and the seconds since they were there; the model that they
+    came from is dropped."""
+    sizes = variant.works or (SCORED,)
+    master = weights_of(model, device)
+    synchronize(device)
+    began = time.perf_counter()
+    engine = Engine(
+        master,
+        weights=format,
+        max_batch=max(work.batch for work in sizes),
+        cache_tokens=max(work.cache_tokens() for work in sizes),
+        max_prefill_tokens=PREFILL,
+    )
+    with released():
+        del master
+    if not variant.codes and dense_bytes(model, format):
+        engine.keep_dense()
+    synchronize(device)
+    return engine, time.perf_counter() - began
+
+
+def asked_of(model: str, format: str, chosen: Sequence[Work]) -> dict[str, object]:
+    """What vLLM's workers are told of these works: as much of the GPU as they need."""
+    whole, cache = room(model, format, chosen)
+    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else whole
+    return {
+        "name": model,
+        "shape": SHAPES[model],
+        "batches": sorted({work.batch for work in chosen}),
+        "length": max(work.prompt_tokens + work.new_tokens for work in chosen) + 16,
+        "memory_fraction": min(0.95, whole / total),
+        "cache_bytes": int(cache),
+        "stops": list(STOPS),
+    }
+
+
+def rivals_of(format: str, args: argparse.Namespace, notes: list[str]) -> list[Setting]:
+    """vLLM's settings for a format; none, and a note on the reason, when there is none."""
+    if args.peer == "none":
+        notes.append("vLLM: not run (not asked for)")
+        return []
+    try:
+        among = [one for one in rivals.families(format) if one in (args.against or (one,))]
+        return rivals.settings(among, args.runners, args.vllm_python, args.vllm_path)
+    except PeerFailed as error:
+        notes.append(f"vLLM: not run ({error})")
+        return []
+
+
+# -- the comparison --------------------------------------------------------------------------------
+
+Store = Callable[..., None]
+
+
+@dataclass
+class Comparison:
+    """Of one model in one format. found: by variant and work, then by family of rivals."""
+
+    model: str
+    format: str
+    args: argparse.Namespace
+    read: float
+    store: Store
+    notes: list[str] = field(default_factory=list)
+    versions: set[str] = field(default_factory=set)
+    found: dict[tuple[bool, Work], dict[str, Found]] = field(default_factory=dict)
+    touched: dict[Work, float] = field(default_factory=dict)
+    seeds: Iterator[int] = field(default_factory=lambda: itertools.count(0, 1000))
+    engine: tuple[Engine, float] | None = None
+    agreed: bool = False
+
+    def run(self) -> None:
+        """All rows, stored as they are made."""
+        chosen = variants(self.format, self.args)
+        every = [work for variant in chosen for work in variant.works]
+        if not every:
+            self.ours(chosen[0], {})
+            return
+        settings = rivals_of(self.format, self.args, self.notes)
+        whole, _ = room(self.model, self.format, every)
+        beside, alone = fitting(whole, passing(self.model, self.format, chosen), self.args.device)
+        asked = asked_of(self.model, self.format, every)
+        if not settings or not beside:
+            for variant in chosen:
+                self.ours(variant, {})
+            self.notes += [APART] if settings else []
+        for group in rivals.together(settings, beside or alone):
+            if beside:  # while there is room for what it is made from
+                self.stand(chosen[0])
+            with rivals.started(group, asked, self.args.vllm_python, self.notes) as peers:
+                self.versions |= {peer.ready["vllm"] for peer in peers.values()}
+                for name, peer in peers.items():
+                    say(f"{name} is ready after {peer.ready['seconds']:.0f} s: {peer.ready}")
+                for variant in chosen:
+                    if beside:
+                        self.ours(variant, peers)
+                    elif peers:
+                        self.turns(variant, self.sides(peers), peers)
+
+    def stand(self, variant: Variant) -> None:
+        """Have our engine of a variant."""
+        with released():
+            self.engine = make_engine(self.model, self.format, variant, self.args.device)
+
+    def ours(self, variant: Variant, peers: Mapping[str, Peer]) -> None:
+        """A variant of our engine, beside those that are there; agreement is asked of the first."""
+        if self.engine is None:
+            self.stand(variant)
+        assert self.engine is not None
+        (engine, made), self.engine = self.engine, None
+        side = Ours(engine)
+        name = named(self.model, self.format, "", variant.codes)
+        if variant.works:
+            self.touched |= experts(side, self.model, variant.works)
+            self.turns(variant, self.sides(peers, side), peers)
+            self.put([making_row(name, made, peers)])
+        if variant.works and self.args.device.type == "cuda":
+            self.put(aimed([Row(memory(name), "GB", taken(engine) / 1e9)]))
+        if not self.agreed and "agreement" in self.args.parts:
+            work = replace(SCORED, batch=min(max(self.args.batches), SCORED.batch))
+            self.put(agreement(side, self.model, self.format, work))
+        self.agreed = True
+        with released():
+            del engine, side
+
+    def sides(self, peers: Mapping[str, Peer], ours: Ours | None = None) -> dict[str, Side]:
+        """Ours first, when it is there."""
+        mine = {} if ours is None else {OURS: Side(ours.generate)}
+        own = {} if ours is None else {OWN_PLAIN: Side(ours.generate, plain=True)}
+        family = {name: name.rsplit(", ", 1)[1] for name in peers}
+        theirs = {name: Side(peer.generate, family[name]) for name, peer in peers.items()}
+        return {**mine, **own, **theirs}
+
+    def turns(self, variant: Variant, sides: Mapping[str, Side], peers: Mapping[str, Peer]) -> None:
+        """Every work of a variant, and its rows."""
+        for work in variant.works:
+            taking = {
+                name: side
+                for name, side in sides.items()
+                if not (side.plain and work.sampling == PLAIN)
+                and not (name in peers and peers[name].failed)
+            }
+            held = self.found.setdefault((variant.codes, work), {})
+            if new := self.measured(taking, peers, work):
+                keep(held, new)
+            notes = tuple(dict.fromkeys(self.notes))
+            touched = self.touched.get(work)
+            case = Case(self.model, self.format, variant.codes, work, self.read, notes, touched)
+            self.put(rows_of(case, held))
+
+    def measured(
+        self, sides: dict[str, Side], peers: Mapping[str, Peer], work: Work
+    ) -> Found | None:
+        """The sides in turns, without those that fail, of which there is a note."""
+        vocab = SHAPES[self.model]["vocab_size"]
+        while sides:
+            try:
+                return measure(sides, work, vocab, self.args.rounds, next(self.seeds))
+            except PeerFailed as error:
+                failed = {name for name in sides if name in peers and peers[name].failed}
+                self.notes.append(f"{', '.join(failed)}: not run ({error})")
+                sides = {name: side for name, side in sides.items() if name not in failed}
+        return None
+
+    def put(self, rows: list[Row]) -> None:
+        """Store rows, with the versions that stand beside."""
+        versions = {"vllm": ", ".join(sorted(self.versions))} if self.versions else {}
+        self.store(rows, **versions)
+
+
+def experts(ours: Ours, model: str, chosen: Sequence[Work]) -> dict[Work, float]:
+    """By work, the experts that a step touches; empty for a model without."""
+    steps = [work for work in chosen if work.is_step]
+    if "num_experts" not in SHAPES[model] or not steps:
         return {}
-    prompts, copies = work.prompts(batches[-1], SHAPES[model]["vocab_size"], 3)
-    ours.generate(prompts, copies, work.new_tokens)
+    largest = max(steps, key=lambda work: work.batch)
+    ours.run(largest, seed=3)
     with released():
-        return routing.touched(ours.engine.model, ours.sequences, work.prompt_tokens, batches)
+        batches = [work.batch for work in steps]
+        found = routing.touched(ours.engine.model, ours.sequences, largest.prompt_tokens, batches)
+    return {work: found[work.batch] for work in steps}
 
 
-def measure_with(
-    ours: Ours,
-    peer: Peer | None,
-    work: Work,
-    batch: int,
-    vocab_size: int,
-    rounds: int,
-    notes: list[str],
-) -> dict[str, Times]:
-    """Both sides in turns; ours alone, and a note, once vLLM has failed."""
-    if peer is not None and not peer.failed:
-        try:
-            return measure(
-                {"ours": ours.generate, "vllm": peer.generate}, work, batch, vocab_size, rounds
-            )
-        except PeerFailed as error:
-            notes.append(f"vLLM: not run ({error})")
-    return measure({"ours": ours.generate}, work, batch, vocab_size, rounds)
-
-
-def making_row(model: str, format: str, made: float, peer: Peer | None) -> Row:
-    started = None if peer is None else float(peer.ready["seconds"])
+def making_row(name: str, made: float, peers: Mapping[str, Peer]) -> Row:
+    """Seconds until an engine stands; of vLLM's settings, which start together, the quickest."""
+    started = min((float(peer.ready["seconds"]) for peer in peers.values()), default=None)
     return Row(
-        f"{model} {format}: engine made, weights in memory",
+        f"{name}: engine made, weights in memory",
         "s",
         made,
         started,
@@ -424,27 +368,18 @@ def making_row(model: str, format: str, made: float, peer: Peer | None) -> Row:
     )
 
 
-def version(peer: Peer | None) -> dict[str, str]:
-    return {} if peer is None else {"vllm": peer.ready["vllm"]}
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 # -- correctness -----------------------------------------------------------------------------------
 
 
-def agreement(ours: Ours, model: str, format: str, work: Work, batch: int) -> list[Row]:
+def agreement(ours: Ours, model: str, format: str, work: Work) -> list[Row]:
     """Recorded log-probs against the learner's (bfloat16, the weights before any rounding) and the
     engine's own."""
     engine, device = ours.engine, ours.engine.model.device
-    prompts, copies = work.prompts(batch, engine.spec.vocab_size, 5)
     engine.pool.clear_prefixes()
-    ours.generate(prompts, copies, work.new_tokens)
+    ours.run(work, seed=5)
     first, sequences, tokens = ours.groups, ours.sequences, _tokens(ours.groups)
     engine.pool.clear_prefixes()
-    ours.generate(prompts, copies, work.new_tokens)
+    ours.run(work, seed=5)
     starts = [work.prompt_tokens] * len(sequences)
     recorded = torch.tensor(
         [rollout.logprobs for group in first for rollout in group.rollouts]
@@ -454,7 +389,7 @@ def agreement(ours: Ours, model: str, format: str, work: Work, batch: int) -> li
         SHAPES[model]
     ):
         with released():
-            learner = torch.cat(score(random_model(SHAPES[model], device), sequences, starts)).cpu()
+            learner = torch.cat(score(weights_of(model, device), sequences, starts)).cpu()
         compared.insert(0, ("learner", learner))
     else:
         say(f"{model} {format}: no room for the learner beside the engine; not compared")
@@ -492,33 +427,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.first_token is not None:
         return startup.report(*args.first_token)
-    device, work, rows = args.device, Work(), []
+    device, rows = args.device, dict[str, Row]()
+    measured = set(WORKED) & set(args.parts)
     with released():
-        read = bandwidth(device) if "rollout" in args.parts else 0.0
+        read = bandwidth(device) if measured else 0.0
 
     def store(new: list[Row], **settings: str) -> None:
-        rows.extend(new)
-        merge(
-            "decode",
-            new,
-            args.out,
-            prompt_tokens=work.prompt_tokens,
-            new_tokens=work.new_tokens,
-            group=work.group,
-            rounds=args.rounds,
-            **settings,
-            **({"bandwidth": read} if read else {}),
-        )
+        rows.update({row.name: row for row in new})
+        found = {"bandwidth": read} if read else {}
+        merge("decode", new, args.out, rounds=args.rounds, **settings, **found)
 
     for model in args.models:
         for format in args.formats:
-            if {"rollout", "agreement"} & set(args.parts):
-                compare(model, format, work, args, read, store)
+            if measured or "agreement" in args.parts:
+                Comparison(model, format, args, read, store).run()
             if "start" in args.parts:
                 store(aimed(startup.rows(model, format, device)))
         if "lengths" in args.parts:
             store(aimed(lengths.rows(model, device, args.rounds)))
-    met = show(f"Decoding, prompts of {work.prompt_tokens}, {work.new_tokens} new tokens", rows)
+    met = show("Decoding", list(rows.values()))
     print(args.out / "decode.json")
     return 0 if met else 1
 
@@ -543,14 +470,26 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one"
     )
     parser.add_argument(
-        "--vllm-path", help="the folder that vLLM is unpacked in; default: LOWROLL_VLLM_PATH"
+        "--vllm-path",
+        nargs="+",
+        default=[],
+        help="folders that a vLLM is unpacked in; default: those of LOWROLL_VLLM_PATH",
     )
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        choices=vllm_worker.FORMATS,
+        metavar="NAME",
+        help="vLLM's formats; default: the same as ours, and int4 (Machete) beside 4 bits",
+    )
+    parser.add_argument("--runners", nargs="+", default=list(RUNNERS), choices=RUNNERS)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
     parser.add_argument(
         "--first-token", nargs=2, metavar=("FOLDER", "FORMAT"), help=argparse.SUPPRESS
     )
     args = parser.parse_args(argv)
+    args.vllm_path = vllm_paths(args.vllm_path)
     if args.first_token is None:
         args.device, args.out = settle(parser, args.device, args.out)
     return args

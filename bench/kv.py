@@ -469,7 +469,7 @@ def peer_ms(peer: Peer, context: int, batch: int, vocab_size: int, rounds: int) 
     """The prompts run once; later calls find them in vLLM's prefix cache."""
     dice = random.Random(context + batch)
     prompts = [dice.choices(range(vocab_size), k=context) for _ in range(batch)]
-    peer.generate(prompts, 1, 1, PEER_PREFILL_S)
+    peer.generate(prompts, 1, 1, deadline_s=PEER_PREFILL_S)
     first = [peer.generate(prompts, 1, 1) for _ in range(rounds)]
     whole = [peer.generate(prompts, 1, PEER_TOKENS) for _ in range(rounds)]
     return (statistics.median(whole) - statistics.median(first)) / (PEER_TOKENS - 1) * 1e3

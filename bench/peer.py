@@ -30,7 +30,7 @@ class PeerFailed(RuntimeError):
 
 
 class Peer:
-    """A running worker. `ready` is its first answer. Made and closed by one thread."""
+    """A running worker. `ready` is its first answer. One thread at a time uses it."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class Peer:
         command: Sequence[str],
         path: str | None = None,
         start_s: float = START_S,
+        environment: Mapping[str, str] = {},
     ) -> None:
-        environment = os.environ | ({"PYTHONPATH": path} if path else {})
         self._errors = tempfile.TemporaryFile()
         try:
             self._process = subprocess.Popen(
@@ -47,7 +47,7 @@ class Peer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env=environment,
+                env={**environment_of(path), **environment},
             )
         except OSError as error:
             raise PeerFailed(f"{command[0]}: {error}") from None
@@ -61,15 +61,27 @@ class Peer:
             raise
 
     def generate(
-        self, prompts: list[list[int]], copies: int, new_tokens: int, deadline_s: float = CALL_S
+        self,
+        prompts: list[list[int]],
+        copies: int,
+        new_tokens: int,
+        asked: Mapping[str, Any] = {},
+        deadline_s: float = CALL_S,
     ) -> float:
-        """Seconds of one call that makes `new_tokens` tokens for every copy of every prompt."""
+        """Seconds of one call that makes `new_tokens` tokens for every copy of every prompt. asked:
+        fields of the requests, beside a temperature of 1 and lengths that are fixed."""
         answer = self.ask(
-            {"prompts": prompts, "copies": copies, "new_tokens": new_tokens},
+            {
+                "prompts": prompts,
+                "copies": copies,
+                "new_tokens": new_tokens,
+                "asked": dict(asked),
+            },
             f"{copies * len(prompts)} responses of {new_tokens} tokens",
             deadline_s,
         )
         if answer["tokens"] != copies * len(prompts) * new_tokens:
+            self.failed = True
             raise PeerFailed(
                 f"it made {answer['tokens']} tokens instead of {copies * len(prompts)} x "
                 f"{new_tokens}"
@@ -142,7 +154,18 @@ def vllm_command(python: str | None = None) -> list[str]:
     return [python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable, "-P", str(WORKER)]
 
 
+def environment_of(path: str | None) -> dict[str, str]:
+    """Of a process that finds what is unpacked in a folder."""
+    return dict(os.environ) | ({"PYTHONPATH": path} if path else {})
+
+
+def vllm_paths(paths: Sequence[str] = ()) -> list[str]:
+    """Folders that a vLLM is unpacked in, each with all that it needs: given, or of
+    LOWROLL_VLLM_PATH, which has a colon between two."""
+    return list(paths) or [one for one in os.environ.get("LOWROLL_VLLM_PATH", "").split(":") if one]
+
+
 def vllm_path(path: str | None = None) -> str | None:
-    """The folder that vLLM is unpacked in, when it is not installed: given, or of
+    """The folder that vLLM is unpacked in, when it is not installed: given, or the first of
     LOWROLL_VLLM_PATH."""
-    return path or os.environ.get("LOWROLL_VLLM_PATH")
+    return next(iter(vllm_paths([path] if path else [])), None)

@@ -46,7 +46,7 @@ class Row:
     ratio: how many times better ours is than the peer, unless the name says otherwise; spread: its
     range over the rounds. goal: what `must` and `aim` are compared with. note: what a reader of the
     numbers must know, such as why the peer was not run; why a row misses its target stands in
-    `bench.targets`.
+    `bench.targets`. against: the peer's name, where there is a choice of peers.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Row:
     aim: float | None = None
     goal: Goal = "ratio at least"
     note: str = ""
+    against: str = ""
 
     @property
     def value(self) -> float | None:
@@ -259,6 +260,8 @@ def show(title: str, rows: list[Row]) -> bool:
     console.width = max(console.width, 110)
     console.print(table)
     for row in rows:
+        if row.against:
+            console.print(f"{row.name}: against {row.against}", highlight=False)
         if row.note:
             console.print(f"{row.name}: {row.note}", highlight=False)
     return all(row.met for row in rows)

@@ -4,7 +4,8 @@ It needs no lowroll: it runs with the Python that vLLM is installed for. The fir
 settings (`Peer` writes them), the first line out {"ready": true, "seconds": ..., "vllm": ...}. Then
 each
 
-    {"prompts": [[...], ...], "copies": 8, "new_tokens": 256}      one call of LLM.generate, each prompt `copies` times
+    {"prompts": [[...], ...], "copies": 8, "new_tokens": 256,      one call of LLM.generate, each prompt `copies` times
+     "asked": {"top_k": 50, ...}}                                  with these fields of `lowroll.types.Request`
 
 is answered by {"seconds": ..., "tokens": ...}. The end of the input ends the process. What vLLM
 prints goes to the error stream.
@@ -31,7 +32,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens of each -> tokens made
+# prompts, new tokens of each, fields of the requests -> tokens made
+Generate = Callable[[list[list[int]], int, dict[str, Any]], int]
+NAMES = {"stop_ids": "stop_token_ids"}  # of fields that vLLM calls otherwise
 
 
 def _weights(**changes: Any) -> dict[str, Any]:
@@ -101,6 +104,7 @@ def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
     most, length = max(settings["batches"]), settings["length"]
     sizes = sorted({size for size in (1, 8, 64) if size < most} | set(settings["batches"]))
+    silent = settings.get("stops", [])
     # One folder a model: vLLM's cache of compiled graphs knows a model by its path.
     folder = Path(tempfile.gettempdir()) / "bench-vllm" / f"{settings['name']}-{settings['format']}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,16 +127,17 @@ def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     if mixture and (routers := set(llm.apply_model(routers_of)[0])) != {"RoutingSimulatorRouter"}:
         raise RuntimeError(f"vLLM's experts are routed by {routers}, not by its simulator")
 
-    def generate(prompts: list[list[int]], new_tokens: int) -> int:
-        sampling = SamplingParams(
-            temperature=1.0,
-            top_p=1.0,
-            max_tokens=new_tokens,
-            min_tokens=new_tokens,
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-        )
+    llm.apply_model(lambda model: silence(model, silent))
+
+    def generate(prompts: list[list[int]], new_tokens: int, asked: dict[str, Any]) -> int:
+        fields = {
+            "temperature": 1.0,
+            "max_tokens": new_tokens,
+            "min_tokens": new_tokens,
+            "ignore_eos": True,
+            **{NAMES.get(name, name): value for name, value in asked.items()},
+        }
+        sampling = SamplingParams(**fields, logprobs=0, detokenize=False)
         answers = llm.generate(
             [TokensPrompt(prompt_token_ids=ids) for ids in prompts], sampling, use_tqdm=False
         )
@@ -143,7 +148,22 @@ def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
         "ready": True,
         "seconds": time.perf_counter() - began,
         "vllm": vllm.__version__,
+        "kernels": sorted(set(llm.apply_model(kernels_of)[0])),
     }
+
+
+def silence(model: Any, ids: Iterable[int]) -> None:
+    """Logits of 0 for these ids, whatever is drawn."""
+    for token in ids:
+        model.lm_head.weight.data[token].zero_()
+
+
+def kernels_of(model: Any) -> list[str]:
+    """The classes of the kernels that quantized matrices in vLLM's model are multiplied by, where
+    they have a name."""
+    schemes = [getattr(module, "scheme", None) for module in model.modules()]
+    kernels = [getattr(scheme, "kernel", None) for scheme in schemes]
+    return [type(kernel).__name__ for kernel in kernels if kernel is not None]
 
 
 def routers_of(model: Any) -> list[str]:
@@ -164,7 +184,7 @@ def serve(
         order = json.loads(line)
         prompts = [ids for ids in order["prompts"] for _ in range(order["copies"])]
         began = time.perf_counter()
-        tokens = generate(prompts, order["new_tokens"])
+        tokens = generate(prompts, order["new_tokens"], order.get("asked", {}))
         say({"seconds": time.perf_counter() - began, "tokens": tokens})
 
 

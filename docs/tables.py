@@ -305,14 +305,10 @@ SIZES = [2**i for i in range(10)]  # engines
 def targets() -> str:
     """What the project holds itself to on one GPU, and what was measured, with the reason for what
     was missed."""
-    from bench.record import read_row
     from bench.targets import TARGETS
 
     records = {name: _stored(name) for name in ON_GPU}
-    found = {
-        name: {row["name"]: read_row(row) for row in record.get("rows", ())}
-        for name, record in records.items()
-    }
+    found = {name: {row.name: row for row in _rows(record)} for name, record in records.items()}
     lines = [
         _target(t.quantity, [found[t.file].get(name) for name in t.rows], t.must, t.aim)
         for t in TARGETS
@@ -355,10 +351,12 @@ def _target(
     said = verdicts[0] or "no target" if len(set(verdicts)) == 1 else " / ".join(verdicts)
     found = [row for row in rows if row is not None]
     notes = [reason(row) or (row.note if row.verdict == "not run" else "") for row in found]
+    peers = dict.fromkeys(row.against for row in found if row.against)
+    other = beside(row and row.peer for row in rows)
     return (
         quantity,
         beside(row and row.ours for row in rows),
-        beside(row and row.peer for row in rows),
+        f"{other} ({' / '.join(peers)})" if peers else other,
         beside(row and row.ratio for row in rows),
         beside(must),
         beside(aim),
@@ -369,6 +367,14 @@ def _target(
 def _stored(name: str) -> dict[str, Any]:
     path = ROOT / "bench" / "baselines" / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _rows(record: Mapping[str, Any]) -> list[Row]:
+    """What is stored, with what is demanded of it now."""
+    from bench.record import read_row
+    from bench.targets import aimed
+
+    return aimed(map(read_row, record.get("rows", ())))
 
 
 def _machine(record: Mapping[str, Any]) -> str:
@@ -389,7 +395,7 @@ def _file(name: str) -> str:
     record = _stored(name)
     body = table(
         ("ours / the other", "unit", "ours", "the other", "ratio (spread)", "must be"),
-        [_comparison(row) for row in record["rows"]],
+        [_comparison(row) for row in _rows(record)],
     )
     return f"`{name}`, {_machine(record)}.\n\n{body}\n"
 
@@ -553,15 +559,15 @@ def _learnt() -> tuple[str, ...]:
     )
 
 
-def _comparison(row: Mapping[str, Any]) -> tuple[str, ...]:
-    spread, bound = row["spread"], row["must"]
+def _comparison(row: Row) -> tuple[str, ...]:
+    spread, bound = row.spread, row.must
     extent = f" ({spread[0]:.2f} to {spread[1]:.2f})" if spread and spread[0] != spread[1] else ""
-    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}x{extent}"
-    kind = row.get("goal", "ratio at least")
-    must = (
-        "" if bound is None else f"{bound:g}x" if kind == "ratio at least" else f"{kind} {bound:g}"
-    )
-    return row["name"], row["unit"], _number(row["ours"]), _number(row["peer"]), ratio, must
+    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x{extent}"
+    must = "" if bound is None else f"{row.goal} {bound:g}"
+    if bound is not None and row.goal == "ratio at least":
+        must = f"{bound:g}x"
+    other = f"{_number(row.peer)} ({row.against})" if row.against else _number(row.peer)
+    return row.name, row.unit, _number(row.ours), other, ratio, must
 
 
 def _number(value: float | None) -> str:

@@ -99,7 +99,9 @@ def _add_engine(p: argparse._ArgumentGroup) -> None:
         help="the KV cache: dense, a policy with its own defaults, fp8, or <policy>+fp8",
     )
     p.add_argument(
-        "--cache-tokens", type=int, help="tokens that the KV cache holds (default: what is free)"
+        "--cache-tokens",
+        type=int,
+        help="tokens that the KV cache holds (default: 4,096 a sequence, in 16 GiB at most)",
     )
     p.add_argument("--max-batch", type=int, default=256, help="samples decoded together")
     p.add_argument(

@@ -9,9 +9,10 @@ group whose prompt has p tokens, with responses of up to m, on pages of s,
 
 so R samples of g prompts never wait for a page when the cache has g h + R o + 1; the last one is
 the tail that a group holds while none of its samples writes it. A shorter prompt may share less and
-leave more to each sample, hence the largest p mod s. Another g h are for pages that nobody holds
-any more: a later prompt with the same head finds them. R is `max_batch` at most, and when many
-groups take turns, each of the R samples can be the last of another prompt.
+leave more to each sample, hence the largest p mod s. R is `max_batch` at most. Where all samples fit
+into R, a cache of this size never gives a page to a second one. Where groups take turns, each of the
+R samples can be the last of another prompt, and another g h are for pages that nobody holds any more:
+a later prompt with the same head finds them.
 
 Under a policy that bounds a sample's cache (`kv.policy.base.footprint`) a sample that can be
 compacted needs w pages of its own, those of its longest cache: nothing is shared in the end. A
@@ -50,15 +51,20 @@ class Workload:
     response: int
     longest: int = 0
 
+    def rows(self, max_batch: int) -> int:
+        """Samples that are drawn together."""
+        return min(max_batch, self.groups * self.n)
+
     def tokens(self, page_size: int, max_batch: int, kv: CachePolicy = DENSE) -> int:
         """Slots of the pages with which no sample waits for any, if no prompt is longer than
         said."""
-        rows = min(max_batch, self.groups * self.n)
+        rows = self.rows(max_batch)
         groups = min(self.groups, rows)
+        later = groups if self.groups * self.n > rows else 0
         shared = self.prompt // page_size
         tail = min(self.prompt, page_size - 1)
         own = num_pages(tail + self.response - 1, page_size)
-        pages = 2 * groups * shared + 1
+        pages = (groups + later) * shared + 1
         longest = num_pages(self.longest, page_size)
         need = footprint(kv, self.prompt, self.response, page_size)
         if need.compacted:

@@ -141,6 +141,7 @@ def test_what_is_missed_is_shown_and_stored(
         "aim": None,
         "goal": "ratio at least",
         "note": "",
+        "against": "",
     }
     assert stored["machine"]["torch"] == torch.__version__ and stored["settings"] == {"rounds": 1}
 

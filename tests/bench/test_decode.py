@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -21,19 +22,24 @@ from bench import (
     decode,
     lengths,
     record,
+    rivals,
     roofline,
     routing,
     startup,
     step,
     targets,
     train,
+    turns,
     vllm_worker,
+    work,
 )
-from bench.decode import Times, Work, measure
 from bench.peer import Peer, PeerFailed
 from bench.record import Row
+from bench.rivals import Setting
 from bench.shapes import SHAPES, random_model
-from lowroll import Engine
+from bench.turns import OURS, OWN_PLAIN, Case, Found, Side, Times, measure
+from bench.work import FIRST, PLAIN, SAMPLINGS, Work
+from lowroll import Engine, Request
 
 TINY = {
     **SHAPES["qwen2.5-1.5b"],
@@ -63,7 +69,7 @@ MIXTURE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-WORK = Work(prompt_tokens=6, new_tokens=5, group=4)
+SMALL = {"prompt_tokens": 6, "new_tokens": 5, "group": 4}
 
 # Speaks the worker's protocol without vLLM: {mode} is how it goes wrong.
 FAKE = """
@@ -72,7 +78,7 @@ sys.path.insert(0, {root!r})
 from bench.vllm_worker import serve
 def load(settings):
     calls = []
-    def generate(prompts, new_tokens):
+    def generate(prompts, new_tokens, asked):
         calls.append(prompts)
         print("call", len(calls), file=sys.stderr)
         if {mode!r} == "dies" and len(calls) > {after}: sys.exit(3)
@@ -136,20 +142,20 @@ def test_a_peer_that_cannot_start_gives_its_last_words(tmp_path: Path) -> None:
 
 def test_the_worker_repeats_prompts_and_keeps_time() -> None:
     said: list[dict[str, Any]] = []
-    seen: list[list[list[int]]] = []
+    seen: list[tuple[list[list[int]], dict[str, Any]]] = []
     lines = [
         json.dumps({"a": 1}),
-        json.dumps({"prompts": [[1], [2]], "copies": 2, "new_tokens": 3}),
+        json.dumps({"prompts": [[1], [2]], "copies": 2, "new_tokens": 3, "asked": {"top_k": 4}}),
     ]
     vllm_worker.serve(
         lines,
         said.append,
         lambda settings: (
-            lambda prompts, new: seen.append(prompts) or len(prompts) * new,
+            lambda prompts, new, asked: seen.append((prompts, asked)) or len(prompts) * new,
             {"ready": settings["a"]},
         ),
     )
-    assert seen == [[[1], [1], [2], [2]]]
+    assert seen == [([[1], [1], [2], [2]], {"top_k": 4})]
     assert said[0] == {"ready": 1} and said[1]["tokens"] == 12 and 0 <= said[1]["seconds"] < 1
 
 
@@ -217,76 +223,235 @@ def test_the_worker_has_a_mixture_routed_by_the_simulator(
 # -- turns -----------------------------------------------------------------------------------------
 
 
+Calls = list[tuple[str, str, int, int, dict[str, Any]]]
+
+
+def side(calls: Calls, name: str, seconds: float, family: str | None = None) -> Side:
+    """Takes so long for a whole call."""
+
+    def generate(
+        prompts: list[list[int]], copies: int, new_tokens: int, asked: dict[str, Any]
+    ) -> float:
+        calls.append((name, str(prompts), copies * len(prompts), new_tokens, asked))
+        return seconds if new_tokens == 5 else 0.4
+
+    return Side(generate, family, plain=name == OWN_PLAIN)
+
+
 def test_sides_take_turns_with_the_same_fresh_prompts() -> None:
-    calls: list[tuple[str, str, int, int]] = []
-
-    def side(name: str) -> decode.Generate:
-        def generate(prompts: list[list[int]], copies: int, new_tokens: int) -> float:
-            calls.append((name, str(prompts), copies * len(prompts), new_tokens))
-            return 2.0 if new_tokens == 5 else 0.4
-
-        return generate
-
-    times = measure({"ours": side("ours"), "vllm": side("vllm")}, WORK, 8, 512, rounds=3)
-    assert [name for name, *_ in calls] == ["ours", "vllm"] * 8  # 2 warm-ups, 3 rounds of 2 calls
+    calls: Calls = []
+    sides = {name: side(calls, name, 2.0) for name in ("ours", "other")}
+    times = measure(sides, Work(8, **SMALL), 512, rounds=3, seed=1000).times
+    assert [name for name, *_ in calls] == ["ours", "other"] * 8  # 2 warm-ups, 3 rounds of 2 calls
     assert all(a[1:] == b[1:] for a, b in zip(calls[::2], calls[1::2], strict=True))
-    assert len({prompts for _, prompts, *_ in calls}) == 8 and {
-        batch for _, _, batch, _ in calls
-    } == {8}
-    assert [new for *_, new in calls[4::2]] == [5, 1] * 3
-    assert times["vllm"].step_ms(5) == pytest.approx(400.0) and len(times["ours"].whole) == 3
-    measure({"ours": side("later")}, WORK, 4, 512, rounds=1)
+    assert len({call[1] for call in calls}) == 8 and {call[2] for call in calls} == {8}
+    assert [call[3] for call in calls[4::2]] == [5, 1] * 3
+    assert calls[4][4] == {
+        "temperature": 1.0,
+        "max_tokens": 5,
+        "min_tokens": 5,
+        "ignore_eos": True,
+    }
+    assert times["other"].step_ms(5) == pytest.approx(400.0) and len(times["ours"].whole) == 3
+    measure({"later": side(calls, "later", 1.0)}, Work(4, **SMALL), 512, rounds=1, seed=2000)
     assert not {c[1] for c in calls if c[0] == "later"} & {c[1] for c in calls if c[0] == "ours"}
 
 
+def test_the_fastest_of_each_family_goes_on() -> None:
+    calls: Calls = []
+    seconds = {"a": (3.0, "fp8"), "b": (2.0, "fp8"), "c": (9.0, "int4"), OURS: (1.0, None)}
+    sides = {name: side(calls, name, *how) for name, how in seconds.items()}
+    found = measure(sides, Work(8, **SMALL), 512, rounds=2)
+    assert set(found.times) == {"b", "c", OURS} and found.tried == {"a": 3.0}
+    assert (found.rival("fp8"), found.rival("int4"), found.rival("bf16")) == ("b", "c", None)
+    assert [name for name, *_ in calls].count("a") == 3  # two warm-ups and the first whole call
+    assert len(found.times["b"].whole) == len(found.times[OURS].whole) == 2
+
+
+def test_rivals_that_come_later_take_the_place_of_slower_ones() -> None:
+    def times(**whole: float) -> dict[str, Times]:
+        return {name: Times([seconds], [0.1]) for name, seconds in whole.items()}
+
+    held: dict[str, Found] = {}
+    turns.keep(held, Found(times(ours=1.0, a=3.0), {"a": "nvfp4", "z": "nvfp4"}, {"z": 8.0}))
+    turns.keep(held, Found(times(ours=1.1, b=2.0), {"b": "nvfp4"}, {}))
+    turns.keep(held, Found(times(ours=1.2, c=5.0), {"c": "nvfp4"}, {}))
+    turns.keep(held, Found(times(ours=1.3, d=4.0), {"d": "int4"}, {}))
+    assert held["nvfp4"].rival("nvfp4") == "b" and held["nvfp4"].times["ours"].whole == [1.1]
+    assert held["nvfp4"].tried == {"a": 3.0, "c": 5.0, "z": 8.0}
+    assert held["int4"].times["ours"].whole == [1.3]
+    alone: dict[str, Found] = {}
+    turns.keep(alone, Found(times(ours=1.0), {}, {}))
+    turns.keep(alone, Found(times(a=3.0), {"a": "fp8"}, {}))
+    assert alone["fp8"].times["ours"].whole == [1.0] and alone["fp8"].rival("fp8") == "a"
+
+
 def test_a_batch_is_groups_of_equal_prompts() -> None:
-    prompts, copies = Work().prompts(64, 152064, 3)
-    assert len(prompts) == 8 and copies == 8 and {len(ids) for ids in prompts} == {256}
-    assert Work().prompts(1, 152064, 3)[1] == 1 and len(Work().prompts(1, 152064, 3)[0]) == 1
+    prompts = Work(64).prompts(152064, 3)
+    assert len(prompts) == 8 and Work(64).copies == 8 and {len(ids) for ids in prompts} == {256}
+    assert Work(1).copies == 1 and len(Work(1).prompts(152064, 3)[0]) == 256
     assert all(1520 <= token < 152064 for ids in prompts for token in ids)
-    assert Work().cache_tokens(64) > 8 * 256 + 64 * 256
+    assert Work(64).cache_tokens() > 8 * 256 + 64 * 256
+    apart = Work(32, 4096, 256, 1)
+    assert len(apart.prompts(512, 3)) == 32 and apart.cache_tokens() > 32 * (4096 + 256)
+    assert apart.title == "32 prompts of 4096, 256 new" and Work(64).title == "B=64"
+
+
+def test_every_way_of_drawing_is_a_request_that_ends_at_its_length() -> None:
+    for name, fields in SAMPLINGS.items():
+        request = Request([1, 2], **Work(8, sampling=name).asked(5))
+        assert request.ignore_eos and request.max_tokens == 5
+        assert name == PLAIN or (request.top_p, request.top_k) == (0.95, 50)
+        banned = name.endswith("min_tokens")
+        assert (request.min_tokens == 5) == ("stop ids" not in name)
+        assert bool(request.stop_ids) == (banned or name.endswith("stop ids"))
+        assert all(getattr(request, key) == value for key, value in fields.items())
+
+
+def test_what_is_measured_of_a_format() -> None:
+    parts, batches = work.PARTS, [64, 1]
+    bf16 = work.works("bf16", parts, batches)
+    assert [one.title for one in bf16[:4]] == ["B=1", "B=64", "B=64, top-p + top-k"] + [
+        "B=256, top-p + top-k"
+    ]
+    assert len(bf16) == 2 + 6 + 1 and bf16[-1] == FIRST and not work.dense_works("bf16", parts, [1])
+    assert [one.batch for one in work.works("fp8", ["prompts"], batches)] == [128, 32]
+    assert work.works("int8", ["prompts", "filters", "codes"], batches) == []
+    assert work.dense_works("nvfp4", ["rollout"], batches) == [Work(1), Work(64)]
+    assert work.works("nvfp4", ["rollout"], batches) == []
+    assert work.works("nvfp4", ["codes"], batches) == [Work(1), Work(64)]
 
 
 def test_the_rows_of_a_batch(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"ours": Times([1.0, 2.0, 4.0], [0.2] * 3), "vllm": Times([4.0, 3.0, 6.0], [0.4] * 3)}
-    whole, step, roof = decode.rollout_rows("qwen2.5-7b", "bf16", 64, Work(), times, 4.27e12, [])
+    times = {OURS: Times([1.0, 2.0, 4.0], [0.2] * 3), "vLLM": Times([4.0, 3.0, 6.0], [0.4] * 3)}
+    held = {"bf16": Found(times, {"vLLM": "bf16", "slow": "bf16"}, {"slow": 8.192})}
+    whole, step, roof = turns.rows_of(Case("qwen2.5-7b", "bf16", False, Work(64), 4.27e12), held)
     assert (whole.ours, whole.peer, whole.ratio, whole.spread) == (8192.0, 4096.0, 1.5, (1.5, 4.0))
     assert (whole.must, whole.aim, whole.verdict) == (1.1, 1.3, "met")
+    assert whole.against == "vLLM" and whole.note == "slow: 2,000 tokens/s at first"
     assert step.ours == pytest.approx(1.8e3 / 255) and step.ratio == pytest.approx(3.6 / 1.8)
     ideal = (14.14e9 + 64 * 384 * 57344) / 4.27e12
     assert roof.ours == pytest.approx(ideal / (1.8 / 255), rel=1e-3) and roof.verdict == "missed"
     assert roof.peer == pytest.approx(roof.ours / 2)
-    alone = decode.rollout_rows(
-        tiny, "bf16", 4, WORK, {"ours": times["ours"]}, 1e9, ["vLLM: not run (gone)"]
+    alone = turns.rows_of(
+        Case(tiny, "bf16", False, Work(4, **SMALL), 1e9, ["vLLM: not run (gone)"]),
+        {"": Found({OURS: times[OURS]}, {}, {})},
     )
     assert [row.peer for row in alone] == [None] * 3 and {row.note for row in alone} == {
         "vLLM: not run (gone)"
     }
+    assert {row.against for row in alone} == {""}
+
+
+def test_the_rows_of_other_works() -> None:
+    times = {
+        OURS: Times([1.0], [0.5]),
+        OWN_PLAIN: Times([0.9], [0.5]),
+        "a": Times([2.0], [0.25]),
+        "b": Times([1.5], [0.25]),
+    }
+    found = Found(times, {"a": "nvfp4", "b": "int4"}, {})
+    drawn = Work(64, sampling=work.FILTERS)
+    rows = {
+        row.name: row
+        for row in turns.rows_of(Case("qwen2.5-7b", "bf16", False, drawn, 1e9), {"": found})
+    }
+    plain = rows["qwen2.5-7b bf16 B=64, top-p + top-k: over plain sampling"]
+    assert plain.ratio == pytest.approx(0.9) and (plain.must, plain.verdict) == (0.95, "missed")
+    assert set(rows) - {plain.name} == {
+        "qwen2.5-7b bf16 B=64, top-p + top-k: rollout",
+        "qwen2.5-7b bf16 B=64, top-p + top-k: decode step",
+    }
+    apart = Case("qwen2.5-7b", "nvfp4", True, Work(64, 4096, 256, 1), 1e9)
+    held = {"nvfp4": found, "int4": found}
+    rows = {row.name: row for row in turns.rows_of(apart, held)}
+    name = "qwen2.5-7b nvfp4 from codes 64 prompts of 4096, 256 new"
+    assert rows[f"{name}: prefill"].ratio == 0.5 and rows[f"{name}: prefill"].against == "a"
+    assert rows[f"{name}: prefill"].ours == 64 * 4096 / 0.5
+    assert rows[f"{name}: decode step"].ratio == 3.5 and rows[f"{name}: decode step"].must == 1.25
+    assert rows[f"{name}: rollout over int4 by Machete"].against == "b"
+    alone = {"": Found({OURS: times[OURS]}, {}, {})}
+    (first,) = turns.rows_of(Case("qwen2.5-7b", "bf16", False, FIRST, 1e9), alone)
+    assert (first.ours, first.must, first.goal) == (1000.0, 12.0, "ours at most")
+
+
+def test_the_second_family_is_vllms_fastest_format_of_four_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rivals, "version", lambda python, path: path or "0.26.0")
+    fp8 = rivals.settings(rivals.families("fp8"), ["V1", "V2"], None, [])
+    assert fp8 == [Setting("0.26.0", runner, "fp8") for runner in ("V1", "V2")]
+    assert str(fp8[1]) == "vLLM 0.26.0, V2, fp8"
+    assert [one.environment["VLLM_USE_V2_MODEL_RUNNER"] for one in fp8] == ["0", "1"]
+    assert len({one.environment["VLLM_CACHE_ROOT"] for one in fp8}) == 2
+    four = rivals.settings(rivals.families("nvfp4"), ["V1"], None, ["a", "b"])
+    assert [(one.format, one.path) for one in four] == [
+        ("nvfp4", "a"),
+        ("nvfp4", "b"),
+        ("int4", "a"),
+        ("int4", "b"),
+    ]
+    assert rivals.families("int4") == ["int4"]
+    assert [len(group) for group in rivals.together(four, 3)] == [3, 1]
+
+
+def test_how_many_engines_fit_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 150 * 10**9))
+    assert decode.fitting(30e9, 0.0, torch.device("cuda")) == (4, 5)
+    assert decode.fitting(30e9, 40e9, torch.device("cuda")) == (2, 5)
+    assert decode.fitting(200e9, 0.0, torch.device("cuda")) == (0, 1)
+    dense, codes = decode.Variant(False, ()), decode.Variant(True, ())
+    big = ("qwen2.5-32b", "nvfp4")
+    assert decode.passing(*big, [codes]) == 0 < decode.passing(*big, [dense])
+    both = decode.passing(*big, [dense, codes]) - decode.passing(*big, [dense])
+    assert both == roofline.weight_bytes(SHAPES["qwen2.5-32b"], "bf16")
+    assert decode.passing("qwen2.5-7b", "fp8", [dense]) == 0
+
+
+def test_an_installation_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailed, match="no vLLM"):
+        rivals.version(sys.executable, str(tmp_path))
+    about = tmp_path / "vllm-9.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n")
+    assert rivals.version(sys.executable, str(tmp_path)) == "9.9"
+    with pytest.raises(PeerFailed, match="no/such/python"):
+        rivals.version("/no/such/python", None)
 
 
 # -- the whole command, at tiny sizes --------------------------------------------------------------
 
 
 def args_for(folder: Path, *words: str) -> list[str]:
+    small = ["--models", "tiny", "--batches", "1,4", "--rounds", "1", "--device", "cpu"]
+    return [*small, "--out", str(folder), *words]
+
+
+def small_works(format: str, parts: list[str], batches: list[int]) -> list[Work]:
     return [
-        "--models",
-        "tiny",
-        "--batches",
-        "1,4",
-        "--rounds",
-        "1",
-        "--device",
-        "cpu",
-        "--out",
-        str(folder),
-        *words,
+        dataclasses.replace(
+            one,
+            batch=min(one.batch, 4),
+            prompt_tokens=min(one.prompt_tokens // 40, 48),
+            new_tokens=min(one.new_tokens, 5),
+            group=min(one.group, 4),
+        )
+        for one in work.works(format, parts, batches)
     ]
 
 
 @pytest.fixture
 def small(tiny: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(decode, "Work", lambda: WORK)
+    dense = work.dense_works
+    monkeypatch.setattr(decode, "works", small_works)
+    monkeypatch.setattr(decode, "SCORED", Work(4, **SMALL))
+    monkeypatch.setattr(
+        decode,
+        "dense_works",
+        lambda *asked: [dataclasses.replace(one, **SMALL) for one in dense(*asked)],
+    )
     monkeypatch.setattr(decode, "bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(rivals, "version", lambda python, path: "0.26.0")
     yield
 
 
@@ -302,16 +467,13 @@ def stored(folder: Path) -> dict[str, Row]:
 def test_the_command_with_a_peer(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path))
-    assert (
-        decode.main(
-            args_for(tmp_path, "--formats", "bf16", "int8", "--parts", "rollout", "agreement")
-        )
-        == 0
-    )
+    monkeypatch.setattr(rivals, "vllm_command", lambda python: fake(tmp_path))
+    words = ("--formats", "bf16", "int8", "--parts", "rollout", "agreement", "--runners", "V1")
+    assert decode.main(args_for(tmp_path, *words)) == 0
     rows = stored(tmp_path)
     for format in ("bf16", "int8"):
         assert rows[f"tiny {format} B=4: rollout"].ratio > 0
+        assert rows[f"tiny {format} B=4: rollout"].against == f"vLLM 0.26.0, V1, {format}"
         assert rows[f"tiny {format} B=1: decode step"].peer is not None
         assert rows[f"tiny {format}: same seed, same tokens"].met
         assert rows[f"tiny {format}: engine made, weights in memory"].peer == 2.5
@@ -324,24 +486,57 @@ def test_the_command_with_a_peer(
 
 
 @pytest.mark.slow
-def test_a_peer_that_dies_leaves_ours(
+def test_every_part_of_four_bits(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path, "dies", after=5))
+    monkeypatch.setattr(rivals, "vllm_command", lambda python: fake(tmp_path))
+    decode.main(args_for(tmp_path, "--formats", "nvfp4", "--parts", *work.PARTS))
+    rows = stored(tmp_path)
+    for name in ("tiny nvfp4 B=4", "tiny nvfp4 from codes B=4"):
+        assert rows[f"{name}: rollout"].against.endswith("nvfp4")
+        machete = rows[f"{name}: rollout over int4 by Machete"]
+        assert machete.against.endswith("int4") and machete.ratio > 0
+        assert "tokens/s at first" in machete.note  # of the other runner
+    assert rows["tiny nvfp4 from codes 4 prompts of 48, 5 new: prefill"].peer > 0
+    assert rows["tiny nvfp4 from codes B=1: first token of a prompt of 256"].ratio > 0
+
+
+@pytest.mark.slow
+def test_filters_beside_a_peer_and_beside_plain(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rivals, "vllm_command", lambda python: fake(tmp_path))
+    parts = ("--parts", "filters", "first", "--runners", "V2")
+    decode.main(args_for(tmp_path, "--formats", "bf16", *parts))
+    rows = stored(tmp_path)
+    for name in list(SAMPLINGS)[1:]:
+        assert rows[f"tiny bf16 B=4, {name}: rollout"].peer > 0
+        assert rows[f"tiny bf16 B=4, {name}: over plain sampling"].against == "ours, plain"
+
+
+@pytest.mark.slow
+def test_a_peer_that_dies_leaves_ours_and_the_others(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(python: str | None) -> list[str]:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        return fake(folder, *(("dies", 5) if folder.name == "0" else ()))
+
+    numbers = itertools.count()
+    monkeypatch.setattr(rivals, "vllm_command", command)
     decode.main(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout"))
     rows = stored(tmp_path)
     assert rows["tiny bf16 B=1: rollout"].peer is not None
-    lonely = rows["tiny bf16 B=4: rollout"]
-    assert (
-        lonely.ours > 0 and lonely.peer is None and "vLLM: not run (it ended with 3" in lonely.note
-    )
+    later = rows["tiny bf16 B=4: rollout"]
+    assert later.ours > 0 and later.peer > 0 and "not run (it ended with 3" in later.note
 
 
 @pytest.mark.slow
 def test_without_a_peer_the_rows_say_so(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path, "refuses"))
+    monkeypatch.setattr(rivals, "vllm_command", lambda python: fake(tmp_path, "refuses"))
     decode.main(args_for(tmp_path, "--formats", "int8", "--parts", "rollout"))
     assert "no kernel for int8" in stored(tmp_path)["tiny int8 B=1: rollout"].note
     decode.main(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout", "--peer", "none"))
@@ -356,13 +551,12 @@ def test_without_a_peer_the_rows_say_so(
 def test_engines_that_do_not_fit_run_one_after_the_other(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = decode.arguments(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout"))
-    monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path))
-    monkeypatch.setattr(decode, "fit_together", lambda *_: False)
-    rows: list[Row] = []
-    decode.compare("tiny", "bf16", WORK, args, 1e10, lambda new, **_: rows.extend(new))
-    assert all("one after the other" in row.note for row in rows if "B=" in row.name)
-    assert [row.peer is not None for row in rows] == [True] * 7
+    monkeypatch.setattr(rivals, "vllm_command", lambda python: fake(tmp_path))
+    monkeypatch.setattr(decode, "fitting", lambda *_: (0, 1))
+    decode.main(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout"))
+    rows = [row for name, row in stored(tmp_path).items() if "B=" in name]
+    assert all("one after the other" in row.note and row.peer is not None for row in rows)
+    assert len(rows) == 6
 
 
 @pytest.mark.slow
@@ -549,10 +743,8 @@ def test_a_random_mixture_routes_evenly() -> None:
         "vocab_size": 4096,
     }
     model, dice = random_model(config, dtype=torch.float32), random.Random(0)
-    prompts, copies = Work(prompt_tokens=48).prompts(64, 4096, 1)
-    rows = [
-        ids + [dice.randrange(4096) for _ in range(8)] for ids in prompts for _ in range(copies)
-    ]
+    prompts = Work(64, prompt_tokens=48).prompts(4096, 1)
+    rows = [ids + [dice.randrange(4096) for _ in range(8)] for ids in prompts for _ in range(8)]
     counts = routing.touched(model, rows, 48, (1, 8, 64))
     assert counts == {
         batch: pytest.approx(routing.uniform(config, batch), rel=0.03) for batch in (1, 8, 64)
@@ -572,7 +764,7 @@ def test_a_mixture_of_experts_runs_through_it(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SHAPES, "tiny", MIXTURE)
-    monkeypatch.setattr(decode, "vllm_command", lambda python: fake(tmp_path))
+    monkeypatch.setattr(rivals, "vllm_command", lambda python: fake(tmp_path))
     decode.main(
         args_for(
             tmp_path, "--formats", "bf16", "fp8", "nvfp4", "int4", "--parts", "rollout", "agreement"
@@ -649,7 +841,9 @@ def test_targets_fit_their_rows() -> None:
         assert any(name.startswith(beginning) for name in names) or any(
             map(beginning.startswith, titles)
         ), beginning
-    (row,) = targets.aimed([Row(targets.rollout("qwen2.5-7b", "nvfp4", 256), "tokens/s", 1.0)])
+    (row,) = targets.aimed(
+        [Row(targets.rollout(targets.batch_of("qwen2.5-7b", "nvfp4", 256)), "tokens/s", 1.0)]
+    )
     assert (row.must, row.aim) == (1.4, 2.2)
 
 
@@ -664,7 +858,7 @@ def test_the_table_of_targets_says_what_was_missed_and_why(
     assert "yet: run `make bench-gpu`" in tables.targets() and tables.gpu() == tables.NOT_RUN
     rows = [
         Row(
-            targets.rollout("qwen2.5-7b", "bf16", batch),
+            targets.rollout(targets.batch_of("qwen2.5-7b", "bf16", batch)),
             "tokens/s",
             10.0 * batch,
             5.0 * batch,
@@ -678,7 +872,10 @@ def test_the_table_of_targets_says_what_was_missed_and_why(
         targets,
         "REASONS",
         dict.fromkeys((row.name for row in rows), "waits for the host")
-        | {"learner, spee": "the products", targets.rollout("qwen2.5-7b", "fp8", 1): "never shown"},
+        | {
+            "learner, spee": "the products",
+            targets.rollout(targets.batch_of("qwen2.5-7b", "fp8", 1)): "never shown",
+        },
     )
     folder = tmp_path / "bench" / "baselines"
     record.merge("decode", targets.aimed(rows), folder, vllm="0.24.0")
@@ -692,15 +889,22 @@ def test_the_table_of_targets_says_what_was_missed_and_why(
     )
     record.merge(
         "decode",
-        [Row(targets.rollout("qwen2.5-7b", "fp8", 1), "tokens/s", 5.0, must=1.1, note="no vLLM")],
+        [
+            Row(
+                targets.rollout(targets.batch_of("qwen2.5-7b", "fp8", 1)),
+                "tokens/s",
+                5.0,
+                must=1.1,
+                note="no vLLM",
+            )
+        ],
         folder,
     )
     lines = tables.targets().splitlines()
     assert "vLLM 0.24.0 (decode)." in lines[0]
     wanted = (
-        "B = 1 / 64 / 256 | 10 / 640 / 2,560 | 5 / 320 / 1,280 | 1.5 / 0.9 / 1.4 | 1.1 / 1.1 / 1.4 "
-        "| "
-        "1.2 / 1.3 / 1.8 | met / missed / met: waits for the host |"
+        "B = 1 / 64 / 256 | 10 / 640 / 2,560 | 5 / 320 / 1,280 | 1.5 / 0.9 / 1.4 "
+        "| 1.15 / 1.1 / 1.25 | 1.3 / 1.3 / 1.4 | met / missed / met: waits for the host |"
     )
     assert sum(line.endswith(wanted) for line in lines) == 1
     assert lines[-2] == "| learner, memory, GB | 5 | 10 | 0.5 | 0.6 | 0.4 | met |"

@@ -47,7 +47,7 @@ sys.path.insert(0, {root!r})
 from bench.vllm_worker import serve
 def load(settings):
     assert settings["length"] > 64 and settings["cache_bytes"] > 0
-    def generate(prompts, new_tokens):
+    def generate(prompts, new_tokens, asked):
         if {dies}: sys.exit(3)
         return len(prompts) * new_tokens
     return generate, {{"ready": True, "seconds": 2.5, "vllm": "0.24.0"}}

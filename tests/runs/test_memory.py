@@ -302,7 +302,7 @@ def test_a_run_that_fits_needs_no_advice() -> None:
     planner, cfg = on("cuda", 149 * 10**9)
     found = fit.check(planner, cfg)
     assert found.missing == 0 and found.problem == ""
-    assert found.lines()[0] == ("memory on cuda: 73.4 GB of 149 GB that are free, while it learns")
+    assert found.lines()[0] == ("memory on cuda: 72.6 GB of 149 GB that are free, while it learns")
     assert all(len(line) <= 100 for line in found.lines())
 
 
@@ -407,6 +407,11 @@ def test_the_cache_has_what_the_run_uses_or_what_is_left() -> None:
     planner, cfg = on("cuda", 149 * 10**9)
     ample = planner.plan(cfg)
     assert ample.cache_tokens == ample.usable_tokens
+    (work,) = planner.workloads
+    rows, pages = work.groups * work.n, -(-(15 + work.response - 1) // 16)
+    assert ample.usable_tokens == 16 * (work.groups * (work.prompt // 16) + rows * pages + 1)
+    sizes = f"{work.prompt:,} + {work.response:,}"
+    assert f"at most {rows:,} samples of {sizes} tokens are drawn together" in ample.lines()
     held = ample.peak - ample.phases["learn"][CACHE]
     each = ample.phases["learn"][CACHE] // ample.cache_tokens
     free = round((held + 4 * 10**9) / (1 - MARGIN))

@@ -48,13 +48,15 @@ PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish"
 @dataclass(frozen=True)
 class Plan:
     """Bytes by phase and part, and those that are free, if the device says. cache_tokens: of the KV
-    cache; usable_tokens: with which no sample waits for a page."""
+    cache; usable_tokens: with which no sample waits for a page; usable_by: the samples that these
+    are for, in words."""
 
     phases: Mapping[str, Mapping[str, int]]
     free: int | None
     device: str
     cache_tokens: int = 0
     usable_tokens: int = 0
+    usable_by: str = ""
 
     def total(self, phase: str) -> int:
         """Bytes of a phase."""
@@ -105,6 +107,7 @@ class Plan:
         if self.cache_tokens:
             less = self.usable_tokens > self.cache_tokens
             wanted = f" of {self.usable_tokens:,} that the run could use" if less else ""
+            told += [self.usable_by] if self.usable_by else []
             told.append(f"the KV cache holds {self.cache_tokens:,} tokens{wanted}")
         return told
 
@@ -172,7 +175,17 @@ class Planner:
             name: {part: tokens * each if part == CACHE else size for part, size in parts.items()}
             for name, parts in phases.items()
         }
-        return Plan(held, self.free, str(self.compute.device), tokens, usable)
+        samples = self._together(cfg) if own and cfg.rollout.cache_tokens is None else ""
+        return Plan(held, self.free, str(self.compute.device), tokens, usable, samples)
+
+    def _together(self, cfg: RunConfig) -> str:
+        """Who can use the cache: the samples of the workload that needs the most."""
+        size, rows, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
+        if not self.workloads:
+            return ""
+        most = max(self.workloads, key=lambda work: work.tokens(size, rows, kv))
+        each = f"{most.prompt:,} + {most.response:,} tokens"
+        return f"at most {most.rows(rows):,} samples of {each} are drawn together"
 
     def _learner(self, cfg: RunConfig) -> dict[str, int]:
         """What stays of the learner's side."""

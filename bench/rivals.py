@@ -1,0 +1,127 @@
+"""vLLM in every setting that might be its fastest, each a process of its own, started together.
+
+A setting is an installation (0.24.0, 0.26.0), a model runner (V1, and V2 by
+`VLLM_USE_V2_MODEL_RUNNER=1`) and the format that it runs: that of ours, and for 4 bits also int4 in
+groups of 128, which vLLM multiplies by Machete on Hopper. Settings of one format are a family. In the
+first round of a batch all of them run, in the others the fastest of each family: that is the one whose
+name stands in the row.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.peer import Peer, PeerFailed, environment_of, vllm_command
+from bench.work import MACHETE
+from lowroll.quant.formats import get_format
+
+RUNNERS = {"V1": "0", "V2": "1"}
+ASK_S = 60.0
+VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """version: of the vLLM in the folder `path`, or installed for the Python that is asked."""
+
+    version: str
+    runner: str
+    format: str
+    path: str | None = None
+
+    def __str__(self) -> str:
+        return f"vLLM {self.version}, {self.runner}, {self.format}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its process. Settings that start together keep their compiled graphs apart."""
+        cache = Path(tempfile.gettempdir()) / "bench-vllm" / f"cache-{self.version}-{self.runner}"
+        return {
+            "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[self.runner],
+            "VLLM_CACHE_ROOT": str(cache),
+        }
+
+
+def version(python: str | None, path: str | None) -> str:
+    """Of an installation. PeerFailed when there is none."""
+    command = [*vllm_command(python)[:-1], "-c", VERSION]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=ASK_S, env=environment_of(path)
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerFailed(f"{command[0]}: {error}") from None
+    if done.returncode:
+        raise PeerFailed(f"{path or command[0]}: no vLLM: {done.stderr.strip()[-200:]}")
+    return done.stdout.strip()
+
+
+def families(format: str) -> list[str]:
+    """The formats of vLLM that one of ours is held against, its own first."""
+    four = get_format(format).bits < 8 and format != MACHETE
+    return [format, MACHETE] if four else [format]
+
+
+def settings(
+    among: Sequence[str], runners: Sequence[str], python: str | None, paths: Sequence[str]
+) -> list[Setting]:
+    """All of them for these formats. PeerFailed names an installation that is none."""
+    places = [(version(python, path), path) for path in (paths or (None,))]
+    return [
+        Setting(found, runner, name, path)
+        for name in among
+        for found, path in places
+        for runner in runners
+    ]
+
+
+def together(all_of: Sequence[Setting], fit: int) -> list[list[Setting]]:
+    """Settings that are started together: as many as fit, those of one family side by side."""
+    return [list(all_of[i : i + fit]) for i in range(0, len(all_of), fit)]
+
+
+@contextmanager
+def started(
+    chosen: Sequence[Setting],
+    asked: Mapping[str, Any],
+    python: str | None,
+    notes: list[str],
+) -> Iterator[dict[str, Peer]]:
+    """Those that can be had, by name, and a note on each that cannot. asked: what the worker is told
+    beside its format."""
+
+    def start(setting: Setting) -> Peer | PeerFailed:
+        try:
+            return Peer(
+                {**asked, "format": setting.format},
+                vllm_command(python),
+                setting.path,
+                environment=setting.environment,
+            )
+        except PeerFailed as error:
+            return error
+
+    with ExitStack() as stack, ThreadPoolExecutor(max(1, len(chosen))) as pool:
+        peers = {}
+        for setting, peer in zip(chosen, pool.map(start, chosen), strict=True):
+            if isinstance(peer, PeerFailed):
+                notes.append(f"{setting}: not run ({peer})")
+            else:
+                peers[str(setting)] = stack.enter_context(peer)
+        yield peers
+
+
+def fastest(seconds: Mapping[str, float], families: Mapping[str, str]) -> set[str]:
+    """The sides that go on: those of no family, and the fastest of each."""
+    best: dict[str, str] = {}
+    for name, family in families.items():
+        if name in seconds and seconds[name] < seconds.get(best.get(family, ""), float("inf")):
+            best[family] = name
+    return {name for name in seconds if name not in families or best[families[name]] == name}
