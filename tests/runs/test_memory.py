@@ -302,7 +302,7 @@ def test_a_run_that_fits_needs_no_advice() -> None:
     planner, cfg = on("cuda", 149 * 10**9)
     found = fit.check(planner, cfg)
     assert found.missing == 0 and found.problem == ""
-    assert found.lines()[0] == ("memory on cuda: 72.6 GB of 149 GB that are free, while it learns")
+    assert found.lines()[0] == ("memory on cuda: 73.2 GB of 149 GB that are free, while it learns")
     assert all(len(line) <= 100 for line in found.lines())
 
 
