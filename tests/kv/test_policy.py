@@ -137,11 +137,11 @@ def test_the_ring_of_queries_of_a_published_model(name: str, tmp_path: Path) -> 
 
 
 def test_a_bounded_load_takes_a_smaller_cache() -> None:
-    # 14 keys are 4 pages of a sample's own; twice the 5 full pages of a prompt, the pages of the 10
-    # keys that are left of it, the tail of each, and one
+    # 14 keys are 4 pages of a sample's own; the 5 full pages of a prompt, the pages of the 10 keys
+    # that are left of it, the tail of each, and one
     load, kv = Workload(2, 3, 20, 300), Recent(10, 4)
     own = 4 + 1  # a shorter prompt's sample may hold a tail beside
-    want = 4 * (2 * 2 * 5 + 2 * (3 + 1) + 2 + 6 * own + 1)
+    want = 4 * (2 * 5 + 2 * (3 + 1) + 2 + 6 * own + 1)
     assert load.tokens(4, 256, kv) == want < load.tokens(4, 256)
     assert load.tokens(4, 256, Recent(400, 4)) == load.tokens(4, 256, DENSE) == load.tokens(4, 256)
     known = {"page_size": 4, "max_batch": 8, "context": 512, "bytes_per_token": 1, "free": 10**9}

@@ -330,8 +330,8 @@ def test_an_index_that_lies(folder: Path) -> None:
     refused(folder, "index.json", "not JSON")
     write_index(folder, weight_map)
     hf.load(folder)
-    (folder / shards[1]).unlink()
-    refused(folder, "index.json", shards[1], "missing")
+    (folder / names[1]).unlink()
+    refused(folder, "index.json", names[1], "missing")
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
