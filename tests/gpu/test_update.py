@@ -281,15 +281,20 @@ def test_the_cache_goes_back_and_comes_again(folder: Path) -> None:
     engine = Engine(folder, weights="int8", cache_tokens=1 << 20, max_batch=16)
     want = drawn(engine)
     cache = engine.runner.cache
-    held, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     places, captured = [t.data_ptr() for t in cache.keys], dict(engine.runner.decoder._graphs)
-    engine.release()
     size = sum(t.nbytes for t in (*cache.keys, *cache.values))
-    assert (
-        torch.cuda.mem_get_info()[0] >= free + size * 0.9
-        if cache.virtual_memory
-        else torch.cuda.memory_allocated() <= held - size
-    )
+    if cache.virtual_memory is None:
+        held = torch.cuda.memory_allocated()
+        engine.release()
+        assert torch.cuda.memory_allocated() <= held - size
+    else:
+        back = []
+        for _ in range(5):  # other processes take and give memory of the device meanwhile
+            cache.restore()
+            free = torch.cuda.mem_get_info()[0]
+            engine.release()
+            back.append(torch.cuda.mem_get_info()[0] - free)
+        assert sorted(back)[2] >= size * 0.9
     got = drawn(engine)
     assert got[0] == want[0] and torch.equal(got[1], want[1])
     if cache.virtual_memory is not None:  # the graphs are those of before
