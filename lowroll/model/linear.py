@@ -48,7 +48,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         # what a learner's forward multiplies with in place of the weight, see weights.aligned
         self.aligned: QTensor | None = None
-        # of the weight's transpose, what a gradient is multiplied with, see weights.transposed
+        # of the weight's transpose, what a gradient is multiplied with, see weights.aligned
         self.transposed: QTensor | None = None
         self.adapter: Adapter | None = None
 
