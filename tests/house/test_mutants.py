@@ -4,6 +4,7 @@ left out."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,7 @@ def run(toy: Path, *args: str) -> tuple[dict, str]:
         capture_output=True,
         text=True,
         timeout=120,
+        env={key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((toy / "out.json").read_text())["rooms"]["toy"], done.stdout
