@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const Run& run, uint8
                                          uint32_t empty) {
     constexpr bool INT = FMT == INT4 || FMT == INT4_ASYM;
     constexpr int NT = S::NT, ALL = 32 * S::WARPS;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = lane & 3, g = lane >> 2;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
     const int tiles_m = (p.M + S::BM - 1) / S::BM;
     uint8_t* const paper = scales + S::SLOTS * S::SCALES + warp * S::PAPER;
     float sum[NT * 4];
@@ -97,22 +97,8 @@ __device__ __forceinline__ void multiply(const Problem& p, const Run& run, uint8
             const uint8_t* const x = smem + stage * S::STAGE;
             const uint4* const mine = (const uint4*)(x + S::X_STAGE) + warp * 64 + lane;
             const uint4 words[2] = {mine[0], mine[32]};
-            const uint8_t* const of = scales + slot * S::SCALES + (warp * 16 + g) * S::S_ROW;
-            uint32_t factor[2][2], zero[2];                   // INT: the two parts of a scale
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const uint8_t* const row = of + j * 8 * S::S_ROW;
-                if constexpr (FMT == NVFP4) e4m3_factors(*(const uint16_t*)(row + chunk % 4 * 8 + t * 2), factor[j]);
-                else if constexpr (FMT == MXFP4) factor[j][0] = factor[j][1] = e8m0_factor(row[chunk % 4 * 4 + t]);
-                else {
-                    const float scale = ((const float*)row)[chunk % 4];
-                    factor[j][0] = twice(scale), factor[j][1] = twice(scale - __uint_as_float(factor[j][0] << 16));
-                    zero[j] = 0x43084308u;                    // 136
-                    if constexpr (FMT == INT4_ASYM)
-                        zero[j] = int4_zero(
-                            ((const uint32_t*)(scales + slot * S::SCALES + S::BN * S::S_ROW))[(warp * 2 + j) * 4 + chunk % 4], g);
-                }
-            }
+            uint32_t factor[2][2], zero[2];
+            read_scales<FMT, S>(scales + slot * S::SCALES, chunk % 4, warp, lane, factor, zero);
             const uint64_t b = describe<S::BM>(smem_address(x));
             uint32_t a[2][2][4];
 #pragma unroll

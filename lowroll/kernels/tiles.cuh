@@ -75,6 +75,28 @@ __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
     return d;
 }
 
+// Factors and zeros of a lane's two rows of the weights, of chunk `part` of the four whose scales lie at `scales`. An
+// integer format's factor is the two parts of its scale.
+template <int FMT, class S>
+__device__ __forceinline__ void read_scales(const uint8_t* scales, int part, int warp, int lane, uint32_t (&factor)[2][2],
+                                            uint32_t (&zero)[2]) {
+    const int t = lane & 3, g = lane >> 2;
+    const uint8_t* const of = scales + (warp * 16 + g) * S::S_ROW;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const uint8_t* const row = of + j * 8 * S::S_ROW;
+        if constexpr (FMT == NVFP4) e4m3_factors(*(const uint16_t*)(row + part * 8 + t * 2), factor[j]);
+        else if constexpr (FMT == MXFP4) factor[j][0] = factor[j][1] = e8m0_factor(row[part * 4 + t]);
+        else {
+            const float scale = ((const float*)row)[part];
+            factor[j][0] = twice(scale), factor[j][1] = twice(scale - __uint_as_float(factor[j][0] << 16));
+            zero[j] = 0x43084308u;                            // 136
+            if constexpr (FMT == INT4_ASYM)
+                zero[j] = int4_zero(((const uint32_t*)(scales + S::BN * S::S_ROW))[(warp * 2 + j) * 4 + part], g);
+        }
+    }
+}
+
 // What the sums of a lane's two rows of the weights, n and n + 8, become.
 template <int FMT> struct Finish {
     float factor[2], bias[2];
