@@ -7,18 +7,10 @@
 #pragma once
 #include "tiles.cuh"
 
-template <int FMT, int STAGES_> struct Relay {
-    static constexpr int NT = 8, STAGES = STAGES_, WARPS = 16, BRINGERS = 4, THREADS = 32 * (WARPS + BRINGERS);
+template <int FMT, int STAGES> struct Relay : Sizes<FMT, 8, STAGES> {
+    static constexpr int BRINGERS = 4, THREADS = 32 * (Relay::WARPS + BRINGERS);
     static constexpr int REGISTERS = 104, FEWER = 64;         // of a thread that multiplies, that brings
-    static constexpr int BN = 16 * WARPS, BM = 8 * NT, KC = 128;
-    // Scales come four chunks at a time: a sector of 32 bytes a row (nvfp4) or half of one.
-    static constexpr int S_ROW = FMT == NVFP4 ? 32 : 16, Z_BYTES = FMT == INT4_ASYM ? BN / 8 * 16 : 0;
-    static constexpr int NEEDS = FMT == NVFP4 ? 256 : 512;    // that divides K: the copy engine wants rows of 16 bytes
-    static constexpr int SLOTS = (STAGES + 3) / 2;            // of scales: as many as the stages can touch
-    static constexpr int X_STAGE = BM * KC * 2, W_STAGE = BN * KC / 2, STAGE = X_STAGE + W_STAGE;
-    static constexpr int SCALES = BN * S_ROW + Z_BYTES, PAPER = 256;        // bytes of a warp to turn sums on
-    static constexpr int SMEM = STAGES * (STAGE + 16) + SLOTS * SCALES + WARPS * PAPER;
-    static constexpr int PIECES = BM / 32;                    // a thread's of a chunk of x
+    static constexpr int PIECES = Relay::BM / 32;                    // a thread's of a chunk of x
 };
 
 // The four warps that fill the stages. x lies there as [16 columns][row][8 values]: column 4 i + q has the codes q and

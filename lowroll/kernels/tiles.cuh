@@ -14,6 +14,19 @@ struct Maps {                                                 // of what the cop
     CUtensorMap codes, scales, zeros;
 };
 
+// A block's tiles of BN rows of the weights and BM of x, in stages of KC along k.
+template <int FMT, int NT_, int STAGES_> struct Sizes {
+    static constexpr int NT = NT_, STAGES = STAGES_, WARPS = 16;
+    static constexpr int BN = 16 * WARPS, BM = 8 * NT, KC = 128;
+    // Scales come four chunks at a time: a sector of 32 bytes a row (nvfp4) or half of one.
+    static constexpr int S_ROW = FMT == NVFP4 ? 32 : 16, Z_BYTES = FMT == INT4_ASYM ? BN / 8 * 16 : 0;
+    static constexpr int NEEDS = FMT == NVFP4 ? 256 : 512;    // that divides K: the copy engine wants rows of 16 bytes
+    static constexpr int SLOTS = (STAGES + 3) / 2;            // of scales: as many as the stages can touch
+    static constexpr int X_STAGE = BM * KC * 2, W_STAGE = BN * KC / 2, STAGE = X_STAGE + W_STAGE;
+    static constexpr int SCALES = BN * S_ROW + Z_BYTES, PAPER = 256;        // bytes of a warp to turn sums on
+    static constexpr int SMEM = STAGES * (STAGE + 16) + SLOTS * SCALES + WARPS * PAPER;
+};
+
 // The parts of tiles that a block has: (tile, chunks from..until).
 struct Run {
     int chunks, tiles, blocks, shared, unit, end, whole, tile, from, until;

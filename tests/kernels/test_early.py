@@ -48,6 +48,19 @@ def marked() -> Marked:
     )
 
 
+def advanced(*of_marks: Marked) -> object:
+    return advance(
+        empty(2, dtype=INT64),
+        empty(2, dtype=FP32),
+        empty(1, dtype=INT64),
+        empty(16, 2, dtype=INT64),
+        empty(16, 2, dtype=FP32),
+        *(empty(2, dtype=INT64) for _ in range(4)),
+        empty(2, dtype=INT32),
+        *of_marks,
+    )
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "norm": lambda: add_rms_norm(empty(2, 3584), empty(2, 3584), empty(3584), 1e-6),
     "norm-int8": lambda: add_rms_norm(empty(2, 3584), None, empty(3584), 1e-6, "int8"),
@@ -90,25 +103,8 @@ CALLS: dict[str, Callable[[], object]] = {
         Filters(empty(2, dtype=INT64), *(empty(2, dtype=torch.float64) for _ in range(2))),
     ),
     "marks": lambda: shape(empty(2, 152064, dtype=FP32), marked(), empty(2, dtype=INT64)),
-    "advance-marks": lambda: advance(
-        empty(2, dtype=INT64),
-        empty(2, dtype=FP32),
-        empty(1, dtype=INT64),
-        empty(16, 2, dtype=INT64),
-        empty(16, 2, dtype=FP32),
-        *(empty(2, dtype=INT64) for _ in range(4)),
-        empty(2, dtype=INT32),
-        marked(),
-    ),
-    "advance": lambda: advance(
-        empty(2, dtype=INT64),
-        empty(2, dtype=FP32),
-        empty(1, dtype=INT64),
-        empty(16, 2, dtype=INT64),
-        empty(16, 2, dtype=FP32),
-        *(empty(2, dtype=INT64) for _ in range(4)),
-        empty(2, dtype=INT32),
-    ),
+    "advance-marks": lambda: advanced(marked()),
+    "advance": lambda: advanced(),
     "gemv-int8": lambda: product(gemv.multiply, 2),
     "gemv-fp8": lambda: product(gemv.multiply, 1, E4M3),
     "gemv-bf16": lambda: gemv.linear(empty(1, 3584), empty(4608, 3584), empty(4608)),
