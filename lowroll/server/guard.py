@@ -24,7 +24,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Middleware
 
 from lowroll.server.errors import Refused, error_body
@@ -75,6 +75,7 @@ def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middl
         counted = access == "token" and request.method == "POST"
         open_requests += counted
         try:
+            _check_version(request)
             _check_headers(request, serving.limits)
             _check_host(request, hosts)
             _check_token(request, access, tokens)
@@ -179,6 +180,14 @@ def _request_id(request: web.Request) -> str:
     """The client's own, if it is short and plain, else a new one."""
     given = request.headers.get("X-Request-Id", "")
     return given if _ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def _check_version(request: web.Request) -> None:
+    """aiohttp takes 0.9 and 2.0 too, and would say in its answer that it speaks them."""
+    if request.version not in (HttpVersion10, HttpVersion11):
+        major, minor = request.version
+        request._cache["version"] = HttpVersion11
+        raise Refused(f"HTTP: version {major}.{minor}; this server speaks 1.0 and 1.1")
 
 
 def _check_headers(request: web.Request, limits: Limits) -> None:

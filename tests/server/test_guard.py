@@ -430,6 +430,21 @@ def test_what_is_no_http_is_answered_like_other_errors(engine: Moody, data: byte
     fixtures.run(body)
 
 
+@pytest.mark.parametrize("version", ["0.9", "2.0"])
+@pytest.mark.parametrize("more", ["", "Expect: 100-continue\r\n"])
+def test_a_version_of_http_that_the_server_does_not_speak_is_refused_in_one_that_it_does(
+    engine: Moody, version: str, more: str
+) -> None:
+    async def body() -> None:
+        async with listening(engine, Limits()) as (host, port, _):
+            data = f"GET /health HTTP/{version}\r\nHost: localhost\r\n{more}\r\n".encode()
+            head, _, rest = (await raw(host, port, data)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ") and b"Server: lowroll" in head
+            assert error_of(rest)["message"].startswith(f"HTTP: version {version}; ")
+
+    fixtures.run(body)
+
+
 def test_of_a_connection_that_is_gone_nothing_is_kept(
     engine: Moody, monkeypatch: pytest.MonkeyPatch
 ) -> None:
