@@ -80,11 +80,12 @@ $(CLASSIC)/.installed:
 	$(CLASSIC)/bin/pip install --quiet --disable-pip-version-check verifiers==0.1.14
 	touch $@
 
-# Roles on a Ray cluster of three fake nodes: a whole run, and every kind of loss TIMES times. ray (79 MB, and ten packages)
-# is installed beside the others, and changes none of them.
+# Roles on a Ray cluster of three fake nodes: whole runs, who is let in, and losses for MINUTES. ray (79 MB, and ten
+# packages) is installed beside the others, and changes none of them.
 test-ray: $(STAMP)
 	.venv/bin/pip install --quiet --disable-pip-version-check $(VERSIONS) -e '.[ray]'
-	TIMES=$(or $(TIMES),1) $(PY) -m pytest tests/runs/test_ray_cluster.py -m long -rs
+	$(PY) -m pytest tests/runs/test_ray_cluster.py -m long -rs
+	$(PY) -m tests.torture --suites rays --minutes $(or $(MINUTES),15) --seed $(or $(SEED),0)
 
 lint: $(STAMP)
 	.venv/bin/ruff check .

@@ -24,6 +24,9 @@ on tiny models.
                ledger is clean, and at level 0 it is bit for bit one process (tests/fixtures/losses.py)
     ranks      the same where two ranks learn, which are killed, stopped and paused, too: at level 0 bit for bit the
                run of two ranks that nobody disturbed
+    rays       the same on a Ray cluster of three fake nodes, where a role's process, the actor that owns it, its
+               node and the launcher are lost, while the role starts and in each phase of the step
+               (tests/fixtures/ray_losses.py). Only where it is asked for by name (`make test-ray`)
     fleets     two to five engines of a pool die, hang, lag, forget, lie and come back at random: the rollouts are
                those of one engine that nothing happens to (tests/fixtures/fleets.py)
     programs   requests, aborts, pauses, updates, failures and ends in any order over the engine's loop
@@ -65,6 +68,7 @@ from tests.fixtures.ends import strike as strike_pair
 from tests.fixtures.fleets import Fleet
 from tests.fixtures.frames import Fuzz
 from tests.fixtures.losses import Launch
+from tests.fixtures.points import Loss
 from tests.fixtures.programs import Trial
 from tests.fixtures.roles import outcome
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings
@@ -87,6 +91,7 @@ SHARES = {
     "transport": 6,
     "fleets": 4,
     "programs": 3,
+    "rays": 6,
 }
 
 
@@ -544,8 +549,8 @@ def transport(bench: Bench, rng: random.Random) -> Iterator[str]:
 
 
 def roles(bench: Bench, rng: random.Random) -> Iterator[str]:
-    """A trial is one loss of a role, at one of the points that the role passes or a moment after it,
-    or of the launcher with all roles; some six losses a run."""
+    """A trial is a run with some six losses: of a role, at one of the points that roles pass or a moment
+    after it, or of the launcher with all roles."""
     steps = {"train": {"max_steps": 12}, "eval": {"interval": None}}
     lora = {"train": {"max_steps": 12, "lora": True, "lora_rank": 2}}
     ways = {
@@ -557,12 +562,12 @@ def roles(bench: Bench, rng: random.Random) -> Iterator[str]:
         for way in ("filesystem", "zmq")
     }
 
-    def alone(name: str, _: Launch) -> dict[str, str]:
-        folder = bench.root / f"one {name}"
-        attempt(bench.words(folder, **ways[name]))
-        return outcome(folder)
+    make = partial(Launch, words=[])
 
-    yield from _losses(bench, rng, ways, partial(Launch, words=[]), alone)
+    def begin(name: str) -> tuple[list[Loss], dict[str, str]]:
+        return losses.every(_whole(bench, make, ways[name]), rng), _alone(bench, name, ways[name])
+
+    yield from _losses(bench, ways, make, begin)
 
 
 def ranks(bench: Bench, rng: random.Random) -> Iterator[str]:
@@ -576,53 +581,93 @@ def ranks(bench: Bench, rng: random.Random) -> Iterator[str]:
     ways = {name: {"eval": {"interval": None}, **changes} for name, changes in ways.items()}
     names = (*losses.ROLES, losses.RANK_1)
     make = partial(Launch, words=[], roles=names, most_restarts=100, patience=2)
-    yield from _losses(bench, rng, ways, make, lambda _, whole: outcome(whole.run))
+
+    def begin(name: str) -> tuple[list[Loss], dict[str, str]]:
+        launch = _whole(bench, make, ways[name])
+        same = {} if "asynchrony" in ways[name] else outcome(launch.run)
+        return losses.every(launch, rng), same
+
+    yield from _losses(bench, ways, make, begin)
+
+
+def rays(bench: Bench, rng: random.Random) -> Iterator[str]:
+    """Up to sixteen losses a run: of a process, an actor, a node, and the launcher."""
+    from tests.fixtures import ray_cluster, ray_losses
+
+    nodes = bench.stack.enter_context(ray_cluster.Apart())
+    steps = {"train": {"max_steps": 32}, "eval": {"interval": None}}
+    ways = {
+        "level 0": steps,
+        "level 0, zmq": steps | {"rollout_transport": {"type": "zmq", "port": 0}},
+        "level 1": steps | {"asynchrony": {"max_async_level": 1}},
+    }
+
+    def begin(name: str) -> tuple[list[Loss], dict[str, str]]:
+        return ray_losses.phases(rng), _alone(bench, name, ways[name])
+
+    yield from _losses(bench, ways, partial(ray_losses.OnRay, words=[], nodes=nodes), begin)
+
+
+def _alone(bench: Bench, name: str, changes: dict[str, Any]) -> dict[str, str]:
+    """What one process comes to; at a level above 0 no two runs are the same."""
+    if "asynchrony" in changes:
+        return {}
+    folder = bench.root / f"one {name}"
+    done = attempt(bench.words(folder, **changes), deadline=600.0)
+    assert done.code == 0, done.trouble or done.text
+    return outcome(folder)
+
+
+def _whole(bench: Bench, make: Callable[[Path], Launch], changes: dict[str, Any]) -> Launch:
+    """A run that nobody disturbed."""
+    launch = _launched(bench, make, changes)
+    if problem := launch.finish() or "; ".join(launch.wrong()):
+        raise RunFailed(f"undisturbed: {problem}")
+    return launch
 
 
 def _losses(
     bench: Bench,
-    rng: random.Random,
     ways: dict[str, dict[str, Any]],
     make: Callable[[Path], Launch],
-    like: Callable[[str, Launch], dict[str, str]],
+    begin: Callable[[str], tuple[list[Loss], dict[str, str]]],
 ) -> Iterator[str]:
-    """Runs of these ways in turn, each disturbed. like: what a way comes to undisturbed, by its name
-    and such a run."""
-    wanted, queues, counted = {}, {}, Counter[str]()
-    for name, changes in ways.items():
-        launch = make(_fresh(bench.root / "roles"))
-        launch.words = bench.words(launch.run, **changes)
-        launch.start()
-        problem = launch.finish() or "; ".join(launch.wrong())
-        if problem:
-            yield f"{name}, undisturbed: {problem}"
-            return
-        queues[name] = losses.every(launch, rng)
-        print(f"roles: {name}: {len(queues[name])} losses to choose from", flush=True)
-        if not changes.get("asynchrony"):
-            wanted[name] = like(name, launch)
+    """Runs of these ways in turn, each disturbed. begin: of a way by its name, the losses, and what it
+    comes to undisturbed, where that is always the same."""
+    began, counted = {}, Counter[str]()
     for number in count():
         name = list(ways)[number % len(ways)]
-        launch = make(_fresh(bench.root / "roles"))
-        launch.words = bench.words(launch.run, **ways[name])
-        launch.start()
-        told = []
-        for loss in losses.some(queues[name], launch):
+        if name not in began:
+            try:
+                began[name] = begin(name)
+            except RunFailed as error:
+                yield f"{name}: {error}"
+                return
+        queue, wanted = began[name]
+        launch = _launched(bench, make, ways[name])
+        problems = []
+        for loss in losses.some(queue, launch):
             problem = launch.lose(loss)
             if problem is None:
                 break
-            told.append(str(loss))
-            counted[f"{loss.victim} {loss.how}"] += 1
-            yield problem and f"{name}: {problem}; {launch.text}"
-        problem = launch.finish()
-        if not problem:
-            found = outcome(launch.run) if name in wanted else {}
-            one = wanted.get(name, {})
-            other = sorted(k for k in one.keys() | found.keys() if one.get(k) != found.get(k))
-            problem = "; ".join(launch.wrong() + [f"another {key}" for key in other[:5]])
-        if problem:
-            yield f"{name}, {told}: {problem}"
-        print(f"roles: {name}: {', '.join(told)}; so far {dict(counted)}", flush=True)
+            print(f"{name}: {loss}", flush=True)
+            counted[launch.kind(loss)] += 1
+            problems += [f"{problem}; {launch.text}"] if problem else []
+        if problem := launch.finish():
+            problems.append(problem)
+        else:
+            found = outcome(launch.run) if wanted else {}
+            other = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
+            problems += launch.wrong() + [f"another {key}" for key in other[:5]]
+        print(f"{name}: over; losses so far {dict(sorted(counted.items()))}", flush=True)
+        yield f"{name}: {'; '.join(problems)}" if problems else ""
+
+
+def _launched(bench: Bench, make: Callable[[Path], Launch], changes: dict[str, Any]) -> Launch:
+    launch = make(_fresh(bench.root / "roles"))
+    launch.words = bench.words(launch.run, **changes)
+    launch.start()
+    return launch
 
 
 def fleets(bench: Bench, rng: random.Random) -> Iterator[str | None]:
@@ -646,6 +691,7 @@ SUITES = {
     "transport": transport,
     "fleets": fleets,
     "programs": programs,
+    "rays": rays,
 }
 
 
@@ -660,7 +706,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="for all suites together")
     parser.add_argument("--trials", type=int, help="of each suite at most")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--suites", nargs="+", choices=sorted(SUITES), default=list(SUITES))
+    parser.add_argument(
+        "--suites", nargs="+", choices=sorted(SUITES), default=[n for n in SUITES if n != "rays"]
+    )
     args = parser.parse_args()
     bad, shares = 0, sum(SHARES[name] for name in args.suites)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
