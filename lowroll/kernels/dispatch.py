@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from lowroll.kernels import nvcc
+from lowroll.kernels.attention import avx2 as attention_avx2
 from lowroll.kernels.attention import paged
 from lowroll.kernels.launch import triton_supports_device
 from lowroll.kernels.matmul import avx2, gemv, onednn, streamed, w4a16, w8a8
@@ -81,6 +82,12 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
             within_triton=True,
         ),
         _triton("attention/decode"),
+        Kernel(
+            "attention/avx2.cpp",
+            "C++",
+            f"float32, rows of {attention_avx2.LEAST} numbers or more",
+            attention_avx2.supports_device,
+        ),
         _torch(),
     ),
     "decode attention, 8-bit cache": (
