@@ -673,7 +673,13 @@ CASES_OF = {
     "checksums": ("checksum", "amax"),
 }
 # no case reaches them: tests of their own do
-APART = {"AdamW", "matmul/onednn", "matmul/avx2.cpp", "attention/avx2.cpp"}
+APART = {
+    "AdamW",
+    "matmul/onednn",
+    "matmul/avx2.cpp",
+    "attention/avx2.cpp",
+    "fused/avx2.cpp",
+}
 
 
 def ours(product: str, machine: Machine) -> set[str]:
