@@ -194,6 +194,15 @@ def test_what_was_loaded_is_never_collected_while_requests_wait(
     assert frozen[0] > 10_000 and gc.get_freeze_count() == 0
 
 
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """A shell's background job, as the tests may be, begins with SIGINT ignored, and so would the
+    processes that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextmanager
 def process(model: Path, *words: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server in a process of its own, and its address."""
@@ -265,6 +274,7 @@ def test_a_life(model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("heeded")
 def test_a_second_signal_does_not_wait(model: Path) -> None:
     many = {"prompt": [[5, 80, i] for i in range(12)], "n": 32}
     with process(model, "--admin-token-env", "T", T="a-token-of-some-length") as (child, url):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lowroll.metrics.record import read
+from lowroll.runs.launch.process import reserved
 from tests.fixtures import leash
 from tests.fixtures.roles import DEADLINE_S, heart, write
 from tests.fixtures.runs import settings
@@ -90,6 +90,13 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def port() -> Iterator[str]:
+    """Of the first engine, also when the job is started again."""
+    with reserved("127.0.0.1") as held:
+        yield str(held.getsockname()[1])
+
+
+@pytest.fixture
 def stubbed(home: Path) -> dict[str, str]:
     """The environment of a job whose roles are the stub."""
     env = install(home)
@@ -146,7 +153,6 @@ def test_a_job_that_is_stopped(
     with job(home, "run.yaml", **stubbed) as child:
         roles = [home / f"said-{role}-0" for role in ("serve", "orchestrate", "train")]
         until(lambda: all(file.exists() for file in roles), child, log)
-        time.sleep(0.2)  # until the last of them listens to signals
         child.send_signal(sent)
         assert child.wait(30.0) == 143, log.read_text()
     found = home / REQUEUED
@@ -177,7 +183,9 @@ def test_what_cannot_run_is_said_before_anything_starts(
 
 
 @pytest.mark.long
-def test_a_run_that_is_interrupted_goes_on_when_it_is_requeued(home: Path, model: Path) -> None:
+def test_a_run_that_is_interrupted_goes_on_when_it_is_requeued(
+    home: Path, model: Path, port: str
+) -> None:
     """Real roles: stopped before the time limit, and the same job again to its end."""
     (home / "gated.py").write_text(GATED)
     tree = settings(
@@ -185,8 +193,6 @@ def test_a_run_that_is_interrupted_goes_on_when_it_is_requeued(home: Path, model
     )
     tree["env"][0]["id"] = "gated.py"
     write(tree, home / "run.yaml")
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = str(held.getsockname()[1])
     tool = Path(sys.executable).with_name("lowroll")
     env = install(home) | {"PORT": port, "PYTHONPATH": os.pathsep.join(sys.path)}
     (home / "bin/lowroll").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {tool.name} "$@"\n')

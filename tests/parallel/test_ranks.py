@@ -14,8 +14,9 @@ import torch
 
 from lowroll.parallel import ranks as groups
 from lowroll.parallel.ranks import ALONE, Group, RankLost, Ranks
+from lowroll.runs.launch.process import reserved
 from lowroll.transport.base import DeadlineExceeded, TransportError
-from tests.fixtures.ranks import Raised, free_port, together
+from tests.fixtures.ranks import Raised, together
 
 ODD = [-0.0, float("nan"), float("-inf"), 1e-45, -3.5]  # values whose bits must arrive
 
@@ -165,13 +166,18 @@ def test_the_others_wait_for_the_first_word_as_long_as_they_are_told() -> None:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     began = time.monotonic()
-    with pytest.raises(
-        DeadlineExceeded,
-        match=r"^waited 0\.2 s for rank 1, 2 of 3 to start and meet at 127\.0\.0\.1:",
+    with reserved("127.0.0.1") as meeting:
+        port = meeting.getsockname()[1]
+        with pytest.raises(
+            DeadlineExceeded,
+            match=r"^waited 0\.2 s for rank 1, 2 of 3 to start and meet at 127\.0\.0\.1:",
+        ):
+            Group(0, 3, "127.0.0.1", port, torch.device("cpu"), 0.2)
+    with (
+        reserved("127.0.0.1") as meeting,
+        pytest.raises(DeadlineExceeded, match=r"for rank 0 to listen at 127\.0\.0\.1:"),
     ):
-        Group(0, 3, "127.0.0.1", free_port(), torch.device("cpu"), 0.2)
-    with pytest.raises(DeadlineExceeded, match=r"for rank 0 to listen at 127\.0\.0\.1:"):
-        Group(1, 3, "127.0.0.1", free_port(), torch.device("cpu"), 0.1)
+        Group(1, 3, "127.0.0.1", meeting.getsockname()[1], torch.device("cpu"), 0.1)
     assert time.monotonic() - began < 10
 
 
