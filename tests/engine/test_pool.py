@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lowroll.engine.remote import member
+from lowroll.engine.remote import herald, member
 from lowroll.engine.remote.discovery import Elastic
 from lowroll.engine.remote.member import Member
 from lowroll.engine.remote.pool import EnginePool, PoolStats
@@ -95,6 +95,17 @@ def pooled(fakes: list[FakeEngine], **options: object) -> EnginePool:
     return EnginePool([fake.url for fake in fakes], **given)
 
 
+def together(pool: EnginePool, fakes: list[FakeEngine], requests: list[Request]) -> list[int]:
+    """The handles of requests of which none ends before all have been dealt."""
+    for fake in fakes:
+        fake.mood.stalled = True
+    handles = [pool.add(request) for request in requests]
+    assert eventually(lambda: sum(fake.open for fake in fakes) == len(requests))
+    for fake in fakes:
+        fake.mood.stalled = False
+    return handles
+
+
 # -- requests --------------------------------------------------------------------------------------
 
 
@@ -128,14 +139,13 @@ def test_addresses_are_taken_with_and_without_v1_and_once_each() -> None:
 
 
 def test_the_engine_with_the_fewest_outstanding_tokens_is_next() -> None:
-    with engines(2, mood=Mood(slow=0.01)) as (a, b):
-        a.mood, b.mood = Mood(slow=0.01), Mood(slow=0.01)
-        with pooled([a, b]) as pool:
+    with engines(2) as (a, b):
+        with pooled([a, b], silent_s=60.0) as pool:
             long = Request([2], n=8, max_tokens=40, seed=9, id="long", ignore_eos=True)
             short = [
                 Request([2], max_tokens=8, seed=9, id=f"s{i}", ignore_eos=True) for i in range(12)
             ]
-            finish(pool, [pool.add(request) for request in [long, *short]])
+            finish(pool, together(pool, [a, b], [long, *short]))
     counts = sorted([len(a.bodies), len(b.bodies)])
     assert counts == [1, 12], "320 tokens against 12 times 9"
 
@@ -254,7 +264,7 @@ def test_what_a_dead_engine_had_goes_on_at_another(n: int, together: bool) -> No
 def test_an_engine_that_does_not_get_on_is_fenced_in_time(mood: dict, together: bool) -> None:
     requests = asked(6, ignore_eos=True)
     with engines(2) as (a, b), pooled([a, b]) as pool:
-        a.mood = Mood(slow=0.1, **mood)
+        a.mood = Mood(slow=2.0, **mood)
         b.mood.slow = 0.01
         if together and "silent" in mood:
             a.mood.silent = False  # it is paused first
@@ -342,8 +352,8 @@ def test_a_request_that_fails_everywhere_ends_the_run(fault: str, said: str) -> 
 
 
 def test_a_request_has_its_own_deadline() -> None:
-    with engines(2) as (a, b), pooled([a, b], timeout_s=0.5) as pool:
-        a.mood.slow = 0.1  # draws all the time, and is not done in time
+    with engines(2) as (a, b), pooled([a, b], timeout_s=2.0) as pool:
+        a.mood.slow = 0.5  # draws all the time, and is not done in time
         groups = finish(pool, [pool.add(r) for r in asked(2, ignore_eos=True)])
         assert [drawn(group) for group in groups] == [expected(r) for r in asked(2)]
         assert total(pool, "fenced") == 0
@@ -436,9 +446,10 @@ def test_all_take_a_version_and_what_is_in_flight_goes_on(tmp_path: Path) -> Non
     first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.slow = b.mood.slow = 0.03
-        handles = [pool.add(request) for request in asked(4, ignore_eos=True)]
+        handles = [pool.add(request) for request in asked(4, tokens=900, ignore_eos=True)]
         assert eventually(lambda: a.drawn > 4 and b.drawn > 4)
         behavior = pool.update(first)
+        a.mood.slow = b.mood.slow = 0.0
         assert behavior.policy[0].version == 1
         assert a.held.version == b.held.version == 1
         groups = finish(pool, handles)
@@ -490,12 +501,23 @@ def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
         assert [versions(group) for group in pool.generate(asked(4))] == [{2}] * 4
 
 
-def test_an_answer_of_a_version_that_others_still_take_is_waited_for(tmp_path: Path) -> None:
+def test_an_answer_of_a_version_that_others_still_take_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(herald, "ABREAST_S", 60.0)
     first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
-        a.mood.slow, b.mood.take_s = 0.02, 0.6
-        handles = [pool.add(request) for request in asked(2, ignore_eos=True)]
+        a.mood.slow, b.mood.take_s = 0.03, 1e6
+        handles = [pool.add(request) for request in asked(2, tokens=900, ignore_eos=True)]
         assert eventually(lambda: a.drawn > 2)
+
+        def one_after_the_other() -> None:
+            if eventually(lambda: a.held.version == 1):
+                a.mood.slow = 0.0
+            if eventually(lambda: a.answered == 1):
+                b.mood.take_s = 0.0
+
+        threading.Thread(target=one_after_the_other, daemon=True).start()
         pool.update(first)
         assert a.answered == 1, "it was drawn before the other had taken the version"
         groups = finish(pool, handles)
@@ -619,7 +641,7 @@ def test_a_version_that_is_published_again_is_drawn_again(tmp_path: Path) -> Non
         pool.update(old)
         before = pool.behavior.policy
         a.mood.slow = b.mood.slow = 0.05
-        handles = [pool.add(request) for request in asked(4, ignore_eos=True)]
+        handles = [pool.add(request) for request in asked(4, tokens=900, ignore_eos=True)]
         assert eventually(lambda: a.drawn > 4 and b.drawn > 4)
         a.weights = b.weights = tmp_path / "new"
         pool.update(new)
@@ -834,46 +856,43 @@ def test_an_engine_is_sent_what_its_cache_can_soon_hold() -> None:
     """The rest waits for whoever ends first: with all sent at once one would have half of it."""
     requests = asked(40, 1, 20, ignore_eos=True)
     with engines(2, cache=40) as (a, b), pooled([a, b]) as pool:
-        a.mood.slow, b.mood.slow = 0.02, 0.002
+        a.mood.slow, b.mood.slow = 0.15, 0.002
         found = finish(pool, [pool.add(request) for request in requests])
         assert [drawn(group) for group in found] == [expected(request) for request in requests]
         assert len(b.bodies) > 2 * len(a.bodies) > 0
 
 
 def test_later_turns_go_where_the_earlier_ones_were_drawn_unless_that_is_loaded() -> None:
-    with engines(3) as fakes, pooled(fakes) as pool:
+    with engines(3) as fakes, pooled(fakes, silent_s=60.0) as pool:
         firsts = asked(6, 1, 40, ignore_eos=True)
-        finish(pool, [pool.add(request) for request in firsts])
+        finish(pool, together(pool, fakes, firsts))
         had = {body["request_id"]: fake for fake in fakes for body in fake.bodies}
         assert all(len(fake.bodies) == 2 for fake in fakes)
-        for fake in fakes:
-            fake.mood.slow = 0.01
         turns = [
             Request([2], max_tokens=40, seed=9, id=f"{one.id}/0/1", follows=one.id)
             for one in reversed(firsts)
         ]
-        finish(pool, [pool.add(turn) for turn in turns])
+        finish(pool, together(pool, fakes, turns))
         for turn in turns:
             assert turn.id in [body["request_id"] for body in had[turn.follows].bodies]
         crowd = [
             Request([2], max_tokens=40, seed=9, id=f"c{i}", follows="r0", ignore_eos=True)
             for i in range(9)
         ]
-        finish(pool, [pool.add(turn) for turn in crowd])
+        finish(pool, together(pool, fakes, crowd))
         drew = [sum(b["request_id"][0] == "c" for b in fake.bodies) for fake in fakes]
         assert max(drew) <= 5 and min(drew) >= 1, drew
 
 
 def test_a_slow_taker_holds_nobody_up(tmp_path: Path) -> None:
     first = publish(tmp_path, 1)
-    with engines(2, tmp_path) as (a, b), pooled([a, b], silent_s=6.0) as pool:
-        a.mood.take_s = 2.0
-        began = time.monotonic()
+    with engines(2, tmp_path) as (a, b), pooled([a, b], silent_s=30.0) as pool:
+        a.mood.take_s = 1e6
         pool.update(first)
-        assert time.monotonic() - began < 1.6
         groups = finish(pool, [pool.add(request) for request in asked(4, ignore_eos=True)])
         assert [versions(group) for group in groups] == [{1}] * 4
         assert not a.bodies and total(pool, "healthy") == 2
+        a.mood.take_s = 0.0
         assert eventually(lambda: a.held.version == 1)
         finish(pool, [pool.add(request) for request in asked(8, ignore_eos=True)])
         assert a.bodies and total(pool, "fenced") == 0
@@ -883,7 +902,7 @@ def test_an_answer_that_got_lost_fences_its_engine(caplog: pytest.LogCaptureFixt
     """It draws and says that it is well; one request is never answered."""
     with engines(2) as (a, b), pooled([a, b]) as pool:
         a.mood.forget, a.mood.slow = 1, 0.05
-        requests = asked(8, tokens=60, ignore_eos=True)
+        requests = asked(8, tokens=900, ignore_eos=True)
         groups = finish(pool, [pool.add(request) for request in requests])
         assert [drawn(group) for group in groups] == [expected(request) for request in requests]
         assert f"{a.url} is fenced: knows of 3 requests, and 4 wait for its answer" in caplog.text
@@ -910,26 +929,33 @@ def test_one_that_returns_sings_before_it_works(
         assert pool.generate(asked(4)) and b.bodies
 
 
-def test_one_that_flaps_is_met_later_each_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_flaps_is_met_later_each_time(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, away = [], Member._away
+
+    async def timed(self: Member, seconds: float) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await away(self, seconds)
+        left.append((seconds, clock() - began >= seconds))
+
+    monkeypatch.setattr(Member, "_away", timed)
     with engines(2) as (a, b), pooled([a, b]) as pool:
-        times = []
         for _ in range(4):
             a.stop()
             healthy(pool, 1)
             a.restart()
-            began = time.monotonic()
             healthy(pool, 2)
-            times.append(time.monotonic() - began)
-        assert times[3] > times[0] + 1.0, times
+        assert [one for one in left if one[0]] == [(0.5, True), (1.0, True), (2.0, True)]
         assert "it was fenced 4 times lately: for 2 s" in caplog.text
+        monkeypatch.setattr(Member, "_flaps", lambda self: 1e6)
         a.stop()
         healthy(pool, 1)
         a.restart()
         b.stop()
-        healthy(pool, 0)
-        began = time.monotonic()
+        assert eventually(lambda: left[-1] == (1e6, False)), "nobody else works"
         healthy(pool, 1)
-        assert time.monotonic() - began < 2.0, "nobody else works: it is met soon"
 
 
 def fresh(requests: list[Request], count: int, parts: int) -> list[list[str]]:
