@@ -429,7 +429,7 @@ def test_an_abort_closes_the_connection_and_keeps_what_was_read(
         if not stream:
             await asyncio.sleep(30)
 
-    fake.before, fake.pause = slow, 0.05
+    fake.before, fake.pause = slow, 0.25
     with attached(fake, stream=stream) as engine:
         handle = engine.add(replace(ASKED, max_tokens=40))
         if stream:

@@ -108,6 +108,14 @@ def test_an_engine_that_is_lost_while_it_starts_again_keeps_its_port(tmp_path: P
             assert launcher._port(engine) == port
 
 
+def test_a_reserved_port_is_for_those_who_name_it() -> None:
+    with process_module.reserved("127.0.0.1") as held, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(held.getsockname())
+        socket.create_server(held.getsockname()).close()
+        assert process_module.is_free(*held.getsockname())
+
+
 def test_an_orchestrator_that_had_ended_comes_back_when_the_trainer_waits(tmp_path: Path) -> None:
     trainer = SimpleNamespace(phase="finishing")
     launcher = launcher_of(tmp_path, trainer=trainer)
