@@ -451,7 +451,9 @@ def test_all_take_a_version_and_what_is_in_flight_goes_on(tmp_path: Path) -> Non
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.slow = b.mood.slow = 0.03
         handles = [pool.add(request) for request in asked(4, tokens=900, ignore_eos=True)]
-        assert eventually(lambda: a.drawn > 4 and b.drawn > 4)
+        assert eventually(lambda: a.open == b.open == 2)
+        before = a.drawn, b.drawn
+        assert eventually(lambda: a.drawn > before[0] + 20 and b.drawn > before[1] + 20)
         behavior = pool.update(first)
         a.mood.slow = b.mood.slow = 0.0
         assert behavior.policy[0].version == 1
@@ -532,7 +534,7 @@ def test_an_answer_of_a_version_that_others_still_take_is_waited_for(
 def test_an_engine_that_read_other_bytes_is_fenced(tmp_path: Path) -> None:
     first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
-        a.mood.odd_manifest = "other"
+        a.mood.odd_manifest = a.mood.odd_digest = "other"
         pool.update(first)
         healthy(pool, 1)
         assert f"it read 'other', and {first.digest} was published" in errors(pool.stats())
@@ -646,7 +648,7 @@ def test_a_version_that_is_published_again_is_drawn_again(tmp_path: Path) -> Non
         before = pool.behavior.policy
         a.mood.slow = b.mood.slow = 0.05
         handles = [pool.add(request) for request in asked(4, tokens=900, ignore_eos=True)]
-        assert eventually(lambda: a.drawn > 4 and b.drawn > 4)
+        assert eventually(lambda: a.open == b.open == 2)
         a.weights = b.weights = tmp_path / "new"
         pool.update(new)
         assert pool.behavior.policy != before

@@ -413,7 +413,7 @@ def test_a_cancelled_submission_is_dropped(engine: NativeEngine) -> None:
             good = await loop.submit(ask(3, 4, max_tokens=LONG))
             await hung(moody, loop)
             submitting = asyncio.ensure_future(loop.submit(ask(5, 6, max_tokens=LONG)))
-            await asyncio.sleep(0.01)
+            await until(lambda: loop._inbox.qsize() == 1, "it to be asked")
             submitting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await submitting
@@ -610,9 +610,9 @@ def test_the_end_answers_a_pause_and_begins_nothing(engine: NativeEngine) -> Non
             await hung(moody, loop)
             waits = [asyncio.ensure_future(loop.pause("wait"))]
             waits += [asyncio.ensure_future(loop.submit(ask(3, i))) for i in (4, 5)]
-            await asyncio.sleep(0.01)
+            await until(lambda: loop._inbox.qsize() == 3, "all to be asked")
             stopping = asyncio.ensure_future(asyncio.to_thread(loop.stop))
-            await asyncio.sleep(0.01)
+            await until(lambda: loop._stopping, "the end to be asked for")
             moody.hang.clear()
             await stopping
             ends = await asyncio.gather(*waits, return_exceptions=True)
