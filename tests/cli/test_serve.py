@@ -36,8 +36,11 @@ LONG = {"prompt": "1 + 1", "max_tokens": 200, "ignore_eos": True, "n": 4}
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_again() -> Iterator[None]:
-    """A server that ends in this process gives the collector back what the tests keep from it."""
+    """A server that ends in this process gives the collector back what the tests keep from it, and
+    has its threads take turns faster."""
+    interval = sys.getswitchinterval()
     yield
+    sys.setswitchinterval(interval)
     gc.collect()
     gc.freeze()
 
