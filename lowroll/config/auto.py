@@ -13,7 +13,8 @@ saw fail; they are refused unless `force: true` asks for them, as a comparison d
 
 A sampler is truncated by whatever keeps it from the learner's distribution: a penalty reshapes it,
 and `min_tokens` bans the ids that stop until then. A second format (`rollout.large_batch_weights`)
-is low-bit rollouts that no learner shares.
+is low-bit rollouts that no learner shares. A learner that rounds beside dense rollouts
+(`train.forward: fp8`) is as far from them as a dense one is from rollouts in its format.
 
 Another engine has the learner's weights and not its kernels. In bfloat16 its log-probs differ from
 the learner's by a few hundredths of a nat, and more for single tokens, which Yao et al. (2025, "Your
@@ -47,6 +48,7 @@ class Rollouts:
     ] = ()  # settings that keep tokens from being drawn, such as "top_p 0.9"
     noisy: bool = False  # by noise that the learner does not share
     aligned: bool = False  # the learner multiplies in the rollouts' arithmetic
+    rounds: bool = False  # it multiplies in a format that they are not in
     lora: bool = False  # learner and rollouts hold the same base, codes and all
     kv_policy: str = "dense"
     kv_dtype: str | None = None  # of the cache; None is the engine's own
@@ -125,6 +127,17 @@ AUTO: tuple[Row, ...] = (
         lambda r: bool(r.truncated),
         {"rollout": {"weights": "int8", "top_p": 0.9}},
         {"veto": 1e-4},
+    ),
+    Row(
+        "dense",
+        "in a format (train.forward: fp8, nvfp4)",
+        "acr",
+        "tbpo",
+        "and the learner's forward rounds where they do not: the mismatch of low-bit rollouts, with "
+        "the sides exchanged",
+        "QuRL Eq. 9",
+        lambda r: r.rounds and not r.low_bit,
+        {"rollout": {"weights": "dense"}, "train": {"forward": "fp8"}},
     ),
     Row(
         "dense, an 8-bit cache (rollout.kv.dtype)",

@@ -77,7 +77,7 @@ from lowroll.config.sft import SftConfig
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
-from lowroll.quant.table import DEFAULT, FORMATS, is_dense
+from lowroll.quant.table import DEFAULT, is_dense
 
 
 class TemperatureConfig(Section):
@@ -449,6 +449,7 @@ def _rollouts(cfg: RunConfig) -> Rollouts:
         truncated=tuple(f"{name} {value}" for name, value in cut.items()),
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
         aligned=cfg.train.forward in ("aligned", rollout.weights) and second is None,
+        rounds=cfg.train.forward not in ("dense", "aligned", rollout.weights),
         lora=cfg.train.lora and not low_bit,
         kv_policy=rollout.cache.policy,
         kv_dtype=rollout.cache.kv_dtype,
@@ -607,7 +608,6 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
 def _warnings(cfg: RunConfig) -> Iterator[str]:
     """Settings that work, but rarely as meant. `cfg` is resolved."""
     rollout, price = cfg.rollout, _rollouts(cfg)
-    rounds = cfg.train.forward in FORMATS
     if price.truncated and cfg.correction == "none":
         yield (
             f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
@@ -650,7 +650,7 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
         )
     if cfg.train.forward == "aligned" and is_dense(rollout.weights):
         yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
-    if rounds and not price.low_bit and cfg.correction in ("none", "is"):
+    if price.rounds and not price.low_bit and cfg.correction in ("none", "is"):
         yield (
             f"warning: train.forward {cfg.train.forward} with correction {cfg.correction}: the "
             "learner rounds and the rollouts do not, and that is not corrected"
@@ -660,7 +660,7 @@ def _warnings(cfg: RunConfig) -> Iterator[str]:
             f"warning: rollouts of {price.engine} with correction {cfg.correction}: it rounds otherwise than the "
             "learner, and that is not corrected; good for comparison only"
         )
-    other = price.forgets or price.low_bit_cache or price.foreign or rounds
+    other = price.forgets or price.low_bit_cache or price.foreign or price.rounds
     faithful = not (price.low_bit or price.truncated or price.noisy or other)
     if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
         yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"

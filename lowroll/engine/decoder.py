@@ -213,7 +213,8 @@ class Decoder:
         last = [s.last_token for s in sequences]
         until = [s.until for s in sequences]
         if sequences != self._rows or last != self._last or until != self._until:
-            temperature = torch.tensor([s.request.temperature or 1.0 for s in sequences])
+            wanted = [s.request.temperature or 1 for s in sequences]
+            temperature = torch.tensor(wanted, dtype=torch.float32)
             greedy = torch.tensor([s.request.temperature == 0 for s in sequences])
             rows = [
                 last,

@@ -553,6 +553,7 @@ class NativeEngine:
                 has_tokenizer=self._has_tokenizer,
                 kv=self.kv,
                 page_size=self.pool.page_size,
+                eos_ids=self.scheduler.eos_ids,
             )
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None

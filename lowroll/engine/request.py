@@ -11,6 +11,7 @@ and when a half-done rollout (with its id set) is continued from prompt + tokens
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from hashlib import blake2b
 from typing import Any
 
@@ -30,12 +31,14 @@ def validate(
     has_tokenizer: bool = False,
     kv: CachePolicy = DENSE,
     page_size: int = 1,
+    eos_ids: Collection[int] = (),
 ) -> None:
     """Raise ValueError naming the first wrong field.
 
     `context_length` is the model's limit in tokens; `cache_tokens` the KV cache's size (num_pages *
     page_size); `has_tokenizer` says whether the engine can decode, which stop strings need; `kv`
-    is the cache policy, which may bound what a sample takes of the cache.
+    is the cache policy, which may bound what a sample takes of the cache; `eos_ids` are the model's
+    own stops.
     """
     _check_ids("prompt_ids", request.prompt_ids, vocab_size)
     if not request.prompt_ids:
@@ -62,6 +65,7 @@ def validate(
     _check_stop_strings(request.stop_strings, has_tokenizer)
     if type(request.ignore_eos) is not bool:
         raise ValueError(f"ignore_eos: expected true or false, got {_show(request.ignore_eos)}")
+    _check_choice(request, vocab_size, () if request.ignore_eos else eos_ids)
     _check_int("seed", request.seed, 0, MAX_SEED)
     if type(request.id) is not str:
         raise ValueError(f"id: expected a string, got {_show(request.id)}")
@@ -126,6 +130,16 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
             raise ValueError(
                 f"{name}[{i}]: expected an integer in 0..{vocab_size - 1}, got {_show(token)}"
             )
+
+
+def _check_choice(request: Request, vocab_size: int, eos_ids: Collection[int]) -> None:
+    """A row without a token to draw fails the whole step, with all that others asked for."""
+    most = len(request.stop_ids) + len(eos_ids)
+    if request.min_tokens and most >= vocab_size <= len({*request.stop_ids, *eos_ids}):
+        raise ValueError(
+            f"stop_ids: every token is a stop, so none can be drawn within min_tokens "
+            f"{request.min_tokens}; leave one out, or set min_tokens to 0"
+        )
 
 
 def _check_stop_strings(strings: Any, has_tokenizer: bool) -> None:

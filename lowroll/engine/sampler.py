@@ -70,7 +70,8 @@ class SamplingBatch:
         device: torch.device | str = "cpu",
     ) -> SamplingBatch:
         """Collect what each sequence asks for."""
-        temperature = [s.request.temperature or 1.0 for s in sequences]
+        wanted = [s.request.temperature or 1 for s in sequences]
+        temperature = torch.tensor(wanted, dtype=torch.float32)
         filters = None
         if any(map(is_filtered, sequences)):
             asked = filters_of(sequences, vocab_size)
@@ -81,7 +82,7 @@ class SamplingBatch:
             )
         return cls(
             keys_B=upload(torch.tensor([signed(s.noise_key) for s in sequences]), device),
-            temperature_B=upload(torch.tensor(temperature), device),
+            temperature_B=upload(temperature, device),
             greedy_B=upload(torch.tensor([s.request.temperature == 0 for s in sequences]), device),
             filters=filters,
         )

@@ -16,7 +16,9 @@ from typing import NamedTuple
 import torch
 
 from lowroll.kernels import nvcc
+from lowroll.kernels.attention import avx2 as attention_avx2
 from lowroll.kernels.attention import paged
+from lowroll.kernels.fused import avx2 as fused_avx2
 from lowroll.kernels.launch import triton_supports_device
 from lowroll.kernels.matmul import avx2, gemv, onednn, streamed, w4a16, w8a8
 from lowroll.kernels.moe import grouped, routed
@@ -81,6 +83,12 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
             within_triton=True,
         ),
         _triton("attention/decode"),
+        Kernel(
+            "attention/avx2.cpp",
+            "C++",
+            f"float32, rows of {attention_avx2.LEAST} numbers or more",
+            attention_avx2.supports_device,
+        ),
         _torch(),
     ),
     "decode attention, 8-bit cache": (
@@ -156,7 +164,16 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "weights to int8 or fp8": (_triton("quantize/quantize8"), _torch()),
     "weights to 4 bits": (_triton("quantize/quantize4"), _torch()),
     "norm": (_triton("fused/norm"), _torch()),
-    "rotation": (_triton("fused/rope"), _torch()),
+    "rotation": (
+        _triton("fused/rope"),
+        Kernel(
+            "fused/avx2.cpp",
+            "C++",
+            f"an engine's, float32, rows of {fused_avx2.LEAST} numbers or more",
+            fused_avx2.supports_device,
+        ),
+        _torch(),
+    ),
     "SwiGLU": (_triton("fused/swiglu"), _torch()),
     "penalties and bans": (_triton("sampling/marks"), _torch()),
     "filters of sampling": (_triton("sampling/filters"), _torch()),

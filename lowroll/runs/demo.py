@@ -301,7 +301,10 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     )
     result = run(cfg, overwrite=True)
     if result.signal:
-        console.print("interrupted: nothing is measured")
+        console.print(
+            "interrupted: nothing is measured; `lowroll demo` begins anew, `lowroll grpo "
+            f"{result.folder / 'config.yaml'} --resume` goes on with the run alone"
+        )
         return 128 + result.signal
     after = _rewards(cfg, result.folder / "final")
     console.print("[bold]4[/] measuring the engines")

@@ -7,7 +7,8 @@ them to the learner that would learn from them:
     decode    recorded by the engine while it drew them, a token at a time, under its KV cache
     prefill   the engine's weights again, a whole sequence at a time, without any cache
     aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
-    dense     the learner's forward on its own weights
+    dense     the learner's forward on its own weights; with `train.forward: fp8` or `nvfp4` beside other
+              rollouts the forward in that format, under its name
 
 and every step of the way has one cause:
 
@@ -126,14 +127,15 @@ class Diagnosis:
 def attribute(
     log_probs: Mapping[str, Tensor], segments: Tensor, blames_kv: bool = False
 ) -> tuple[tuple[Part, ...], Part]:
-    """The parts and the whole from the log-probs [N] at every point (see the top).
+    """The parts and the whole from the log-probs [N] at every point, in order (see the top).
 
     segments: the sequence of every token. blames_kv: the cache behind `decode` threw keys away or
     rounds them; one that did neither has a part of 0.
     """
     first = "kv" if blames_kv else "kernels"
+    last = [*log_probs][-1]
     legs = [
-        ("weights", "aligned", "dense"),
+        ("weights", "aligned", last),
         ("kernels", "prefill", "aligned"),
         (first, "decode", "prefill"),
     ]
@@ -149,9 +151,9 @@ def attribute(
     whole = Part(
         "all",
         "decode",
-        "dense",
+        last,
         share=float(total > 0),
-        **_compare(log_probs["decode"], log_probs["dense"], segments),
+        **_compare(log_probs["decode"], log_probs[last], segments),
     )
     return tuple(sorted(parts, key=lambda part: CAUSES.index(part.cause))), whole
 
@@ -208,8 +210,12 @@ def diagnose(
     }
     _align(model, format)
     points["aligned"] = learner()
+    forward = cfg.train.forward
+    own = "dense" if forward in ("aligned", format) else forward
     with aligned.suspended(model):
-        points["dense"] = learner()
+        if own != "dense":
+            aligned.align(model, own)
+        points[own] = learner()
     sizes = torch.tensor([len(rollout.token_ids) for _, rollout in rows])
     responses = [(len(ids), len(rollout.token_ids)) for ids, rollout in rows]
     evictions = saving(able.kv, responses)["evictions"]
@@ -325,7 +331,7 @@ def _notes(cfg: RunConfig) -> list[str]:
         )
     if cfg.noise is not None:
         notes.append("drawn from clean norms; the part of the run's noise is not shown")
-    if cfg.train.forward == "aligned":
+    if cfg.forward_weights == rollout.weights:
         notes.append(
             "train.forward is aligned: the run learns from `aligned`, and does not pay for weights"
         )

@@ -186,6 +186,8 @@ def refuse_other_settings(
         free.append("train.max_steps")
     if cfg.sft.lr_scheduler_type == "constant":
         free.append("sft.steps")
+    if cfg.rollout.parts is not None:  # which are drawn the same by any number of engines
+        free.append("rollout.engines")
     held = {
         key
         for key in before.keys() | after.keys()

@@ -266,7 +266,9 @@ def _refusal(error: ValidationError) -> Refused:
     """One thing that is wrong: where a field may be several things, of the one that came furthest."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     mine = [
-        (_path(one["loc"]), one["msg"]) for one in errors if one["loc"][0] == errors[0]["loc"][0]
+        (_path(one["loc"]), "an object is expected" if one["type"] == "model_type" else one["msg"])
+        for one in errors
+        if one["loc"][0] == errors[0]["loc"][0]
     ]
     path = max((where for where, _ in mine), key=lambda where: (len(where), where))
     reasons = dict.fromkeys(reason for where, reason in mine if where == path)

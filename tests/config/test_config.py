@@ -907,6 +907,11 @@ def test_the_table_of_auto_is_what_auto_does(row: Row) -> None:
         (Rollouts("int8", kv_dtype="fp8"), "acr"),
         (Rollouts("nvfp4", lora=True, kv_dtype="fp8"), "tis"),
         (Rollouts("int4", aligned=True, kv_dtype="fp8"), "tbpo"),
+        (Rollouts("dense", lora=True, rounds=True), "acr"),
+        (Rollouts("dense", rounds=True, kv_dtype="fp8"), "acr"),
+        (Rollouts("dense", rounds=True, engine="vllm"), "acr"),
+        (Rollouts("dense", rounds=True, kv_policy="rkv"), "sparse"),
+        (Rollouts("int8", rounds=True), "acr"),
     ],
 )
 def test_the_first_row_that_applies(rollouts: Rollouts, expected: str) -> None:

@@ -297,6 +297,21 @@ def test_a_step_does_what_a_row_of_it_needs(changes: dict, drawn: int, want: Dra
     assert draw_of([row(**changes)]) == draw_of([row(), row(**changes)]) == want
 
 
+def test_numbers_of_a_request_may_be_written_as_integers(folder: Path) -> None:
+    """Of every row together: one float among them would make floats of all."""
+    as_floats = Request(ids(4), n=2, max_tokens=4, temperature=2.0, top_p=1.0, seed=3)
+    as_integers = replace(as_floats, temperature=2, top_p=1, min_p=0, repetition_penalty=1)
+    many = [
+        replace(one, min_p=0.1, repetition_penalty=2) if filtered else one
+        for one in (as_integers, as_floats)
+        for filtered in (False, True)
+    ]
+    for request, want in zip(many[:2], many[2:], strict=True):
+        (got,), (expected,) = (engine_of(folder).generate([one]) for one in (request, want))
+        assert [r.token_ids for r in got.rollouts] == [r.token_ids for r in expected.rollouts]
+        assert [r.logprobs for r in got.rollouts] == [r.logprobs for r in expected.rollouts]
+
+
 def test_sizes_of_batches_on_a_device_are_those_of_its_graphs() -> None:
     assert [bucket(size) for size in BUCKETS] == list(BUCKETS)
     assert [bucket(n) for n in (1, 3, 5, 9, 65, 511)] == [1, 4, 8, 16, 96, 512]

@@ -26,6 +26,17 @@ def test_good_requests_pass():
     validate(replace(GOOD, stop_strings=("\n\n",)), **LIMITS, has_tokenizer=True)
 
 
+def test_a_request_that_may_draw_nothing_is_refused() -> None:
+    """Its step would fail, and with it what others asked for."""
+    most = replace(GOOD, stop_ids=tuple(range(99)) * 2)
+    validate(most, **LIMITS)
+    for request, eos_ids in ((replace(most, stop_ids=tuple(range(100))), ()), (most, {99})):
+        with pytest.raises(ValueError, match="^stop_ids: every token is a stop"):
+            validate(request, **LIMITS, eos_ids=eos_ids)
+        validate(replace(request, min_tokens=0), **LIMITS, eos_ids=eos_ids)
+    validate(replace(most, ignore_eos=True), **LIMITS, eos_ids={99})
+
+
 @pytest.mark.parametrize(
     "field, value, names",
     [

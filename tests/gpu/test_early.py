@@ -10,7 +10,7 @@ import torch
 
 from bench.shapes import SHAPES, random_model
 from lowroll import Engine, Request
-from lowroll.engine import decoder
+from lowroll.engine import decoder, prompts
 from lowroll.kernels import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
@@ -51,8 +51,11 @@ def test_tokens_and_log_probs_are_those_of_plain_launches(
     )
     early = {rows: [rollouts(rows) for _ in range(3)] for rows in (1, 2, 16, 32, 64)}
     assert any(seen)
+    assert engine.runner.short is not None
     engine.runner.decoder.forget()
-    monkeypatch.setattr(decoder, "overlapping", lambda device: nullcontext())
+    engine.runner.short.forget()
+    for module in (decoder, prompts):
+        monkeypatch.setattr(module, "overlapping", lambda device: nullcontext())
     seen.clear()
     for rows, runs in early.items():
         plain = rollouts(rows)

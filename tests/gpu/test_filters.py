@@ -66,10 +66,11 @@ def test_what_stays_is_what_a_sort_keeps(kind: str, tokens: int) -> None:
     want_BV = keep(x, asked, temperature_B).mask(x)
     device = x.cuda(), on_cuda(asked), temperature_B.cuda()
     got, again = keep(*device), keep(*device)
-    # of the likeliest id's mass: where p falls between two ids decides a float32 sum
+    # where p falls between two ids decides a float32 sum: one id more or less, beside what its error moves
     mass_BV = ((x - x.amax(-1, keepdim=True)).double() / temperature_B[:, None]).exp()
-    other_B = (mass_BV * (got.mask(device[0]).cpu() != want_BV)).sum(-1)
-    assert (other_B <= 2e-6 * mass_BV.sum(-1)).all()
+    other_BV = mass_BV * (got.mask(device[0]).cpu() != want_BV)
+    other_B = other_BV.sum(-1)
+    assert (other_B - other_BV.amax(-1) <= 2e-6 * mass_BV.sum(-1)).all()
     assert (other_B[[1, 2, 3, 6, 7, 8, 9, 10]] == 0).all()
     assert torch.equal(got.floor_B, again.floor_B) and torch.equal(got.last_B, again.last_B)
 

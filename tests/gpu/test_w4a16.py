@@ -77,7 +77,8 @@ def test_weights_that_are_rounded_are_the_dequantized_matrix(kind: str) -> None:
     q = matrix(kind, (264, 1024))
     truth_MN = rows(100, 1024).double() @ q.dequantize(torch.bfloat16).double().t()
     y_MN = streamed.linear(kind, q.tensors, rows(100, 1024), 264, None, torch.float32)
-    assert error(y_MN, truth_MN) < 8e-3  # one weight in a thousand is rounded the other way
+    # one weight in 600 to 1,300 is rounded the other way: 2.5e-4 of the size; as they are: 1.7e-3
+    assert (y_MN - truth_MN).norm() / truth_MN.norm() < 5e-4
 
 
 @pytest.mark.parametrize("m", [64, 128, 256])

@@ -672,7 +672,14 @@ CASES_OF = {
     "SwiGLU of an adapter": ("gate with",),
     "checksums": ("checksum", "amax"),
 }
-APART = {"AdamW", "matmul/onednn", "matmul/avx2.cpp"}  # no case reaches them: tests of their own do
+# no case reaches them: tests of their own do
+APART = {
+    "AdamW",
+    "matmul/onednn",
+    "matmul/avx2.cpp",
+    "attention/avx2.cpp",
+    "fused/avx2.cpp",
+}
 
 
 def ours(product: str, machine: Machine) -> set[str]:

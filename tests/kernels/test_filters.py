@@ -103,6 +103,14 @@ def test_of_equal_ones_the_lower_ids_stay(path: str) -> None:
 
 
 @both
+def test_a_p_that_float32_does_not_hold_leaves_the_likeliest(path: str) -> None:
+    logits_BV = of_kind("spread", 2, 300)
+    kept_BV = keep(logits_BV, of([(0, 1e-300, 0.0), (9, 1e-50, 0.5)], 300)).mask(logits_BV)
+    assert kept_BV.sum(1).tolist() == [1, 1]
+    assert kept_BV.long().argmax(1).tolist() == logits_BV.argmax(1).tolist()
+
+
+@both
 def test_draws_and_log_probs_are_of_what_stays(path: str) -> None:
     """One row many times: counts as the oracle says, and each log-prob within 1e-5."""
     rows, tokens, knob = (300 if path == "plain" else 4), 300, (20, 0.9, 0.01)

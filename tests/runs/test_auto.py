@@ -98,6 +98,21 @@ def test_auto_pays_for_a_cache_in_8_bits(weights: str, model: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("learner", [{}, {"lora": True, "lora_rank": 2}], ids=["all", "lora"])
+def test_auto_pays_for_a_learner_that_rounds_beside_dense_rollouts(
+    learner: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    correction, gap = run_once(
+        model, tmp_path / "run", {"weights": "fp32"}, forward="fp8", **learner
+    )
+    assert correction == "acr" and gap > REACHES
+    correction, gap = run_once(
+        model, tmp_path / "gradients", {"weights": "fp32"}, backward="fp8", **learner
+    )
+    assert correction == "none" and gap < 1e-10
+
+
+@pytest.mark.slow
 def test_a_second_format_is_not_the_learners_own(model: Path, tmp_path: Path) -> None:
     """Neither a shared base nor an aligned forward is that of the rows that the second format
     draws."""

@@ -212,6 +212,18 @@ def test_an_aligned_learner_is_told_that_it_does_not_pay_for_weights(model: Path
     )
 
 
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_a_learner_that_rounds_otherwise_is_asked_as_it_learns(model: Path, weights: str) -> None:
+    """Its forward stands at the end of the way, and is what the rollouts differ from."""
+    found = of(model, weights, train={"forward": "fp8"})
+    dense = of(model, weights)
+    assert (part(found, "weights").stop, found.whole.stop) == ("fp8", "fp8")
+    assert found.whole.logp_diff_mean > 1e-3
+    assert found.whole.logp_diff_mean != dense.whole.logp_diff_mean
+    same = of(model, "fp8", train={"forward": "fp8"})
+    assert same.whole.stop == "dense" and "does not pay for weights" in " ".join(same.notes)
+
+
 def test_a_learner_that_replays_is_told_that_it_sees_what_the_cache_held(model: Path) -> None:
     kv = {"policy": "streaming", "budget": 12, "buffer": 2, "sinks": 2}
     plain, told = (of(model, "fp32", kv=kv, train={"replay_kv": on}) for on in (False, True))

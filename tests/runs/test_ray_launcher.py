@@ -138,7 +138,7 @@ def test_what_two_machines_cannot_do_is_refused(changes: dict[str, Any], said: s
 
 
 def test_a_package_that_is_missing_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # put back
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED"):  # put back
         monkeypatch.setenv(name, "")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"pip install 'lowroll\[ray\]'"):

@@ -108,6 +108,12 @@ def test_a_wrong_message_is_named(messages: object, param: str) -> None:
     assert refused(Tokenize, {"messages": messages}).param == param
 
 
+def test_what_must_be_an_object_is_said_without_our_names() -> None:
+    for said in ({"stream_options": [1]}, {"messages": [3]}):
+        message = str(refused(Chat, {"messages": HI} | said))
+        assert message.endswith(": an object is expected"), message
+
+
 @pytest.mark.parametrize("name", sorted(IDLE))
 def test_what_would_change_an_answer_is_refused(name: str) -> None:
     if name in Completion.model_fields:

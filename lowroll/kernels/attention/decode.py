@@ -15,7 +15,8 @@ size always gives the same bits. Sibling rows, whose prompts share pages, run ne
 and the second finds those pages in the L2 cache. Many rows of 16-bit numbers on Hopper go to
 `kernels.attention.paged`, which reads the shared pages once for eight rows.
 
-On the CPU it is torch: index writes, gathered pages, scaled_dot_product_attention under a mask.
+On the CPU rows of float32 go to `kernels.attention.avx2`, where there is a compiler. What that does
+not take is torch's: index writes, gathered pages, scaled_dot_product_attention under a mask.
 
 Legend: B rows, T tokens, H query heads, G key-value heads, d head size, p pages of the cache, P
 tokens of a page, N pages of a table row, L = N * P, S splits.
@@ -29,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.attention import paged
+from lowroll.kernels.attention import avx2, paged
 from lowroll.kernels.launch import (
     after_others,
     block,
@@ -63,11 +64,14 @@ def paged_decode(
     it is written and its output is 0. Heads of q, k and v lie contiguous within a row; rows may be
     strided. The cache is contiguous.
     """
-    if not triton_supports(q_BHd):
+    in_triton = triton_supports(q_BHd)
+    if not in_triton and not avx2.supports(q_BHd, keys_pPGd):
         return _plain(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
+    q_BHd, k_BGd, v_BGd = (packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
+    if not in_triton:
+        return avx2.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
-    q_BHd, k_BGd, v_BGd = (packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
     if paged.supports(q_BHd, k_BGd, v_BGd, keys_pPGd):
         return paged.decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
     padded = max(16, block(d))

@@ -1,5 +1,5 @@
 """From the fused qkv product to heads: QK-norm where the model has one, and the half-rotation, in
-one launch.
+one launch. An engine on a CPU takes `kernels.fused.avx2` for large rows.
 
     q = rotate(norm(q)),  k = rotate(norm(k)),  v = v
     rotate (a, b) = (a cos - b sin, b cos + a sin),  a and b the halves of a head (Su et al. 2021)
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll.kernels.fused import avx2
 from lowroll.kernels.fused.norm import PROGRAMS, rms_norm
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 from lowroll.kernels.quantize.rows import Product, load_dense, parts
@@ -43,17 +44,10 @@ def rotate_heads(
     """
     sums = qkv.sums_MN if isinstance(qkv, Product) else qkv
     if not triton_supports(sums) or sums.numel() == 0:
-        return _plain(
-            qkv.dense() if isinstance(qkv, Product) else qkv,
-            cos,
-            sin,
-            heads,
-            kv_heads,
-            head_dim,
-            q_norm_d,
-            k_norm_d,
-            eps,
-        )
+        dense = qkv.dense() if isinstance(qkv, Product) else qkv
+        fast = avx2.supports(dense, heads, head_dim, q_norm_d, k_norm_d)
+        rotate = avx2.rotate_heads if fast else _plain
+        return rotate(dense, cos, sin, heads, kv_heads, head_dim, q_norm_d, k_norm_d, eps)
     if torch.is_grad_enabled() and any(
         isinstance(t, Tensor) and t.requires_grad for t in (qkv, q_norm_d, k_norm_d)
     ):

@@ -147,12 +147,14 @@ def philox4x32(counter_4B: Tensor, key_2B: Tensor) -> Tensor:
     lane_21 = torch.arange(2, device=counter_4B.device)[:, None]
     multiplier_21 = lane_21 * (0xCD9E8D57 - 0xD2511F53) + 0xD2511F53
     weyl_21 = lane_21 * (0xBB67AE85 - 0x9E3779B9) + 0x9E3779B9
+    round_S11 = torch.arange(10, device=counter_4B.device)[:, None, None]
+    keys_S2B = (key_2B + round_S11 * weyl_21) & _WORD
     multiplied_2B, other_2B = counter_4B[0::2], counter_4B[1::2]
-    for i in range(10):
+    for round_2B in keys_S2B.unbind():
         # modulo 2^64: the sign bit is bit 63 of the product
         product_2B = multiplied_2B * multiplier_21
         high_2B, low_2B = (product_2B >> 32) & _WORD, product_2B & _WORD
-        multiplied_2B = high_2B.flip(0) ^ other_2B ^ ((key_2B + i * weyl_21) & _WORD)
+        multiplied_2B = high_2B.flip(0) ^ other_2B ^ round_2B
         other_2B = low_2B.flip(0)
     return torch.stack([multiplied_2B, other_2B], dim=1).flatten(0, 1)
 

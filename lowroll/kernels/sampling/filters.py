@@ -315,8 +315,9 @@ def _floor(
                 total, blocks // EACH, TILES, EACH, BLOCK,
             )  # fmt: skip
         count = list_blocks(list_ptr, peaks_ptr, blocks, low, TILES * EACH)
+        # float32, in which the search is, would make a tiny p 0; the first alone has a mass of 1, about
         floor, last = search(
-            logits_ptr, list_ptr, near_ptr, count, low, peak, top_p * total, floor,
+            logits_ptr, list_ptr, near_ptr, count, low, peak, tl.maximum(top_p * total, 1e-30), floor,
             last, factor, shift, tokens, False, NEAR, AT_ONCE, GROUP, BLOCK,
         )  # fmt: skip
     least = (peak.to(tl.float64) + temperature * log_min_p).to(tl.float32)

@@ -1,0 +1,106 @@
+"""The heads of an engine on a CPU, normed and rotated: `avx2.cpp` for torch, in float32.
+
+A step of few rows is short, and torch takes some thirty calls. Sums of a norm are in another order
+than torch's, so a learner never takes it: the ratio of a pass with gradients and one without is
+exactly 1 over the same weights. An engine runs in inference mode, and nobody else does. Few numbers
+are left to torch, whose bits small models keep.
+
+Legend: T tokens, H query heads, G key-value heads, d head size, N = (H + 2G) d.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels import cxx
+from lowroll.kernels.support import Support, no
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+MULTIPLE = 16  # of d
+LEAST = 512  # numbers of a row's queries
+
+
+class Problem(ctypes.Structure):
+    """The struct of `avx2.cpp`."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("qkv", "cosine", "sine", "q_norm", "k_norm", "q", "k")
+        ),
+        ("stride", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("T", "H", "G", "d", "threads")),
+    ]
+
+
+def supports_device(device: torch.device) -> Support:
+    """Is it a CPU with AVX2, on a machine with a compiler that builds the kernel?"""
+    if device.type != "cpu":
+        return cxx.NO_CPU
+    return cxx.supports(SOURCE, "heads are normed and rotated by torch")
+
+
+def supports(
+    qkv_TN: Tensor, heads: int, d: int, q_norm_d: Tensor | None, k_norm_d: Tensor | None
+) -> Support:
+    """Does `rotate_heads` take these?"""
+    if not torch.is_inference_mode_enabled():
+        return no("is for engines, in inference mode")
+    for t in (qkv_TN, q_norm_d, k_norm_d):
+        if t is not None and t.dtype != torch.float32:
+            return no("takes float32")
+    if d % MULTIPLE:
+        return no(f"takes heads in multiples of {MULTIPLE}")
+    if heads * d < LEAST:
+        return no(f"takes rows of {LEAST} numbers or more")
+    return supports_device(qkv_TN.device)
+
+
+def rotate_heads(
+    qkv_TN: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    q_norm_d: Tensor | None,
+    k_norm_d: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `rope.rotate_heads` of a tensor; v is a view of it."""
+    tokens = qkv_TN.shape[0]
+    qkv_TN = qkv_TN if qkv_TN.stride(1) == 1 else qkv_TN.contiguous()
+    q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    norms = [None if norm is None else norm.contiguous() for norm in (q_norm_d, k_norm_d)]
+    problem = Problem(
+        *(_pointer(t) for t in (qkv_TN, cos, sin, *norms, q_THd, k_TGd)),
+        qkv_TN.stride(0),
+        eps,
+        tokens,
+        heads,
+        kv_heads,
+        d,
+        torch.get_num_threads(),
+    )
+    _library().avx2_heads(ctypes.byref(problem), cxx.team())
+    return q_THd, k_TGd, qkv_TN[:, (heads + kv_heads) * d :].unflatten(1, (kv_heads, d))
+
+
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = cxx.library(SOURCE)
+    library.avx2_heads.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.avx2_heads.restype = None
+    return library
