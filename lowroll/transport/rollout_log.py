@@ -28,9 +28,14 @@ def write_rollouts(folder: Path, batch: Batch) -> Path:
     lines = encode_batch(batch).removesuffix(b"\n").split(b"\n")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{batch.step:06d}.jsonl"
+    path = rollouts_path(folder, batch.step)
     write_file(path, b"".join(seal(line, number) + b"\n" for number, line in enumerate(lines, 1)))
     return path
+
+
+def rollouts_path(folder: Path, step: int) -> Path:
+    """Of the file of a step."""
+    return folder / f"step_{step:06d}.jsonl"
 
 
 def without_evictions(batch: Batch) -> Batch:

@@ -36,6 +36,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.tokens import FileTokenizer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.journal import Journal
+from lowroll.orchestrator.loop import logged
 from lowroll.runs.attempt import log_file, own
 from lowroll.runs.batches import Batches, Tasks
 from lowroll.runs.evaluations import around
@@ -50,7 +51,7 @@ from lowroll.runs.stop import polite_stop
 from lowroll.runs.terminal import tell
 from lowroll.transport.base import Cursor, FrameGone, wait_until
 from lowroll.transport.broadcasts import Broadcasts
-from lowroll.transport.rollout_log import truncate_rollouts
+from lowroll.transport.rollout_log import rollouts_path, truncate_rollouts
 from lowroll.transport.spool import END, dismissal
 from lowroll.types import Batch, printable
 
@@ -324,6 +325,8 @@ class Orchestration:
         newest = spool.newest()
         if newest is not None and spool.reaches(cursor.received) and newest.orchestrator:
             self.batches.restore(newest.step, newest.orchestrator, resumed=True)
+            if not rollouts_path(self.place.run / "rollouts", newest.step).exists():
+                self.home.keep_batch("rollouts", logged(newest))
             log.info("going on after the batch of step %d in the spool", newest.step)
             return newest.step
         self.channel.go_back(cursor)
