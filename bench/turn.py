@@ -15,15 +15,20 @@ the model named, and half a second of sleep in the place of learning. Everything
     score      every response
     make       the batch: numbers, what must be on the disk, the frame
     read       the trainer: from the frame on the disk to the batch
+
+Under a load these are long; the processor seconds that orchestrator, engine and trainer take for a step
+are then to be looked at.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,7 +39,7 @@ import yaml
 from bench import vocabulary
 from bench.instant import Child, started
 from bench.record import BASELINES, Row, merge, show
-from bench.scale import SPEC, TEMPLATE, orchestrated
+from bench.scale import SPEC, TEMPLATE, Process, orchestrated
 from bench.shapes import SHAPES
 from lowroll.config.load import load
 from lowroll.model import lora
@@ -51,6 +56,7 @@ LEARN_S = 0.5
 BATCH_S = 120.0  # until one has come, the start included
 WARM = 2  # steps that are left out
 PARTS = ("write", "take", "ask", "generate", "score", "make", "read")
+PROCESSES = ("orchestrator: processor", "engine: processor", "trainer: processor")
 
 
 def settings(batch: int, tokens: int, steps: int, url: str, model: Path, out: Path) -> Any:
@@ -72,7 +78,9 @@ def settings(batch: int, tokens: int, steps: int, url: str, model: Path, out: Pa
 def learner(shape: str) -> Transformer:
     """A model whose adapter alone is written: its weights are never touched, so they take no
     memory."""
-    return lora.attach(Transformer(spec_from_config(SHAPES[shape]), "cpu", torch.bfloat16), RANK, 32)
+    return lora.attach(
+        Transformer(spec_from_config(SHAPES[shape]), "cpu", torch.bfloat16), RANK, 32
+    )
 
 
 class Said:
@@ -106,18 +114,22 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, float]:
         (place.run / CONFIG).write_text(load(file).dump())
         heart = stack.enter_context(Heart(place.heart(TRAINER), TRAINER, 1, phase="waiting"))
         heart.say(phase="waiting", step=0)
-        stack.enter_context(orchestrated(file, scratch / "orchestrator.log"))
-        found = steps(place, Said(engine), learner(args.adapter), args.steps)
-    return {part: statistics.median(one[part] for one in found[WARM:]) for part in PARTS}
+        role = stack.enter_context(orchestrated(file, scratch / "orchestrator.log"))
+        processes = (role, Process(engine.process.pid), Process(os.getpid()))
+        found = steps(place, Said(engine), learner(args.adapter), args.steps, processes)
+    return {part: statistics.median(one[part] for one in found[WARM:]) for part in found[0]}
 
 
-def steps(place: Place, said: Said, model: Transformer, count: int) -> list[dict[str, float]]:
-    """The trainer's side of all steps; of each the seconds of its parts."""
+def steps(
+    place: Place, said: Said, model: Transformer, count: int, processes: Sequence[Process]
+) -> list[dict[str, float]]:
+    """The trainer's side of all steps; of each the seconds of its parts, and of the processors."""
     channel = Receiver(place.spool, 1)
     broadcaster = Broadcaster(place.broadcasts, model, attempt=1, keep=2)
     channel.receive(BATCH_S)
     found = []
     for step in range(1, count):
+        spent = [process.cpu_s() for process in processes]
         time.sleep(LEARN_S)
         with torch.no_grad():
             next(one.adapter for _, one in model.linears() if one.adapter).b["q_proj"].add_(1.0)
@@ -133,7 +145,10 @@ def steps(place: Place, said: Said, model: Transformer, count: int) -> list[dict
         drawn, scored = stats["time/generate"], stats["time/score"]
         seconds = (written - began, said.last["taken"] - written, asked - said.last["taken"])
         seconds += (drawn, scored, framed - asked - drawn - scored, received - framed)
-        found.append(dict(zip(PARTS, seconds, strict=True)))
+        parts = dict(zip(PARTS, seconds, strict=True))
+        parts["all"] = sum(seconds)
+        spent = [one.cpu_s() - before for one, before in zip(processes, spent, strict=True)]
+        found.append(parts | dict(zip(PROCESSES, spent, strict=True)))
     return found
 
 
@@ -147,7 +162,6 @@ def main() -> int:
     args = p.parse_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         found = measure(args, Path(scratch))
-    found["all"] = sum(found.values())
     title = f"{args.batch} x {args.tokens} tokens, adapter of {args.adapter}"
     rows = [Row(f"{title}: {part}", "ms", 1e3 * seconds) for part, seconds in found.items()]
     print(merge("turn", rows, args.out, steps=args.steps))
