@@ -143,8 +143,9 @@ def steps(
         framed = there - time.time() + time.monotonic()
         asked, stats = said.last["asked"], batch.stats
         drawn, scored = stats["time/generate"], stats["time/score"]
-        seconds = (written - began, said.last["taken"] - written, asked - said.last["taken"])
-        seconds += (drawn, scored, framed - asked - drawn - scored, received - framed)
+        taken, made = said.last["taken"], framed - asked - drawn - scored
+        seconds = [written - began, taken - written, asked - taken, drawn, scored]
+        seconds += [made, received - framed]
         parts = dict(zip(PARTS, seconds, strict=True))
         parts["all"] = sum(seconds)
         spent = [one.cpu_s() - before for one, before in zip(processes, spent, strict=True)]
