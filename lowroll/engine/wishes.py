@@ -72,8 +72,7 @@ class Wishes:
         self.vocab_size = vocab_size
         self.slots = slots
         # top-k, top-p, log of min-p, penalty, and where bans end; all but the first and last float64
-        self._host = torch.zeros(5, most, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = torch.zeros_like(self._host, device=device)
+        self._device = torch.zeros(5, most, dtype=torch.int64, device=device)
         self._rows: list[Sequence] = []
         self._marks_SV: Tensor | None = None
         # by slot: of whom the marks are, and how many tokens of the response they have
@@ -106,19 +105,19 @@ class Wishes:
     def _upload(self, sequences: list[Sequence], size: int) -> None:
         rows = len(sequences)
         filters = filters_of(sequences, self.vocab_size)
-        numbers = self._host.view(torch.float64)
-        self._host[0, :size] = self.vocab_size
-        self._host[0, :rows] = filters.top_k_B
-        numbers[1, :size], numbers[2, :size], numbers[3, :size] = 1, -torch.inf, 1
+        wishes = torch.zeros(5, size, dtype=torch.int64)
+        numbers = wishes.view(torch.float64)
+        wishes[0] = self.vocab_size
+        wishes[0, :rows] = filters.top_k_B
+        numbers[1], numbers[2], numbers[3] = 1, -torch.inf, 1
         numbers[1, :rows], numbers[2, :rows] = filters.top_p_B, filters.log_min_p_B
         numbers[3, :rows] = torch.tensor(
             [s.request.repetition_penalty for s in sequences], dtype=torch.float64
         )
-        self._host[4, :size] = 0
-        self._host[4, :rows] = torch.tensor(
+        wishes[4, :rows] = torch.tensor(
             [len(s.prompt_ids) + s.request.min_tokens if s.group.stop_ids else 0 for s in sequences]
         )
-        self._device[:, :size].copy_(self._host[:, :size], non_blocking=True)
+        self._device[:, :size].copy_(upload(wishes, self._device.device))
 
     def _marks(self) -> Tensor:
         if self._marks_SV is None:
