@@ -13,6 +13,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,6 +42,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.fixtures.runs import TINY
 
     return demo.build_model(tmp_path_factory.mktemp("run") / "model", 0, TINY)
+
+
+@pytest.fixture(autouse=True)
+def paths() -> Iterator[None]:
+    """A user's file brings its folder to the path: modules beside it would be found for others."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture

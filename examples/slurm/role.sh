@@ -37,6 +37,7 @@ code=1
 for tries in 1 2 3 4 5 6; do
     "${command[@]}" &
     child=$!
+    [[ -n $asked ]] && kill -TERM "$child"         # asked before it had a number
     wait "$child"
     code=$?
     while kill -0 "$child" 2>/dev/null; do         # a trap cuts wait short

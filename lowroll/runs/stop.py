@@ -27,6 +27,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DROP_S = 20.0  # batch systems kill 30 s or more after they ask, and a checkpoint takes time too
 END_S = 600.0
 ECHO_S = 1.0
+SPEAK_S = 10.0  # for a line of the log
 
 
 class StepDropped(Exception):
@@ -42,6 +43,7 @@ class Stop:
         self._droppable = False
         self._asked_at = 0.0
         self._over = threading.Event()
+        self._speaker: threading.Thread | None = None
 
     def __bool__(self) -> bool:
         return bool(self.signal)
@@ -68,12 +70,15 @@ class Stop:
         self.signal = number
         self._asked_at = time.monotonic()
         # a thread may write, a handler may not
-        threading.Thread(target=self._wait, name="stop", daemon=True).start()
+        self._speaker = threading.Thread(target=self._wait, name="stop", daemon=True)
+        self._speaker.start()
         return True
 
     def close(self) -> None:
-        """The run has stopped."""
+        """The run has stopped, and its log says who asked."""
         self._over.set()
+        if self._speaker is not None:
+            self._speaker.join(SPEAK_S)
 
     def _wait(self) -> None:
         name = signal.Signals(self.signal).name

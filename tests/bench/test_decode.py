@@ -110,7 +110,7 @@ def fake(folder: Path, mode: str = "", after: int = 0) -> list[str]:
 def test_a_peer_answers_and_ends(tmp_path: Path) -> None:
     with Peer({"format": "bf16"}, fake(tmp_path), start_s=60) as peer:
         assert peer.ready["seconds"] == 2.5
-        assert 0 <= peer.generate([[1, 2], [3, 4]], copies=3, new_tokens=7) < 5
+        assert peer.generate([[1, 2], [3, 4]], copies=3, new_tokens=7) >= 0
     assert peer._process.returncode == 0
 
 

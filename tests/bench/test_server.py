@@ -284,16 +284,16 @@ def test_a_pause_is_seen_as_the_longest_gap(
     take = Engine.update_weights
 
     def slow(engine: Engine, update: Any) -> Any:
-        time.sleep(1.5)
+        time.sleep(4.0)
         return take(engine, update)
 
     monkeypatch.setattr(Engine, "update_weights", slow)
     rows = run(tmp_path, "--formats", "fp32", "--parts", "update", "--peer", "none")
     name = "demo fp32 4 streams"
-    assert rows[f"{name}: the update itself"]["ours"] > 1500
+    assert rows[f"{name}: the update itself"]["ours"] > 4000
     for way in ("update", "pause, update, resume"):
-        assert rows[f"{name}: longest gap, {way}"]["ours"] > 1500, way
-    assert rows[f"{name}: longest gap, no update"]["ours"] < 1500
+        assert rows[f"{name}: longest gap, {way}"]["ours"] > 4000, way
+    assert rows[f"{name}: longest gap, no update"]["ours"] < 4000
 
 
 @pytest.mark.slow

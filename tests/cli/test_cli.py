@@ -570,7 +570,7 @@ def test_the_module_runs_and_completion_knows_commands_options_and_keys(tmp_path
             ["bash", "-c", code],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=60,
             cwd=tmp_path,
             check=True,
         ).stdout.split()

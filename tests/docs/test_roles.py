@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from lowroll.metrics.record import read
+from lowroll.runs.launch.process import reserved
 from tests.fixtures.roles import DEADLINE_S, heart, outcome, started, write
 from tests.fixtures.runs import settings, train
 
@@ -48,17 +49,17 @@ def follow(folder: Path, lines: list[str], **env: str) -> None:
 
 
 @pytest.fixture
-def home(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where run.yaml lies and the commands are given."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     for name in TOKENS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as held:
+    with reserved("127.0.0.1") as held:
         port = held.getsockname()[1]
-    tree = settings(model, tmp_path / "run", train=STEPS) | {"serve": {"port": port}}
-    write(tree, tmp_path / "run.yaml")
-    return tmp_path
+        tree = settings(model, tmp_path / "run", train=STEPS) | {"serve": {"port": port}}
+        write(tree, tmp_path / "run.yaml")
+        yield tmp_path
 
 
 @pytest.mark.slow

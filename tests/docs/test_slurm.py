@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,32 +16,15 @@ from pathlib import Path
 import pytest
 
 from lowroll.metrics.record import read
+from lowroll.runs.launch.process import reserved
 from tests.fixtures import leash
-from tests.fixtures.roles import DEADLINE_S, heart, write
+from tests.fixtures.roles import DEADLINE_S, gate, heart, write
 from tests.fixtures.runs import settings
 from tests.fixtures.slurm import REQUEUED, install
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "examples/slurm" / name for name in ("run.sbatch", "role.sh")]
 JOB = "LOWROLL_TEST_JOB"  # the variable by which its processes are known
-# an environment that has no prompts after the second step's record, until there is a file `open`
-GATED = """import os, time
-
-from lowroll.envs.reverse_text import ReverseText
-
-
-class Gated(ReverseText):
-    def prompt(self, index, split="train"):
-        while self.steps() >= 2 and not os.path.exists("open"):
-            time.sleep(0.02)
-        return super().prompt(index, split)
-
-    def steps(self):
-        if not os.path.exists("run/metrics.jsonl"):
-            return 0
-        with open("run/metrics.jsonl") as file:
-            return len(file.readlines())
-"""
 # a role that writes down its words and variables, and ends with the next code of its file `acts/ROLE-TASK`
 # ("9:FILE" when there is such a file); where that says "wait", or there is none, when it is told to
 STUB = """#!/bin/bash
@@ -87,6 +69,13 @@ def home(tmp_path: Path) -> Path:
         shutil.copy(file, tmp_path)
     (tmp_path / "acts").mkdir()
     return tmp_path
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    """Of the first engine, also when the job is started again."""
+    with reserved("127.0.0.1") as held:
+        yield str(held.getsockname()[1])
 
 
 @pytest.fixture
@@ -146,7 +135,6 @@ def test_a_job_that_is_stopped(
     with job(home, "run.yaml", **stubbed) as child:
         roles = [home / f"said-{role}-0" for role in ("serve", "orchestrate", "train")]
         until(lambda: all(file.exists() for file in roles), child, log)
-        time.sleep(0.2)  # until the last of them listens to signals
         child.send_signal(sent)
         assert child.wait(30.0) == 143, log.read_text()
     found = home / REQUEUED
@@ -177,16 +165,16 @@ def test_what_cannot_run_is_said_before_anything_starts(
 
 
 @pytest.mark.long
-def test_a_run_that_is_interrupted_goes_on_when_it_is_requeued(home: Path, model: Path) -> None:
+def test_a_run_that_is_interrupted_goes_on_when_it_is_requeued(
+    home: Path, model: Path, port: str
+) -> None:
     """Real roles: stopped before the time limit, and the same job again to its end."""
-    (home / "gated.py").write_text(GATED)
+    opened = gate(home / "gated.py", home / "run")
     tree = settings(
         model, home / "run", train={"max_steps": 4, "learning_rate": 1e-2, "minibatches": 2}
     )
-    tree["env"][0]["id"] = "gated.py"
+    tree["env"][0]["id"] = str(home / "gated.py")
     write(tree, home / "run.yaml")
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = str(held.getsockname()[1])
     tool = Path(sys.executable).with_name("lowroll")
     env = install(home) | {"PORT": port, "PYTHONPATH": os.pathsep.join(sys.path)}
     (home / "bin/lowroll").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {tool.name} "$@"\n')
@@ -196,7 +184,7 @@ def test_a_run_that_is_interrupted_goes_on_when_it_is_requeued(home: Path, model
         until(lambda: heart(run, "trainer").get("step", 0) >= 2, child, log)
         child.send_signal(signal.SIGUSR1)
         until(lambda: heart(run, "trainer")["phase"] == "ended", child, log)
-        (home / "open").touch()
+        opened.touch()
         assert child.wait(DEADLINE_S) == 143, log.read_text()
     assert (home / REQUEUED).read_text() == "7\n"
     assert 1 <= len(read(run)) < 4

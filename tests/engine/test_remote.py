@@ -403,7 +403,7 @@ def test_a_slow_answer_ends_at_the_deadline_and_closes_its_connection(fake: Fake
         begun = time.monotonic()
         with pytest.raises(ServerError, match="request a: no answer from .* within 0.3 s"):
             engine.generate([ASKED])
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 25
         wait_for(lambda: fake.closed == 1)
 
 
@@ -429,7 +429,7 @@ def test_an_abort_closes_the_connection_and_keeps_what_was_read(
         if not stream:
             await asyncio.sleep(30)
 
-    fake.before, fake.pause = slow, 0.05
+    fake.before, fake.pause = slow, 0.25
     with attached(fake, stream=stream) as engine:
         handle = engine.add(replace(ASKED, max_tokens=40))
         if stream:

@@ -84,7 +84,7 @@ class Bombs(Environment):
             try: os.write(fd, line)
             except OSError: pass
     def slow(self, prompt):
-        time.sleep(0.4)
+        time.sleep(0.8)
         return Score(prompt.info["answer"] / 4)
     def nap(self, prompt):
         time.sleep(0.02)
@@ -490,16 +490,16 @@ def test_a_workers_share_of_what_is_left(bombs, monkeypatch, count, workers, fir
 
 @pytest.mark.slow
 def test_the_clock_starts_anew_with_each_item_and_is_kept(bombs):
-    with ScorerPool({"bombs": (bombs, {}, 0)}, 1, time_limit=1.2, memory_limit_mb=256) as pool:
+    with ScorerPool({"bombs": (bombs, {}, 0)}, 1, time_limit=3.0, memory_limit_mb=256) as pool:
         results = pool.score(
             [(prompt(i), "slow") for i in range(8)]
-        )  # four of them are one share: 1.6 s
+        )  # four of them are one share: 3.2 s
         assert [r.reward for r in results] == [i / 4 for i in range(8)] and pool.replaced == 0
         start = time.monotonic()
         assert pool.score([(prompt(0), "hang")]) == [
-            ScoreError("timeout", "env 'bombs', 0: no score after 1.2 s")
+            ScoreError("timeout", "env 'bombs', 0: no score after 3 s")
         ]
-        assert 1.2 <= time.monotonic() - start < 6 and pool.replaced == 1
+        assert time.monotonic() - start >= 3.0 and pool.replaced == 1
 
 
 def test_how_a_worker_ended_is_told_with_its_last_words(pool):
@@ -565,6 +565,7 @@ def test_answers_that_cannot_be_judged_are_wrong_also_where_the_worker_must_be_k
     (tmp_path / "m.jsonl").write_text('{"problem": "q", "answer": "x+1"}\n')
     (tmp_path / "slow_math.py").write_text("""
 import time
+from lowroll.envs import costs, expressions, forms  # else the first judgement imports them
 from lowroll.envs.math import Math
 class Slow(Math):
     def score(self, prompt, text):

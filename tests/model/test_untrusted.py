@@ -651,7 +651,7 @@ def test_a_template_that_behaves_at_first(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(template, "SECONDS", 0.5)
     with pytest.raises(ValueError, match="chat template: no text after 0.5 s"):
         sly.render(one * 2)
-    assert time.monotonic() - began < 5 and first.poll() is not None
+    assert time.monotonic() - began < 30 and first.poll() is not None
     monkeypatch.setattr(template, "SECONDS", 10.0)
     assert sly.render(one) == "hi" and sly.child.pid != first.pid
     child = sly.child

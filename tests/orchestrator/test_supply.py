@@ -545,6 +545,7 @@ def test_no_group_is_lost_or_used_twice_whatever_dies(block, tmp_path):
         ), (seed, world.changes)
         used = [one for names in learned.values() for one in names]
         assert len(used) == len(set(used)) == ledger.consumed
+        world.orchestrator.journal.close()
         deaths += sum(event["event"] == "rolled_back" for event in events)
     assert deaths > 20
 

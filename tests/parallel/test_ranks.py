@@ -14,8 +14,9 @@ import torch
 
 from lowroll.parallel import ranks as groups
 from lowroll.parallel.ranks import ALONE, Group, RankLost, Ranks
+from lowroll.runs.launch.process import reserved
 from lowroll.transport.base import DeadlineExceeded, TransportError
-from tests.fixtures.ranks import Raised, free_port, together
+from tests.fixtures.ranks import Raised, together
 
 ODD = [-0.0, float("nan"), float("-inf"), 1e-45, -3.5]  # values whose bits must arrive
 
@@ -144,7 +145,7 @@ def fail(group: Group, how: str) -> None:
 def test_who_waits_for_a_lost_rank_says_which(
     how: str, error: type[TransportError], missing: str
 ) -> None:
-    ranks = together(3, fail, how, deadline_s=4.0 if how == "stopped" else 30.0, seconds=25.0)
+    ranks = together(3, fail, how, deadline_s=8.0 if how == "stopped" else 30.0, seconds=60.0)
     lost = 0 if how == "leader" else 1
     assert ranks[lost] in (None, Raised(ValueError, "no more memory"))
     for rank in {0, 1, 2} - {lost}:
@@ -154,24 +155,29 @@ def test_who_waits_for_a_lost_rank_says_which(
 def wait_long(group: Group) -> bytes:
     """The rank that leads speaks late: the deadline of all else is shorter."""
     if group.leads:
-        time.sleep(1.5)
+        time.sleep(4.5)
         return group.tell(b"now")
     return group.tell(wait_s=30.0)
 
 
 def test_the_others_wait_for_the_first_word_as_long_as_they_are_told() -> None:
-    assert together(2, wait_long, deadline_s=1.0) == [b"now", b"now"]
+    assert together(2, wait_long, deadline_s=3.0) == [b"now", b"now"]
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
     began = time.monotonic()
-    with pytest.raises(
-        DeadlineExceeded,
-        match=r"^waited 0\.2 s for rank 1, 2 of 3 to start and meet at 127\.0\.0\.1:",
+    with reserved("127.0.0.1") as meeting:
+        port = meeting.getsockname()[1]
+        with pytest.raises(
+            DeadlineExceeded,
+            match=r"^waited 0\.2 s for rank 1, 2 of 3 to start and meet at 127\.0\.0\.1:",
+        ):
+            Group(0, 3, "127.0.0.1", port, torch.device("cpu"), 0.2)
+    with (
+        reserved("127.0.0.1") as meeting,
+        pytest.raises(DeadlineExceeded, match=r"for rank 0 to listen at 127\.0\.0\.1:"),
     ):
-        Group(0, 3, "127.0.0.1", free_port(), torch.device("cpu"), 0.2)
-    with pytest.raises(DeadlineExceeded, match=r"for rank 0 to listen at 127\.0\.0\.1:"):
-        Group(1, 3, "127.0.0.1", free_port(), torch.device("cpu"), 0.1)
+        Group(1, 3, "127.0.0.1", meeting.getsockname()[1], torch.device("cpu"), 0.1)
     assert time.monotonic() - began < 10
 
 

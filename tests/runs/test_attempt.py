@@ -524,6 +524,17 @@ def test_a_second_signal_of_any_kind_is_at_once(
     assert len(read(tmp_path / "run")) == 1
 
 
+def test_a_run_that_ends_at_once_says_who_stopped_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread says it, and it may be late."""
+    speak = stop.Stop._wait
+    monkeypatch.setattr(stop.Stop, "_wait", lambda self: (time.sleep(0.2), speak(self))[1])
+    with stop.polite_stop():
+        signal.raise_signal(signal.SIGTERM)
+    assert "SIGTERM: finishing this step" in caplog.text
+
+
 def test_an_ignored_signal_stays_ignored(
     tree: dict[str, Any], at_step_two: Callable[..., None]
 ) -> None:

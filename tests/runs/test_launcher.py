@@ -99,13 +99,21 @@ def test_an_engine_that_is_lost_while_it_starts_again_keeps_its_port(tmp_path: P
     """The orchestrator looks for it there."""
     launcher = launcher_of(tmp_path)
     engine = launcher.engines[0]
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
     engine.ready, engine.again_at = True, time.monotonic() + 60
-    for beat, said in enumerate([{"url": f"http://127.0.0.1:{port}"}, {"phase": "starting"}]):
-        engine.heart.write_text(json.dumps({"beat": beat, **said}))
-        launcher._look(engine)
-        assert launcher._port(engine) == port
+    with process_module.reserved("127.0.0.1") as held:
+        port = held.getsockname()[1]
+        for beat, said in enumerate([{"url": f"http://127.0.0.1:{port}"}, {"phase": "starting"}]):
+            engine.heart.write_text(json.dumps({"beat": beat, **said}))
+            launcher._look(engine)
+            assert launcher._port(engine) == port
+
+
+def test_a_reserved_port_is_for_those_who_name_it() -> None:
+    with process_module.reserved("127.0.0.1") as held, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(held.getsockname())
+        socket.create_server(held.getsockname()).close()
+        assert process_module.is_free(*held.getsockname())
 
 
 def test_an_orchestrator_that_had_ended_comes_back_when_the_trainer_waits(tmp_path: Path) -> None:

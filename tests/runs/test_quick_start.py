@@ -17,6 +17,7 @@ import pytest
 
 from lowroll.metrics.record import read
 from lowroll.orchestrator import audit
+from lowroll.runs.launch.process import reserved
 from tests.fixtures.quick_start import INFER, ORCH, TRAIN
 from tests.fixtures.roles import DEADLINE_S, started
 
@@ -45,20 +46,16 @@ def is_whole(home: Path, steps: int = STEPS) -> None:
     assert not ledger.exists() or audit.check(ledger, None) == []
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
-
-
 def by_hand(home: Path, order: Sequence[str], *orchestrate: str, gap_s: float = 0.0) -> None:
     """The three commands in an order, until the run has ended."""
-    port = free_port()
+    held = reserved("127.0.0.1")
+    port = held.getsockname()[1]
     words = {
         "infer": ["infer.yaml", f"serve.port={port}"],
         "orch": ["orch.yaml", f'client.base_url=["http://localhost:{port}/v1"]', *orchestrate],
         "train": ["train.yaml"],
     }
-    with ExitStack() as stack:
+    with held, ExitStack() as stack:
         roles: dict[str, subprocess.Popen[bytes]] = {}
         for role in order:
             log = home / f"{role}.log"

@@ -41,7 +41,17 @@ from lowroll.transport.spool import Spool
 from lowroll.types import printable
 from tests.fixtures.batches import batch_of
 from tests.fixtures.processes import eventually, of_sessions
-from tests.fixtures.roles import by_hand, heart, outcome, reached, started, strike, write
+from tests.fixtures.roles import (
+    DEADLINE_S,
+    by_hand,
+    gate,
+    heart,
+    outcome,
+    reached,
+    started,
+    strike,
+    write,
+)
 from tests.fixtures.runs import copy_stopped_after, settings, train
 
 LORA = {"lora": True, "lora_rank": 4}
@@ -241,22 +251,26 @@ def test_roles_end_with_their_launcher_and_a_second_one_is_refused(
             pid = heart(run, role)["pid"]
             assert f"is in use by pid {pid} on" in by_itself.stderr, by_itself.stderr
         launcher.kill()
-        launcher.wait(timeout=10)
-        assert eventually(lambda: not of_sessions(set(pids)), 10)
+        launcher.wait(timeout=60)
+        assert eventually(lambda: not of_sessions(set(pids)))
 
 
 @pytest.mark.slow
 def test_a_signal_stops_the_roles_with_a_checkpoint(model: Path, tmp_path: Path) -> None:
-    train(settings(model, tmp_path / "one", train={**STEPS, "max_steps": 6}))
     run, log = tmp_path / "roles", tmp_path / "launcher.log"
+    opened = gate(tmp_path / "gated.py", run)
     tree = settings(
         model, run, train={**STEPS, "max_steps": 6}, ckpt={"interval": 100, "keep_last": None}
     )
+    tree["env"][0]["id"] = str(tmp_path / "gated.py")
+    train({**tree, "output_dir": str(tmp_path / "one")})
     file = write(tree, tmp_path / "run.yaml")
     words = ("grpo", str(file), "launcher=local")
     with started(log, *words) as launcher:
         reached(run, "trainer", 2, launcher)
         launcher.terminate()
+        assert eventually(lambda: heart(run, "trainer").get("phase") == "ended", DEADLINE_S)
+        opened.touch()
         assert launcher.wait(timeout=120) == 143, log.read_text()
     assert list((run / "checkpoints").glob("step_*"))
     with started(log, *words, "--resume") as launcher:

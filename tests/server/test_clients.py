@@ -8,8 +8,7 @@ import json
 import os
 import re
 import subprocess
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from lowroll import Engine, Request
 from lowroll.runs.demo import build_tokenizer
 from tests.fixtures.hermes import TEMPLATE
 from tests.fixtures.http import NAME, events, post, serving
+from tests.fixtures.processes import eventually
 from tests.fixtures.scripted import Scripted
+from tests.fixtures.serving import Moody
 
 CLIENTS = Path(__file__).parents[1] / "fixtures" / "clients"
 PYTHON = os.environ.get("LOWROLL_CLIENTS_PYTHON")
@@ -33,8 +34,8 @@ def engine_of(model: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Engine:
-    return engine_of(model)
+def engine(model: Path) -> Moody:
+    return Moody(engine_of(model))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def reference(model: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def url(engine: Engine) -> Iterator[str]:
+def url(engine: Moody) -> Iterator[str]:
     with serving(engine, tokenizer=engine.tokenizer) as found:
         yield found
 
@@ -130,16 +131,9 @@ def test_openai_knows_the_errors(client: openai.OpenAI) -> None:
     assert tools.value.param == "tools"
 
 
-def quiet(engine: Engine) -> bool:
+def quiet(engine: Moody) -> bool:
     stats = engine.stats()
     return stats.running == stats.waiting == 0
-
-
-def soon(true: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
 
 
 def bounded(body: Coroutine[Any, Any, None]) -> None:
@@ -152,8 +146,15 @@ def bounded(body: Coroutine[Any, Any, None]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_a_stream_that_openai_leaves_is_aborted(url: str, engine: Engine, after: int) -> None:
+def test_a_stream_that_openai_leaves_is_aborted(
+    url: str, engine: Moody, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever goes leaves nothing in the engine, and who stays is answered as ever."""
+    aborted, abort = [], engine.abort
+    monkeypatch.setattr(
+        engine, "abort", lambda one: (aborted.append(one), abort(one))[1], raising=False
+    )
+    monkeypatch.setattr(engine, "slow_s", 0.05)  # a stream would take ten seconds
 
     async def body() -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
@@ -171,18 +172,24 @@ def test_a_stream_that_openai_leaves_is_aborted(url: str, engine: Engine, after:
                 for _ in range(after):
                     await anext(stream)
                 await stream.close()  # type: ignore[attr-defined]
-            drawn = engine.stats().tokens
+            while len(aborted) < 4:
+                await asyncio.sleep(0.005)
+            drawn, engine.slow_s = engine.stats().tokens, 0.0
             alone = await stays
             assert alone.usage is not None and alone.usage.completion_tokens == 200
             # sixteen samples of 200 tokens would have been 3,200 more
-            assert engine.stats().tokens - drawn < 1200
+            assert engine.stats().tokens - drawn < 300
 
     bounded(body())
-    assert soon(lambda: quiet(engine))
+    assert eventually(lambda: quiet(engine))
 
 
 @pytest.mark.slow
-def test_a_request_that_openai_cancels_is_aborted(url: str, engine: Engine) -> None:
+def test_a_request_that_openai_cancels_is_aborted(
+    url: str, engine: Moody, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "slow_s", 0.05)  # it may not end before it is seen
+
     async def body() -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
             more: Any = {"ignore_eos": True}
@@ -195,7 +202,7 @@ def test_a_request_that_openai_cancels_is_aborted(url: str, engine: Engine) -> N
             task.cancel()
 
     bounded(body())
-    assert soon(lambda: quiet(engine))
+    assert eventually(lambda: quiet(engine))
 
 
 # -- lm-eval's requests ----------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from lowroll.server.serving import SERVING
 from lowroll.server.shelf import WeightShelf
 from lowroll.types import BehaviorTag
 from lowroll.weights.update import WeightUpdate
-from tests.fixtures.serving import ADMIN, TOKENS, Moody, hung, run, served, tiny, until
+from tests.fixtures.serving import ADMIN, TOKENS, Moody, hung, impatient, run, served, tiny, until
 from tests.fixtures.tiny import hf_folder
 
 LONG = {"prompt": [3, 4, 5], "max_tokens": 100, "ignore_eos": True, "return_token_ids": True}
@@ -293,14 +293,15 @@ def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: P
 
     async def ask() -> None:
         shelf = WeightShelf(folder, model)
-        async with served(engine, TOKENS, shelf, deadline_s=0.4) as client:
+        async with served(engine, TOKENS, shelf) as client:
             loop = client.server.app[SERVING].loop
             await hung(engine, loop)
             first = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}, 503))
             await until(client.server.app[UPDATING].locked, "the first update")
             second = await post(client, "/weights", {"version": "step_2"}, 409)
             assert "another update" in second["error"]["message"]
-            assert "busy with a step" in (await first)["error"]["message"]
+            with impatient(loop):
+                assert "busy with a step" in (await first)["error"]["message"]
             engine.hang.clear()
             await until(lambda: not loop._open, "the hung request")
             assert (await get(client, "/weights"))["version"] is None

@@ -21,9 +21,11 @@ import pytest
 from lowroll import Engine, Request, WeightUpdate
 from lowroll.model import hf
 from lowroll.server.guard import Tokens
+from lowroll.server.loop import EngineLoop
 from lowroll.server.serving import Limits
 from tests.fixtures.http import events, post, serving
 from tests.fixtures.processes import eventually
+from tests.fixtures.serving import Moody
 
 ADMIN = "an-admin-of-this-test"
 
@@ -143,16 +145,13 @@ def quiet(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def slow(model: Path) -> Iterator[tuple[str, Engine]]:
-    engine = engine_of(model)
-    step = engine.step
-    engine.step = lambda *told: (time.sleep(0.01), step(*told))[1]  # type: ignore[method-assign]
-    tokens = Tokens(admin=ADMIN)
+def slow(model: Path) -> Iterator[tuple[str, Moody]]:
+    engine, tokens = Moody(engine_of(model)), Tokens(admin=ADMIN)
     with serving(engine, tokenizer=engine.tokenizer, tokens=tokens) as url:
         yield url, engine
 
 
-def begun(engine: Engine, rows: int) -> None:
+def begun(engine: Moody, rows: int) -> None:
     """Wait until so many rows decode, each with a token at least."""
     assert eventually(lambda: engine.stats().running == rows)
     drawn = engine.stats().tokens
@@ -161,14 +160,18 @@ def begun(engine: Engine, rows: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_a_pause_changes_no_answer(slow: tuple[str, Engine], model: Path, mode: str) -> None:
+def test_a_pause_changes_no_answer(slow: tuple[str, Moody], model: Path, mode: str) -> None:
     asked, (url, engine) = mix(7) | {"max_tokens": 60, "n": 2, "ignore_eos": True}, slow
     asked.pop("stop", None), asked.pop("stop_token_ids", None)
     want = alone(engine_of(model), asked)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
+        engine.slow_s = 0.1  # else they may end before the pause
         answers = [pool.submit(one, url, asked) for one in (whole, streamed)]
         begun(engine, 4)
+        if mode == "wait":
+            engine.slow_s = 0.0  # it takes as long as they do
         assert post(f"{url}/pause?mode={mode}", {}, ADMIN)[0] == 200
+        engine.slow_s = 0.0
         late = pool.submit(whole, url, asked)
         time.sleep(0.1)
         if mode == "keep":
@@ -181,14 +184,16 @@ def test_a_pause_changes_no_answer(slow: tuple[str, Engine], model: Path, mode: 
 
 
 @pytest.mark.slow
-def test_what_a_pause_aborts_says_so(slow: tuple[str, Engine]) -> None:
+def test_what_a_pause_aborts_says_so(slow: tuple[str, Moody]) -> None:
     url, engine = slow
     asked = {**mix(7), "max_tokens": 200, "n": 2, "ignore_eos": True}
     asked.pop("stop", None), asked.pop("stop_token_ids", None)
     with ThreadPoolExecutor(2) as pool:
+        engine.slow_s = 0.1  # else they may end before the pause
         answers = [pool.submit(one, url, asked) for one in (whole, streamed)]
         begun(engine, 4)
         assert post(f"{url}/pause?mode=abort", {}, ADMIN)[0] == 200
+        engine.slow_s = 0.0
         first, second = (answer.result(30) for answer in answers)
         assert post(f"{url}/resume", {}, ADMIN)[0] == 200
     for choice in (*first, *second):
@@ -197,23 +202,40 @@ def test_what_a_pause_aborts_says_so(slow: tuple[str, Engine]) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_does_not_wait_for_all_prompts_that_are_scored(model: Path) -> None:
+def test_an_answer_does_not_wait_for_all_prompts_that_are_scored(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(model)
-    begun, score = threading.Event(), engine.score_top
+    begun, asked = threading.Event(), threading.Event()
+    score, step, submit = engine.score_top, engine.step, EngineLoop.submit
+    scored, answered = 0, []
 
     def slow(*args: Any) -> Any:
+        nonlocal scored
+        scored += 1
         begun.set()
+        assert asked.wait(30)
         time.sleep(0.02)
         return score(*args)
 
-    engine.score_top = slow  # type: ignore[method-assign]
+    def stepped(*told: Any) -> Any:
+        ended = step(*told)
+        answered.extend(scored for _ in ended)
+        return ended
+
+    async def submitted(self: EngineLoop, request: Request, **options: Any) -> Any:
+        asked.set()
+        return await submit(self, request, **options)
+
+    engine.score_top, engine.step = slow, stepped  # type: ignore[method-assign]
+    monkeypatch.setattr(EngineLoop, "submit", submitted)
     with serving(engine, tokenizer=engine.tokenizer) as url, ThreadPoolExecutor(1) as pool:
         many = {"prompt": [[70, 71, i] for i in range(5, 105)], "max_tokens": 0}
-        scored = pool.submit(whole, url, many | {"prompt_logprobs": 0})
+        all_of_them = pool.submit(whole, url, many | {"prompt_logprobs": 0})
         assert begun.wait(30)
         whole(url, {"prompt": "b", "max_tokens": 3})
-        assert not scored.done()
-        assert len(scored.result(60)) == 100
+        assert len(all_of_them.result(60)) == 100 == scored
+    assert answered[0] < 100
 
 
 class Renewed:

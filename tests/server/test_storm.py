@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
-from tests.fixtures.storm import Storm, difference
+from tests.fixtures.storm import Storm, difference, whole
 from tests.fixtures.stormed import Stormed, Watch, folders
 
 
@@ -43,6 +43,18 @@ def test_the_storm_notices_what_no_answer_may_be(raw: bytes) -> None:
     assert storm.looked(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").body == b"ok"
     with pytest.raises((AssertionError, ValueError)):
         storm.looked(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 No\r\nContent-Length: 0\r\n\r\n",
+    ],
+)
+def test_an_answer_is_whole_with_its_last_byte(raw: bytes) -> None:
+    assert [at for at in range(len(raw) + 1) if whole(raw[:at])] == [len(raw)]
 
 
 def test_the_storm_notices_another_token_log_prob_and_end() -> None:

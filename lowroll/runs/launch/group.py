@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from lowroll.runs.launch import devices
 from lowroll.runs.launch.child import Child
 from lowroll.runs.launch.fleet import USERS_MISTAKE
 from lowroll.runs.launch.launcher import free
+from lowroll.runs.launch.process import reserved
 from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.place import TRAINER, Place, rank_role
 from lowroll.runs.roles.seat import Seat
@@ -66,7 +66,8 @@ class Crew:
 
     def __init__(self, cfg: RunConfig, place: Place, words: Sequence[str], stop: Stop) -> None:
         self.stop = stop
-        size, host, port = cfg.train.gpus, "127.0.0.1", free_port("127.0.0.1")
+        self._meeting = reserved("127.0.0.1")
+        size, (host, port) = cfg.train.gpus, self._meeting.getsockname()
         self.ranks = []
         for rank in range(size):
             heart = place.heart(rank_role(rank))
@@ -135,6 +136,7 @@ class Crew:
         """No rank is left, and rank 0's last words are said."""
         for rank in reversed(self.ranks):
             rank.kill()
+        self._meeting.close()
         self._speak()
 
 
@@ -144,9 +146,3 @@ def _failed(rank: Child) -> bool:
         return False
     rank.kill()  # what is left of its group
     return rank.code not in (0, STOPPED)
-
-
-def free_port(host: str) -> int:
-    """One at which nobody listens."""
-    with socket.create_server((host, 0)) as trial:
-        return int(trial.getsockname()[1])

@@ -75,6 +75,15 @@ def how(code: int) -> str:
     return f"exit code {code}"
 
 
+def reserved(host: str) -> socket.socket:
+    """A socket at a port of its own. Until it is closed nobody gets that port who asks for a free
+    one, and whoever names it may listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
+
+
 def is_free(host: str, port: int) -> bool:
     """Whether nobody listens there, so that a server could."""
     with socket.socket() as trial:
