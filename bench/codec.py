@@ -1,4 +1,5 @@
-"""What a batch costs on its way: encoding and decoding, beside msgspec where it is installed.
+"""What a batch costs as text, as the log of rollouts has it: writing and reading, beside msgspec where
+it is installed.
 
     python -m bench.codec                  # pip install msgspec, for the other side
 

@@ -1,6 +1,9 @@
 """Our own server over an engine that has all tokens of a request at once: what is left is the server.
 
 python -m bench.instant [--vocab 32768]        prints its address, and serves until it is killed
+
+With `--shelf FOLDER --admin TOKEN` it takes the adapters of a trainer too, and prints when it had
+one, and when it was asked for the first tokens of it: seconds of this machine's clock.
 """
 
 from __future__ import annotations
@@ -14,16 +17,20 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from bench import vocabulary
 from bench.served import Served
-from lowroll.engine.base import Capabilities, Drawn, EngineStats
+from lowroll.engine.base import Capabilities, Drawn, EngineStats, InFlight
 from lowroll.engine.request import sampler_settings, validate
+from lowroll.server.shelf import WeightShelf
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
+from lowroll.weights.update import WeightUpdate
 
 CONTEXT = 8192
+RANK = 64  # of adapters, at most
 SAMPLER = (
     "prompt_ids n max_tokens min_tokens temperature top_k top_p min_p repetition_penalty stop_ids "
     "stop_strings ignore_eos seed id top_logprobs"
@@ -40,9 +47,10 @@ class Instant:
         self.logprobs = list(array("f", (-dice.expovariate(1.0) for _ in range(CONTEXT))))
         self.behavior = BehaviorTag((PolicySpan(0, "0" * 32),), "bf16")
         self.capabilities = Capabilities(
-            CONTEXT, frozenset(), True, False, False, True, frozenset(SAMPLER.split()),
-            vocab_size=vocab_size,
+            CONTEXT, frozenset({"adapter"}), True, False, False, True, frozenset(SAMPLER.split()),
+            vocab_size=vocab_size, lora_rank=RANK,
         )  # fmt: skip
+        self.told: Callable[[str], None] = lambda what: None  # of what happens
         self.drawn = 0
         self._open: dict[int, Request] = {}
         self._next = 0
@@ -54,6 +62,8 @@ class Instant:
             request, vocab_size=can.vocab_size, context_length=CONTEXT, cache_tokens=CONTEXT,
             has_tokenizer=True,
         )  # fmt: skip
+        if not self._open:
+            self.told("asked")
         self._next += 1
         self._open[self._next] = request
         return self._next
@@ -72,6 +82,14 @@ class Instant:
 
     def reset_prefix_cache(self) -> None:
         pass
+
+    def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:
+        """Held as they came: what a device makes of them is the same in one process."""
+        self.weights = dict(update.tensors())
+        span = PolicySpan(update.version, f"{update.version:064x}")
+        self.behavior = BehaviorTag((span,), "bf16")
+        self.told("taken")
+        return self.behavior
 
     def stats(self) -> EngineStats:
         return EngineStats("bf16", 16.0, CONTEXT, 0, 0, 0, 0, 0, 0, 0, self.drawn)
@@ -112,9 +130,9 @@ class Child:
 
 
 @contextmanager
-def started() -> Iterator[Child]:
+def started(*words: str) -> Iterator[Child]:
     """A child, once it listens; killed at the end."""
-    command = [sys.executable, "-m", "bench.instant"]
+    command = [sys.executable, "-m", "bench.instant", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -128,8 +146,15 @@ def started() -> Iterator[Child]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocab", type=int, default=32768)
-    engine: Any = Instant(parser.parse_args().vocab)
-    with Served(engine, "instant") as served:
+    parser.add_argument("--shelf", type=Path, help="folder of a trainer's broadcasts")
+    parser.add_argument("--admin", help="token of whoever asks for them")
+    given = parser.parse_args()
+    engine: Any = Instant(given.vocab)
+    shelf = None
+    if given.shelf is not None:
+        shelf = WeightShelf(given.shelf, given.shelf)
+        engine.told = lambda what: print(what, time.monotonic(), flush=True)
+    with Served(engine, "instant", given.admin, shelf) as served:
         print(served.url, flush=True)
         while True:
             time.sleep(3600.0)

@@ -21,6 +21,7 @@ from lowroll.server.guard import Tokens
 from lowroll.server.loop import EngineLoop
 from lowroll.server.run import listen
 from lowroll.server.serving import Serving
+from lowroll.server.shelf import WeightShelf
 from lowroll.server.text import Vocabulary
 
 T = TypeVar("T")
@@ -29,9 +30,12 @@ CALL_S = 180.0
 
 
 class Served:
-    """A server over an engine that has a tokenizer, from entering to leaving."""
+    """A server over an engine that has a tokenizer, from entering to leaving. admin: the token with
+    which new weights are asked for, those of `shelf`."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(
+        self, engine: Engine, name: str, admin: str | None = None, shelf: WeightShelf | None = None
+    ) -> None:
         self.engine = engine
         self.name = name
         self.url = ""
@@ -39,7 +43,7 @@ class Served:
         serving = Serving(
             self.loop, None, name, engine.capabilities, vocabulary=Vocabulary(engine.tokenizer)
         )
-        self._app = make_app(serving, Tokens())
+        self._app = make_app(serving, Tokens(admin=admin), shelf)
         self._events = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._ready: Future[str] = Future()

@@ -79,14 +79,17 @@ class Orchestrator:
         tokenizer: Tokenizer,
         channel: BatchSender,
         rollout_log: Callable[[Batch], object] | None = None,
+        describe: Callable[[Batch], Mapping[str, float]] = lambda batch: {},
         on_phase: PhaseProgress | None = None,
         weights: WeightsWatch | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """`rollout_log` is called once a step, before the batch is sent, with every rollout of the
-        step: those that were dropped follow the batch's own with group -1 and a loss mask of zeros.
-        Times and the orchestrator's state are left out, so a step that is made again logs the same
-        bytes. `weights`: where the learner is another process. `journal`: the ledger's file."""
+        """`rollout_log` is called once a step with every rollout of the step: those that were
+        dropped follow the batch's own with group -1 and a loss mask of zeros. Times and the
+        orchestrator's state are left out, so a step that is made again logs the same bytes. Where
+        none was dropped the batch is sent first: a learner elsewhere goes on with it meanwhile, and
+        what is sent can be logged later (`logged`). `describe`: more numbers of a batch. `weights`:
+        where the learner is another process. `journal`: the ledger's file."""
         self.settings = settings
         self.source = PromptSource(settings, envs, tokenizer)
         self.engine = engine
@@ -94,6 +97,7 @@ class Orchestrator:
         self.tokenizer = tokenizer
         self.channel = channel
         self.rollout_log = rollout_log
+        self.describe = describe
         self.on_phase = on_phase
         self.weights = weights
         self.journal = journal
@@ -130,7 +134,9 @@ class Orchestrator:
         try:
             self._settle()
             ledger, errors = self.ledger.copy(), self.errors.copy()
-            batch = self._make(step, version, ledger, errors)
+            batch, lost = self._make(step, version, ledger, errors)
+            if lost:
+                self._log(batch, lost)
             began = time.monotonic()
             self.channel.send(batch)
         except BaseException:
@@ -142,6 +148,8 @@ class Orchestrator:
             "time/wait_trainer": time.monotonic() - began,
         }
         self.ledger, self.errors, self.last = ledger, errors, step
+        if not lost:
+            self._log(batch, lost)
         return batch
 
     # -- what surrounds the steps ------------------------------------------------------------------
@@ -236,8 +244,10 @@ class Orchestrator:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def _make(self, step: int, version: int | None, ledger: Ledger, errors: ErrorWindow) -> Batch:
-        """The batch of a step, logged and in the ledger, not sent."""
+    def _make(
+        self, step: int, version: int | None, ledger: Ledger, errors: ErrorWindow
+    ) -> tuple[Batch, list[ScoredGroup]]:
+        """The batch of a step, in the ledger, not sent; and what came back and is not in it."""
         temperature = self.settings.temperature(step)
         stale = self._take_weights(step, version)
         harvest = Harvest()
@@ -254,10 +264,10 @@ class Orchestrator:
         self.source.learn(ledger, scored)
         batch = self._batch(step, temperature, harvest, ledger, version)
         self._watch(batch)
-        self._log(batch, harvest.lost)
         self._close(step, version, ledger, harvest)
         batch.orchestrator = self._state(step, ledger, errors)
-        return batch
+        batch.stats |= self.describe(batch)
+        return batch, harvest.lost
 
     def _take_weights(self, step: int, version: int | None) -> list[Open]:
         """Wait until the step's weights are there. Returns the groups in flight that are too old
@@ -574,12 +584,7 @@ class Orchestrator:
             for group in dropped
             for sample in group.samples
         ]
-        stats = {
-            name: value
-            for name, value in batch.stats.items()
-            if not name.startswith(("time/", "perf/"))
-        }
-        self.rollout_log(replace(batch, samples=batch.samples + unused, stats=stats))
+        self.rollout_log(logged(replace(batch, samples=batch.samples + unused)))
 
     def _progress(self, phase: str) -> Progress | None:
         return None if self.on_phase is None else partial(self.on_phase, phase)
@@ -587,3 +592,14 @@ class Orchestrator:
     def _tell(self, phase: str, done: int, total: int) -> None:
         if self.on_phase is not None:
             self.on_phase(phase, done, total)
+
+
+def logged(batch: Batch) -> Batch:
+    """A batch without what would be another if it were made again: times, and the orchestrator's
+    state."""
+    stats = {
+        name: value
+        for name, value in batch.stats.items()
+        if not name.startswith(("time/", "perf/"))
+    }
+    return replace(batch, stats=stats, orchestrator=None)

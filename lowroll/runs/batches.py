@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lowroll.config import RunConfig
@@ -97,8 +96,9 @@ class Batches:
             Conversations(rollouts, scorer, chat),
             scorer,
             chat,
-            _Described(channel, self.described),
+            channel,
             rollout_log=rollout_log,
+            describe=self.described,
             weights=weights,
             journal=journal,
         )
@@ -189,16 +189,3 @@ def _turns(sample: Sample) -> list[tuple[int, int]]:
     if rollout.turns is None:
         return [(asked, len(rollout.token_ids))]
     return [(asked + turn.start, turn.end - turn.start) for turn in rollout.turns]
-
-
-class _Described:
-    """A channel whose batches say how they were drawn."""
-
-    def __init__(
-        self, channel: BatchSender, described: Callable[[Batch], Mapping[str, float]]
-    ) -> None:
-        self.channel = channel
-        self.described = described
-
-    def send(self, batch: Batch) -> None:
-        self.channel.send(replace(batch, stats=batch.stats | dict(self.described(batch))))

@@ -248,11 +248,16 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
             break
         except (CodecError, OSError) as error:
             log.warning("%s; older rollouts take its place in the measurement", error)
-    if batch is None:
-        return None
+    return None if batch is None else excerpt(batch, most)
+
+
+def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
+    """A batch with so many of its rollouts as hold `most` tokens, of each group in turn, none that
+    was dropped; None where there are none."""
     kept: list[Sample] = []
     left = most
-    for sample in sorted(batch.samples, key=lambda sample: sample.rollout.behavior.sample):
+    learned = [sample for sample in batch.samples if sample.group >= 0]
+    for sample in sorted(learned, key=lambda sample: sample.rollout.behavior.sample):
         tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids)
         if sample.rollout.token_ids and tokens <= left:
             kept.append(sample)

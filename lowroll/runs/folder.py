@@ -51,7 +51,7 @@ from lowroll.transport.rollout_log import (
     without_evictions,
     write_rollouts,
 )
-from lowroll.types import Batch, Sample
+from lowroll.types import Batch
 
 log = logging.getLogger(__name__)
 
@@ -338,11 +338,8 @@ class RunFolder:
         run = Tracked(self.path, self.cfg.track_project, self.cfg.tree(), step)
         self.trackers = Trackers(self.cfg.track, run)
 
-    def keep_batch(
-        self, name: str, batch: Batch, line: Callable[[Sample], bytes] | None = None
-    ) -> Path:
-        """Write a batch into the folder `name`, one of BATCHES; returns its file. line: as of
-        `transport.codec.encode_batch`.
+    def keep_batch(self, name: str, batch: Batch) -> Path:
+        """Write a batch into the folder `name`, one of BATCHES; returns its file.
 
         What caches dropped is left out of `rollouts`, which has a file of every step: it is many
         times what people read there, and no step is learnt from its file.
@@ -350,7 +347,7 @@ class RunFolder:
         folder = self.path / name
         if name == "rollouts":
             batch = without_evictions(batch)
-        return self.space.write(folder, lambda: write_rollouts(folder, batch, line))
+        return self.space.write(folder, lambda: write_rollouts(folder, batch))
 
     def save(
         self,

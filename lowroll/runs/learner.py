@@ -31,7 +31,7 @@ from lowroll.runs.build import models, trainer
 from lowroll.runs.build.about import about
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing, State, Tensors
-from lowroll.runs.export import newest_batch, publish_adapter
+from lowroll.runs.export import excerpt, newest_batch, publish_adapter
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.monitor import Monitor
 from lowroll.runs.stages import Stages
@@ -134,6 +134,7 @@ class Learner:
             deadline_s=deadline_s,
         )
         self.made = 0  # the last step
+        self._seen: Batch | None = None  # of its batch, what an adapter's gap is measured on
         self.drawn: State = {}  # the orchestrator's, after the last batch
 
     @property
@@ -180,6 +181,7 @@ class Learner:
         batch = self.trainer.receive()
         stage = self.enter(step)
         metrics = batch.stats | stage | self.trainer.step(batch)
+        self._seen = excerpt(batch)
         metrics |= self.monitor.look(step, metrics)
         self._agree()
         if batch.orchestrator is not None:
@@ -215,7 +217,7 @@ class Learner:
     def _save_final(self, step: int, target: Path) -> None:
         if self.cfg.train.lora:
             self.publisher.release()
-            batch = newest_batch(self.home.path, step)
+            batch = self._seen or newest_batch(self.home.path, step)
             publish_adapter(self.cfg, self.whole, target, batch, step)
         else:
             hf.save(self.whole, target, hf.resolve(self.cfg.model), step)

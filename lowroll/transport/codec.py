@@ -47,17 +47,20 @@ class CodecError(ValueError):
     loss."""
 
 
-def encode_batch(batch: Batch, line: Callable[[Sample], bytes] | None = None) -> bytes:
-    """Header line and one line a sample (by `line`, else `encode_sample`). CodecError naming the
+def encode_batch(batch: Batch, encode: Callable[[Sample], bytes] | None = None) -> bytes:
+    """Header line and one line a sample (by `encode`, else `encode_sample`). CodecError naming the
     field that JSON cannot carry exactly."""
     header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
     header |= _encode(replace(batch, samples=[]), Batch, "batch")
     del header["samples"]
-    return _line(header) + b"".join(map(line or encode_sample, batch.samples))
+    return _line(header) + b"".join(map(encode or encode_sample, batch.samples))
 
 
-def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
-    """The batch that `encode_batch` wrote as `data`."""
+def decode_batch(
+    data: bytes, max_bytes: int = MAX_BYTES, decode: Callable[[bytes, str], Sample] | None = None
+) -> Batch:
+    """The batch that `encode_batch` wrote as `data`; its samples by `decode`, else
+    `decode_sample`."""
     if len(data) > max_bytes:
         raise CodecError(f"a batch of {len(data)} bytes is over the limit of {max_bytes}")
     if not data.endswith(b"\n"):
@@ -74,36 +77,13 @@ def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
     header["samples"] = []
     batch = _decode(header, Batch, "line 1: batch")
     for number, line in enumerate(lines[1:], 2):
-        batch.samples.append(decode_sample(line, f"line {number}: sample"))
+        batch.samples.append((decode or decode_sample)(line, f"line {number}: sample"))
     return batch
 
 
 def encode_sample(sample: Sample) -> bytes:
     """One line, newline included."""
     return encode_record(sample, "sample")
-
-
-class Lines:
-    """The lines of samples that are written twice: into the log, then into a frame. Writing numbers
-    is most of what a batch costs its orchestrator. A sample must not change in between."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Sample, bytes]] = {}
-
-    def clear(self) -> None:
-        """Another batch begins."""
-        self._kept.clear()
-
-    def first(self, sample: Sample) -> bytes:
-        """As `encode_sample`."""
-        line = encode_sample(sample)
-        self._kept[id(sample)] = sample, line  # which keeps the id its own
-        return line
-
-    def again(self, sample: Sample) -> bytes:
-        """What `first` wrote of this very object, once; else as `encode_sample`."""
-        kept = self._kept.pop(id(sample), None)
-        return encode_sample(sample) if kept is None else kept[1]
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:

@@ -1,7 +1,7 @@
 """A batch as the bytes that travel and lie on disk, the same on every transport.
 
-    {"kind":"frame","format":1,"run":"...","step":12,"size":48123,"sha256":"...", "crc": "9cf16ae5"}
-    the codec's lines of the batch
+    {"kind":"frame","format":2,"run":"...","step":12,"size":48123,"sha256":"...", "crc": "9cf16ae5"}
+    the lines of the batch, packed (`transport.packed`)
 
 The first line is sealed (`checkpoint.seal`); `sha256` is of the bytes behind it. `run` names the run
 that the batch belongs to: one of another run is refused, wherever it lies.
@@ -10,23 +10,16 @@ that the batch belongs to: one of another run is refused, wherever it lies.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from lowroll.checkpoint.seal import seal, unseal
 from lowroll.transport.base import DamagedFrame
-from lowroll.transport.codec import (
-    MAX_BYTES,
-    CodecError,
-    decode_batch,
-    decode_record,
-    encode_batch,
-    encode_record,
-)
-from lowroll.types import Batch, Sample, printable
+from lowroll.transport.codec import MAX_BYTES, CodecError, decode_record, encode_record
+from lowroll.transport.packed import decode_batch, encode_batch
+from lowroll.types import Batch, printable
 
-FORMAT = 1
+FORMAT = 2
 LONGEST_HEADER = 4096
 
 
@@ -42,10 +35,9 @@ class Header:
     format: int = FORMAT
 
 
-def encode_frame(batch: Batch, run: str, line: Callable[[Sample], bytes] | None = None) -> bytes:
-    """line: as of `encode_batch`. CodecError for a batch that the codec cannot carry, or one that no
-    reader would take."""
-    payload = encode_batch(batch, line)
+def encode_frame(batch: Batch, run: str) -> bytes:
+    """CodecError for a batch that the codec cannot carry, or one that no reader would take."""
+    payload = encode_batch(batch)
     if len(payload) > MAX_BYTES:
         raise CodecError(
             f"step {batch.step}: a batch of {len(payload)} bytes is over the limit of {MAX_BYTES}"

@@ -10,30 +10,32 @@ damaged one costs its readers only.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from lowroll.checkpoint.files import read_file, write_file
 from lowroll.checkpoint.seal import seal, unseal_lines
 from lowroll.transport.codec import CodecError, decode_batch, encode_batch
-from lowroll.types import Batch, Sample
+from lowroll.types import Batch
 
 _FILE = re.compile(r"step_([0-9]{6,})\.jsonl")
 _BEGINS = b'{"kind":"batch",'
 
 
-def write_rollouts(
-    folder: Path, batch: Batch, line: Callable[[Sample], bytes] | None = None
-) -> Path:
-    """Write `batch` to `folder/step_<step>.jsonl` atomically; return the path. line: as of
-    `encode_batch`. CodecError before writing anything."""
-    lines = encode_batch(batch, line).removesuffix(b"\n").split(b"\n")
+def write_rollouts(folder: Path, batch: Batch) -> Path:
+    """Write `batch` to `folder/step_<step>.jsonl` atomically; return the path. CodecError before
+    writing anything."""
+    lines = encode_batch(batch).removesuffix(b"\n").split(b"\n")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{batch.step:06d}.jsonl"
+    path = rollouts_path(folder, batch.step)
     write_file(path, b"".join(seal(line, number) + b"\n" for number, line in enumerate(lines, 1)))
     return path
+
+
+def rollouts_path(folder: Path, step: int) -> Path:
+    """Of the file of a step."""
+    return folder / f"step_{step:06d}.jsonl"
 
 
 def without_evictions(batch: Batch) -> Batch:

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from lowroll.checkpoint.faults import faultpoint
@@ -21,7 +20,7 @@ from lowroll.checkpoint.seal import seal, unseal
 from lowroll.transport.base import Cursor, DamagedFrame, Fenced, FrameGone, TransportError
 from lowroll.transport.frame import check_frame, decode_frame, encode_frame
 from lowroll.transport.words import cursor_of, encode_word, said
-from lowroll.types import Batch, Sample, printable
+from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ class Spool:
     def __init__(self, folder: Path, run: str = "") -> None:
         self.folder = Path(folder)
         self.run = run
-        self.line: Callable[[Sample], bytes] | None = None  # of a sample, as of `encode_batch`
         self._unheeded = b""  # damaged words that were told of
 
     def path(self, step: int) -> Path:
@@ -66,7 +64,7 @@ class Spool:
         TransportError for another one of a step that is there, or one that leaves a gap.
         CodecError for a batch that cannot travel. Nothing is written then.
         """
-        data = encode_frame(batch, self.run, self.line)
+        data = encode_frame(batch, self.run)
         steps = self.steps()
         if batch.step in steps:
             if read_file(self.path(batch.step)) == data:
@@ -83,17 +81,20 @@ class Spool:
     def get(self, step: int) -> bytes:
         """The frame of a step. FrameGone when it is not there, DamagedFrame when it is not what was
         put."""
-        path = self.path(step)
-        try:
-            data = read_file(path)
-        except FileNotFoundError:
-            raise FrameGone(f"{path}: the batch of step {step} is not there") from None
-        check_frame(data, self.run, step, str(path))
+        data = self._bytes(step)
+        check_frame(data, self.run, step, str(self.path(step)))
         return data
 
     def read(self, step: int) -> Batch:
         """The batch of a step; errors as of `get`."""
-        return decode_frame(self.get(step), self.run, step, str(self.path(step)))
+        return decode_frame(self._bytes(step), self.run, step, str(self.path(step)))
+
+    def _bytes(self, step: int) -> bytes:
+        path = self.path(step)
+        try:
+            return read_file(path)
+        except FileNotFoundError:
+            raise FrameGone(f"{path}: the batch of step {step} is not there") from None
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
         """At most `most` bytes of a frame from `offset` on, and the size of the whole, as they lie

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from lowroll.config import from_mapping
 from lowroll.metrics.record import Recorder, read
 from lowroll.runs import demo
 from lowroll.runs.attempt import log_file
-from lowroll.runs.export import newest_batch
+from lowroll.runs.export import excerpt, newest_batch
 from lowroll.transport import write_rollouts
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, RunFailed, Sample, Score
+from tests.fixtures.batches import batch_of
 from tests.fixtures.runs import TINY, fingerprint, settings
 
 
@@ -162,3 +164,13 @@ def test_damaged_rollouts_cost_their_reader_a_warning(
         "step_000002.jsonl: line 2: damaged" in caplog.text
         and "older rollouts take its place" in caplog.text
     )
+
+
+def test_dropped_rollouts_are_no_part_of_an_excerpt() -> None:
+    """What a learner has of its batch is what its log gives, which has the dropped ones too."""
+    batch = batch_of(2)
+    dropped = [replace(sample, group=-1) for sample in batch.samples]
+    seen = excerpt(batch)
+    assert seen is not None and len(seen.samples) == 2
+    assert excerpt(replace(batch, samples=[*dropped, *batch.samples])) == seen
+    assert excerpt(replace(batch, samples=dropped)) is None

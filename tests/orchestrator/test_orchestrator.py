@@ -28,6 +28,7 @@ from lowroll.orchestrator import (
 )
 from lowroll.orchestrator.alarms import alarms
 from lowroll.orchestrator.filters import flag
+from lowroll.orchestrator.loop import logged
 from lowroll.orchestrator.source import seed_of
 from lowroll.orchestrator.stats import percentile
 from lowroll.transport.codec import decode_batch, encode_batch
@@ -851,6 +852,35 @@ def test_the_log_of_a_step_made_again_has_the_same_bytes():
     for log in logs:
         mixed_run(rollout_log=lambda batch, log=log: log.append(encode_batch(batch))).step(0)
     assert logs[0] == logs[1] and b"time/" not in logs[0][0]
+
+
+def kept_in_order(settings):
+    """Of one step: what was sent and logged, in this order, with the batches."""
+    orders = []
+    orchestrator = build(
+        settings,
+        rule=lambda prompt, text: float(int(prompt.id.split("-")[1]) % 2 and len(text) % 2),
+        rollout_log=lambda batch: orders.append(("logged", batch)),
+        describe=lambda batch: {"rollout/weight_bits": 8.0, "perf/now": 3.0},
+    )
+    orchestrator.channel.send = lambda batch: orders.append(("sent", batch))
+    orchestrator.step(0)
+    return orders
+
+
+def test_what_can_be_logged_from_the_sent_batch_is_logged_after_it():
+    """And what nobody could take from it is on the disk first."""
+    plain = Settings(batch_size=4, rollouts_per_example=2)
+    (first, sent), (second, kept) = kept_in_order(plain)
+    assert (first, second) == ("sent", "logged")
+    again = decode_batch(encode_batch(sent))  # as an orchestrator finds it that was killed there
+    assert encode_batch(logged(again)) == encode_batch(kept)
+    assert sent.orchestrator is not None and kept.orchestrator is None
+    assert sent.stats["perf/now"] == 3.0 and kept.stats["rollout/weight_bits"] == 8.0
+    drops = Settings(batch_size=4, rollouts_per_example=2, dynamic_sampling=True, max_rounds=9)
+    (first, kept), (second, sent) = kept_in_order(drops)
+    assert (first, second) == ("logged", "sent")
+    assert len(kept.samples) > len(sent.samples)
 
 
 def test_percentile_against_hand_numbers():

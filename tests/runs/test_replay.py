@@ -41,7 +41,7 @@ def test_the_learner_scores_the_sparse_policy_and_resumes_bitwise(
     dense = train({**tree_of(model, tmp_path / "dense", replay=False), "correction": "sparse"})
     assert all(record["mismatch/kl_k3"] > 1e-6 for record in read(dense.folder))
     for path in (result.folder / "rollouts").iterdir():
-        assert b"evictions" not in path.read_bytes()
+        assert b'"evictions":' not in path.read_bytes()
         assert all(s.rollout.behavior.kv_budget == 5 for s in read_rollouts(path).samples)
     copy_stopped_after(result.folder, 1, tmp_path / "cut")
     resumed = train({**tree, "output_dir": str(tmp_path / "cut")}, resume=True)

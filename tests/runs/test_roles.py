@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,18 +23,23 @@ from lowroll.config.surogate.roles import GIVEN
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Recorder, add_evaluation, read, read_evaluations
 from lowroll.orchestrator import audit
+from lowroll.orchestrator.loop import logged
+from lowroll.runs.folder import RunFolder
 from lowroll.runs.launch.child import Child
 from lowroll.runs.launch.fleet import Fleet
 from lowroll.runs.launch.member import MOST_RESTARTS
 from lowroll.runs.launch.process import RoleProcess
 from lowroll.runs.preflight import look_at_run
 from lowroll.runs.roles.heart import Heart, Watch
-from lowroll.runs.roles.orchestrate import orchestrate
+from lowroll.runs.roles.orchestrate import Orchestration, orchestrate
 from lowroll.runs.roles.place import Place
 from lowroll.runs.stop import Stop
-from lowroll.transport.base import PeerSilent
+from lowroll.transport import write_rollouts
+from lowroll.transport.base import Cursor, PeerSilent
 from lowroll.transport.broadcasts import Broadcasts
+from lowroll.transport.spool import Spool
 from lowroll.types import printable
+from tests.fixtures.batches import batch_of
 from tests.fixtures.processes import eventually, of_sessions
 from tests.fixtures.roles import (
     DEADLINE_S,
@@ -311,6 +317,28 @@ def test_the_orchestrators_command_imports_no_torch() -> None:
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert time.monotonic() - began < 30  # about 1 s on an idle machine
+
+
+def test_an_orchestrator_logs_what_it_had_sent_and_not_logged(tmp_path: Path) -> None:
+    """As one that was killed between the two leaves it; what is logged already stays."""
+    place, batch = Place(tmp_path), batch_of(1, orchestrator={"step": 1})
+    batch.stats["time/generate"] = 2.0
+    spool = Spool(place.spool)
+    spool.put(batch)
+    cfg = from_mapping({"model": "m", "output_dir": str(tmp_path), "env": [{"id": "arithmetic"}]})
+    role: Any = SimpleNamespace(
+        place=place,
+        home=RunFolder(cfg, "grpo"),
+        channel=SimpleNamespace(spool=spool),
+        batches=SimpleNamespace(restore=lambda *args, **kwargs: None),
+        _cursor=lambda: Cursor(1, 0, 1),
+    )
+    expected = write_rollouts(tmp_path / "other", logged(batch)).read_bytes()
+    path = tmp_path / "rollouts" / "step_000001.jsonl"
+    for found in (expected, b"another"):
+        assert Orchestration._go_on(role) == 1
+        assert path.read_bytes() == found
+        path.write_bytes(b"another")
 
 
 def test_a_role_that_is_silent_is_named_once_and_waited_for(

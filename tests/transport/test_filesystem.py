@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowroll.runs.roles.channels import Patient
-from lowroll.transport import ChannelClosed, DeadlineExceeded, encode_batch
+from lowroll.transport import ChannelClosed, DeadlineExceeded, packed
 from lowroll.transport.base import (
     Cursor,
     DamagedFrame,
@@ -325,4 +325,4 @@ def test_frames_are_small_files_of_plain_lines(tmp_path: Path) -> None:
     spool.put(batch_of(12))
     header, rest = spool.get(12).split(b"\n", 1)
     assert header.startswith(b'{"run":"r","step":12,"size":') and b'"kind":"frame"' in header
-    assert rest == encode_batch(batch_of(12))
+    assert rest == packed.encode_batch(batch_of(12))

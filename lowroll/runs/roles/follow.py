@@ -35,8 +35,8 @@ from lowroll.runs.roles.place import Place, rank_role
 from lowroll.runs.roles.seat import Seat
 from lowroll.runs.stop import polite_stop
 from lowroll.transport.base import RolloutReceiver
-from lowroll.transport.codec import decode_batch, encode_batch
-from lowroll.types import Batch, Sample
+from lowroll.transport.packed import decode_batch, encode_batch
+from lowroll.types import Batch
 from lowroll.weights.noise import share
 from lowroll.weights.publish import digest
 
@@ -245,9 +245,7 @@ class Reader(RunFolder):
     def resume(self, step: int, about: Mapping[str, str]) -> None:
         """Rank 0 cuts it back."""
 
-    def keep_batch(
-        self, name: str, batch: Batch, line: Callable[[Sample], bytes] | None = None
-    ) -> Path:
+    def keep_batch(self, name: str, batch: Batch) -> Path:
         return self.path / name
 
     def save(

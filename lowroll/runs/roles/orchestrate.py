@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,6 +36,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.tokens import FileTokenizer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.journal import Journal
+from lowroll.orchestrator.loop import logged
 from lowroll.runs.attempt import log_file, own
 from lowroll.runs.batches import Batches, Tasks
 from lowroll.runs.evaluations import around
@@ -49,8 +51,7 @@ from lowroll.runs.stop import polite_stop
 from lowroll.runs.terminal import tell
 from lowroll.transport.base import Cursor, FrameGone, wait_until
 from lowroll.transport.broadcasts import Broadcasts
-from lowroll.transport.codec import Lines
-from lowroll.transport.rollout_log import truncate_rollouts
+from lowroll.transport.rollout_log import rollouts_path, truncate_rollouts
 from lowroll.transport.spool import END, dismissal
 from lowroll.types import Batch, printable
 
@@ -145,8 +146,6 @@ class Orchestration:
         stack.callback(self.channel.close)
         place.ledger.parent.mkdir(parents=True, exist_ok=True)
         self.home = RunFolder(cfg, "grpo")
-        self.lines = Lines()
-        self.channel.spool.line = self.lines.again  # what was logged is sent
         self.batches = Batches(
             cfg,
             spec,
@@ -154,7 +153,7 @@ class Orchestration:
             self.tasks,
             Engines(self.pool, cfg.asynchrony.partial == "replay"),
             self.channel,
-            self._keep,
+            partial(self.home.keep_batch, "rollouts"),
             stack,
             self.versions if self.level else None,
             Journal(place.ledger),
@@ -166,11 +165,6 @@ class Orchestration:
         self.batches.more = self._pace
         self._waited = 0.0  # seconds, for the weights of this step, where the batches do not
         self._made = time.monotonic()  # when the batch before was
-
-    def _keep(self, batch: Batch) -> None:
-        """Log the rollouts of a step."""
-        self.lines.clear()
-        self.home.keep_batch("rollouts", batch, self.lines.first)
 
     def alive(self) -> None:
         """For every wait for the trainer."""
@@ -331,6 +325,8 @@ class Orchestration:
         newest = spool.newest()
         if newest is not None and spool.reaches(cursor.received) and newest.orchestrator:
             self.batches.restore(newest.step, newest.orchestrator, resumed=True)
+            if not rollouts_path(self.place.run / "rollouts", newest.step).exists():
+                self.home.keep_batch("rollouts", logged(newest))
             log.info("going on after the batch of step %d in the spool", newest.step)
             return newest.step
         self.channel.go_back(cursor)
