@@ -409,7 +409,7 @@ def test_report_and_demo(
 
 @pytest.mark.slow
 def test_the_demo_deletes_no_folder_but_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from types import SimpleNamespace
 
@@ -428,7 +428,11 @@ def test_the_demo_deletes_no_folder_but_its_own(
     assert mine.read_text() == "precious"
     monkeypatch.setattr(demo, "warm_start", lambda *_: {"sft/loss": 1.0})
     monkeypatch.setattr(demo, "_rewards", lambda *_: {"int8": 0.5})
-    monkeypatch.setattr(demo, "run", lambda cfg, overwrite: SimpleNamespace(signal=overwrite and 2))
+
+    def interrupted(cfg: object, overwrite: bool) -> SimpleNamespace:
+        return SimpleNamespace(signal=overwrite and 2, folder=tmp_path / "run")
+
+    monkeypatch.setattr(demo, "run", interrupted)
     monkeypatch.setattr(
         demo,
         "CONFIG",
@@ -445,6 +449,8 @@ def test_the_demo_deletes_no_folder_but_its_own(
     for _ in range(2):  # the second replaces the first; an interrupted run measures nothing
         assert demo.main(str(tmp_path / "demo")) == 130
     assert (tmp_path / "demo" / "notes.txt").read_text() == "mine"
+    told = "".join(capsys.readouterr().out.split())
+    assert f"`lowrollgrpo{tmp_path / 'run/config.yaml'}--resume`" in told
 
 
 def test_the_plan_names_the_cache() -> None:
