@@ -18,6 +18,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import Tensor
+
+
+def pointer(t: Tensor | None) -> int | None:
+    """Where a tensor begins, for a struct of ctypes; None is null."""
+    return None if t is None else t.data_ptr()
+
 
 def library(
     source: Path, headers: Sequence[Path], compiler: Path, flags: list[str], deadline_s: float

@@ -7,8 +7,10 @@ import ctypes
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -38,6 +40,19 @@ def library(source: Path) -> ctypes.CDLL:
     if path is None:
         raise RuntimeError(f"{source.name}: {NO_COMPILER.why_not}")
     return build.library(source, [], path, FLAGS, DEADLINE_S)
+
+
+def run(source: Path, name: str, problem: ctypes.Structure) -> None:
+    """Call a function of a source's library with its problem, on torch's threads. Errors as of
+    `library`."""
+    _function(source, name)(ctypes.byref(problem), team())
+
+
+@cache
+def _function(source: Path, name: str) -> Callable[..., None]:
+    function = getattr(library(source), name)
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], None
+    return cast(Callable[..., None], function)
 
 
 @cache

@@ -43,7 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def unasked() -> Iterator[None]:
     """What the machine answers is asked anew, and again afterwards."""
-    caches = (cxx.compiler, cxx.supports, avx2.supports_matrix, avx2._library)
+    caches = (cxx.compiler, cxx.supports, avx2.supports_matrix, cxx._function)
     for one in caches:
         one.cache_clear()
     yield

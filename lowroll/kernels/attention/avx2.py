@@ -13,7 +13,6 @@ page, N pages of a table row.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,13 +90,5 @@ def decode(
         page,
         torch.get_num_threads(),
     )
-    _library().avx2_decode(ctypes.byref(problem), cxx.team())
+    cxx.run(SOURCE, "avx2_decode", problem)
     return out_BHd
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = cxx.library(SOURCE)
-    library.avx2_decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.avx2_decode.restype = None
-    return library

@@ -11,7 +11,6 @@ Legend: T tokens, H query heads, G key-value heads, d head size, N = (H + 2G) d.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
+from lowroll.kernels.build import pointer
 from lowroll.kernels.support import Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -81,7 +81,7 @@ def rotate_heads(
     cos, sin = cos.contiguous(), sin.contiguous()
     norms = [None if norm is None else norm.contiguous() for norm in (q_norm_d, k_norm_d)]
     problem = Problem(
-        *(_pointer(t) for t in (qkv_TN, cos, sin, *norms, q_THd, k_TGd)),
+        *(pointer(t) for t in (qkv_TN, cos, sin, *norms, q_THd, k_TGd)),
         qkv_TN.stride(0),
         eps,
         tokens,
@@ -90,17 +90,5 @@ def rotate_heads(
         d,
         torch.get_num_threads(),
     )
-    _library().avx2_heads(ctypes.byref(problem), cxx.team())
+    cxx.run(SOURCE, "avx2_heads", problem)
     return q_THd, k_TGd, qkv_TN[:, (heads + kv_heads) * d :].unflatten(1, (kv_heads, d))
-
-
-def _pointer(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = cxx.library(SOURCE)
-    library.avx2_heads.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.avx2_heads.restype = None
-    return library

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
+from lowroll.kernels.build import pointer
 from lowroll.kernels.support import NO_GRADIENT, Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -103,7 +104,7 @@ def linear(
     if not all(t is None or t.is_contiguous() for t in (weight, scale, zero, global_)):
         raise ValueError(f"{kind}: expected contiguous tensors")
     problem = Problem(
-        *(_pointer(t) for t in (weight, scale, zero, global_, bias, x, y_MN, words, steps)),
+        *(pointer(t) for t in (weight, scale, zero, global_, bias, x, y_MN, words, steps)),
         rows,
         num_out,
         num_in,
@@ -112,17 +113,5 @@ def linear(
         integers,
         torch.get_num_threads(),
     )
-    _library().avx2_linear(ctypes.byref(problem), cxx.team())
+    cxx.run(SOURCE, "avx2_linear", problem)
     return y_MN.to(x_MK.dtype)
-
-
-def _pointer(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = cxx.library(SOURCE)
-    library.avx2_linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.avx2_linear.restype = None
-    return library

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import nvcc
+from lowroll.kernels.build import pointer
 from lowroll.kernels.launch import early
 from lowroll.kernels.support import NO_CUDA, NO_GRADIENT, YES, Support, cuda_supports, no
 
@@ -133,10 +134,10 @@ def linear(
         bias_N = bias_N.float()
     problem = Problem(
         weight.data_ptr(),
-        _pointer(scale),
-        _pointer(zero),
-        _pointer(global_),
-        _pointer(bias_N),
+        pointer(scale),
+        pointer(zero),
+        pointer(global_),
+        pointer(bias_N),
         x_MK.data_ptr(),
         y_MN.data_ptr(),
         partial.data_ptr(),
@@ -168,10 +169,6 @@ def linear(
                 f"{kind}: streamed_linear failed: {library.streamed_error(error).decode()}"
             )
     return y_MN
-
-
-def _pointer(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
 
 
 @cache
