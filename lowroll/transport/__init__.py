@@ -10,10 +10,7 @@ from __future__ import annotations
 from lowroll.transport.base import (
     ChannelClosed,
     DeadlineExceeded,
-    RolloutChannel,
     TransportError,
-    WeightChannel,
-    Weights,
 )
 from lowroll.transport.codec import (
     CodecError,
@@ -22,7 +19,7 @@ from lowroll.transport.codec import (
     encode_batch,
     encode_sample,
 )
-from lowroll.transport.memory import MemoryRolloutChannel, MemoryWeightChannel
+from lowroll.transport.memory import MemoryRolloutChannel
 from lowroll.transport.rollout_log import read_rollouts, write_rollouts
 
 __all__ = [
@@ -30,11 +27,7 @@ __all__ = [
     "CodecError",
     "DeadlineExceeded",
     "MemoryRolloutChannel",
-    "MemoryWeightChannel",
-    "RolloutChannel",
     "TransportError",
-    "WeightChannel",
-    "Weights",
     "decode_batch",
     "decode_sample",
     "encode_batch",
