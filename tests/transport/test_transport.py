@@ -17,19 +17,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from lowroll import types
-from lowroll.transport import (
-    ChannelClosed,
+from lowroll.transport.base import ChannelClosed, DeadlineExceeded
+from lowroll.transport.codec import (
     CodecError,
-    DeadlineExceeded,
-    MemoryRolloutChannel,
     decode_batch,
     decode_sample,
     encode_batch,
     encode_sample,
+)
+from lowroll.transport.memory import MemoryRolloutChannel
+from lowroll.transport.rollout_log import (
     read_rollouts,
+    rollout_files,
+    truncate_rollouts,
+    without_evictions,
     write_rollouts,
 )
-from lowroll.transport.rollout_log import rollout_files, truncate_rollouts, without_evictions
 from lowroll.types import (
     Batch,
     Evictions,
