@@ -23,18 +23,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowroll.checkpoint import (
+from lowroll.checkpoint.faults import VARIABLE, observers
+from lowroll.checkpoint.lock import RunLock, RunLockedError
+from lowroll.checkpoint.publish import (
+    TEMPORARY,
     DamagedError,
     DiskFullError,
     NotSyncedError,
-    RunLock,
-    RunLockedError,
-    Store,
     publish_folder,
     verify_folder,
 )
-from lowroll.checkpoint.faults import VARIABLE, observers
-from lowroll.checkpoint.publish import TEMPORARY
+from lowroll.checkpoint.store import Store
 from tests.fixtures.states import state_of, tensors_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +72,7 @@ import json, os, sys, warnings
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from lowroll.checkpoint import Store
+from lowroll.checkpoint.store import Store
 import lowroll.checkpoint.store, safetensors.torch
 from tests.fixtures.states import tensors_of, state_of
 for folder, fault in json.load(sys.stdin):
@@ -539,7 +538,7 @@ def test_one_owner_per_run_folder(tmp_path: Path) -> None:
         assert lock.attempt == 1
         content = (tmp_path / ".lock").read_bytes()
         code = (
-            "import sys; from lowroll.checkpoint import RunLock, RunLockedError\n"
+            "import sys; from lowroll.checkpoint.lock import RunLock, RunLockedError\n"
             "try: RunLock(sys.argv[1])\nexcept RunLockedError as error: print(error); sys.exit(3)"
         )
         other = subprocess.run(
@@ -562,7 +561,7 @@ def test_one_owner_per_run_folder(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_killed_owner_is_free(tmp_path: Path) -> None:
-    code = "import os, sys; from lowroll.checkpoint import RunLock; RunLock(sys.argv[1]); os.kill(os.getpid(), 9)"
+    code = "import os, sys; from lowroll.checkpoint.lock import RunLock; RunLock(sys.argv[1]); os.kill(os.getpid(), 9)"
     assert (
         subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=60).returncode
         == -9

@@ -34,9 +34,9 @@ from lowroll.runs.roles.heart import Heart, Watch
 from lowroll.runs.roles.orchestrate import Orchestration, orchestrate
 from lowroll.runs.roles.place import Place
 from lowroll.runs.stop import Stop
-from lowroll.transport import write_rollouts
 from lowroll.transport.base import Cursor, PeerSilent
 from lowroll.transport.broadcasts import Broadcasts
+from lowroll.transport.rollout_log import write_rollouts
 from lowroll.transport.spool import Spool
 from lowroll.types import printable
 from tests.fixtures.batches import batch_of
