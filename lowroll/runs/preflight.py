@@ -25,7 +25,7 @@ from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.runs import hub, sft
-from lowroll.runs.build import engines, environments, models, prompts, trainer
+from lowroll.runs.build import engines, environments, models, orchestrator, prompts, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.launch import devices
@@ -82,6 +82,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     envs = _environments(cfg, cfg.env, found)
     held_out = _environments(cfg, cfg.eval.env, found) if cfg.eval.env else envs
     found.attempt(lambda: _settings(cfg))
+    found.attempt(lambda: orchestrator.estimator(cfg))
     if model is not None:
         found.attempt(lambda: prompts.longest(cfg, model.spec))
         found.attempt(lambda: prompts.check_stages(cfg, model.spec))

@@ -116,6 +116,7 @@ def test_a_dry_run_fails_where_the_run_would(
     assert "no CUDA device" in errors("device=cuda") or torch.cuda.is_available()
     assert "score.workers: 100000 is more than" in errors("score.workers=100000")
     assert "output_dir: run.yaml/out cannot be written: " in errors("output_dir=run.yaml/out")
+    assert "none.py does not exist" in errors("advantage_function={import_path: none.py:mine}")
     assert "8 of 8 responses (invalid: " in errors(
         "env=[{id: silent.py}]"
     )  # though it knows no answer of its own
