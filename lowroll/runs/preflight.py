@@ -82,9 +82,10 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     envs = _environments(cfg, cfg.env, found)
     held_out = _environments(cfg, cfg.eval.env, found) if cfg.eval.env else envs
     found.attempt(lambda: _settings(cfg))
-    found.attempt(lambda: orchestrator.estimator(cfg))
     if model is not None:
-        found.attempt(lambda: prompts.longest(cfg, model.spec))
+        found.attempt(
+            lambda: orchestrator.settings(cfg, model.spec, own=orchestrator.estimator(cfg))
+        )
         found.attempt(lambda: prompts.check_stages(cfg, model.spec))
     for env in envs.values():
         _ask(env, cfg, cfg.env, found)
