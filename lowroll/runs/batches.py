@@ -82,7 +82,8 @@ class Batches:
         self.spec = spec
         self.rollouts = rollouts
         prompts.check_stages(cfg, spec)
-        for line in prompts.check(cfg, spec, chat, tasks.envs):
+        told = prompts.check(cfg, spec, chat, tasks.envs)
+        for line in told + prompts.check_held_out(cfg, spec, chat, tasks.held_out):
             log.warning("%s", line)
         self.stages = Stages(cfg)
         scorer = stack.enter_context(environments.scorer(cfg, cfg.env))

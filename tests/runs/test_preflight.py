@@ -198,6 +198,14 @@ def test_a_model_of_the_hub_is_looked_at_without_its_weights(
             {"eval": {"interval": 1, "env": {"id": "gsm8k", "args": {"path": "only.jsonl"}}}},
             "has no test split",
         ),
+        (
+            {
+                "eval": {"interval": 1, "env": {"id": "chain"}},
+                "rollout": {"max_tokens": 6, "max_model_len": 30},
+            },
+            "rollout.max_model_len: 30 tokens are too few: the shortest of the first 64 held-out "
+            "prompts of env 'chain'",
+        ),
         ({"env": {"id": "gsm8k", "args": {"path": "bad.jsonl"}}}, "bad.jsonl:1: "),
     ],
 )
