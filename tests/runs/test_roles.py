@@ -37,9 +37,9 @@ from lowroll.runs.roles.orchestrate import Orchestration, orchestrate
 from lowroll.runs.roles.place import Place
 from lowroll.runs.roles.serve import arguments_of
 from lowroll.runs.stop import Stop
-from lowroll.transport import write_rollouts
 from lowroll.transport.base import Cursor, PeerSilent
 from lowroll.transport.broadcasts import Broadcasts
+from lowroll.transport.rollout_log import write_rollouts
 from lowroll.transport.spool import Spool
 from lowroll.types import printable
 from tests.fixtures.batches import batch_of
@@ -402,7 +402,8 @@ def test_a_child_that_ended_in_its_start_was_never_ready(tmp_path: Path) -> None
     assert child.process is not None
     said = {"role": "trainer", "pid": child.process.pid, "phase": "ended"}
     for beat, (phase, ready) in enumerate(
-        [("starting", False), ("ended", False), ("waiting", True), ("ended", True)]
+        [(one, False) for one in ("starting", "meeting", "ended")]
+        + [("waiting", True), ("ended", True)]
     ):
         (tmp_path / "h").write_text(json.dumps({**said, "phase": phase, "beat": beat}))
         child.look()
@@ -430,7 +431,7 @@ def test_an_orchestrator_whose_settings_are_refused_was_never_ready(
     monkeypatch.setattr(f"{module}.Batches", refuse)
     with pytest.raises(ValueError, match="chatty"):
         orchestrate(cfg)
-    assert set(said) == {"", "ended"}, "a role is ready once it has said another phase"
+    assert set(said) == {"", "meeting", "ended"}, "in another phase it is ready"
 
 
 def test_an_engine_takes_the_largest_groups_of_all_stages(model: Path, tmp_path: Path) -> None:
@@ -439,11 +440,14 @@ def test_an_engine_takes_the_largest_groups_of_all_stages(model: Path, tmp_path:
     assert arguments_of(cfg, serve.parser().parse_args(["run.yaml"])).max_n == 80
 
 
-@pytest.mark.parametrize(("phase", "patience"), [("learning", 30.0), ("ended", 120.0)])
-def test_a_child_that_has_said_its_end_may_take_a_while(
+@pytest.mark.parametrize(
+    ("phase", "patience"), [("starting", 300.0), ("learning", 30.0), ("ended", 120.0)]
+)
+def test_a_child_that_starts_or_has_said_its_end_may_take_a_while(
     tmp_path: Path, phase: str, patience: float
 ) -> None:
-    """A machine that is busy, or memory of a large model: it must not learn its last steps again."""
+    """Libraries from a slow disk; a machine that is busy, or memory of a large model: it must not
+    learn its last steps again."""
     now = [0.0]
     child = Child("trainer", [], os.environ, tmp_path / "h", tmp_path / "log")
     child.process = RoleProcess(["--help"], os.environ, tmp_path / "log")
