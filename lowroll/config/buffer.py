@@ -75,6 +75,12 @@ def buffer_problems(cfg: RunConfig) -> Iterator[Problem]:
             (("buffer", "skip_verification"), ("buffer", "online_difficulty_filtering")),
             "every reward would be 0, and online_difficulty_filtering would draw again for ever",
         )
+    if cfg.samples_dynamically and buffer.skip_verification:
+        yield (
+            (("buffer", "skip_verification"), ("dapo", "dynamic_sampling")),
+            "every reward would be 0, and dynamic sampling would drop every group; write "
+            "dapo.dynamic_sampling: false",
+        )
     yield from _advantage_problems(cfg)
 
 

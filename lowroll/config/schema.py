@@ -331,6 +331,12 @@ class RunConfig(Section):
         """Does a critic learn beside the model?"""
         return ALGORITHMS[self.algorithm].has_critic
 
+    @property
+    def samples_dynamically(self) -> bool:
+        """Are groups whose rewards are all equal drawn again?"""
+        asked = self.dapo.dynamic_sampling
+        return ALGORITHMS[self.algorithm].dynamic_sampling if asked is None else asked
+
     def at(self, step: int) -> RunConfig:
         """The settings of a step (counted from 1): those of the stages that have begun laid over
         the run's own."""
@@ -401,17 +407,13 @@ class RunConfig(Section):
         chosen = _thresholds(self)
         if chosen:
             loss[correction] = getattr(self.loss, correction).model_copy(update=chosen)
-        if self.dapo.dynamic_sampling is None:
-            sampling = default.dynamic_sampling
-        else:
-            sampling = self.dapo.dynamic_sampling
         copy = self.model_copy(
             update={
                 **resolved_advantage(self, default.advantage),
                 "correction": correction,
                 "loss": self.loss.model_copy(update=loss),
                 "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
-                "dapo": self.dapo.model_copy(update={"dynamic_sampling": sampling}),
+                "dapo": self.dapo.model_copy(update={"dynamic_sampling": self.samples_dynamically}),
                 "env": tuple(named(env) for env in environments(self)),
                 "data": None,
                 "reward_funcs": (),

@@ -82,7 +82,8 @@ class Batches:
         self.spec = spec
         self.rollouts = rollouts
         prompts.check_stages(cfg, spec)
-        for line in prompts.check(cfg, spec, chat, tasks.envs):
+        told = prompts.check(cfg, spec, chat, tasks.envs)
+        for line in told + prompts.check_held_out(cfg, spec, chat, tasks.held_out):
             log.warning("%s", line)
         self.stages = Stages(cfg)
         scorer = stack.enter_context(environments.scorer(cfg, cfg.env))
@@ -90,8 +91,9 @@ class Batches:
         if cfg.eval.env and cfg.eval.interval:
             eval_scorer = stack.enter_context(environments.scorer(cfg, cfg.eval.env))
         self.evaluations = Evaluations(cfg, spec, rollouts, tasks.held_out, eval_scorer, chat)
+        self._own = orchestrator.estimator(cfg)  # one for all stages
         self.orchestrator = Orchestrator(
-            orchestrator.settings(cfg, spec, alone),
+            orchestrator.settings(cfg, spec, alone, self._own),
             tasks.envs,
             Conversations(rollouts, scorer, chat),
             scorer,
@@ -111,7 +113,8 @@ class Batches:
     def enter(self, step: int) -> None:
         """Go over to the settings of the step's stage."""
         if self.stages.enter(step):
-            self.orchestrator.enter(orchestrator.settings(self.stages.now, self.spec, self.alone))
+            now = orchestrator.settings(self.stages.now, self.spec, self.alone, self._own)
+            self.orchestrator.enter(now)
 
     def step(self, step: int, version: int) -> Batch:
         """Make the batch of a step and send it."""

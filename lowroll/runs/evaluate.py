@@ -197,7 +197,8 @@ class _Asker:
         unscored = [one for one in found if any(r.score is None for r in one.responses)]
         on_score = partial(self.on_phase, f"{label}: score")
         responses_of.score(unscored, self.scorer, kept.keep_scored, on_score)
-        check_errors([r.score for one in found for r in one.responses if r.score is not None])
+        scores = [r.score for one in found for r in one.responses if r.score is not None]
+        check_errors(scores, self.cfg.score.max_error_rate)
         on_vote = partial(self.on_phase, f"{label}: vote")
         won = responses_of.votes(found, env, self.scorer, on_vote) if n > 1 else None
         left_out = self.cfg.eval.count(env.size("test")) - len(draws)

@@ -140,6 +140,7 @@ def held_out(
                 seed=cfg.seed,
                 max_prompt_tokens=max_prompt_tokens,
                 max_sequence_tokens=max_sequence_tokens,
+                max_error_rate=cfg.score.max_error_rate,
                 on_phase=on_phase and partial(_within_evaluation, on_phase),
             )
         metrics |= found[chosen]

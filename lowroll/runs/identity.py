@@ -6,6 +6,7 @@ must have the same.
     sft.data                     of a supervised run
     env                          the Python file that an environment is, and every file that one of its arguments names,
                                  those of its reward functions too
+    advantage_function           its file, and those that its arguments name
 
 are recorded by their values and SHA-256 digests; weights have digests of their own
 (`weights.publish`). Not seen are modules that an environment's file imports, folders, data sets of
@@ -80,6 +81,7 @@ ADDED: dict[str, object] = {
 }
 TEACHER = "train.teacher: weights"  # read long after all else that a run reads
 CONFIG = "config.json: "  # of what a key of it says
+ADVANTAGES = "advantage_function: "  # of its files
 IDLE_FILES = ("generation_config.json",)  # copied along, and never read
 
 
@@ -105,7 +107,7 @@ def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
             found |= {
                 f"{key}: {CONFIG}{name}": value for name, value in _meaning(source, key).items()
             }
-    return found | _read_by_environments(cfg)
+    return found | _read_by_environments(cfg) | _read_by_advantages(cfg)
 
 
 def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
@@ -114,6 +116,12 @@ def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
         for env in cfg.env
         for name, path in _files(env)
     }
+
+
+def _read_by_advantages(cfg: RunConfig) -> dict[str, str]:
+    own = cfg.advantage_function
+    named = () if own is None else _named(own.model_dump())
+    return {f"{ADVANTAGES}{name}": _digest(path) for name, path in named}
 
 
 def _meaning(source: str | Path, key: str = "model") -> dict[str, str]:
@@ -129,7 +137,12 @@ def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
     code, _ = split_file(env.id)
     if code is not None:
         yield "its code", code
-    for key, value in env.args.items():
+    yield from _named(env.args)
+
+
+def _named(args: Mapping[str, object]) -> Iterator[tuple[str, Path]]:
+    """Files that arguments name, with the place where one does."""
+    for key, value in args.items():
         for text in texts(value):
             start, colon, _ = text.partition(".py:")  # a function of a file
             path = f"{start}.py" if colon else text
@@ -161,7 +174,8 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
             "(tokenizer, data): continue it there, or begin a run with the model that it exports"
         )
     # older checkpoints say less
-    known = {key: value for key, value in now.items() if key in saved or CONFIG not in key}
+    later = (CONFIG, ADVANTAGES)
+    known = {k: v for k, v in now.items() if k in saved or not any(one in k for one in later)}
     _refuse("the run does not read what it began with", saved, known, _text)
 
 

@@ -26,7 +26,7 @@ from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.runs import hub, sft
-from lowroll.runs.build import engines, environments, models, prompts, trainer
+from lowroll.runs.build import engines, environments, models, orchestrator, prompts, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.launch import devices
@@ -84,13 +84,15 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     held_out = _environments(cfg, cfg.eval.env, found) if cfg.eval.env else envs
     found.attempt(lambda: _settings(cfg))
     if model is not None:
-        found.attempt(lambda: prompts.longest(cfg, model.spec))
+        found.attempt(
+            lambda: orchestrator.settings(cfg, model.spec, own=orchestrator.estimator(cfg))
+        )
         found.attempt(lambda: prompts.check_stages(cfg, model.spec))
     for env in envs.values():
         _ask(env, cfg, cfg.env, found)
     if cfg.eval.interval:
         for env in held_out.values():
-            found.attempt(lambda env=env: _has_tests(env))  # type: ignore[misc]
+            found.attempt(lambda env=env: prompts.check_tests(env))  # type: ignore[misc]
     if compute is None or model is None or chat is None or found.problems:
         return found
     found.notes += found.attempt(lambda: prompts.passed_over(cfg, model.spec, chat, envs)) or []
@@ -250,14 +252,6 @@ def _score(
         return []
 
 
-def _has_tests(env: Environment) -> None:
-    if env.size("test") == 0:
-        raise ValueError(
-            f"eval: environment {env.name!r} has no test split; set its test_path, or "
-            f"eval.interval: null"
-        )
-
-
 def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
     """What is known of it before it is started."""
     vllm = cfg.rollout.vllm
@@ -301,6 +295,7 @@ def _workloads(
     """What will be in the engine together. ValueError when no prompt of an environment leaves room
     for a response."""
     prompts.check(cfg, model.spec, chat, envs)
+    prompts.check_held_out(cfg, model.spec, chat, held_out)
     return engines.workloads(engines.with_cache(cfg, None), model.spec, chat, envs, held_out)
 
 

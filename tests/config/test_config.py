@@ -281,6 +281,14 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
         ["run.yaml:3: rollout.kv.budget: h2o expects at least 2, got 1"],
     ),
     (
+        "model: m\nalgorithm: dapo\nbuffer: {skip_verification: true}\n",
+        [],
+        [
+            "run.yaml:3: buffer.skip_verification: every reward would be 0, and dynamic sampling "
+            "would drop every group; write dapo.dynamic_sampling: false"
+        ],
+    ),
+    (
         "model: m\nrollout:\n  kv:\n    policy: snapkv\n    buffer: -1\n    kernel: 4\n",
         [],
         [

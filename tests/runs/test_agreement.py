@@ -97,6 +97,10 @@ def pool(model: str, weights: str = "int8", **able: Any) -> Any:
         ({"lora_rank": 2}, "^train.lora_rank: 4 is learned, and the engines take adapters up to"),
         ({"lora_rank": 0}, "^train.lora_rank: 4 is learned, and the engines take no adapters"),
         ({"weights": "fp8"}, "^rollout.weights: int8 is asked for, and the engines have fp8"),
+        (
+            {"weights": "int8+fp8"},
+            "^rollout.weights: int8 is asked for, and the engines have int8.f",
+        ),
     ],
 )
 def test_engines_of_another_run_are_refused(
@@ -115,3 +119,15 @@ def test_engines_of_another_run_are_refused(
         check_engines(given, pool("model"))
     taken = read(tmp_path, "taken.yaml", client={"skip_model_check": True})
     check_engines(taken, pool("other"))
+
+
+def test_engines_with_a_second_format_are_those_of_a_run_that_asks_for_it(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    cfg = read(tmp_path, "run.yaml", rollout={"weights": "int4", "large_batch_weights": "fp8"})
+    check_engines(cfg, pool("model", "int4+fp8"))
+    for held in ("int4", "fp8", "int4+int8", "fp8+fp8"):
+        with pytest.raises(ValueError, match="large_batch_weights: int4.fp8 is asked for, and"):
+            check_engines(cfg, pool("model", held))
+    dense = read(tmp_path, "run.yaml", rollout={"weights": "int4", "large_batch_weights": "bf16"})
+    check_engines(dense, pool("model", "int4+bf16"))

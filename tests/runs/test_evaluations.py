@@ -16,6 +16,7 @@ from lowroll.cli.eval import parser, settings
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
 from lowroll.metrics.failures import Attempt, Failure, failure_page
+from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.examples import Example, Response
 from lowroll.runs import findings
 from lowroll.runs.comparison import Measured, rows_of, shown
@@ -58,6 +59,48 @@ def answers(folder: Path) -> dict[str, Any]:
 
 class Killed(BaseException):
     pass
+
+
+FLAKY = """from lowroll.envs.reverse_text import ReverseText
+
+
+class Flaky(ReverseText):
+    def score(self, prompt, text):
+        if int(prompt.id.rpartition("/")[2]) % 5 == 0:
+            raise RuntimeError("the judge is away")
+        return super().score(prompt, text)
+"""
+
+
+@pytest.mark.slow
+def test_failed_scores_end_an_evaluation_by_the_settings_limit(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    tree = run_settings(
+        model,
+        tmp_path / "run",
+        env=[{"id": str(tmp_path / "flaky.py"), "args": {"template": "{text}", "max_words": 1}}],
+        eval={"interval": 1, "num_examples": 60},
+        score={"workers": 1, "max_error_rate": 0.5},
+        train={"max_steps": 1, "warmup_steps": 0},
+    )
+    lowroll.run(from_mapping(tree))
+    assert evaluate(from_mapping(tree), ["int8"])
+    tree["score"] = {"workers": 1}
+    with pytest.raises(ScoringFailed, match="12 of the last 60 scores are errors"):
+        evaluate(from_mapping(tree), ["int8"])
+
+
+@pytest.mark.slow
+def test_a_run_that_could_not_be_evaluated_does_not_begin(model: Path, tmp_path: Path) -> None:
+    tree = run_settings(
+        model,
+        tmp_path / "run",
+        eval={"interval": 2, "env": [{"id": "chain"}], "eval_base_model": False},
+        rollout={"max_model_len": 30},
+    )
+    with pytest.raises(ValueError, match="max_model_len: 30 .* held-out prompts of env 'chain'"):
+        lowroll.run(from_mapping(tree))
+    assert not (tmp_path / "run" / "rollouts").exists()
 
 
 @pytest.mark.slow

@@ -477,6 +477,25 @@ def test_data_code_and_other_models_are_part_of_a_run(model: Path, tmp_path: Pat
     refused("teacher", r"train\.teacher: weights was \w{32} and is \w{32}$")
 
 
+def test_the_file_of_an_advantage_function_is_part_of_a_run(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    own = {"import_path": f"{file}:mine", "kwargs": {"table": str(tmp_path / "table.json")}}
+    (tmp_path / "table.json").write_text("[1]")
+    file.write_text("def mine(rewards, lengths, table):\n    return rewards\n")
+    cfg = from_mapping(tree(model, tmp_path / "run", advantage_function=own))
+    saved = identity.read_by(cfg)
+    identity.refuse_other_files(saved, identity.read_by(cfg))
+    for path, place in ((tmp_path / "table.json", "kwargs: .*"), (file, "import_path")):
+        before = path.read_text()
+        path.write_text(before + "\n")
+        now = identity.read_by(cfg)
+        with pytest.raises(ValueError, match=rf": advantage_function: {place} was sha256:\w+"):
+            identity.refuse_other_files(saved, now)
+        path.write_text(before)
+    older = {key: value for key, value in saved.items() if not key.startswith("advantage")}
+    identity.refuse_other_files(older, saved)
+
+
 def test_arguments_that_name_files_are_read_and_other_texts_are_not(
     tmp_path: Path, model: Path
 ) -> None:

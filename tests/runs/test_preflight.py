@@ -108,6 +108,7 @@ def test_a_dry_run_fails_where_the_run_would(
     assert "no CUDA device" in errors("device=cuda") or torch.cuda.is_available()
     assert "score.workers: 100000 is more than" in errors("score.workers=100000")
     assert "output_dir: run.yaml/out cannot be written: " in errors("output_dir=run.yaml/out")
+    assert "none.py does not exist" in errors("advantage_function={import_path: none.py:mine}")
     assert "8 of 8 responses (invalid: " in errors(
         "env=[{id: silent.py}]"
     )  # though it knows no answer of its own
@@ -188,6 +189,14 @@ def test_a_model_of_the_hub_is_looked_at_without_its_weights(
         (
             {"eval": {"interval": 1, "env": {"id": "gsm8k", "args": {"path": "only.jsonl"}}}},
             "has no test split",
+        ),
+        (
+            {
+                "eval": {"interval": 1, "env": {"id": "chain"}},
+                "rollout": {"max_tokens": 6, "max_model_len": 30},
+            },
+            "rollout.max_model_len: 30 tokens are too few: the shortest of the first 64 held-out "
+            "prompts of env 'chain'",
         ),
         ({"env": {"id": "gsm8k", "args": {"path": "bad.jsonl"}}}, "bad.jsonl:1: "),
     ],

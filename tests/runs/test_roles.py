@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from lowroll.checkpoint.lock import RunLock, RunLockedError
+from lowroll.cli import serve
 from lowroll.config import from_mapping
 from lowroll.config.surogate.roles import GIVEN
 from lowroll.metrics.live import LiveView
@@ -33,6 +35,7 @@ from lowroll.runs.preflight import look_at_run
 from lowroll.runs.roles.heart import Heart, Watch
 from lowroll.runs.roles.orchestrate import Orchestration, orchestrate
 from lowroll.runs.roles.place import Place
+from lowroll.runs.roles.serve import arguments_of
 from lowroll.runs.stop import Stop
 from lowroll.transport.base import Cursor, PeerSilent
 from lowroll.transport.broadcasts import Broadcasts
@@ -399,12 +402,42 @@ def test_a_child_that_ended_in_its_start_was_never_ready(tmp_path: Path) -> None
     assert child.process is not None
     said = {"role": "trainer", "pid": child.process.pid, "phase": "ended"}
     for beat, (phase, ready) in enumerate(
-        [("starting", False), ("ended", False), ("waiting", True), ("ended", True)]
+        [(one, False) for one in ("starting", "meeting", "ended")]
+        + [("waiting", True), ("ended", True)]
     ):
         (tmp_path / "h").write_text(json.dumps({**said, "phase": phase, "beat": beat}))
         child.look()
         assert child.ready == ready, phase
     child.kill()
+
+
+def test_an_orchestrator_whose_settings_are_refused_was_never_ready(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one process refuses in a line ends a launch at once, too."""
+    cfg = from_mapping(settings(model, tmp_path / "run"))
+    said: list[str] = []
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("env 'chatty': refused")
+
+    pool = SimpleNamespace(dialect=SimpleNamespace(cache_tokens=64))
+    module = "lowroll.runs.roles.orchestrate"
+    monkeypatch.setattr(Heart, "say", lambda _, **told: said.append(told.get("phase", "")))
+    monkeypatch.setattr(Orchestration, "_meet_trainer", lambda _: None)
+    monkeypatch.setattr(Orchestration, "_pool", lambda *_: nullcontext(pool))
+    monkeypatch.setattr(f"{module}.check_trainer", lambda *_: cfg)
+    monkeypatch.setattr(f"{module}.check_engines", lambda *_: None)
+    monkeypatch.setattr(f"{module}.Batches", refuse)
+    with pytest.raises(ValueError, match="chatty"):
+        orchestrate(cfg)
+    assert set(said) == {"", "meeting", "ended"}, "in another phase it is ready"
+
+
+def test_an_engine_takes_the_largest_groups_of_all_stages(model: Path, tmp_path: Path) -> None:
+    stages = [{"step": 2, "rollouts_per_example": 80, "batch_size": 160}]
+    cfg = from_mapping(settings(model, tmp_path / "run", stages=stages))
+    assert arguments_of(cfg, serve.parser().parse_args(["run.yaml"])).max_n == 80
 
 
 @pytest.mark.parametrize(

@@ -274,3 +274,22 @@ def test_the_length_penalty_follows_its_stage(model: Path, tmp_path: Path) -> No
             assert sample.reward == pytest.approx(
                 sample.score.reward - max(0, length - (limit - 1))
             )
+
+
+@pytest.mark.slow
+def test_a_file_of_advantages_is_run_once_whatever_the_stages(model: Path, tmp_path: Path) -> None:
+    """Else one that is edited meanwhile changes a run that has stages, and no other."""
+    file, loads = tmp_path / "mine.py", tmp_path / "loads"
+    file.write_text(
+        f"open({str(loads)!r}, 'a').write('x')\n\n\ndef mine(rewards, lengths):\n    return rewards\n"
+    )
+    train(
+        settings(
+            model,
+            tmp_path / "run",
+            advantage_function={"import_path": f"{file}:mine"},
+            stages=[{"step": 2, "max_tokens": 4}],
+            train={"max_steps": 2},
+        )
+    )
+    assert loads.read_text() == "x"

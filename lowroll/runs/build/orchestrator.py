@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lowroll.advantages import custom
+from lowroll.advantages.group import Estimator
 from lowroll.config import EnvConfig, RunConfig
 from lowroll.config.buffer import BufferConfig
 from lowroll.config.env import EvalConfig
@@ -67,10 +68,18 @@ def eval_sampling(cfg: RunConfig) -> Sampling:
     )
 
 
-def settings(cfg: RunConfig, spec: ModelSpec, alone: bool = True) -> Settings:
-    """What a step of rollouts depends on, in the run's first stage; see `RunConfig.at`. `alone`: in
-    one process with the learner, which has level 0 whatever the file says."""
+def estimator(cfg: RunConfig) -> Estimator | None:
+    """The run's own advantages, whose file is run by this; None without. ValueError says what is
+    wrong with it."""
     own = cfg.advantage_function
+    return None if own is None else custom.load(own.import_path, own.kwargs)
+
+
+def settings(
+    cfg: RunConfig, spec: ModelSpec, alone: bool = True, own: Estimator | None = None
+) -> Settings:
+    """What a step of rollouts depends on, in the run's first stage; see `RunConfig.at`. `alone`: in
+    one process with the learner, which has level 0 whatever the file says. own: its `estimator`."""
     return _SETTINGS(
         cfg,
         cfg.dapo,
@@ -82,7 +91,7 @@ def settings(cfg: RunConfig, spec: ModelSpec, alone: bool = True) -> Settings:
         temperature_schedule=_temperatures(cfg),
         env_weights=_weights(cfg.env),
         advantage=cfg.advantage or "grpo",
-        estimator=None if own is None else custom.load(own.import_path, own.kwargs),
+        estimator=own,
         max_prompt_tokens=prompts.longest(cfg, spec),
         max_sequence_tokens=prompts.sequence(cfg, spec),
         dynamic_sampling=bool(cfg.dapo.dynamic_sampling),

@@ -97,21 +97,62 @@ def check(
             "drawn with a cache of its own, and what those dropped is not put together; leave "
             "replay_kv out"
         )
+    return _check_room(cfg, spec, chat, envs, split)
+
+
+def check_held_out(
+    cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
+) -> list[str]:
+    """The same of what a run is evaluated on in its course, where it is, so that it does not end in
+    the middle."""
+    if not cfg.eval.interval:
+        return []
+    check_turns(chat, envs)
+    for env in envs.values():
+        check_tests(env)
+    return _check_room(cfg, spec, chat, envs, "test")
+
+
+def check_tests(env: Environment) -> None:
+    """ValueError for an environment that has nothing to evaluate on."""
+    if env.size("test") == 0:
+        raise ValueError(
+            f"eval: environment {env.name!r} has no test split; set its test_path, or "
+            "eval.interval: null"
+        )
+
+
+def _check_room(
+    cfg: RunConfig,
+    spec: ModelSpec,
+    chat: ChatTokenizer,
+    envs: Mapping[str, Environment],
+    split: str,
+) -> list[str]:
     lines = []
     for now in cfg.each_stage():
         most = longest(now, spec)
         lines += passed_over(now, spec, chat, envs, split)
         for env in envs.values():
-            found = lengths(env, split, LOOKED_AT, chat)
+            found = _first(cfg, env, split, chat)
             if found and min(found) > most:
                 _, tokens, key, _ = _limit(now, spec)
                 response = now.rollout.max_tokens
+                kind = "prompts" if split == "train" else "held-out prompts"
                 raise ValueError(
                     f"{key}: {tokens} tokens are too few: the shortest of the first {len(found)} "
-                    f"prompts of env {env.name!r} has {min(found)} and rollout.max_tokens is "
+                    f"{kind} of env {env.name!r} has {min(found)} and rollout.max_tokens is "
                     f"{response}, which makes {min(found) + response}"
                 )
     return lines
+
+
+def _first(cfg: RunConfig, env: Environment, split: str, chat: ChatTokenizer) -> list[int]:
+    """Tokens of those prompts that stand for all."""
+    count = LOOKED_AT
+    if split != "train":
+        count = min(count, cfg.eval.count(env.size(split)))
+    return lengths(env, split, count, chat)
 
 
 def passed_over(
@@ -123,15 +164,17 @@ def passed_over(
 ) -> list[str]:
     """A line for each environment of which some of the first prompts are too long to be asked."""
     most, tokens, key, _ = _limit(cfg, spec)
-    counted = "rollout/passed_over_prompts" if split == "train" else "the column 'too long'"
+    counted = "rollout/passed_over_prompts counts them"
+    if split != "train":
+        counted = "`lowroll eval` counts them in its column 'too long'"
     lines = []
     for env in envs.values():
-        found = lengths(env, split, LOOKED_AT, chat)
+        found = _first(cfg, env, split, chat)
         if many := sum(length > most for length in found):
             lines.append(
                 f"env {env.name!r}: {many} of the first {len(found)} prompts have more than {most} "
                 f"tokens and are passed over ({key}: {tokens}, of which a response may take "
-                f"{cfg.rollout.max_tokens}); {counted} counts them"
+                f"{cfg.rollout.max_tokens}); {counted}"
             )
     return lines
 

@@ -96,7 +96,7 @@ class Member(ABC):
         if self.watch.look() and self._said() is not None:
             # "ended" says nothing: a user's mistake ends a role in its start, too
             said = self.watch.said or {}
-            self.ready |= said.get("phase", "starting") not in ("starting", "ended")
+            self.ready |= said.get("phase", "starting") not in ("starting", "meeting", "ended")
 
     def _said(self) -> dict[str, object] | None:
         said = self.watch.said

@@ -7,6 +7,7 @@ The trainer's are RUN/config.yaml, whole, from its start on; an engine says what
 from __future__ import annotations
 
 from functools import reduce
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,12 @@ def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
         )
     if able.lora_rank is None:
         return  # a vLLM: what does not fit it refuses when it is told
-    wanted, held = cfg.rollout.weights, behavior.weights
-    if wanted != held and not (is_dense(wanted) and is_dense(held)):
+    second = cfg.rollout.large_batch_weights
+    wanted = cfg.rollout.weights if second is None else f"{cfg.rollout.weights}+{second}"
+    if not _same_formats(wanted, behavior.weights):
+        key = "rollout.weights" if second is None else "rollout.large_batch_weights"
         raise ValueError(
-            f"rollout.weights: {wanted} is asked for, and the engines have {printable(held)}"
+            f"{key}: {wanted} is asked for, and the engines have {printable(behavior.weights)}"
         )
     if cfg.train.lora and able.lora_rank < cfg.train.lora_rank:
         told = f"adapters up to rank {able.lora_rank}" if able.lora_rank else "no adapters"
@@ -85,6 +88,12 @@ def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
         )
     if not cfg.train.lora and able.lora_rank:
         raise ValueError("train.lora: all weights learn, and the engines take adapters alone")
+
+
+def _same_formats(wanted: str, held: str) -> bool:
+    """Of few rows and, where there is a second one, of many."""
+    pairs = list(zip_longest(wanted.split("+"), held.split("+"), fillvalue=""))
+    return all(a == b or (is_dense(a) and is_dense(b)) for a, b in pairs)
 
 
 def _value(cfg: RunConfig, key: str) -> Any:

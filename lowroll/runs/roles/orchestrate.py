@@ -129,11 +129,12 @@ class Orchestration:
         spec = read_spec(folder)
         self.chat = ChatTokenizer(FileTokenizer(folder), cfg.rollout.tool_call_parser)
         self.tasks = Tasks(cfg)
-        heart.say(phase="waiting", doing="for the trainer")
+        # not "waiting" yet: settings that are refused below end a launch at once
+        heart.say(phase="meeting", doing="the trainer")
         tell(f"waiting for the trainer in {place.run} (lowroll train)")
         self._meet_trainer()
         theirs = check_trainer(cfg, place.run, self.trainer.name)
-        heart.say(doing="for engines")
+        heart.say(doing="engines")
         tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
         check_engines(theirs, self.pool)
@@ -161,6 +162,7 @@ class Orchestration:
             alone=False,
         )
         self.versions.retract = self.batches.orchestrator.retract
+        heart.say(phase="waiting", doing="")
         self.begun = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))
         self.batches.more = self._pace

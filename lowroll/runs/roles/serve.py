@@ -64,6 +64,7 @@ def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespac
         found.weights_from = f"{way.host}:{way.port}" if way.port else str(place.direct)
     found.device = cfg.device
     found.tool_call_parser = cfg.rollout.tool_call_parser
-    found.max_n = max(given.max_n, cfg.rollouts_per_example, cfg.eval.rollouts_per_example)
+    groups = [stage.rollouts_per_example for stage in cfg.each_stage()]
+    found.max_n = max(given.max_n, *groups, cfg.eval.rollouts_per_example)
     found.max_requests = max(given.max_requests, 8192)
     return found
