@@ -68,7 +68,11 @@ def parser() -> argparse.ArgumentParser:
         "three-file form, for that run's engine",
     )
     p.add_argument(
-        "settings", nargs="*", metavar="key=value", help="with FILE: dotted overrides of it"
+        "settings",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="with FILE: dotted overrides of it",
     )
     p.add_argument(
         "--weights",

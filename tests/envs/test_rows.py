@@ -152,7 +152,9 @@ def test_test_rows_that_are_trained_on_are_counted(
 ) -> None:
     train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
     train.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    test.write_text("".join(json.dumps(row) + "\n" for row in [ROWS[4], ROWS[4], {"question": "?"}]))
+    test.write_text(
+        "".join(json.dumps(row) + "\n" for row in [ROWS[4], ROWS[4], {"question": "?"}])
+    )
     rows = Rows("e", lambda row, _: row, path=str(train), test_path=str(test))
     assert len(rows.test) == 3 and not caplog.text, "an evaluation alone reads no train rows"
     rows = Rows("e", lambda row, _: row, path=str(train), test_path=str(test))

@@ -352,7 +352,9 @@ def test_a_role_that_was_never_started_is_no_role_that_hangs(
     with Heart(tmp_path / "trainer.json", "trainer", 1):
         watch.look()
     told = [r.getMessage() for r in caplog.records]
-    assert told[0].startswith("no trainer has shown itself for 31 s") and told[1].endswith("is here")
+    assert told[0].startswith("no trainer has shown itself for 31 s") and told[1].endswith(
+        "is here"
+    )
 
 
 def test_a_role_that_is_silent_is_named_once_and_waited_for(

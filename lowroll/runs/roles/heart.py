@@ -123,7 +123,9 @@ class Watch:
         self._changed_at = self.clock()
         self._changes += 1
         if self._named:
-            log.warning("the %s %s", self.name, "is here" if self._changes == 1 else "answers again")
+            log.warning(
+                "the %s %s", self.name, "is here" if self._changes == 1 else "answers again"
+            )
             self._named = False
         return True
 
