@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = importlib.import_module(f"lowroll.cli.{name}")
         parser = command.parser()
-        parser.error = partial(refuse, parser)  # type: ignore[method-assign]
+        parser.error = partial(refuse, parser)
         arguments, unknown = parser.parse_known_intermixed_args(words[1:])
         if unknown:
             raise ValueError(explain(unknown[0], words[1:], parser))
