@@ -77,6 +77,7 @@ def publish_folder(dest: Path, write: Callable[[Path], None], meta: dict[str, An
         write(tmp)
         faultpoint("publish.written")
         names, files = _file_names(tmp), {}
+        _open_to_readers(tmp, names)
         with _readers() as pool:
             digests = pool.map(_sync_and_digest, [tmp / name for name in names])
             for name, digest in zip(names, digests, strict=True):
@@ -221,6 +222,16 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
             pass  # a cleaner holds it and is about to remove it
         os.close(descriptor)
     raise RuntimeError(f"{dest.parent}: could not keep a temporary folder, other writers remove it")
+
+
+def _open_to_readers(folder: Path, names: list[str]) -> None:
+    """Whoever may read the folder may read its files: safetensors from 0.8 on writes files for their
+    owner alone, whatever the umask."""
+    wanted = folder.stat().st_mode & 0o444
+    for path in (folder / name for name in names):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode | wanted != mode:
+            path.chmod(mode | wanted)
 
 
 def _check_absent(dest: Path) -> None:

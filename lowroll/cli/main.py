@@ -12,7 +12,8 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 from lowroll.types import RunFailed, printable
 
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = importlib.import_module(f"lowroll.cli.{name}")
         parser = command.parser()
+        parser.error = partial(refuse, parser)
         arguments, unknown = parser.parse_known_intermixed_args(words[1:])
         if unknown:
             raise ValueError(explain(unknown[0], words[1:], parser))
@@ -106,6 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         print(f"error: {printable(error, 4000)}", file=sys.stderr)
         return 1
+
+
+def refuse(parser: ArgumentParser, message: str) -> NoReturn:
+    """One line where argparse would print all options first."""
+    raise ValueError(f"{message}; {parser.prog} --help says what it takes")
 
 
 def _meant(name: str, rest: Sequence[str]) -> str:

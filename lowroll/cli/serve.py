@@ -68,7 +68,11 @@ def parser() -> argparse.ArgumentParser:
         "three-file form, for that run's engine",
     )
     p.add_argument(
-        "settings", nargs="*", metavar="key=value", help="with FILE: dotted overrides of it"
+        "settings",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="with FILE: dotted overrides of it",
     )
     p.add_argument(
         "--weights",
@@ -324,14 +328,15 @@ def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = Non
     """The engine's loop, not started yet, and what the routes know of the model."""
     from lowroll import __version__
     from lowroll.engine.native import pick_device
-    from lowroll.model.tokenizer import load_tokenizer
+    from lowroll.model.tokenizer import load_tokenizer, tokenizer_home
     from lowroll.server.loop import EngineLoop
     from lowroll.server.serving import Serving
     from lowroll.server.text import Vocabulary
 
     name = arguments.name or folder.resolve().name
     print(f"loading {name} from {folder}", file=sys.stderr, flush=True)
-    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    home = tokenizer_home(folder)
+    tokenizer = load_tokenizer(home) if (home / "tokenizer.json").is_file() else None
     engine = role.engine() if role else make_engine(arguments, folder, tokenizer)
     engine.warm_up()
     print(words(engine, pick_device(arguments.device)), file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from lowroll.cli.ending import report_command
 from lowroll.cli.settings import add_folder_options, add_settings, read_settings, show
 
 
@@ -37,5 +38,5 @@ def run(arguments: argparse.Namespace) -> int:
     result = run_sft(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     if result.signal:
         return 128 + result.signal
-    print(f"the trained model: {result.folder / 'final'}\nplots: lowroll report {result.folder}")
+    print(f"the trained model: {result.folder / 'final'}\nplots: {report_command(result.folder)}")
     return 0

@@ -38,7 +38,7 @@ from lowroll.model.claims import total_memory
 from lowroll.model.experts import StackedLinear
 from lowroll.model.folder import resolve
 from lowroll.model.spec import ModelSpec
-from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
+from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer, tokenizer_home
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import DEFAULT
@@ -529,7 +529,7 @@ class NativeEngine:
     @property
     def _has_tokenizer(self) -> bool:
         return self._tokenizer is not None or (
-            self.folder is not None and (self.folder / "tokenizer.json").is_file()
+            self.folder is not None and (tokenizer_home(self.folder) / "tokenizer.json").is_file()
         )
 
     def _own_format(self, model: Transformer | str | Path) -> str:

@@ -75,7 +75,11 @@ class Rows(Generic[T]):
     def test(self) -> list[T]:
         """The usable rows of the test split, in file order."""
         source = self._test_source
-        return self._parts[1] if source is None else self._load("test", source)
+        if source is None:
+            return self._parts[1]
+        rows = self._load("test", source)
+        self._tell_shared(rows, source.path)
+        return rows
 
     @property
     def is_held_out(self) -> bool:
@@ -119,7 +123,7 @@ class Rows(Generic[T]):
         rows = self._load("train", source)
         if not self.is_held_out:
             return rows, []
-        digests = [hashlib.sha256(_text(row)).digest() for row in rows]
+        digests = [_digest(row) for row in rows]
         kept = sorted(set(digests))
         if len(kept) < 2:
             raise ValueError(
@@ -140,6 +144,22 @@ class Rows(Generic[T]):
             len(rows),
         )
         return parts
+
+    def _tell_shared(self, rows: list[T], origin: str) -> None:
+        """Say how many of the test rows are trained on, where the train rows are there to ask."""
+        if "_parts" not in self.__dict__:  # an evaluation alone reads none
+            return
+        test = {_digest(row) for row in rows}
+        shared = test.intersection(map(_digest, self.train))
+        if shared:
+            logger.warning(
+                "env %s: %d of the %d different test rows of %s are train rows too: what is measured "
+                "on them may be memory",
+                self.name,
+                len(shared),
+                len(test),
+                origin,
+            )
 
     def _load(self, split: str, source: Source) -> list[T]:
         rows, self.skipped[split] = usable(self.name, located(source), self.convert, source.path)
@@ -170,6 +190,6 @@ def usable(
     return kept, skipped
 
 
-def _text(row: object) -> bytes:
-    """What a converted row says, whatever the order of its keys."""
-    return json.dumps(row, sort_keys=True, default=vars).encode()
+def _digest(row: object) -> bytes:
+    """Of what a converted row says, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True, default=vars).encode()).digest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,11 +59,19 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     its path.
 
     FileNotFoundError when `run_dir` is not a folder, ValueError when `out` is there and is no such
-    page. What is damaged is left out, and named at the end of the page.
+    page, or cannot be written. What is damaged is left out, and named at the end of the page.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir}: no such run folder")
+    out = run_dir / REPORT_FILE if out is None else Path(out)
+    if out.exists() and not is_report(out):
+        raise ValueError(
+            f"{out}: it is there already and is no report of lowroll; name another file with --out"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(out.parent, os.W_OK):  # known before the plots are drawn
+        raise ValueError(f"{out.parent}: cannot be written to; name another file with --out")
     records = read(run_dir)
     notes: list[str] = []
     if not records:
@@ -82,12 +91,6 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         _glossary(records, notes),
         _notes(notes),
     ]
-    out = run_dir / REPORT_FILE if out is None else Path(out)
-    if out.exists() and not is_report(out):
-        raise ValueError(
-            f"{out}: it is there already and is no report of lowroll; name another file with --out"
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_file(out, page(escape(title, 200), "\n".join(body)).encode(errors="replace"))
     return out
 

@@ -389,7 +389,7 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
         raise ValueError(
             f"{path}: lora_alpha: expected a positive number, got {printable(repr(alpha))}"
         )
-    if not isinstance(targets, list) or not targets or not set(map(str, targets)) <= set(TARGETS):
+    if not isinstance(targets, list) or not targets or not _parts(targets) <= set(TARGETS):
         raise ValueError(
             f"{path}: target_modules: expected a list out of {', '.join(TARGETS)}, got "
             f"{printable(repr(targets))}"
@@ -402,7 +402,13 @@ def _read_config(path: Path) -> tuple[int, float, list[str]]:
     for key, value in config.items():
         if key not in _READ and value not in _NEUTRAL:
             raise ValueError(f"{path}: {printable(key)}: {printable(repr(value))} is not supported")
-    return rank, float(alpha), targets
+    return rank, float(alpha), sorted(_parts(targets), key=TARGETS.index)
+
+
+def _parts(targets: list[object]) -> set[str]:
+    """The parts of a block that are named, also one by one (`model.layers.0.self_attn.q_proj`), as
+    PEFT does for `all-linear` in a model of few layers; that none is missing the tensors must show."""
+    return {str(target).rpartition(".")[2] for target in targets}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

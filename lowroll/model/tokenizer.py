@@ -30,13 +30,13 @@ _SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The folder's fast tokenizer. ValueError names the folder when there is none, it is damaged,
-    or it brings code."""
+    """The folder's fast tokenizer; of an adapter folder without one, its base's. ValueError names the
+    folder when there is none, it is damaged, or it brings code."""
     from transformers import AutoTokenizer
 
-    folder = Path(folder)
+    folder = tokenizer_home(folder)
     # transformers would make an empty one
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
+    if not has_tokenizer(folder):
         raise ValueError(f"{folder}: no tokenizer here; looked for {', '.join(_VOCABULARIES)}")
     _check_files(folder)
     try:
@@ -50,6 +50,22 @@ def load_tokenizer(folder: str | Path) -> Any:
             f"{folder}: no tokenizer could be loaded ({type(error).__name__}: "
             f"{printable((str(error).splitlines() or [''])[0])})"
         ) from error
+
+
+def tokenizer_home(folder: str | Path) -> Path:
+    """Where the tokenizer of a model folder lies: PEFT saves an adapter without one, and its base's is
+    meant."""
+    folder = Path(folder)
+    if not has_tokenizer(folder) and (folder / "adapter_config.json").is_file():
+        from lowroll.model.lora import base_of
+
+        return Path(base_of(folder))
+    return folder
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is one in the folder."""
+    return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
 def _check_files(folder: Path) -> None:
@@ -94,9 +110,10 @@ def eos_id(folder: str | Path) -> int | None:
     It is read off the files where they say it: an engine that generates ids needs nothing else of
     the tokenizer, and importing transformers can take longer than loading the weights.
     """
+    folder = tokenizer_home(folder)
     try:
-        config = read_json(Path(folder) / "tokenizer_config.json")
-        known = read_json(Path(folder) / "tokenizer.json", MOST_TOKENIZER)["added_tokens"]
+        config = read_json(folder / "tokenizer_config.json")
+        known = read_json(folder / "tokenizer.json", MOST_TOKENIZER)["added_tokens"]
         token = config["eos_token"]
         token = token["content"] if isinstance(token, dict) else token
         ids = [entry["id"] for entry in known if entry["content"] == token]

@@ -7,6 +7,7 @@ server and are accepted. Any other is refused, with the nearest known name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -219,6 +220,12 @@ class Detokenize(Body):
     tokens: Ids
 
 
+ROUTES: dict[str, type[Body]] = {
+    "/v1/completions": Completion,
+    "/v1/chat/completions": Chat,
+    "/inference/v1/generate": Generate,
+}
+
 B = TypeVar("B", bound=Body)
 
 
@@ -227,6 +234,8 @@ def check(tree: dict[str, Any], kind: type[B]) -> B:
     try:
         body = kind.model_validate(tree)
     except ValidationError as error:
+        if error.errors()[0]["type"] == "missing":  # it may be there under another name
+            _check_names(kind, tree, "")
         raise _refusal(error) from None
     _check_extra(body, "")
     return body
@@ -242,15 +251,11 @@ def stops(body: Sampling) -> tuple[str, ...]:
 
 def _check_extra(body: Body, where: str) -> None:
     """Refuse what the body asks for and does not get, in what lies within it too."""
-    for name, value in (body.model_extra or {}).items():
-        path = f"{where}{_show(name)}"
-        if name in HEEDLESS:
-            continue
-        if name not in IDLE:
-            near = get_close_matches(name, [*type(body).model_fields, *IDLE, *HEEDLESS], 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise Refused(f"{path}: there is no such field{hint}", path, code="unknown_field")
-        if not _idle(name, value):
+    extra = body.model_extra or {}
+    _check_names(type(body), extra, where)
+    for name, value in extra.items():
+        if name not in HEEDLESS and not _idle(name, value):
+            path = f"{where}{name}"
             raise Refused(f"{path}: not supported by this server", path, code="unsupported")
     for name, value in body:
         if isinstance(value, Body):
@@ -260,6 +265,20 @@ def _check_extra(body: Body, where: str) -> None:
                 if not isinstance(one, Body):
                     break
                 _check_extra(one, f"{where}{name}[{i}].")
+
+
+def _check_names(kind: type[Body], names: Iterable[str], where: str) -> None:
+    """Refuse the first name that no field has, with the route that has it, or the nearest name."""
+    known = (*kind.model_fields, *IDLE, *HEEDLESS)
+    for name in names:
+        if name in known:
+            continue
+        path = f"{where}{_show(name)}"
+        routes = [route for route, other in ROUTES.items() if name in other.model_fields]
+        hint = f"; it is one of {routes[0]}" if routes and not where else ""
+        if not hint and (near := get_close_matches(name, known, 1)):
+            hint = f"; did you mean {near[0]}?"
+        raise Refused(f"{path}: there is no such field{hint}", path, code="unknown_field")
 
 
 def _refusal(error: ValidationError) -> Refused:

@@ -76,12 +76,17 @@ def test_shared_memory_comes_back_as_it_was_and_a_view_leaves_its_buffer_behind(
 
 
 def test_a_folder_can_be_read_by_others_and_its_parents_are_made(tmp_path: Path) -> None:
-    old = os.umask(0)
+    old = os.umask(0o022)
     try:
-        path = Store(tmp_path / "deep" / "run").save(1, {}, {})
+        path = Store(tmp_path / "deep" / "run").save(1, {"policy": {"w": torch.ones(3)}}, {})
+        os.umask(0o077)
+        private = Store(tmp_path / "private").save(1, {"policy": {"w": torch.ones(3)}}, {})
     finally:
         os.umask(old)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (path, *path.iterdir())}
+    assert modes.pop(path.name) == 0o755
+    assert set(modes.values()) == {0o644} and "policy.safetensors" in modes
+    assert {stat.S_IMODE(file.stat().st_mode) for file in private.iterdir()} == {0o600}
     with RunLock(tmp_path / "deeper" / "still" / "run") as lock:
         assert lock.attempt == 1 and (tmp_path / "deeper" / "still" / "run" / ".lock").is_file()
 

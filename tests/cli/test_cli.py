@@ -22,6 +22,7 @@ from lowroll.cli.grpo import plan
 from lowroll.cli.main import COMMANDS, main
 from lowroll.config import from_mapping, load
 from lowroll.config.kv import KvConfig
+from lowroll.metrics.report import write_report
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout, RunFailed
 
 ROOT = Path(__file__).parents[2]
@@ -543,6 +544,31 @@ def test_a_demo_that_only_got_sharper_fails(
         r"[\d,]+, fp32 [\d,]+, bf16 [\d,]+ tokens/s; INT8 is \d\.\d\d times as fast",
         told,
     )
+
+
+def test_what_argparse_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        (["eval", "--n", "ten"], "argument --n: invalid int value: 'ten'; lowroll eval --help"),
+        (["serve"], "the following arguments are required: MODEL | FILE; lowroll serve --help"),
+        (["quantize", "a", "b"], "the following arguments are required: --format;"),
+        (["export", "a", "b", "--as", "adaptor"], "argument --as: invalid choice: 'adaptor'"),
+    ):
+        assert main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {told}")
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowroll.metrics.report._plots", lambda *_: pytest.fail("it is drawn"))
+    mine = tmp_path / "mine.html"
+    mine.write_text("my notes")
+    with pytest.raises(ValueError, match="is no report of lowroll"):
+        write_report(tmp_path, mine)
+    monkeypatch.setattr("os.access", lambda *_: False)  # who is root may write everywhere
+    with pytest.raises(ValueError, match="cannot be written to; name another file with --out"):
+        write_report(tmp_path, tmp_path / "report.html")
 
 
 def test_commands_in_other_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,6 +147,25 @@ def test_a_hub_id_is_asked_for_with_all_that_was_said(monkeypatch: pytest.Monkey
     ]
 
 
+def test_test_rows_that_are_trained_on_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    test.write_text(
+        "".join(json.dumps(row) + "\n" for row in [ROWS[4], ROWS[4], {"question": "?"}])
+    )
+    rows = Rows("e", lambda row, _: row, path=str(train), test_path=str(test))
+    assert len(rows.test) == 3 and not caplog.text, "an evaluation alone reads no train rows"
+    rows = Rows("e", lambda row, _: row, path=str(train), test_path=str(test))
+    assert len(rows.train) == 5 and len(rows.test) == 3
+    assert "1 of the 2 different test rows" in caplog.text
+    caplog.clear()
+    test.write_text(json.dumps({"question": "?"}))
+    rows = Rows("e", lambda row, _: row, path=str(train), test_path=str(test))
+    assert len(rows.train) == 5 and len(rows.test) == 1 and not caplog.text
+
+
 def test_a_share_is_held_out_where_there_is_no_test_split(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
+from lowroll.model.tokenizer import eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor
 from lowroll.trainer import recompute
@@ -251,6 +252,27 @@ def test_we_load_what_peft_writes(
     base = logits(hf.load(folders[family]))
     got = logits(lora.load(hf.load(folders[family]), tmp_path))
     assert (got - want).abs().max() < 1e-4 and (want - base).abs().max() > 0.1
+
+
+def test_an_adapter_may_name_every_linear_layer(folders: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT does for `all-linear`, where a model has few."""
+    want = peft_adapter(tmp_path, targets=lora.TARGETS)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    blocks = [name.split(".") for name in load_file(tmp_path / "adapter_model.safetensors")]
+    every = sorted({".".join(block[2:-2]) for block in blocks})
+    path.write_text(json.dumps(config | {"target_modules": every}))
+    assert (logits(lora.load(hf.load(folders["qwen3"]), tmp_path)) - want).abs().max() < 1e-4
+    path.write_text(json.dumps(config | {"target_modules": every[:1]}))
+    with pytest.raises(ValueError, match="unexpected tensors"):
+        lora.load(hf.load(folders["qwen3"]), tmp_path)
+
+
+def test_an_adapter_without_a_tokenizer_has_its_bases(model: Path, tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(model)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert eos_id(tmp_path) == eos_id(model)
+    assert load_tokenizer(tmp_path).chat_template == load_tokenizer(model).chat_template
 
 
 # -- gradients -------------------------------------------------------------------------------------

@@ -344,6 +344,22 @@ def test_an_orchestrator_logs_what_it_had_sent_and_not_logged(tmp_path: Path) ->
         path.write_bytes(b"another")
 
 
+def test_a_role_that_was_never_started_is_no_role_that_hangs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    watch = Watch(tmp_path / "trainer.json", clock=lambda: now[0])
+    assert watch.told() == "nothing"
+    now[0] += 31.0
+    watch.check()
+    with Heart(tmp_path / "trainer.json", "trainer", 1):
+        watch.look()
+    told = [r.getMessage() for r in caplog.records]
+    assert told[0].startswith("no trainer has shown itself for 31 s") and told[1].endswith(
+        "is here"
+    )
+
+
 def test_a_role_that_is_silent_is_named_once_and_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -473,6 +489,15 @@ def test_an_orchestrator_that_is_refused_leaves_what_another_was_given(
     with RunLock(Place(tmp_path / "run").roles / "orchestrator"), pytest.raises(RunLockedError):
         orchestrate(cfg)
     assert not (tmp_path / "run" / GIVEN).exists()
+
+
+def test_a_token_that_is_missing_is_told_before_anybody_is_waited_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWROLL_TOKEN", "x" * 16)
+    monkeypatch.setattr(Orchestration, "_meet_trainer", lambda self: pytest.fail("it waits"))
+    with pytest.raises(ValueError, match="LOWROLL_ADMIN_TOKEN"):
+        orchestrate(from_mapping(settings(model, tmp_path / "run")))
 
 
 def test_a_dry_run_refuses_what_the_roles_refuse(model: Path, tmp_path: Path) -> None:

@@ -165,6 +165,17 @@ def test_an_unknown_field_is_told_its_nearest_name() -> None:
     assert refused(Generate, params).param == "sampling_params.top"
 
 
+def test_a_field_that_must_be_there_under_another_name_is_told_by_that() -> None:
+    assert "did you mean messages?" in str(refused(Chat, {"message": HI}))
+    assert str(refused(Chat, {})).startswith("messages: field required")
+
+
+def test_a_field_of_another_route_is_told_its_route() -> None:
+    limit = {"prompt": "a", "max_completion_tokens": 8}
+    assert "it is one of /v1/chat/completions" in str(refused(Completion, limit))
+    assert "it is one of /v1/completions" in str(refused(Chat, {"prompt": "a"}))
+
+
 def test_null_is_not_said() -> None:
     body = check({"prompt": "a", "temperature": None, "stop": None, "n": None}, Completion)
     assert body == check({"prompt": "a"}, Completion)

@@ -121,7 +121,7 @@ class Member(ABC):
             return None
         return (
             f"the {self.watch.name} gives no sign of life for {self.watch.silent_for:.0f} s: it is "
-            f"stopped or hangs; last it said: {self.watch.told() or 'nothing'}"
+            f"stopped or hangs; last it said: {self.watch.told()}"
         )
 
     def pause(self) -> float | None:

@@ -123,7 +123,9 @@ class Watch:
         self._changed_at = self.clock()
         self._changes += 1
         if self._named:
-            log.warning("the %s answers again", self.name)
+            log.warning(
+                "the %s %s", self.name, "is here" if self._changes == 1 else "answers again"
+            )
             self._named = False
         return True
 
@@ -149,8 +151,9 @@ class Watch:
     def told(self) -> str:
         """What it said of itself last."""
         said = self.said or {}
-        words = (f"step {said.get('step')}", said.get("phase"), said.get("doing"))
-        return printable(", ".join(str(word) for word in words if word))
+        step = "" if said.get("step") is None else f"step {said['step']}"
+        words = (step, said.get("phase"), said.get("doing"))
+        return printable(", ".join(str(word) for word in words if word)) or "nothing"
 
     def check(self) -> None:
         """For who waits for it: a role that is silent is named, once; PeerSilent when it stays so."""
@@ -166,7 +169,12 @@ class Watch:
 
     def diagnosis(self) -> str:
         """In words, who is silent."""
+        if self.said is None:
+            return (
+                f"no {self.path.stem} has shown itself for {self.silent_for:.0f} s ({self.path} would "
+                "be there). Waiting for it"
+            )
         return (
             f"the {self.name} gives no sign of life for {self.silent_for:.0f} s: it has ended, is "
-            f"stopped or hangs; last it said: {self.told() or 'nothing'}. Waiting for it"
+            f"stopped or hangs; last it said: {self.told()}. Waiting for it"
         )

@@ -129,6 +129,7 @@ class Orchestration:
         spec = read_spec(folder)
         self.chat = ChatTokenizer(FileTokenizer(folder), cfg.rollout.tool_call_parser)
         self.tasks = Tasks(cfg)
+        self.tokens = place.tokens()  # one that is missing is told before anybody is waited for
         # not "waiting" yet: settings that are refused below end a launch at once
         heart.say(phase="meeting", doing="the trainer")
         tell(f"waiting for the trainer in {place.run} (lowroll train)")
@@ -211,7 +212,7 @@ class Orchestration:
         urls = list(client.base_url)
         if not urls and elastic is None:
             urls = self._shown(cfg.rollout.engines)
-        token, admin = self.place.tokens()
+        token, admin = self.tokens
         if client.base_url or elastic is not None:  # engines that others started
             token = os.environ.get(client.api_key_var) or token
             for url in overheard(urls or [f"http://{client.elastic.hostname}"]):
@@ -269,6 +270,7 @@ class Orchestration:
             except FrameGone as gone:  # a damaged checkpoint, and an older one was taken
                 log.warning("%s: what follows the trainer's checkpoint is made again", gone)
         self._commit()
+        tell("the trainer has learned from every batch; nothing is left to make")
 
     def _make_after(self, made: int) -> None:
         try:
