@@ -22,7 +22,7 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-pytest_plugins = ["tests.fixtures.leash", "tests.fixtures.interpreted"]
+pytest_plugins = ["tests.fixtures.leash", "tests.fixtures.interpreted", "tests.fixtures.draws"]
 pytest.register_assert_rewrite("tests.fixtures")
 
 
