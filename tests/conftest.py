@@ -21,6 +21,9 @@ from pathlib import Path
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
+for name in [*os.environ]:  # no proxy leads to a server of this machine, and no test is a terminal
+    if name.lower().endswith("_proxy") or name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        del os.environ[name]
 
 pytest_plugins = ["tests.fixtures.leash", "tests.fixtures.interpreted", "tests.fixtures.draws"]
 pytest.register_assert_rewrite("tests.fixtures")
