@@ -49,10 +49,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def paths() -> Iterator[None]:
-    """A user's file brings its folder to the path: modules beside it would be found for others."""
-    before = list(sys.path)
+    """A user's file brings its folder to the path: modules beside it would be found for others.
+    And ranks name the interface that they meet at in the environment, which others inherit."""
+    path, environ = list(sys.path), dict(os.environ)
     yield
-    sys.path[:] = before
+    sys.path[:] = path
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
 
 
 @pytest.fixture
