@@ -66,6 +66,51 @@ def engine(folder: Path, shelf: Path, format: str, device: str, port: int) -> No
         print(json.dumps({"digest": made.behavior.policy[0].digest, **spent}), flush=True)
 
 
+class Reader:
+    """An engine in a process of its own, which reads the versions that a broadcaster puts on a
+    shelf. Use it in a `with`; RuntimeError where it ends instead of answering."""
+
+    def __init__(
+        self, folder: Path, shelf: Path, format: str, device: torch.device | str, port: int = 0
+    ) -> None:
+        words = [sys.executable, "-m", "bench.broadcast", "--engine", str(folder), str(shelf)]
+        self.child = subprocess.Popen(
+            [*words, format, str(device), str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def ready(self) -> None:
+        """Wait until the engine runs."""
+        if self._line() != "ready\n":
+            raise RuntimeError("the engine did not start")
+
+    def ask(self, version: int) -> None:
+        """Have it take a version."""
+        assert self.child.stdin is not None
+        self.child.stdin.write(f"step_{version}\n")
+        self.child.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Digest of what it holds, and the seconds that reading, taking and a first token took."""
+        said: dict[str, Any] = json.loads(self._line() or "null")
+        if said is None:
+            raise RuntimeError("the engine ended instead of taking a version")
+        return said
+
+    def _line(self) -> str:
+        assert self.child.stdout is not None
+        return self.child.stdout.readline()
+
+    def __exit__(self, *_: object) -> None:
+        self.child.kill()
+        self.child.communicate(timeout=60)
+
+
 def measure(
     learner: Any, folder: Path, format: str, way: str, devices: list[torch.device], repeats: int
 ) -> dict[str, Any]:
@@ -74,38 +119,25 @@ def measure(
         offers = None if way == "filesystem" else Offers(way, devices[0], timeout_s=120.0)
         at = Broadcaster(shelf, learner, attempt=1, keep=1, offers=offers)
         port = 0 if offers is None else offers.port
-        child = subprocess.Popen(
-            [sys.executable, "-m", "bench.broadcast", "--engine", str(folder), shelf, format]
-            + [str(devices[-1]), str(port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdin is not None and child.stdout is not None
         try:
-            if child.stdout.readline() != "ready\n":
-                raise RuntimeError(f"{way}: the engine did not start")
-            found = []
-            for version in range(1, repeats + 2):
-                with torch.no_grad():
-                    next(learner.parameters()).mul_(1.001)
-                if devices[0].type == "cuda":
-                    torch.cuda.synchronize(devices[0])
-                began = time.monotonic()
-                at.publish(version)
-                published = time.monotonic()
-                child.stdin.write(f"step_{version}\n")
-                child.stdin.flush()
-                said = json.loads(child.stdout.readline())
-                spent = {"seconds": time.monotonic() - began, "publish": published - began}
-                found.append(spent | {k: v for k, v in said.items() if k != "digest"})
+            with Reader(folder, Path(shelf), format, devices[-1], port) as reader:
+                reader.ready()
+                found = []
+                for version in range(1, repeats + 2):
+                    with torch.no_grad():
+                        next(learner.parameters()).mul_(1.001)
+                    if devices[0].type == "cuda":
+                        torch.cuda.synchronize(devices[0])
+                    began = time.monotonic()
+                    at.publish(version)
+                    published = time.monotonic()
+                    reader.ask(version)
+                    said = reader.answer()
+                    spent = {"seconds": time.monotonic() - began, "publish": published - began}
+                    found.append(spent | {k: v for k, v in said.items() if k != "digest"})
             if offers is not None and offers.broken:
                 raise RuntimeError(f"{way}: it came to nothing, and went by files")
         finally:
-            child.stdin.close()
-            child.kill()
-            child.wait(60)
-            child.stdout.close()
             if offers is not None:
                 offers.close()
     return {key: round(statistics.median(one[key] for one in found[1:]), 4) for key in found[0]}

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from bench import lengths
-from bench.decode import SLACK, dense_bytes, released, say
+from bench.decode import SLACK, dense_bytes, released
 from bench.peer import Peer, PeerFailed, vllm_command, vllm_path
 from bench.placed import Compacting, Placed
 from bench.record import Row, interleave, merge, settle, show, speed_row
@@ -67,6 +67,7 @@ from bench.targets import (
     reason,
     thousands,
 )
+from bench.turns import say
 from lowroll import Engine
 from lowroll.engine.native import free_memory
 from lowroll.kv.policy.base import CachePolicy, footprint, num_slots

@@ -13,8 +13,13 @@ weights of the exact Qwen2.5 shapes in bfloat16, one AdamW update a step on floa
             bfloat16 passes over float32 weights, gradient checkpointing, rows in as many pieces as fit ours
 
 Every side runs in processes of its own, both at once where each has GPUs of its own; a row says what
-did not fit, by the last line of who ended first. Seconds of publishing: gathering the weights on rank
-0, and `Broadcaster.publish` into a folder in memory, with the bytes that engines then read.
+did not fit, by the last line of who ended first.
+
+Publishing goes to two engines at once, bf16 ones and then fp8 ones, on the ranks' own GPUs. Seconds:
+gathering the weights on rank 0, `Broadcaster.publish` into a folder in memory, and until both engines
+hold them. Engines quantize what they read, so the bytes of a version are the learner's, whatever their
+format. A learner in fp8 (`train.forward: fp8`, the jobs that end with fp8) has their codes, and sends
+fp8 engines what an update has changed in them. Of an adapter no engine is asked.
 """
 
 from __future__ import annotations
@@ -26,20 +31,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.broadcast import TINY
+from bench.broadcast import TINY, Reader
 from bench.record import Row, merge, settle, show
 from bench.shapes import SHAPES, random_model
 from bench.train import ALPHA, RANK, RATE, Job, batch, timed
-from lowroll.model import lora
+from lowroll.model import hf, lora
+from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
 from lowroll.parallel.ranks import ALONE, Group, Ranks
 from lowroll.parallel.sharding import Sharded
@@ -47,7 +53,9 @@ from lowroll.runs.launch.process import reserved
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
+from lowroll.weights import aligned
 from lowroll.weights.broadcast import Broadcaster
+from lowroll.weights.changes import Shadow
 
 ROWS, LENGTH, MICRO = 32, 2048, 16384
 DEADLINE_S = 1500.0  # of a side
@@ -60,10 +68,16 @@ JOBS = {
     "qwen2.5-7b-full": Job(
         "qwen2.5-7b", SHAPES["qwen2.5-7b"], False, ROWS, LENGTH, checkpointing=True
     ),
+    "qwen2.5-7b-full-fp8": Job(
+        "qwen2.5-7b", SHAPES["qwen2.5-7b"], False, ROWS, LENGTH, checkpointing=True, fp8=True
+    ),
     "tiny": Job("tiny", TINY, False, **SMALL),
+    "tiny-fp8": Job("tiny", TINY, False, **SMALL, fp8=True),
     "tiny-lora": Job("tiny", TINY, True, **SMALL),
 }
 MEASURED = tuple(name for name in JOBS if not name.startswith("tiny"))
+ENGINES = 2  # that a version goes to
+FORMATS = ("bf16", "fp8")  # of these
 MUST, AIM = 1.85, 1.95  # of two ranks over one
 Found = dict[str, Any]
 
@@ -95,6 +109,8 @@ def ours(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
             lora.attach(model, RANK, ALPHA)
         else:
             model.requires_grad_(True)
+        if job.fp8:
+            aligned.transpose(aligned.align(model, "fp8"))
         ranks.shard(recompute.apply(model, job.checkpointing))
         optim = OptimSettings(learning_rate=RATE)
         optimizer = Optimizer(model.trainable_parameters(), optim, ranks=ranks)
@@ -102,34 +118,81 @@ def ours(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
             select("grpo"), tokens_per_microbatch=micro(job), logprob_chunk=job.logprob_chunk
         )
         work = batch(job)
-        seconds = timed(
-            lambda: learn(model, work, optimizer, settings), steps, job.device == "cuda"
-        )
-        found = {"seconds": seconds, "bytes": peak(job)}
-        return found | published(job, ranks, model)
+        step = lambda: learn(model, work, optimizer, settings)  # noqa: E731
+        found = {"seconds": timed(step, steps, job.device == "cuda"), "bytes": peak(job)}
+        whole = ranks.mirror(model, device if job.fp8 else "cpu")
+        published = {
+            format: publication(job, ranks, model, whole, format, step) for format in formats(job)
+        }
+        return found | {"published": published}
 
 
-def published(job: Job, ranks: Ranks, model: Any) -> Found:
-    """Seconds of a second publication: of the first one memory is new."""
-    whole = ranks.mirror(model)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        broadcaster = None
-        if ranks.leads:
-            assert whole is not None
-            broadcaster = Broadcaster(Path(folder) / "w", whole, attempt=1, keep=1)
+def formats(job: Job) -> tuple[str, ...]:
+    """Of the engines that its versions go to, one after the other."""
+    return FORMATS[1:] if job.fp8 else FORMATS[:1] if job.lora else FORMATS
+
+
+def publication(
+    job: Job,
+    ranks: Ranks,
+    model: Transformer,
+    whole: Transformer | None,
+    format: str,
+    step: Callable[[], object],
+) -> Found:
+    """Seconds and bytes of a second version: of the first one memory is new."""
+    if job.device == "cuda":
+        torch.cuda.empty_cache()  # engines start on these GPUs
+    with ExitStack() as stack:
+        send: Callable[[int], Found] = lambda version: {}  # noqa: E731
+        if whole is not None and ranks.leads:
+            send = stack.enter_context(sending(job, whole, format))
         for version in (1, 2):
+            step()
             ranks.meet("a publication")
             began = time.perf_counter()
             ranks.refill(whole, model)
             gathered = time.perf_counter()
-            metrics = {} if broadcaster is None else broadcaster.publish(version)
-            ended = time.perf_counter()
+            sent = send(version)
             ranks.meet("the end of a publication")
-    return {
-        "gather_s": gathered - began,
-        "write_s": ended - gathered,
-        "published_bytes": metrics.get("perf/broadcast_bytes"),
-    }
+    return {"gather_s": gathered - began, **sent}
+
+
+def engine_place(job: Job, number: int) -> str:
+    """Where an engine runs: engines go round the GPUs of the ranks."""
+    return f"cuda:{number % torch.cuda.device_count()}" if job.device == "cuda" else "cpu"
+
+
+@contextmanager
+def sending(job: Job, whole: Transformer, format: str) -> Iterator[Callable[[int], Found]]:
+    """What publishes a version of the weights and waits until the engines hold it. RuntimeError
+    where they do not hold the same."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name, ExitStack() as stack:
+        shelf, readers = Path(name) / "w", []
+        shadow = Shadow(whole, format, whole.dtype) if job.fp8 else None
+        broadcaster = Broadcaster(shelf, whole, attempt=1, keep=1, shadow=shadow)
+        if not job.lora:
+            hf.save(whole, Path(name) / "model")
+            for number in range(ENGINES):
+                reader = Reader(Path(name) / "model", shelf, format, engine_place(job, number))
+                readers.append(stack.enter_context(reader))
+            for reader in readers:
+                reader.ready()
+
+        def send(version: int) -> Found:
+            began = time.perf_counter()
+            metrics = broadcaster.publish(version)
+            written = time.perf_counter()
+            for reader in readers:
+                reader.ask(version)
+            held = {reader.answer()["digest"] for reader in readers}
+            if len(held) > 1:
+                raise RuntimeError(f"{format} engines hold different weights of version {version}")
+            taken = {"engines_s": time.perf_counter() - written} if readers else {}
+            size = metrics["perf/broadcast_bytes"]
+            return {"write_s": written - began, "published_bytes": size, **taken}
+
+        yield send
 
 
 def peer(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
@@ -209,7 +272,7 @@ def peak(job: Job) -> int:
 
 def beside(name: str, size: int, args: argparse.Namespace, scratch: Path) -> dict[str, Found]:
     """What each side found on so many ranks: both at once where each has GPUs of its own."""
-    sides = ("ours",) if args.no_peer else ("ours", "peer")
+    sides = ("ours",) if args.no_peer or JOBS[name].fp8 else ("ours", "peer")
     apart = not args.cpu and torch.cuda.device_count() >= size * len(sides)
     with ThreadPoolExecutor(len(sides) if apart else 1) as running:
         found = {
@@ -289,13 +352,35 @@ def rows_of(job: Job, mine: dict[int, Found], theirs: dict[int, Found]) -> list[
         if found["bytes"]:
             theirs_gb = other["bytes"] / 2**30 if "bytes" in other else None
             rows.append(Row(f"{title}: peak memory", "GiB", found["bytes"] / 2**30, theirs_gb))
-        for what, key, unit in (
-            ("gathering the weights", "gather_s", "s"),
-            ("writing a version", "write_s", "s"),
-            ("a version", "published_bytes", "bytes"),
-        ):
-            rows.append(Row(f"{title}: {what}", unit, found[key]))
+        rows += publishing(title, found["published"])
     return rows
+
+
+def publishing(title: str, found: dict[str, Found]) -> list[Row]:
+    """Of a version on its way to the engines of each format; what is before them is the same for
+    all."""
+    first, *_ = found.values()
+    rows = [
+        Row(f"{title}: gathering the weights", "s", first["gather_s"]),
+        Row(f"{title}: writing a version", "s", first["write_s"]),
+        Row(f"{title}: a version", "bytes", first["published_bytes"]),
+    ]
+    for format, one in found.items():
+        if "engines_s" in one:
+            seconds = one["gather_s"] + one["write_s"] + one["engines_s"]
+            rows.append(Row(f"{title}: {until_held(format)}", "s", seconds))
+    return rows
+
+
+def until_held(format: str) -> str:
+    """What the row of all seconds of a publication is called."""
+    return f"until {ENGINES} {format} engines hold a version"
+
+
+def promised() -> list[str]:
+    """Rows that the two-GPU table has, measured or not: publications of a 7B model."""
+    jobs = [JOBS["qwen2.5-7b-full"], JOBS["qwen2.5-7b-full-fp8"]]
+    return [f"{job.title}, 2 GPUs: {until_held(f)}" for job in jobs for f in formats(job)]
 
 
 def main() -> int:

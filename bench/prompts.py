@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from bench.decode import say
 from bench.record import Row, merge, settle, show
 from bench.roofline import synchronize
 from bench.shapes import SHAPES, random_model
+from bench.turns import say
 from lowroll import Engine, Request
 from lowroll.quant.formats import formats
 

@@ -98,7 +98,7 @@ def curve(model: Transformer, samples: Sequence[Sample], steps: int, seed: int) 
     optimizer = Optimizer(
         model.trainable_parameters(), OptimSettings(learning_rate=RATE, warmup_steps=WARMUP)
     )
-    settings, order, losses = SftSettings(steps, BATCH), epochs(len(samples), seed), []
+    settings, order, losses = SftSettings(BATCH), epochs(len(samples), seed), []
     for _ in range(steps):
         batch = [samples[next(order)] for _ in range(BATCH)]
         losses.append(round(sft_step(model, batch, optimizer, settings)["sft/loss"], 5))

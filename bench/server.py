@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 from bench import vllm_worker, vocabulary
-from bench.decode import released, say
+from bench.decode import released
 from bench.engine import MODELS
 from bench.peer import Peer, PeerFailed, vllm_command, vllm_path
 from bench.record import BASELINES, Row, merge, show, speed_row
@@ -50,6 +50,7 @@ from bench.roofline import kv_bytes_per_token, synchronize, weight_bytes
 from bench.served import Served
 from bench.shapes import SHAPES, random_model
 from bench.targets import aimed, over_vllm_server, reason, through_server
+from bench.turns import say
 from bench.vllm_server import VllmServer
 from lowroll import Engine, Request
 from lowroll.cli.serve import LOOKAHEAD, PROMPTS

@@ -72,7 +72,8 @@ class Job:
 
     @property
     def title(self) -> str:
-        return f"{self.name} {'LoRA r16' if self.lora else 'full'}, {self.tokens} tokens"
+        what = f"{'LoRA r16' if self.lora else 'full'}{' in fp8' if self.fp8 else ''}"
+        return f"{self.name} {what}, {self.tokens} tokens"
 
 
 JOBS = {

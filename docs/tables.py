@@ -272,12 +272,18 @@ def gpu() -> str:
 
 def gpus() -> str:
     """What the commands for two and more GPUs stored, a table a file, with the rows' notes."""
+    from bench.learners import promised
+    from bench.record import Row
+
     found = [(name, _stored(name)) for name in ON_GPUS]
     lines = []
     for name, record in found:
         if record:
-            noted = [f"- {row['name']}: {row['note']}" for row in record["rows"] if row["note"]]
-            lines += [_file(name), *noted, ""]
+            stored = {row["name"] for row in record["rows"]}
+            wanted = promised() if name == "learners" else []
+            lacking = [Row(n, "s", None, note="not run") for n in wanted if n not in stored]
+            rows = [*_rows(record), *lacking]
+            lines += [_file(name, lacking), *(f"- {r.name}: {r.note}" for r in rows if r.note), ""]
     return "\n".join(lines) or NOT_RUN
 
 
@@ -390,12 +396,12 @@ def _machine(record: Mapping[str, Any]) -> str:
     )
 
 
-def _file(name: str) -> str:
-    """One file's rows."""
+def _file(name: str, more: Sequence[Row] = ()) -> str:
+    """One file's rows, and more."""
     record = _stored(name)
     body = table(
         ("ours / the other", "unit", "ours", "the other", "ratio (spread)", "must be"),
-        [_comparison(row) for row in _rows(record)],
+        [_comparison(row) for row in (*_rows(record), *more)],
     )
     return f"`{name}`, {_machine(record)}.\n\n{body}\n"
 

@@ -30,7 +30,7 @@ import lowroll
 from lowroll.config import from_mapping
 from lowroll.metrics.record import reproducible
 from lowroll.runs import demo
-from lowroll.runs.grpo import RunResult
+from lowroll.runs.attempt import RunResult
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint
 
 STEPS = 3

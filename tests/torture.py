@@ -60,7 +60,7 @@ from typing import Any
 from lowroll.checkpoint.publish import MANIFEST, DamagedError, verify_folder
 from lowroll.metrics.record import read, reproducible
 from lowroll.runs import demo
-from lowroll.transport import read_rollouts
+from lowroll.transport.rollout_log import read_rollouts
 from lowroll.types import RunFailed
 from tests.fixtures import hostile, losses, pieces, stormed, strike
 from tests.fixtures.ends import Pair

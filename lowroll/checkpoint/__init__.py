@@ -6,27 +6,3 @@ numbered checkpoints of a run on top of it, `lock` lets one process at a time ow
 damage, `space` waits for room on a full disk. No pickle anywhere: tensors are safetensors,
 everything else is JSON.
 """
-
-from __future__ import annotations
-
-from lowroll.checkpoint.lock import RunLock, RunLockedError
-from lowroll.checkpoint.publish import (
-    DamagedError,
-    DiskFullError,
-    NotSyncedError,
-    publish_folder,
-    verify_folder,
-)
-from lowroll.checkpoint.store import Checkpoint, Store
-
-__all__ = [
-    "Checkpoint",
-    "DamagedError",
-    "DiskFullError",
-    "NotSyncedError",
-    "RunLock",
-    "RunLockedError",
-    "Store",
-    "publish_folder",
-    "verify_folder",
-]

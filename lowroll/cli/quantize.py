@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _awq(arguments: argparse.Namespace) -> Callable[[Transformer], None]:
     """What calibrates the loaded model. The text is read here, before the weights are."""
     from lowroll.metrics.progress import phases
-    from lowroll.model.hf import resolve
+    from lowroll.model.folder import resolve
     from lowroll.model.spec import read_spec
     from lowroll.model.tokenizer import load_tokenizer
     from lowroll.runs.calibration import calibration_sequences

@@ -285,11 +285,11 @@ def application(
     arguments: argparse.Namespace, tokens: Tokens, role: Role | None = None
 ) -> web.Application:
     """The engine behind its routes."""
-    from lowroll.model import hf
+    from lowroll.model.folder import resolve
     from lowroll.server.app import make_app
     from lowroll.server.shelf import WeightShelf
 
-    folder = hf.resolve(arguments.model)
+    folder = resolve(arguments.model)
     shelf = None
     if arguments.weights_dir is not None:
         if tokens.admin is None:

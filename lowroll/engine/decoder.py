@@ -41,7 +41,7 @@ from torch import Tensor
 from lowroll.engine.sampler import Ranks, require_finite, signed
 from lowroll.engine.sequence import Sequence
 from lowroll.engine.wishes import Draw, Wishes, draw_of
-from lowroll.kernels.launch import overlapping
+from lowroll.kernels.launch import captured, overlapping
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.marks import shape
@@ -289,9 +289,7 @@ class Decoder:
                 self._advance(size, drawing)
                 self.step_1.zero_()
         torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._advance(size, drawing)
+        graph = captured(lambda: self._advance(size, drawing), self._pool)
         self._pool = self._pool or graph.pool()
         self._graphs[size, drawing] = graph
         self.state[:, :size] = state

@@ -36,6 +36,7 @@ from lowroll.kv.storage import storage
 from lowroll.model import hf
 from lowroll.model.claims import total_memory
 from lowroll.model.experts import StackedLinear
+from lowroll.model.folder import resolve
 from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
@@ -141,7 +142,7 @@ class NativeEngine:
             raise ValueError(f"lookahead: expected 1..{MOST_STEPS} steps, got {lookahead}")
         self.kv = _policy_or_dense(kv, turn_caching, kv_dtype, large_batch_weights)
         self.storage = storage(kv_dtype)
-        self.folder = None if isinstance(model, Transformer) else hf.resolve(model)
+        self.folder = None if isinstance(model, Transformer) else resolve(model)
         weights = weights or self._own_format(model)
         self.format = get_format(weights)
         if isinstance(model, Transformer) and str(device) == "auto":

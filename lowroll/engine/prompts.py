@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import overlapping
+from lowroll.kernels.launch import captured, overlapping
 from lowroll.kv.cache import Chunk, KVCache, PackedPrompts
 from lowroll.model.attention import flashes, upload
 from lowroll.model.transformer import Transformer
@@ -110,21 +110,15 @@ class ShortPasses:
 
     def _start(self, size: int) -> None:
         if not self._captures or size not in self._graphs:
-            self._graphs[size] = None
             self._pass(size)
+            self._graphs[size] = None  # a pass that failed has not compiled what a capture needs
             return
         graph = self._graphs[size]
         if graph is None:
-            graph = self._graphs[size] = self._captured(size)
+            graph = self._graphs[size] = captured(lambda: self._pass(size), self._pool)
+            self._pool = self._pool or graph.pool()
         graph.replay()
         self.replays += 1
-
-    def _captured(self, size: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._pass(size)
-        self._pool = self._pool or graph.pool()
-        return graph
 
     def _pass(self, size: int) -> None:
         ids_T, positions_T, slots_T = self._tokens_3T[:, :size].unbind()

@@ -19,6 +19,7 @@ from lowroll.kernels.support import YES, Support, no
 
 log = logging.getLogger(__name__)
 
+HEADERS = Path(__file__).parent
 # Sums are what the source says: nothing is fused that it does not fuse.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-mavx2", "-mfma", "-mf16c", "-shared", "-fPIC"]
 DEADLINE_S = 120  # of a build
@@ -39,7 +40,7 @@ def library(source: Path) -> ctypes.CDLL:
     path = compiler()
     if path is None:
         raise RuntimeError(f"{source.name}: {NO_COMPILER.why_not}")
-    return build.library(source, [], path, FLAGS, DEADLINE_S)
+    return build.library(source, sorted(HEADERS.glob("*.h")), path, FLAGS, DEADLINE_S)
 
 
 def run(source: Path, name: str, problem: ctypes.Structure) -> None:

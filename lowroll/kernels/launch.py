@@ -96,6 +96,18 @@ def overlapping(device: torch.device) -> Iterator[None]:
         _OVERLAPPING.reset(token)
 
 
+def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of what `run` launches, in the memory of `pool` (another graph's, or None for its own).
+
+    Other threads may allocate, copy and wait for a stream meanwhile, as one does that receives
+    weights. None may wait for the whole device: CUDA refuses that, and the capture is lost.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        run()
+    return graph
+
+
 def early() -> bool:
     """Is a kernel that is launched now to start early?"""
     return _OVERLAPPING.get()

@@ -28,16 +28,17 @@ from lowroll.model.folder import (
     Headers,
     inside,
     read_json,
+    resolve,
     some,
     tensor_headers,
 )
-from lowroll.model.folder import resolve as resolve
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.quant.layouts import FLOATS, Header, Layout, describe, read_layout
+from lowroll.quant.layouts import FLOATS, Layout, describe, read_layout
+from lowroll.quant.scheme import Header
 from lowroll.types import printable
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from lowroll.model.adapter import Adapter
 from lowroll.model.claims import total_memory
-from lowroll.model.folder import Headers, read_json, some, tensor_headers
-from lowroll.model.hf import copy_tokenizer, low_bit_format, resolve
+from lowroll.model.folder import Headers, read_json, resolve, some, tensor_headers
+from lowroll.model.hf import copy_tokenizer, low_bit_format
 from lowroll.model.spec import LARGE, ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite

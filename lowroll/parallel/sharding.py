@@ -42,6 +42,9 @@ from lowroll.parallel.ranks import Group, rows_of
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 
+PIECES = [1 << i for i in range(28, 36)]  # bytes of page-locked memory that are asked for at once
+PLACE = 256  # bytes: what lies in a piece begins at multiples of it
+
 
 class Sharded(Group):
     """This process among those that hold a model together. Arguments as `Group`'s.
@@ -159,8 +162,7 @@ class Sharded(Group):
             dtype = self.dtype(next(model.parameters()))
             made = Transformer(model.spec, device, dtype).requires_grad_(False)
             if self.device.type == "cuda" and torch.device(device).type == "cpu":
-                for p in made.parameters():
-                    p.data = p.data.pin_memory()
+                _pin(list(made.parameters()))
             for (_, ours), (_, theirs) in zip(made.linears(), model.linears(), strict=True):
                 ours.adapter, ours.aligned = theirs.adapter, theirs.aligned
         self._copy(made, model, [*model.blocks, model])
@@ -202,6 +204,42 @@ class Sharded(Group):
             assert isinstance(block, Block)
             with _gathered(block):
                 yield [block]
+
+
+def pieces(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Where things of these bytes lie in page-locked memory: the bytes of each piece of it, and where
+    in it its things begin, in their order.
+
+    torch rounds a request for such memory up to a power of two. Asked for one by one, the matrices of
+    a 7B, a 14B and a 32B model take 1.8 to 1.9 times their bytes; in the pieces that round least,
+    a model takes a seventh more than it has at most.
+    """
+    return min((_pieces(sizes, most) for most in PIECES), key=rounded)
+
+
+def rounded(found: Sequence[tuple[int, list[int]]]) -> int:
+    """The bytes that torch takes for such pieces."""
+    return sum(1 << max(0, nbytes - 1).bit_length() for nbytes, _ in found)
+
+
+def _pieces(sizes: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
+    """In pieces of no more than `most` bytes, but for what is larger by itself."""
+    found: list[tuple[int, list[int]]] = []
+    for size in sizes:
+        if not found or found[-1][0] + size > most:
+            found.append((0, []))
+        end, starts = found[-1]
+        found[-1] = -(-(end + size) // PLACE) * PLACE, [*starts, end]
+    return found
+
+
+def _pin(parameters: Sequence[nn.Parameter], pinned: bool = True) -> None:
+    """Move parameters of a CPU to page-locked memory. What they hold is lost."""
+    rest = iter(parameters)
+    for nbytes, starts in pieces([p.nbytes for p in parameters]):
+        piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        for start, p in zip(starts, rest, strict=False):
+            p.data = piece[start : start + p.nbytes].view(p.dtype).view(p.shape)
 
 
 @contextmanager

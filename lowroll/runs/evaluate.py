@@ -23,6 +23,7 @@ from lowroll.envs import Environment
 from lowroll.envs.rewards import ScorerPool
 from lowroll.metrics.progress import phases
 from lowroll.model import hf
+from lowroll.model.folder import resolve
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.orchestrator import examples as responses_of
 from lowroll.orchestrator.client import PhaseProgress
@@ -123,7 +124,7 @@ def place(
     """The folder of an evaluation, which nobody else writes to meanwhile: the given one, or that of
     the model and how it is asked. RunLockedError when it is in use."""
     if given is None and server is None:
-        given = folder_of(cfg, each, hf.resolve(cfg.model))
+        given = folder_of(cfg, each, resolve(cfg.model))
     elif given is None and server is not None:
         given = folder_of(cfg, each, None, f"{server.url} {server.model}")
     assert given is not None
@@ -231,5 +232,5 @@ def _rollouts(cfg: RunConfig) -> str:
     if "weights" in cfg.rollout.model_fields_set:
         own = None
     else:
-        own = hf.low_bit_format(hf.resolve(cfg.model))
+        own = hf.low_bit_format(resolve(cfg.model))
     return own or cfg.rollout.weights

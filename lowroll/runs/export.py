@@ -30,6 +30,7 @@ from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
 from lowroll.engine.native import free_memory
 from lowroll.model import base, card, hf, lora
+from lowroll.model.folder import resolve
 from lowroll.model.scoring import score
 from lowroll.model.spec import read_config
 from lowroll.model.transformer import Transformer
@@ -100,7 +101,7 @@ def quantize_folder(
     if get_format(format).dense:
         raise ValueError(f"format: {format} is dense; choose a low-bit format")
     out = _absent(out)
-    folder = hf.resolve(model)
+    folder = resolve(model)
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"model: {model} is an adapter folder; merge it into its base first")
     layout = hf.read_folder_layout(folder)
@@ -140,7 +141,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         )
     saved = Store(run / "checkpoints").load(step)
     model, compute = _learner(cfg, saved)
-    source = hf.resolve(cfg.model)
+    source = resolve(cfg.model)
     gap = note = None
     if kind == "adapter":
         gap = publish_adapter(cfg, model, out, newest_batch(run, saved.step), saved.step)
@@ -166,7 +167,7 @@ def publish_adapter(
     is the model as it is, or no room on the device for a second model.
     """
     scale = cfg.train.uaq_scale or 1.0
-    source = hf.resolve(cfg.model)
+    source = resolve(cfg.model)
     gap = None
     stands_on = base.of(model, scale)
     holds = hf.low_bit_format(source)
@@ -211,7 +212,7 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
             f"rollout"
         )
     stated = base.read(folder)
-    source = hf.resolve(lora.base_of(folder))
+    source = resolve(lora.base_of(folder))
     dtype = _stored_dtype(source) if stated is None else _STORED[stated.dtype]
     model = hf.load(folder, dtype=dtype)
     note = None

@@ -36,14 +36,13 @@ from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.launch.launcher import launch
-from lowroll.runs.learner import Learner
+from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.memory import fit
 from lowroll.runs.memory.plan import Planner
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.runs.stop import Stop, polite_stop
 from lowroll.runs.terminal import tell
 from lowroll.transport.memory import MemoryRolloutChannel
-from lowroll.weights.publish import digest
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +116,8 @@ class Run:
         cached = self.checkpoints.cache_tokens
         self.memory = fit.check(planner, given, cached)
         tell(*self.memory.lines())
-        self.model = models.learner(given, self.compute)
-        base = digest(self.model)
-        self.rollouts = RolloutEngine(given, self.compute, self.model, chat, planner, cached)
+        policy = Policy.load(given, chat, self.compute)
+        self.rollouts = RolloutEngine(given, self.compute, policy.model, chat, planner, cached)
         stack.callback(self.rollouts.close)
         self.cfg = cfg = self.rollouts.cfg
         channel = MemoryRolloutChannel()
@@ -135,16 +133,7 @@ class Run:
         )
         self.rollouts.before_end = partial(self.batches.orchestrator.recall, for_good=True)
         self.learner = Learner(
-            home,
-            self.checkpoints,
-            cfg,
-            self.compute,
-            self.model,
-            base,
-            chat,
-            channel,
-            self.rollouts,
-            deadline_s=60.0,
+            cfg, policy, self.checkpoints, channel, self.rollouts, deadline_s=60.0
         )
         self.stop = Stop()
 

@@ -11,7 +11,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ from lowroll.checkpoint.store import Checkpoint, check_pieces
 from lowroll.config import RunConfig
 from lowroll.metrics.record import Record
 from lowroll.model import hf
+from lowroll.model.folder import resolve
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.client import PhaseProgress
@@ -32,7 +33,6 @@ from lowroll.runs.build.about import about
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing, State, Tensors
 from lowroll.runs.export import excerpt, newest_batch, publish_adapter
-from lowroll.runs.folder import RunFolder
 from lowroll.runs.monitor import Monitor
 from lowroll.runs.stages import Stages
 from lowroll.trainer.loop import Trainer
@@ -80,40 +80,62 @@ class Publisher(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Policy:
+    """The model that learns, of which each of `ranks` may hold a part, and its tokens. base: the digest
+    of the weights that all ranks begin with."""
+
+    model: Transformer
+    base: str
+    chat: ChatTokenizer
+    compute: Compute
+    ranks: Ranks = ALONE
+
+    @classmethod
+    def load(
+        cls, cfg: RunConfig, chat: ChatTokenizer, compute: Compute, ranks: Ranks = ALONE
+    ) -> Policy:
+        """That of the settings. Errors as of `refuse_others`."""
+        model = models.learner(cfg, compute)
+        base = digest(model)
+        refuse_others(ranks, base, cfg)
+        return cls(ranks.shard(model), base, chat, compute, ranks)
+
+
+def refuse_others(ranks: Ranks, base: str, cfg: RunConfig) -> None:
+    """ValueError on a rank that begins with other weights, by their digest, than rank 0."""
+    if ranks.size > 1 and ranks.tell(base.encode()).decode() != base:
+        raise ValueError(f"model: the weights of {cfg.model} here are not those of rank 0")
+
+
 class Learner:
-    """See the top of the file. model: the one that learns, with `base` the digest of its weights at
-    the beginning. deadline_s: for a batch. ranks: that learn together; all make the same calls, and what
-    the monitor wants is what that of rank 0 wants. whole: the model as it is saved, where ranks hold
-    it in parts and this one leads; the publisher keeps it up to date."""
+    """See the top of the file. deadline_s: for a batch. All ranks make the same calls, and what the
+    monitor wants is what that of rank 0 wants. whole: the model as it is saved, where ranks hold it
+    in parts and this one leads; the publisher keeps it up to date."""
 
     def __init__(
         self,
-        home: RunFolder,
-        checkpoints: Checkpointing,
         cfg: RunConfig,
-        compute: Compute,
-        model: Transformer,
-        base: str,
-        chat: ChatTokenizer,
+        policy: Policy,
+        checkpoints: Checkpointing,
         channel: RolloutReceiver,
         publisher: Publisher,
         deadline_s: float,
-        ranks: Ranks = ALONE,
         whole: Transformer | None = None,
     ) -> None:
-        self.home = home
-        self.checkpoints = checkpoints
         self.cfg = cfg
-        self.compute = compute
-        self.model = model
+        self.model = model = policy.model
+        self.compute = compute = policy.compute
+        self.ranks = ranks = policy.ranks
+        self.checkpoints = checkpoints
+        self.home = checkpoints.home
         self.whole = whole or model
         self.publisher = publisher
-        self.ranks = ranks
         self.stages = Stages(cfg)
         self.monitor = Monitor(cfg)
-        teacher = models.teacher(cfg, compute, chat)
+        teacher = models.teacher(cfg, compute, policy.chat)
         beside = {} if teacher is None else {identity.TEACHER: digest(teacher)}
-        checkpoints.identify(base, beside)
+        checkpoints.identify(policy.base, beside)
         reference = models.reference(cfg, compute)
         self.trainer = Trainer(
             model,
@@ -127,7 +149,7 @@ class Learner:
             channel,
             publisher.publish,
             reference=reference and ranks.shard(reference),
-            critic=models.critic(cfg, compute, chat, ranks),
+            critic=models.critic(cfg, compute, policy.chat, ranks),
             teacher=teacher and ranks.shard(teacher),
             save_offending=self._save_offending,
             before_first=self._first_look,
@@ -220,7 +242,7 @@ class Learner:
             batch = self._seen or newest_batch(self.home.path, step)
             publish_adapter(self.cfg, self.whole, target, batch, step)
         else:
-            hf.save(self.whole, target, hf.resolve(self.cfg.model), step)
+            hf.save(self.whole, target, resolve(self.cfg.model), step)
 
     def enter(self, step: int) -> dict[str, float]:
         """Go over to the settings of the step's stage; returns its metrics, none in a run without

@@ -21,6 +21,7 @@ from lowroll.envs import Environment, child
 from lowroll.kv.capacity import Workload
 from lowroll.metrics import trackers
 from lowroll.model import claims, hf, lora
+from lowroll.model.folder import resolve
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
@@ -149,7 +150,7 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
 
 def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transformer:
     """The shapes of a model, on the meta device, its headers checked where its weights are here."""
-    folder = hf.resolve(source, weights=False, key=key)
+    folder = resolve(source, weights=False, key=key)
     if Path(source).expanduser().is_dir():
         spec, _, _ = hf.read_headers(folder)
     else:

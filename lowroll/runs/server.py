@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowroll.engine.base import Engine
-from lowroll.model import hf
+from lowroll.model.folder import resolve
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.types import printable
 
@@ -43,7 +43,7 @@ def reach(
     ValueError says that there is no tokenizer, or what the server cannot do; RunFailed that it
     does not answer.
     """
-    here = None if tokenizer is None else hf.resolve(tokenizer, weights=False, key="--tokenizer")
+    here = None if tokenizer is None else resolve(tokenizer, weights=False, key="--tokenizer")
     given = None if here is None else ChatTokenizer(load_tokenizer(here))
     engine = _connected(url, model, _token(token_env), here)
     try:
@@ -82,7 +82,7 @@ def _served_tokenizer(url: str, names: dict[str, None]) -> ChatTokenizer:
     """Of the first name that is a model here or on the hub."""
     for name in names:
         try:
-            return ChatTokenizer(load_tokenizer(hf.resolve(name, weights=False)))
+            return ChatTokenizer(load_tokenizer(resolve(name, weights=False)))
         except ValueError:
             continue
     shown = " and ".join(printable(repr(name), 200) for name in names)

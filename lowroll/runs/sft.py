@@ -20,6 +20,7 @@ from lowroll.metrics.live import duration
 from lowroll.metrics.progress import phases
 from lowroll.metrics.record import Record, read
 from lowroll.model import hf, lora
+from lowroll.model.folder import resolve
 from lowroll.runs.attempt import RunResult, attempt, drive
 from lowroll.runs.build import environments, models, trainer
 from lowroll.runs.build.about import about, learned
@@ -126,7 +127,7 @@ class SftRun:
 
 def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> None:
     """The model (or adapter) after `step` as the new folder `target`."""
-    source = hf.resolve(cfg.model)
+    source = resolve(cfg.model)
     if cfg.train.lora:
         lora.save(learner.model, target, base=str(source), tokenizer_from=source)
     else:

@@ -13,9 +13,10 @@ from aiohttp import web
 from lowroll.server.asks import refuse
 from lowroll.server.body import Answered
 from lowroll.server.errors import Refused, error_body
-from lowroll.server.loop import Delta, EngineFailed, Stalled, Ticket
+from lowroll.server.loop import Stalled
 from lowroll.server.parts import origin
 from lowroll.server.serving import REQUEST_ID, SERVING, Serving
+from lowroll.server.ticket import Delta, EngineFailed, Ticket
 from lowroll.types import Group, Request
 
 T = TypeVar("T")

@@ -14,10 +14,8 @@ from aiohttp import web
 
 from lowroll.server import chat, completions, control, generate, info, models, tokens
 from lowroll.server.guard import LOCAL, SILENT, Routes, Tokens, guard, mark
-from lowroll.server.serving import SERVING, Limits, Serving
+from lowroll.server.serving import SERVING, Serving
 from lowroll.server.shelf import WeightShelf
-
-__all__ = ["SERVING", "Limits", "Serving", "Tokens", "make_app"]
 
 PUBLIC: Routes = {
     ("GET", "/health"): ("open", info.health),

@@ -19,7 +19,6 @@ from lowroll.server.asks import (
 )
 from lowroll.server.body import DEFAULT_MAX_TOKENS, Completion, stops
 from lowroll.server.errors import Refused
-from lowroll.server.loop import Delta
 from lowroll.server.parts import (
     CompletionChoice,
     Names,
@@ -32,6 +31,7 @@ from lowroll.server.parts import (
 )
 from lowroll.server.scoring import Scores, score
 from lowroll.server.serving import REQUEST_ID, SERVING, Serving
+from lowroll.server.ticket import Delta
 from lowroll.types import Group, Request
 
 

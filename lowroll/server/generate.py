@@ -9,10 +9,10 @@ from aiohttp import web
 from lowroll.server.answer import ends, groups, stream, to_json
 from lowroll.server.asks import NAMES, Prompt, engine_request, read, room
 from lowroll.server.body import Generate
-from lowroll.server.loop import Delta
 from lowroll.server.parts import Names, contents, drawn, origin, prompt_logprobs, usage, whole
 from lowroll.server.scoring import Scores, score
 from lowroll.server.serving import REQUEST_ID, SERVING
+from lowroll.server.ticket import Delta
 from lowroll.types import Group, Rollout
 
 _SAMPLING = "n max_tokens min_tokens temperature top_p top_k min_p repetition_penalty ignore_eos seed".split()

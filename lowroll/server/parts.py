@@ -16,9 +16,9 @@ from typing import Any
 
 from lowroll.engine.remote.packed import pack
 from lowroll.server.asks import Offer, Prompt
-from lowroll.server.loop import Delta
 from lowroll.server.scoring import Scores, Top
 from lowroll.server.text import Shown, Vocabulary
+from lowroll.server.ticket import Delta
 from lowroll.tool_calls import UNTYPED, Call, Speech, texts, typed
 from lowroll.types import Group, Rollout
 

@@ -21,8 +21,8 @@ from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import spread
 from lowroll.objectives.reduce import masked_mean, sequence_any, sequences_of
 from lowroll.parallel.ranks import ALONE, Ranks
-from lowroll.trainer.packing import Packed
-from lowroll.trainer.step import Forward, LearnSettings, gather
+from lowroll.trainer.packing import Packed, gather
+from lowroll.trainer.step import Forward, LearnSettings
 from lowroll.types import Batch
 
 

@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,17 +65,16 @@ class Demonstrator(Protocol):
 
 @dataclass(frozen=True)
 class SftSettings:
-    """How demonstrations become updates: `steps` updates of `batch_size` demonstrations each."""
+    """How demonstrations become updates."""
 
-    steps: int
-    batch_size: int
+    batch_size: int  # demonstrations of an update
     optim: OptimSettings = field(default_factory=OptimSettings)
     tokens_per_microbatch: int = 8192
     logprob_chunk: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "tokens_per_microbatch", "logprob_chunk"):
+        for name in ("batch_size", "tokens_per_microbatch", "logprob_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, is {getattr(self, name)}")
 
@@ -122,28 +121,6 @@ class SftLearner:
         states.restore(self.model, self.optimizer, tensors, state)
         drawn = self.optimizer.num_steps * self.settings.batch_size
         self._order = itertools.islice(epochs(len(self.samples), self.settings.seed), drawn, None)
-
-
-def train_sft(
-    model: Transformer,
-    tokenizer: Any,
-    examples: Sequence[Demonstration],
-    settings: SftSettings,
-    on_step: Callable[[int, dict[str, float]], object] | None = None,
-) -> dict[str, float]:
-    """Train the model's trainable parameters on demonstrations; returns the metrics of the last
-    step.
-
-    `on_step(step, metrics)` is called after each step, counted from 1. Raises what `SftLearner`
-    does.
-    """
-    learner = SftLearner(model, tokenizer, examples, settings)
-    metrics: dict[str, float] = {}
-    for step in range(1, settings.steps + 1):
-        metrics = learner.step()
-        if on_step is not None:
-            on_step(step, metrics)
-    return metrics
 
 
 def sft_step(

@@ -1,44 +1,6 @@
-"""Channels between the rooms: rollouts to the trainer, weights to the engine, and the codec that
-both speak.
+"""Rollouts on their way to the trainer: channels, the codec that they speak, and the log of what was
+sent.
 
-A channel moves a Batch or a set of weights and never changes a byte of it; which channel carries it
-is a choice of deployment. Every wait has a deadline and an error that names what it waited for.
+A channel moves a Batch and never changes a byte of it; which one carries it is a choice of deployment.
+Every wait has a deadline and an error that names what it waited for.
 """
-
-from __future__ import annotations
-
-from lowroll.transport.base import (
-    ChannelClosed,
-    DeadlineExceeded,
-    RolloutChannel,
-    TransportError,
-    WeightChannel,
-    Weights,
-)
-from lowroll.transport.codec import (
-    CodecError,
-    decode_batch,
-    decode_sample,
-    encode_batch,
-    encode_sample,
-)
-from lowroll.transport.memory import MemoryRolloutChannel, MemoryWeightChannel
-from lowroll.transport.rollout_log import read_rollouts, write_rollouts
-
-__all__ = [
-    "ChannelClosed",
-    "CodecError",
-    "DeadlineExceeded",
-    "MemoryRolloutChannel",
-    "MemoryWeightChannel",
-    "RolloutChannel",
-    "TransportError",
-    "WeightChannel",
-    "Weights",
-    "decode_batch",
-    "decode_sample",
-    "encode_batch",
-    "encode_sample",
-    "read_rollouts",
-    "write_rollouts",
-]

@@ -1,16 +1,9 @@
-"""What a channel is: two protocols and the errors they raise.
+"""What a channel of rollouts is: its two ends, and the errors they raise.
 
-| channel | producer | consumer | unblocked by |
-|---|---|---|---|
-| RolloutChannel | orchestrator, one Batch a step, in order | trainer | `send` |
-| WeightChannel | trainer, one version an update, growing | engine | `publish` |
-
-A rollout channel loses nothing: a full one makes the producer wait. A weight channel keeps the
-newest only: an engine that was busy for two updates takes the second.
-
-Rollouts are pulled. The trainer says what it has received and what is in a checkpoint of its own
-(`Cursor`); one that comes back after a crash says less than before, and gets the same batches
-again. Between processes the two ends are two objects, a `RolloutSender` and a `RolloutReceiver`.
+The orchestrator sends a Batch a step, in order, and the trainer receives each once. Nothing is lost: a
+full channel makes the orchestrator wait. Rollouts are pulled: the trainer says what it has received and
+what is in a checkpoint of its own (`Cursor`); one that comes back after a crash says less than
+before, and gets the same batches again. In one process both ends are one object.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from lowroll.types import Batch, RunFailed
 
@@ -94,16 +87,6 @@ class Cursor:
         return replace(self, committed=step)
 
 
-@dataclass(frozen=True)
-class Weights:
-    """One published policy. `payload` is the channel's business: tensors in memory, a path, a
-    communicator's handle."""
-
-    version: int
-    digest: str
-    payload: Any = None
-
-
 class RolloutSender(Protocol):
     """The orchestrator's end: batches in the order of their steps."""
 
@@ -131,24 +114,6 @@ class RolloutReceiver(Protocol):
 
     def close(self) -> None:
         """Nothing more will be received."""
-
-
-class RolloutChannel(RolloutSender, RolloutReceiver, Protocol):
-    """Both ends in one object."""
-
-
-class WeightChannel(Protocol):
-    """The newest published weights."""
-
-    def publish(self, version: int, digest: str, payload: Any = None) -> None:
-        """Replace what is published. ValueError unless `version` is above every earlier one."""
-
-    def receive(self, deadline_s: float) -> Weights:
-        """The newest weights that were not received yet, within `deadline_s` seconds, or
-        DeadlineExceeded."""
-
-    def close(self) -> None:
-        """No more weights will be published; an unreceived one can still be received."""
 
 
 def check_deadline(deadline_s: float) -> float:

@@ -1,16 +1,14 @@
-"""Channels inside one process: objects are passed, not copied. Safe between threads."""
+"""A channel inside one process: objects are passed, not copied. Safe between threads."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any
 
 from lowroll.transport.base import (
     ChannelClosed,
     Cursor,
     DeadlineExceeded,
-    Weights,
     check_deadline,
 )
 from lowroll.types import Batch
@@ -69,50 +67,6 @@ class MemoryRolloutChannel:
     def commit(self, step: int) -> None:
         with self._changed:
             self._cursor = (self._cursor or Cursor(0, 0, attempt=0)).commit(step)
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
-class MemoryWeightChannel:
-    """Holds the newest weights only."""
-
-    def __init__(self) -> None:
-        self._newest: Weights | None = None
-        self._version = -1
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def publish(self, version: int, digest: str, payload: Any = None) -> None:
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise ValueError(f"version: expected an integer of at least 0, got {version!r}")
-        with self._changed:
-            if self._closed:
-                raise ChannelClosed(f"version {version} was published on a closed weight channel")
-            if version <= self._version:
-                raise ValueError(
-                    f"version: {version} is not above the published version {self._version}"
-                )
-            self._version = version
-            self._newest = Weights(version, digest, payload)
-            self._changed.notify_all()
-
-    def receive(self, deadline_s: float) -> Weights:
-        deadline_s = check_deadline(deadline_s)
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._newest is not None, deadline_s)
-            if self._newest is None:
-                if self._closed:
-                    raise ChannelClosed(
-                        f"the weight channel is closed, its last version was {self._version}"
-                    )
-                raise DeadlineExceeded(
-                    f"weights newer than version {self._version} from the trainer", deadline_s
-                )
-            newest, self._newest = self._newest, None
-            return newest
 
     def close(self) -> None:
         with self._changed:

@@ -180,7 +180,8 @@ def opened(stated: Any, uuid: str, sizes: Sequence[int], device: torch.device) -
             there = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
             there.set_(storage, 0, (size,), (1,))
             copies.append(there.to(device, copy=True))
-        torch.cuda.synchronize(device)
+        # not for the whole device, on which the engine's thread may capture a graph
+        torch.cuda.current_stream(device).synchronize()
     except (TypeError, ValueError, RuntimeError, binascii.Error) as error:
         raise LinkFailed(f"cuda_ipc: {error}") from None
     return copies

@@ -13,25 +13,27 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowroll.checkpoint import (
+from lowroll.checkpoint.faults import VARIABLE, observers
+from lowroll.checkpoint.lock import RunLock, RunLockedError
+from lowroll.checkpoint.publish import (
+    TEMPORARY,
     DamagedError,
     DiskFullError,
     NotSyncedError,
-    RunLock,
-    RunLockedError,
-    Store,
     publish_folder,
     verify_folder,
 )
-from lowroll.checkpoint.faults import VARIABLE, observers
-from lowroll.checkpoint.publish import TEMPORARY
+from lowroll.checkpoint.store import Store
 from tests.fixtures.states import state_of, tensors_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +72,7 @@ import json, os, sys, warnings
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from lowroll.checkpoint import Store
+from lowroll.checkpoint.store import Store
 import lowroll.checkpoint.store, safetensors.torch
 from tests.fixtures.states import tensors_of, state_of
 for folder, fault in json.load(sys.stdin):
@@ -536,7 +538,7 @@ def test_one_owner_per_run_folder(tmp_path: Path) -> None:
         assert lock.attempt == 1
         content = (tmp_path / ".lock").read_bytes()
         code = (
-            "import sys; from lowroll.checkpoint import RunLock, RunLockedError\n"
+            "import sys; from lowroll.checkpoint.lock import RunLock, RunLockedError\n"
             "try: RunLock(sys.argv[1])\nexcept RunLockedError as error: print(error); sys.exit(3)"
         )
         other = subprocess.run(
@@ -559,7 +561,7 @@ def test_one_owner_per_run_folder(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_killed_owner_is_free(tmp_path: Path) -> None:
-    code = "import os, sys; from lowroll.checkpoint import RunLock; RunLock(sys.argv[1]); os.kill(os.getpid(), 9)"
+    code = "import os, sys; from lowroll.checkpoint.lock import RunLock; RunLock(sys.argv[1]); os.kill(os.getpid(), 9)"
     assert (
         subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=60).returncode
         == -9
@@ -571,3 +573,37 @@ def test_the_lock_of_a_killed_owner_is_free(tmp_path: Path) -> None:
 def test_the_room_opens_without_torch() -> None:
     code = "import sys, lowroll.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+@pytest.mark.slow
+def test_others_run_while_a_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heart beats in a thread. safetensors before 0.8 holds Python's lock until the whole file is
+    on the disk, and a role with a large checkpoint was taken for one that hangs."""
+    turns, over, began = [0], threading.Event(), []
+    write = safetensors.torch.serialize_file
+
+    def beat() -> None:
+        while not over.wait(0.001):
+            turns[0] += 1
+
+    def watched(*arguments: Any, **more: Any) -> None:
+        began.append(turns[0])
+        write(*arguments, **more)
+        began[-1] -= turns[0]
+
+    monkeypatch.setattr(safetensors.torch, "serialize_file", watched)
+    heart, before = threading.Thread(target=beat), sys.getswitchinterval()
+    heart.start()
+    sys.setswitchinterval(1000.0)  # nobody is made to give the lock back
+    try:
+        for step in range(1, 50):  # a machine may be too busy to run the thread just then
+            Store(tmp_path, keep_last=1).save(step, {"model": {"w": torch.ones(1 << 22)}}, {})
+            if min(began) < 0:
+                break
+    finally:
+        sys.setswitchinterval(before)
+        over.set()
+        heart.join()
+    assert min(began) < 0, began

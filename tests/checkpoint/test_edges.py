@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowroll.checkpoint import RunLock, Store, publish_folder, verify_folder
 from lowroll.checkpoint.faults import VARIABLE, faultpoint
 from lowroll.checkpoint.files import is_disk_full
-from lowroll.checkpoint.publish import TEMPORARY
+from lowroll.checkpoint.lock import RunLock
+from lowroll.checkpoint.publish import TEMPORARY, publish_folder, verify_folder
 from lowroll.checkpoint.replacement import replace_folder
+from lowroll.checkpoint.store import Store
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from lowroll.metrics.record import Recorder, read
 from lowroll.runs import demo
 from lowroll.runs.attempt import log_file
 from lowroll.runs.export import excerpt, newest_batch
-from lowroll.transport import write_rollouts
+from lowroll.transport.rollout_log import write_rollouts
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, RunFailed, Sample, Score
 from tests.fixtures.batches import batch_of
 from tests.fixtures.runs import TINY, fingerprint, settings

@@ -3,6 +3,7 @@ captures them (tests/gpu/test_prompts.py); here is what they compute."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,44 @@ def test_prompts_behind_pages_of_others_are_no_short_pass(
     assert short is not None and not short.takes([]) and not short.takes([Chunk(4, 8, [0, 1])])
     assert not short.takes([Chunk(0, 2, [i]) for i in range(prompts.MOST_PROMPTS + 1)])
     assert not short.takes([Chunk(0, 17, [0] * 5), Chunk(0, 16, [5] * 4)])
+
+
+def test_a_pass_that_fails_is_not_captured_before_it_has_run(
+    model: Transformer, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels are compiled, and their workspaces made, by a pass that comes to its end."""
+    engine = engine_of(model, cuda_graphs=True)
+    short = engine.runner.short
+    assert short is not None
+    asked, captures = Request(prompt(5), max_tokens=1), []
+
+    class Graph:
+        """What CUDA would replay, run again."""
+
+        def __init__(self, run: Callable[[], object], pool: object) -> None:
+            captures.append(pool)
+            self.run = run
+
+        def replay(self) -> None:
+            self.run()
+
+        def pool(self) -> str:
+            return "memory"
+
+    def fails(size: int) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(prompts, "captured", Graph)
+    with monkeypatch.context() as patched:
+        patched.setattr(short, "_pass", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate([asked])
+    found = []
+    for _ in range(4):
+        found += engine.generate([asked])
+        engine.pool.clear_prefixes()
+    assert captures == [None] and short.replays == 3
+    same(found, [found[0]] * 4)
 
 
 def test_the_memory_of_a_run_knows_the_largest_short_pass() -> None:

@@ -59,12 +59,12 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted: Counter[str] = Counter()
     run = Runner.run
 
-    def watched(runner: Runner, plan: Plan) -> Any:
+    def watched(runner: Runner, plan: Plan, *more: Any) -> Any:
         counted["steps"] += plan.steps * bool(plan.decodes)
         counted["compactions"] += len(plan.compactions)
         counted["forks"] += len(plan.forks)
         counted["waits"] += bool(plan.limits) and min(plan.limits) < plan.steps
-        return run(runner, plan)
+        return run(runner, plan, *more)
 
     monkeypatch.setattr(Runner, "run", watched)
     return counted

@@ -1,5 +1,13 @@
 """The kernels of a mixture of experts on a CUDA device: against float32, in a graph, without
-waiting, repeatable."""
+waiting, repeatable.
+
+NEAR: how far a layer may lie from the same one without a rounding between its products. Played on a
+CPU, rounding gate, up, silu, their product, each slot's output and the sum to bfloat16 moves it by
+0.0045 of its norm in the formats that keep activations, by 0.009 in int8 and 0.018 in fp8, where it
+also turns codes of hidden rows over. Scales of int4 that Triton rounds to bfloat16 add 0.003, coarse
+sums of e4m3 0.001. Twice that is allowed, and an expert too few or taken for another moves a layer by
+a half and more.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 HIDDEN, WIDE, COUNT, CHOICES = 256, 128, 40, 4
 TOKENS = (1, 64, 700)  # a size of tile each
 FORMATS = ("bf16", "int8", "fp8", "nvfp4", "mxfp4", "int4")
+NEAR = dict.fromkeys(FORMATS, 0.01) | {"int8": 0.02, "fp8": 0.04}
 
 
 def stacks(format: str) -> tuple[Stack, Stack, Tensor, Tensor]:
@@ -79,10 +88,7 @@ def test_a_layer_is_near_float32(format: str, tokens: int) -> None:
         h = rounded((torch.nn.functional.silu(gate) * up).bfloat16(), format).float()
         y = torch.bmm(w_EDF[experts_TS[:, choice].long()], h[..., None]).squeeze(-1)
         want += weights_TS[:, choice, None] * y
-    bound = {"int8": 0.02, "fp8": 0.06}.get(
-        format, 0.01
-    )  # a hidden row's codes may round the other way
-    assert (got.float() - want).norm() < bound * want.norm()
+    assert (got.float() - want).norm() < NEAR[format] * want.norm()
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from unittest.mock import patch
 
@@ -180,3 +181,19 @@ def test_a_step_that_fails_leaves_no_trace() -> None:
     ):
         raise KeyError
     assert not launch.early()
+
+
+def test_a_graph_is_captured_beside_threads_that_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server receives weights in a thread of its own while the engine's captures: CUDA's default
+    would fail both. tests/gpu/test_prompts.py does it."""
+    told: list[dict[str, object]] = []
+
+    @contextmanager
+    def graph(captured: object, **options: object) -> Iterator[None]:
+        told.append(options)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    launch.captured(lambda: told.append({"ran": True}), "memory")
+    assert told == [{"pool": "memory", "capture_error_mode": "thread_local"}, {"ran": True}]

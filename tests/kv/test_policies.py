@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowroll.kernels.compact.choose import best_and_last
 from lowroll.kv.cache import Chunk, KVCache, Rows
 from lowroll.kv.policy import snapkv
 from lowroll.kv.policy.base import CachePolicy, Selector, footprint
 from lowroll.kv.policy.h2o import H2O, attended
 from lowroll.kv.policy.rkv import RKV, redundancy
-from lowroll.kv.policy.snapkv import SnapKV, best_and_last, importance
+from lowroll.kv.policy.snapkv import SnapKV, importance
 from lowroll.kv.policy.streaming import Streaming, first_and_last
 from lowroll.kv.policy.table import POLICIES, filled, make
 from lowroll.model.spec import read_spec

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lowroll.metrics import METRICS, Recorder, find, read, reproducible, table
 from lowroll.metrics import record as records
 from lowroll.metrics.live import LiveView, duration, kv_words, sparkline
+from lowroll.metrics.names import METRICS, find, table
 from lowroll.metrics.progress import phases
-from lowroll.metrics.record import write_about
+from lowroll.metrics.record import Recorder, read, reproducible, write_about
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = {

@@ -33,7 +33,7 @@ from lowroll.metrics.plots import (
 )
 from lowroll.metrics.record import Recorder, read, write_about
 from lowroll.metrics.report import write_report
-from lowroll.transport import write_rollouts
+from lowroll.transport.rollout_log import write_rollouts
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score, ScoreError
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>&\x07\u202e"
@@ -330,7 +330,7 @@ def test_series_and_the_choice_of_lines() -> None:
 
 
 def test_every_metric_that_is_plotted_is_in_the_table() -> None:
-    from lowroll.metrics import find
+    from lowroll.metrics.names import find
 
     for plot in PLOTS:
         for line in plot.lines:

@@ -11,10 +11,9 @@ import math
 import pytest
 import torch
 
-from lowroll.objectives.correction import RULES
 from lowroll.objectives.objective import Objective, named, select
 from lowroll.objectives.reduce import Counts, count
-from lowroll.objectives.table import ALGORITHMS, forms
+from lowroll.objectives.table import ALGORITHMS, RULES, forms
 from tests.fixtures.objectives import f64, of_row, random_batch, single
 
 aipo, decoupled, gspo, ipo = map(of_row, ("aipo", "decoupled", "gspo", "ipo"))

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from lowroll.advantages import custom
-from lowroll.orchestrator import NoSignal, Sampling, Settings
+from lowroll.orchestrator.errors import NoSignal
+from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.orchestrator.source import fingerprint
 from lowroll.types import Prompt, Score
 from tests.fixtures.fakes import FakeEngine, FakeEnv, LaggingEngine, build, vowels

@@ -13,22 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from lowroll.orchestrator import (
-    Gibberish,
-    InvalidRollout,
-    NoSignal,
-    Orchestrator,
-    Repetition,
-    Sampling,
-    ScoringFailed,
-    Settings,
-    TemperatureSchedule,
-    evaluate,
-    pass_at_k,
-)
 from lowroll.orchestrator.alarms import alarms
-from lowroll.orchestrator.filters import flag
-from lowroll.orchestrator.loop import logged
+from lowroll.orchestrator.errors import InvalidRollout, NoSignal, ScoringFailed
+from lowroll.orchestrator.estimates import pass_at_k
+from lowroll.orchestrator.evaluate import evaluate
+from lowroll.orchestrator.filters import Gibberish, Repetition, flag
+from lowroll.orchestrator.loop import Orchestrator, logged
+from lowroll.orchestrator.schedule import TemperatureSchedule
+from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.orchestrator.source import seed_of
 from lowroll.orchestrator.stats import percentile
 from lowroll.transport.codec import decode_batch, encode_batch

@@ -11,9 +11,11 @@ from functools import partial
 
 import pytest
 
-from lowroll.orchestrator import InvalidRollout, Sampling, Settings, TemperatureSchedule
 from lowroll.orchestrator.audit import Audit, balance, check
+from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.journal import Journal, read
+from lowroll.orchestrator.schedule import TemperatureSchedule
+from lowroll.orchestrator.settings import Sampling, Settings
 from lowroll.orchestrator.supply import Stalled
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import ScoreError

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from bench.shapes import SHAPES
 from lowroll.checkpoint.publish import DamagedError, DiskFullError
 from lowroll.checkpoint.store import Store
 from lowroll.model import lora
+from lowroll.model.spec import spec_from_config
+from lowroll.model.transformer import Transformer
+from lowroll.parallel import sharding
 from lowroll.parallel.ranks import ALONE, RankLost, Ranks
 from lowroll.parallel.sharding import Sharded
 from lowroll.weights.publish import digest, quantize_base
@@ -25,6 +29,31 @@ SHARDED = "lowroll.parallel.sharding:Sharded"
 FEWER = ("fp32 untied", "lora bf16", "aligned", "critic", "muon bf16", "8 bits")
 SIZES = {1: tuple(CASES), 2: tuple(CASES), 4: FEWER}
 RESUMED = ("fp32 untied", "bf16", "lora", "critic", "muon bf16", "8 bits", "fp8")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_mirror_takes_little_more_page_locked_memory_than_it_has(name: str) -> None:
+    """torch rounds each request up to a power of two: 1.9 times a 7B's bytes, matrix by matrix."""
+    model = Transformer(spec_from_config(SHAPES[name]), "meta", torch.bfloat16)
+    sizes = [p.nbytes for p in model.parameters()]
+    found = sharding.pieces(sizes)
+    assert sum(len(starts) for _, starts in found) == len(sizes)
+    alone = sharding.rounded([(size, [0]) for size in sizes])
+    assert sharding.rounded(found) <= min(8 / 7 * sum(sizes), alone)
+
+
+def test_parameters_in_one_piece_keep_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "PIECES", [4096])
+    model = tiny_model()
+    shapes = [(p.shape, p.dtype) for p in model.parameters()]
+    with torch.no_grad():
+        sharding._pin(list(model.parameters()), pinned=False)
+        for i, p in enumerate(model.parameters()):
+            p.fill_(i)
+    assert [(p.shape, p.dtype) for p in model.parameters()] == shapes
+    assert all((p == i).all() and p.data_ptr() % 64 == 0 for i, p in enumerate(model.parameters()))
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert 1 < len(storages) < len(shapes)
 
 
 def digest_of(learning: Learning) -> str | None:

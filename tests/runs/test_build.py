@@ -222,5 +222,5 @@ def test_the_trainer_has_its_sections() -> None:
     sft = values(trainer.sft(cfg))
     assert values(sft.pop("optim")) == {**supervised, **shared, "total_steps": 60}
     del sizes["minibatches"]
-    assert sft == {**sizes, "steps": 60, "batch_size": 6, "seed": 5}
+    assert sft == {**sizes, "batch_size": 6, "seed": 5}
     assert values(trainer.noise(cfg)) == {**noise, "total_steps": 30, "seed": 5}

@@ -18,8 +18,8 @@ from rich.console import Console
 import lowroll
 from lowroll.config import from_mapping
 from lowroll.config.auto import AUTO
-from lowroll.metrics import read, reproducible
 from lowroll.metrics.live import LiveView, guard_words
+from lowroll.metrics.record import read, reproducible
 from lowroll.metrics.report import write_report
 from lowroll.objectives.objective import select
 from lowroll.quant.formats import get_format

@@ -23,7 +23,7 @@ from lowroll.metrics import trackers
 from lowroll.metrics.record import read, reproducible
 from lowroll.model import hf
 from lowroll.runs import hub, identity
-from lowroll.runs.grpo import RunResult
+from lowroll.runs.attempt import RunResult
 from lowroll.runs.memory import fit
 from lowroll.runs.memory import plan as memory_plan
 from tests.fixtures.runs import copy_stopped_after, settings, train

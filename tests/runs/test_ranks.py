@@ -27,10 +27,11 @@ from lowroll.runs.build import models
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.launch import devices, group
 from lowroll.runs.launch.devices import Placement, own_first, place
+from lowroll.runs.learner import refuse_others
 from lowroll.runs.memory.plan import Planner, Share
 from lowroll.runs.preflight import look_at_run, look_at_sft
 from lowroll.runs.roles import follow
-from lowroll.runs.roles.follow import Begin, Lead, Order, Orders, Reader, same_base
+from lowroll.runs.roles.follow import Begin, Lead, Order, Orders, Reader
 from lowroll.runs.roles.seat import Seat, seat
 from lowroll.runs.sft import run_sft
 from lowroll.types import RunFailed
@@ -257,9 +258,9 @@ def test_orders_and_batches_arrive_as_they_were_said() -> None:
 def test_a_rank_with_other_weights_or_settings_is_refused(model: Path, tmp_path: Path) -> None:
     cfg = from_mapping(settings(model, tmp_path / "run", **TWO))
     words: deque[bytes] = deque()
-    same_base(Two(0, words), "abc", cfg)
+    refuse_others(Two(0, words), "abc", cfg)
     with pytest.raises(ValueError, match="model: the weights of .* here are not those of rank 0"):
-        same_base(Two(1, words), "abd", cfg)
+        refuse_others(Two(1, words), "abd", cfg)
     begin = Begin(1, None, cfg.dump())
     follow._refuse_other(cfg, begin)
     other = from_mapping(settings(model, tmp_path / "run", train={"gpus": 2, "max_steps": 5}))

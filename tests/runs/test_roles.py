@@ -34,9 +34,9 @@ from lowroll.runs.roles.heart import Heart, Watch
 from lowroll.runs.roles.orchestrate import Orchestration, orchestrate
 from lowroll.runs.roles.place import Place
 from lowroll.runs.stop import Stop
-from lowroll.transport import write_rollouts
 from lowroll.transport.base import Cursor, PeerSilent
 from lowroll.transport.broadcasts import Broadcasts
+from lowroll.transport.rollout_log import write_rollouts
 from lowroll.transport.spool import Spool
 from lowroll.types import printable
 from tests.fixtures.batches import batch_of
@@ -405,11 +405,14 @@ def test_a_child_that_ended_in_its_start_was_never_ready(tmp_path: Path) -> None
     child.kill()
 
 
-@pytest.mark.parametrize(("phase", "patience"), [("learning", 30.0), ("ended", 120.0)])
-def test_a_child_that_has_said_its_end_may_take_a_while(
+@pytest.mark.parametrize(
+    ("phase", "patience"), [("starting", 300.0), ("learning", 30.0), ("ended", 120.0)]
+)
+def test_a_child_that_starts_or_has_said_its_end_may_take_a_while(
     tmp_path: Path, phase: str, patience: float
 ) -> None:
-    """A machine that is busy, or memory of a large model: it must not learn its last steps again."""
+    """Libraries from a slow disk; a machine that is busy, or memory of a large model: it must not
+    learn its last steps again."""
     now = [0.0]
     child = Child("trainer", [], os.environ, tmp_path / "h", tmp_path / "log")
     child.process = RoleProcess(["--help"], os.environ, tmp_path / "log")

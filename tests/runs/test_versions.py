@@ -10,7 +10,7 @@ import pytest
 
 from lowroll.model.transformer import Transformer
 from lowroll.runs.roles.versions import Versions
-from lowroll.transport import DeadlineExceeded
+from lowroll.transport.base import DeadlineExceeded
 from lowroll.transport.broadcasts import Broadcast, Broadcasts
 from tests.fixtures.broadcasts import adapted, broadcaster, moved
 from tests.fixtures.tiny import hf_folder

@@ -18,12 +18,12 @@ from lowroll.runs.sft import run_sft
 from lowroll.trainer.optim import OptimSettings
 from lowroll.trainer.sft import (
     Demonstration,
+    SftLearner,
     SftSettings,
     demonstrations,
     encode,
     epochs,
     read_demonstrations,
-    train_sft,
 )
 from lowroll.trainer.step import TrainingDiverged
 from lowroll.types import Prompt, Score
@@ -72,7 +72,7 @@ def test_a_tokenizer_without_an_end_is_refused():
     tokenizer = Letters()
     tokenizer.eos_token_id = None
     with pytest.raises(ValueError, match="end-of-sequence"):
-        train_sft(tiny_model(), tokenizer, REVERSED, SftSettings(1, 1))
+        SftLearner(tiny_model(), tokenizer, REVERSED, SftSettings(1))
 
 
 @pytest.mark.parametrize("capacity", [1, 16, 10_000])
@@ -81,9 +81,8 @@ def test_the_loss_is_the_token_mean_of_the_dense_model(capacity):
     samples = [encode(ChatTokenizer(Letters()), d) for d in REVERSED]
     with torch.no_grad():
         logp = torch.cat([dense_log_probs(model, s, temperature=1.0) for s in samples])
-    metrics = train_sft(
-        model, Letters(), REVERSED, SftSettings(1, len(REVERSED), tokens_per_microbatch=capacity)
-    )
+    settings = SftSettings(len(REVERSED), tokens_per_microbatch=capacity)
+    metrics = SftLearner(model, Letters(), REVERSED, settings).step()
     assert metrics["sft/loss"] == pytest.approx(-float(logp.mean()), abs=1e-5)
     assert metrics["sft/tokens"] == len(logp) == 28
     assert metrics["optim/skipped"] == 0
@@ -91,9 +90,8 @@ def test_the_loss_is_the_token_mean_of_the_dense_model(capacity):
 
 @pytest.mark.slow
 def test_the_loss_falls_and_the_greedy_response_is_the_demonstration():
-    model, seen = tiny_model(), []
+    model = tiny_model()
     settings = SftSettings(
-        80,
         8,
         OptimSettings(
             learning_rate=1e-2,
@@ -104,15 +102,9 @@ def test_the_loss_falls_and_the_greedy_response_is_the_demonstration():
         ),
         tokens_per_microbatch=64,
     )
-    train_sft(
-        model,
-        Letters(),
-        REVERSED,
-        settings,
-        on_step=lambda step, m: seen.append((step, m["sft/loss"])),
-    )
-    assert [step for step, _ in seen] == list(range(1, 81))
-    assert seen[0][1] > 2.0 and seen[-1][1] < 0.05
+    learner = SftLearner(model, Letters(), REVERSED, settings)
+    seen = [learner.step()["sft/loss"] for _ in range(80)]
+    assert seen[0] > 2.0 and seen[-1] < 0.05
     sample = encode(ChatTokenizer(Letters()), ask("cab", "bac"))
     with torch.no_grad():
         assert float(dense_log_probs(model, sample, temperature=1.0).exp().min()) > 0.8
@@ -121,12 +113,10 @@ def test_the_loss_falls_and_the_greedy_response_is_the_demonstration():
 def test_runs_with_one_seed_are_the_same_and_with_another_differ():
     def weights(seed):
         model = tiny_model()
-        train_sft(
-            model,
-            Letters(),
-            REVERSED,
-            SftSettings(2, 3, OptimSettings(learning_rate=1e-2), seed=seed),
-        )
+        settings = SftSettings(3, OptimSettings(learning_rate=1e-2), seed=seed)
+        learner = SftLearner(model, Letters(), REVERSED, settings)
+        for _ in range(2):
+            learner.step()
         return torch.cat([p.detach().flatten() for p in model.trainable_parameters().values()])
 
     assert torch.equal(weights(1), weights(1))
@@ -137,18 +127,21 @@ def test_a_diverged_run_stops():
     model = tiny_model()
     before = {n: p.detach().clone() for n, p in model.trainable_parameters().items()}
     model.register_forward_hook(lambda m, args, out: out * math.nan)
+    learner = SftLearner(model, Letters(), REVERSED, SftSettings(4))
+    for _ in range(2):
+        assert learner.step()["optim/skipped"] == 1
     with pytest.raises(TrainingDiverged, match="sft: loss nan"):
-        train_sft(model, Letters(), REVERSED, SftSettings(9, 4))
+        learner.step()
     assert all(torch.equal(p, before[n]) for n, p in model.trainable_parameters().items())
 
 
 def test_demonstrations_that_the_model_cannot_read_are_refused():
     with pytest.raises(ValueError, match=r"sample 1 .*token_ids leaves 0..63"):
-        train_sft(tiny_model(), Letters(), [ask("ab", "ba"), ask("a", "\u00ff")], SftSettings(1, 1))
+        SftLearner(tiny_model(), Letters(), [ask("ab", "ba"), ask("a", "\u00ff")], SftSettings(1))
     with pytest.raises(ValueError, match="samples|examples"):
-        train_sft(tiny_model(), Letters(), [], SftSettings(1, 1))
+        SftLearner(tiny_model(), Letters(), [], SftSettings(1)).step()
     with pytest.raises(ValueError, match="batch_size"):
-        SftSettings(1, 0)
+        SftSettings(0)
 
 
 def test_every_epoch_visits_everything_once_in_a_new_order():

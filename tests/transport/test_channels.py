@@ -12,8 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowroll.transport import MemoryRolloutChannel, decode_batch, encode_batch, packed
+from lowroll.transport import packed
+from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.transport.frame import check_frame
+from lowroll.transport.memory import MemoryRolloutChannel
 from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 from tests.fixtures.any_batch import batches

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from lowroll.runs.roles.channels import Patient
-from lowroll.transport import ChannelClosed, DeadlineExceeded, packed
+from lowroll.transport import packed
 from lowroll.transport.base import (
+    ChannelClosed,
     Cursor,
     DamagedFrame,
+    DeadlineExceeded,
     Fenced,
     FrameGone,
     TransportError,

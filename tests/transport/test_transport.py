@@ -17,20 +17,22 @@ import pytest
 from hypothesis import given, settings
 
 from lowroll import types
-from lowroll.transport import (
-    ChannelClosed,
+from lowroll.transport.base import ChannelClosed, DeadlineExceeded
+from lowroll.transport.codec import (
     CodecError,
-    DeadlineExceeded,
-    MemoryRolloutChannel,
-    MemoryWeightChannel,
     decode_batch,
     decode_sample,
     encode_batch,
     encode_sample,
+)
+from lowroll.transport.memory import MemoryRolloutChannel
+from lowroll.transport.rollout_log import (
     read_rollouts,
+    rollout_files,
+    truncate_rollouts,
+    without_evictions,
     write_rollouts,
 )
-from lowroll.transport.rollout_log import rollout_files, truncate_rollouts, without_evictions
 from lowroll.types import (
     Batch,
     Evictions,
@@ -367,27 +369,6 @@ def test_waits_end_and_name_what_they_waited_for() -> None:
             channel.receive(deadline)
     with pytest.raises(ValueError, match="capacity"):
         MemoryRolloutChannel(capacity=0)
-
-
-def test_weight_channel_gives_the_newest_version_once() -> None:
-    channel = MemoryWeightChannel()
-    with pytest.raises(DeadlineExceeded, match="weights newer than version -1"):
-        channel.receive(0)
-    payload = object()
-    channel.publish(0, "d0")
-    channel.publish(3, "d3", payload)
-    received = channel.receive(0)
-    assert (received.version, received.digest) == (3, "d3") and received.payload is payload
-    with pytest.raises(DeadlineExceeded, match="newer than version 3"):
-        channel.receive(0)
-    for version in (3, 2, -1, True, "4"):
-        with pytest.raises(ValueError, match="version"):
-            channel.publish(version, "d")
-    threading.Timer(0.02, channel.publish, (4, "d4")).start()
-    assert channel.receive(30).version == 4
-    channel.close()
-    with pytest.raises(ChannelClosed, match="last version was 4"):
-        channel.receive(30)
 
 
 def test_rollout_files_are_replaced_whole_and_truncated(

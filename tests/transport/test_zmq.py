@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import zmq as wire
 
-from lowroll.transport import ChannelClosed, DeadlineExceeded, zmq
+from lowroll.transport import zmq
 from lowroll.transport.base import (
+    ChannelClosed,
     Cursor,
     DamagedFrame,
+    DeadlineExceeded,
     Fenced,
     FrameGone,
     PeerSilent,

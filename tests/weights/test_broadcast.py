@@ -20,8 +20,7 @@ from lowroll.checkpoint.faults import observers
 from lowroll.checkpoint.publish import MANIFEST, verify_folder
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
-from lowroll.transport import DeadlineExceeded
-from lowroll.transport.base import wait_until
+from lowroll.transport.base import DeadlineExceeded, wait_until
 from lowroll.transport.broadcasts import STABLE, Broadcasts, Replaced, read_broadcast, reading
 from lowroll.weights.noise import NoiseSchedule
 from tests.fixtures.broadcasts import adapted, broadcaster, moved

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowroll.engine.remote import own
-from lowroll.engine.remote.client import Client, EngineLost, ServerError
+from lowroll.engine.remote.client import Client
 from lowroll.engine.remote.engine import Named, RemoteEngine
 from lowroll.engine.remote.probe import is_vllm
 from lowroll.engine.remote.verify import NotArrived
 from lowroll.engine.remote.vllm import VllmEngine
+from lowroll.engine.remote.wire import EngineLost, ServerError
 
 __all__ = ["EngineLost", "NotArrived", "RemoteEngine", "ServerError", "VllmEngine", "connect"]
 

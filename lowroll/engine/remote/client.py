@@ -14,9 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from lowroll.engine.remote.wire import Call, EngineLost, ServerError, Wire, parsed
-
-__all__ = ["Call", "Client", "EngineLost", "ServerError", "parsed"]
+from lowroll.engine.remote.wire import Call, Wire
 
 MARGIN = 5.0  # seconds that a waiting thread grants the loop beyond a request's own deadline
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lowroll.engine.remote.client import ServerError, parsed
 from lowroll.engine.remote.packed import unpack
+from lowroll.engine.remote.wire import ServerError, parsed
 from lowroll.engine.request import sampler_settings
 from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout, printable
 

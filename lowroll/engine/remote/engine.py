@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lowroll.engine.base import Capabilities, Drawn, EngineStats, InFlight, Ranked
-from lowroll.engine.remote.client import Call, Client, ServerError, parsed
+from lowroll.engine.remote.client import Client
 from lowroll.engine.remote.completions import (
     PATH,
     Arrivals,
@@ -26,6 +26,7 @@ from lowroll.engine.remote.completions import (
     most_bytes,
     prompt_logprobs,
 )
+from lowroll.engine.remote.wire import Call, ServerError, parsed
 from lowroll.engine.request import validate
 from lowroll.types import BehaviorTag, Evictions, Group, Request
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lowroll.engine.base import Capabilities, EngineStats
-from lowroll.engine.remote.client import Client, ServerError
+from lowroll.engine.remote.client import Client
 from lowroll.engine.remote.completions import Sample, body_of, tagged
+from lowroll.engine.remote.wire import ServerError
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make

@@ -11,9 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from lowroll.engine.remote.client import Client, ServerError
+from lowroll.engine.remote.client import Client
 from lowroll.engine.remote.completions import PATH
 from lowroll.engine.remote.dialect import HOTTEST
+from lowroll.engine.remote.wire import ServerError
 from lowroll.types import printable
 
 OLDEST = (0, 20)

@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from lowroll.engine.remote.client import Call, Client, ServerError
+from lowroll.engine.remote.client import Client
 from lowroll.engine.remote.nccl import ID_BYTES, Communicator
 from lowroll.engine.remote.probe import TRANSFER, Vllm
+from lowroll.engine.remote.wire import Call, ServerError
 from lowroll.weights.receive import check_content
 from lowroll.weights.update import WeightUpdate
 

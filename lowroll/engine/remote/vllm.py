@@ -30,12 +30,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lowroll.engine.base import Capabilities, InFlight
-from lowroll.engine.remote.client import Call, Client, EngineLost, ServerError
+from lowroll.engine.remote.client import Client
 from lowroll.engine.remote.dialect import HEEDED, VllmDialect
 from lowroll.engine.remote.engine import Named, RemoteEngine
 from lowroll.engine.remote.probe import ADAPTERS, RELOAD, TRANSFER, Vllm, probe
 from lowroll.engine.remote.process import VllmProcess
 from lowroll.engine.remote.verify import Learner, NotArrived, Verifier
+from lowroll.engine.remote.wire import Call, EngineLost, ServerError
+from lowroll.model.folder import resolve
 from lowroll.types import BehaviorTag, PolicySpan, printable
 
 if TYPE_CHECKING:
@@ -352,10 +354,8 @@ class VllmEngine(RemoteEngine):
 
 def _folder(url: str, named: str | Path) -> Path:
     """Where the model of a server can be read on this machine."""
-    from lowroll.model import hf
-
     try:
-        place = hf.resolve(named, weights=False, connect=False).resolve()
+        place = resolve(named, weights=False, connect=False).resolve()
     except ValueError:
         place = Path(named)
     if not (place / "config.json").is_file():

@@ -4,12 +4,10 @@
 // A task is a key-value head of a row, and up to four of its query heads share every key and value that is read. Keys
 // come in blocks of 64 with a running maximum (Milakov and Gimelshein 2018), so nothing grows with the context. What a
 // row gives depends on nothing but the row.
-#include <immintrin.h>
-
-#include <atomic>
 #include <cmath>
-#include <cstdint>
 #include <cstring>
+
+#include "../avx2.h"
 
 constexpr int BLOCK = 64;   // keys
 constexpr int HEADS = 4;    // query heads at a time
@@ -29,13 +27,6 @@ struct Problem {
     int B, H, G, d, P, threads;
 };
 
-// Of libgomp, whose threads torch's are: call this with these data on so many threads.
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-#define INLINE inline __attribute__((always_inline))
-
-static INLINE int least(int a, int b) { return a < b ? a : b; }
-
 // e^x of x <= 0, 0 below -87, NaN of NaN: 2^n e^r with |r| <= log(2) / 2, and a polynomial for e^r (Cephes, expf).
 static INLINE __m256 exponential(__m256 x) {
     const __m256 lowest = _mm256_set1_ps(-87.0f);
@@ -54,19 +45,6 @@ static INLINE __m256 exponential(__m256 x) {
     y = _mm256_add_ps(_mm256_fmadd_ps(y, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
     const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_and_ps(_mm256_mul_ps(y, _mm256_castsi256_ps(power)), live);
-}
-
-// Lanes of eight vectors, each added up: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
-static INLINE __m256 add_lanes(const __m256* v) {
-    const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-    const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
-}
-
-static INLINE float sum(__m256 x) {
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    const __m128 two = _mm_hadd_ps(four, four);
-    return _mm_cvtss_f32(_mm_hadd_ps(two, two));
 }
 
 static INLINE float largest(__m256 x) {
@@ -107,7 +85,7 @@ static INLINE void score(State<R>& s, const float* keys, const float* values, co
         for (int r = 0; r < R; ++r) dot[r][t] = first[r], dot[r][t + 1] = second[r];
     }
     for (int r = 0; r < R; ++r) {
-        for (int t = 0; t < whole; t += 8) _mm256_store_ps(s.p[r] + t, add_lanes(dot[r] + t));
+        for (int t = 0; t < whole; t += 8) _mm256_store_ps(s.p[r] + t, add_lanes(dot[r] + t, 1));
         for (int t = count; t < whole; ++t) s.p[r][t] = -INFINITY;
     }
 }
@@ -123,7 +101,7 @@ template <int R> static INLINE void weigh(State<R>& s, int count, int d) {
             _mm256_store_ps(s.p[r] + t, p);
             weight = _mm256_add_ps(weight, p);
         }
-        s.weight[r] = s.weight[r] * old + sum(weight);
+        s.weight[r] = s.weight[r] * old + add_lanes(weight);
         s.most[r] = now;
         for (int j = 0; j < d; j += 8)
             _mm256_store_ps(s.total[r] + j, _mm256_mul_ps(_mm256_load_ps(s.total[r] + j), _mm256_set1_ps(old)));
@@ -192,19 +170,6 @@ static void attend_heads(const Problem& p, int row, int g) {
     }
 }
 
-struct Job {
-    const Problem& p;
-    std::atomic<int> task{0};
-};
-
-static void attend_all(void* data) {
-    Job& job = *(Job*)data;
-    const Problem& p = job.p;
-    for (int i; (i = job.task.fetch_add(1)) < p.B * p.G;) attend_heads(p, i / p.G, i % p.G);
-}
-
 extern "C" void avx2_decode(const Problem* p, Parallel parallel) {
-    Job job{*p};
-    if (p->threads == 1) attend_all(&job);
-    else parallel(attend_all, &job, p->threads, 0);
+    share(parallel, p->threads, p->B * p->G, 1, [p](int i) { attend_heads(*p, i / p->G, i % p->G); });
 }

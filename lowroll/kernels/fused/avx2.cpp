@@ -1,10 +1,8 @@
 // From the fused qkv product to heads, on a CPU with AVX2, in float32: QK-norm where the model has one, and the half-rotation.
 // A row's bits depend on the row alone.
-#include <immintrin.h>
-
-#include <atomic>
 #include <cmath>
-#include <cstdint>
+
+#include "../avx2.h"
 
 struct Problem {
     const float* qkv;       // rows of [H + 2 G, d], `stride` apart
@@ -19,18 +17,7 @@ struct Problem {
     int T, H, G, d, threads;
 };
 
-// Of libgomp, whose threads torch's are: call this with these data on so many threads.
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
 constexpr int FEW = 16;     // rows that do not pay for waking threads
-
-#define INLINE inline __attribute__((always_inline))
-
-static INLINE float add_lanes(__m256 x) {
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    const __m128 two = _mm_hadd_ps(four, four);
-    return _mm_cvtss_f32(_mm_hadd_ps(two, two));
-}
 
 // 1 / sqrt(mean(x^2) + eps) of d numbers, a multiple of 16.
 static INLINE __m256 inverse_rms(const float* x, int d, float eps) {
@@ -67,19 +54,6 @@ static void rotate_row(const Problem& p, int t) {
     for (int g = 0; g < p.G; ++g) rotate(x + g * p.d, p.k_norm, c, s, p.k + ((int64_t)t * p.G + g) * p.d, p.d, p.eps);
 }
 
-struct Job {
-    const Problem& p;
-    std::atomic<int> task{0};
-};
-
-static void rotate_all(void* data) {
-    Job& job = *(Job*)data;
-    for (int i; (i = job.task.fetch_add(FEW)) < job.p.T;)
-        for (int t = i; t < i + FEW && t < job.p.T; ++t) rotate_row(job.p, t);
-}
-
 extern "C" void avx2_heads(const Problem* p, Parallel parallel) {
-    Job job{*p};
-    if (p->threads == 1 || p->T <= FEW) rotate_all(&job);
-    else parallel(rotate_all, &job, p->threads, 0);
+    share(parallel, p->threads, p->T, FEW, [p](int t) { rotate_row(*p, t); });
 }

@@ -4,13 +4,11 @@
 // four vectors of 16 words, and lane j of their products with x has the sum over k = 8 j .. 8 j + 7 of the chunk, so a
 // vector of 8 scales covers groups of 16, 32 or more. Up to 8 rows the codes are decoded in registers; more rows read
 // them from a tile in the first cache. The sums of a row are added in the same order for any number of rows.
-#include <immintrin.h>
-
-#include <atomic>
 #include <cmath>
-#include <cstdint>
 #include <cstring>
 #include <type_traits>
+
+#include "../avx2.h"
 
 enum Kind { NVFP4, MXFP4, INT4, INT4_ASYM };
 
@@ -33,13 +31,6 @@ struct Problem {
     int M, N, K, kind, global_per_row, integers, threads;
 };
 
-// Of libgomp, whose threads torch's are: call this with these data on so many threads.
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-#define LAMBDA __attribute__((always_inline))
-#define INLINE inline LAMBDA
-
-static INLINE int least(int a, int b) { return a < b ? a : b; }
 static INLINE int blocks(int K) { return (K / CHUNK + BLOCK - 1) / BLOCK; }
 
 struct Weights {            // of a channel, in a chunk
@@ -181,14 +172,6 @@ static void round_panel(const Problem& p, int first) {
 
 // -- tasks ------------------------------------------------------------------------------------------------------------
 
-// Lanes of eight vectors, each added up: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
-static INLINE __m256 add_lanes(const __m256* v, int stride) {
-    const __m256 a = _mm256_hadd_ps(v[0], v[stride]), b = _mm256_hadd_ps(v[2 * stride], v[3 * stride]);
-    const __m256 c = _mm256_hadd_ps(v[4 * stride], v[5 * stride]), d = _mm256_hadd_ps(v[6 * stride], v[7 * stride]);
-    const __m256 low = _mm256_hadd_ps(a, b), high = _mm256_hadd_ps(c, d);
-    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
-}
-
 template <int KIND>
 static void write(const Problem& p, int m, int rows, int n, int channels, const __m256 (*sums)[ROWS]) {
     float unit[TILE], bias[TILE] = {};
@@ -262,33 +245,16 @@ template <int KIND> static void task(const Problem& p, int m0, int n) {
     write<KIND>(p, m0, rows, n, channels, sums);
 }
 
-struct Job {
-    const Problem& p;
-    std::atomic<int> panel{0}, task{0};
-};
-
-static void round_all(void* data) {
-    Job& job = *(Job*)data;
-    for (int m; (m = job.panel.fetch_add(1) * PANEL) < job.p.M;) round_panel(job.p, m);
-}
-
-static void multiply_all(void* data) {
-    Job& job = *(Job*)data;
-    const Problem& p = job.p;
-    const int across = (p.N + TILE - 1) / TILE, down = (p.M + ROWS - 1) / ROWS;
-    for (int i; (i = job.task.fetch_add(1)) < across * down;) {
-        const int m = i / across * ROWS, n = i % across * TILE;
-        if (p.kind == NVFP4) task<NVFP4>(p, m, n);
-        else if (p.kind == MXFP4) task<MXFP4>(p, m, n);
-        else if (p.kind == INT4) task<INT4>(p, m, n);
-        else task<INT4_ASYM>(p, m, n);
-    }
+static void multiply_tile(const Problem& p, int m, int n) {
+    if (p.kind == NVFP4) task<NVFP4>(p, m, n);
+    else if (p.kind == MXFP4) task<MXFP4>(p, m, n);
+    else if (p.kind == INT4) task<INT4>(p, m, n);
+    else task<INT4_ASYM>(p, m, n);
 }
 
 extern "C" void avx2_linear(const Problem* p, Parallel parallel) {
-    Job job{*p};
-    if (p->threads == 1 || p->M <= PANEL) round_all(&job);
-    else parallel(round_all, &job, p->threads, 0);
-    if (p->threads == 1) multiply_all(&job);
-    else parallel(multiply_all, &job, p->threads, 0);
+    const int panels = (p->M + PANEL - 1) / PANEL, down = (p->M + ROWS - 1) / ROWS, across = (p->N + TILE - 1) / TILE;
+    share(parallel, p->threads, panels, 1, [p](int i) { round_panel(*p, i * PANEL); });
+    share(parallel, p->threads, across * down, 1,
+          [p, across](int i) { multiply_tile(*p, i / across * ROWS, i % across * TILE); });
 }

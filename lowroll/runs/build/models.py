@@ -8,6 +8,7 @@ from pathlib import Path
 from lowroll.config import RunConfig
 from lowroll.kernels.matmul.w8a8 import scaled_mm_supports
 from lowroll.model import hf, lora, scaling
+from lowroll.model.folder import resolve
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
@@ -62,7 +63,7 @@ def outline(key: str, source: str, compute: Compute) -> Transformer:
     """The shapes of the model that a setting names, on the meta device. Nothing of its weights is
     read."""
     refuse_adapter(key, source)
-    spec = read_spec(hf.resolve(source, weights=False, key=key))
+    spec = read_spec(resolve(source, weights=False, key=key))
     return Transformer(spec, "meta", compute.dtype)
 
 
@@ -83,7 +84,7 @@ def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
 
 def tokenizer(source: str | Path, tool_format: str | None = None) -> ChatTokenizer:
     """The chat tokenizer of a model folder or hub id. tool_format: as `ChatTokenizer`'s."""
-    return ChatTokenizer(load_tokenizer(hf.resolve(source, weights=False)), tool_format)
+    return ChatTokenizer(load_tokenizer(resolve(source, weights=False)), tool_format)
 
 
 def critic(
@@ -134,7 +135,7 @@ def asks_teacher(cfg: RunConfig) -> bool:
 
 def refuse_adapter(key: str, source: str | Path) -> None:
     """ValueError when the folder that a setting names holds an adapter, and no model of its own."""
-    if (hf.resolve(source, weights=False, key=key) / "adapter_config.json").is_file():
+    if (resolve(source, weights=False, key=key) / "adapter_config.json").is_file():
         raise ValueError(
             f"{key}: {source} is an adapter folder, and a whole model is needed here; merge it "
             f"into its base first (lowroll export {source} OUT --as merged)"
@@ -156,7 +157,7 @@ def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
 
 def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:
     """ValueError when the tokens of the model that a setting names are not those of the run's."""
-    theirs = load_tokenizer(hf.resolve(source, weights=False, key=key))
+    theirs = load_tokenizer(resolve(source, weights=False, key=key))
     if theirs.get_vocab() != chat.tokenizer.get_vocab():
         raise ValueError(
             f"{key}: the vocabulary of {source} is not that of {cfg.model}: the same ids would be "

@@ -22,6 +22,7 @@ from lowroll.config.vllm import VllmConfig
 from lowroll.engine.base import Engine
 from lowroll.engine.native import pick_device
 from lowroll.model import hf
+from lowroll.model.folder import resolve
 from lowroll.model.scoring import score
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.transformer import Transformer
@@ -160,7 +161,7 @@ def attach(cfg: RunConfig, model: Transformer, weights: str) -> Engine:
     from lowroll.engine.remote.vllm import VllmEngine
 
     vllm = cfg.rollout.vllm
-    source = hf.resolve(cfg.model)
+    source = resolve(cfg.model)
     folder = source if _holds(source, weights) else None
     return _named(
         VllmEngine.attach, vllm.url, folder, token=token(vllm), **_shared(cfg), **_verified(model)
@@ -201,7 +202,7 @@ def _base(
 ) -> Path:
     """The folder that a server loads: the run's model where it holds what the rollouts multiply
     with, else one that is written for this into `room`."""
-    source = hf.resolve(cfg.model)
+    source = resolve(cfg.model)
     if _holds(source, weights):
         return source
     rollout = rollout_copy(learner(), weights, get_format(weights).dtype or compute.dtype)

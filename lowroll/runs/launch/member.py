@@ -19,6 +19,7 @@ LONGEST_PAUSE_S = 10.0
 LOOK_S = 0.05
 ENDING_S = 120.0  # from its last sign of life to its end: it gives a large model's memory back
 START_S = 900.0  # until the first sign of life: loading a large model takes minutes
+STARTING = 10.0  # times as patient: a library that comes from a slow disk holds Python's lock
 
 
 class Member(ABC):
@@ -113,7 +114,9 @@ class Member(ABC):
             return None
         limit = START_S
         if (said := self._said()) is not None:
-            limit = ENDING_S if said["phase"] == "ended" else self.watch.silent_s
+            usual = self.watch.silent_s
+            phases = {"starting": STARTING * usual, "ended": ENDING_S}
+            limit = phases.get(str(said["phase"]), usual)
         if self.watch.silent_for <= limit:
             return None
         return (

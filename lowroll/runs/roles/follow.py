@@ -21,7 +21,6 @@ import torch
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.config import RunConfig
-from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE, Group, Ranks
 from lowroll.parallel.sharding import Sharded
 from lowroll.runs.attempt import log_file
@@ -29,7 +28,7 @@ from lowroll.runs.build import models, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
-from lowroll.runs.learner import Learner
+from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.roles.heart import GONE_S, Heart
 from lowroll.runs.roles.place import Place, rank_role
 from lowroll.runs.roles.seat import Seat
@@ -38,7 +37,6 @@ from lowroll.transport.base import RolloutReceiver
 from lowroll.transport.packed import decode_batch, encode_batch
 from lowroll.types import Batch
 from lowroll.weights.noise import share
-from lowroll.weights.publish import digest
 
 log = logging.getLogger(__name__)
 
@@ -101,21 +99,6 @@ class Lead:
             self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
 
 
-def learning(cfg: RunConfig, compute: Compute, ranks: Ranks) -> tuple[Transformer, str]:
-    """The model that learns, of which a rank holds its part, and the digest of the weights that all
-    begin with."""
-    model = models.learner(cfg, compute)
-    base = same_base(ranks, digest(model), cfg)
-    return ranks.shard(model), base
-
-
-def same_base(ranks: Ranks, base: str, cfg: RunConfig) -> str:
-    """The digest of the weights that all ranks begin with. ValueError on a rank that has others."""
-    if ranks.size > 1 and ranks.tell(base.encode()).decode() != base:
-        raise ValueError(f"model: the weights of {cfg.model} here are not those of rank 0")
-    return base
-
-
 def follow(cfg: RunConfig, seat: Seat) -> None:
     """Learn with rank 0 until it says that the run is over. ValueError when this rank was given
     another run's settings or weights."""
@@ -138,25 +121,12 @@ class Follower:
     def __init__(self, cfg: RunConfig, ranks: Ranks, heart: Heart, begin: Begin) -> None:
         self.ranks = ranks
         self.heart = heart
-        home = Reader(cfg, begin.step)
-        checkpoints = Checkpointing(home, resume=begin.step is not None)
-        compute = Compute.of(cfg)
-        model, base = learning(cfg, compute, ranks)
-        ranks.mirror(model)
+        checkpoints = Checkpointing(Reader(cfg, begin.step), resume=begin.step is not None)
+        policy = Policy.load(cfg, models.tokenizer(cfg.model), Compute.of(cfg), ranks)
+        ranks.mirror(policy.model)
         self.orders = Orders(ranks)
-        self.learner = Learner(
-            home,
-            checkpoints,
-            cfg,
-            compute,
-            model,
-            base,
-            models.tokenizer(cfg.model),
-            self.orders,
-            Nowhere(cfg, model, ranks),
-            deadline_s=ORDER_S,
-            ranks=ranks,
-        )
+        publisher = Nowhere(cfg, policy)
+        self.learner = Learner(cfg, policy, checkpoints, self.orders, publisher, deadline_s=ORDER_S)
         self.learner.watch(self._phase, lambda _: None)
         if begin.step is not None:
             saved = self.learner.restore()
@@ -263,10 +233,10 @@ class Nowhere:
     cache_tokens = None
     hidden_bytes = 0
 
-    def __init__(self, cfg: RunConfig, model: Transformer, ranks: Ranks) -> None:
+    def __init__(self, cfg: RunConfig, policy: Policy) -> None:
         self.cfg = cfg
-        self.model = model
-        self.ranks = ranks
+        self.model = policy.model
+        self.ranks = policy.ranks
         self.weights = cfg.rollout.weights
         self.noise = trainer.noise(cfg)
 

@@ -28,7 +28,8 @@ from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.store import Store
 from lowroll.config import RunConfig
 from lowroll.config.surogate.roles import GIVEN
-from lowroll.engine.remote.pool import Elastic, EnginePool
+from lowroll.engine.remote.discovery import Elastic
+from lowroll.engine.remote.pool import EnginePool
 from lowroll.metrics.record import add_evaluation, forget_evaluations, read_evaluations
 from lowroll.model.folder import resolve
 from lowroll.model.spec import read_spec

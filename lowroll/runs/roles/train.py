@@ -25,9 +25,9 @@ from lowroll.runs.build import models, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder, goes_on
-from lowroll.runs.learner import Learner
+from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.roles.channels import receiver
-from lowroll.runs.roles.follow import Lead, Told, joined, learning
+from lowroll.runs.roles.follow import Lead, Told, joined
 from lowroll.runs.roles.heart import GONE_S, Heart, Watch
 from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
@@ -110,23 +110,16 @@ class Training:
         self.orchestrator = Watch(place.heart(ORCHESTRATOR))
         checkpoints = Checkpointing(home, resume)
         self.lead.begin(home.attempt, checkpoints, cfg)
-        compute = Compute.of(cfg)
-        self.chat = models.tokenizer(cfg.model)
-        model, base = learning(cfg, compute, ranks)
+        policy = Policy.load(cfg, models.tokenizer(cfg.model), Compute.of(cfg), ranks)
         self.channel = _Late()
-        self.publisher = Broadcasting(cfg, compute, model, ranks, place, home.attempt)
+        self.publisher = Broadcasting(cfg, policy, place, home.attempt)
         self.learner = Learner(
-            home,
-            checkpoints,
             cfg,
-            compute,
-            model,
-            base,
-            self.chat,
+            policy,
+            checkpoints,
             Told(self.channel, self.lead),
             self.publisher,
             deadline_s=GONE_S * 48,
-            ranks=ranks,
             whole=self.publisher.whole,
         )
         self._ended = time.monotonic()  # the step before
@@ -258,22 +251,15 @@ class Broadcasting:
     cache_tokens = None
     hidden_bytes = 0
 
-    def __init__(
-        self,
-        cfg: RunConfig,
-        compute: Compute,
-        model: Transformer,
-        ranks: Ranks,
-        place: Place,
-        attempt: int,
-    ) -> None:
+    def __init__(self, cfg: RunConfig, policy: Policy, place: Place, attempt: int) -> None:
+        compute = policy.compute
         self.cfg = cfg
-        self.model = model
-        self.ranks = ranks
+        self.model = policy.model
+        self.ranks = policy.ranks
         # what only writes files reads the host's memory
         writes = cfg.weight_broadcast.type == "filesystem" and not cfg.train.weight_metrics
         on_host = writes and cfg.forward_weights is None
-        whole = ranks.mirror(model, "cpu" if on_host else compute.device)
+        whole = self.ranks.mirror(self.model, "cpu" if on_host else compute.device)
         assert whole is not None, "rank 0 leads"
         self.whole = whole
         self.weights = cfg.rollout.weights
