@@ -17,7 +17,3 @@ class GSM8K(Problems):
         "{text}\nThink step by step and write the final number on a line of its own after ####, "
         "such as: #### 7"
     )
-
-    def state(self, answer: str) -> str:
-        """The answer after ####."""
-        return f"#### {answer}"

@@ -14,5 +14,4 @@ class Math(Problems):
     """Rows {problem or question, answer and/or solution}; the last `\\boxed{}` of a response is its
     answer."""
 
-    hashes = False
     default_template = "{text}\nThink step by step and put the final answer within \\boxed{}."

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -45,7 +46,7 @@ class Problem:
     solution: str = ""
 
 
-class Problems(Environment):
+class FinalAnswer(Environment):
     """Reward 1 when the response's final answer equals the gold answer, else 0.
 
     Its numbers: `has_answer`, and `unjudged` where there is a final answer that cannot be judged,
@@ -54,7 +55,34 @@ class Problems(Environment):
 
     exact = True
     overtaxed = Score(0.0, {"has_answer": 1.0, "unjudged": 1.0})
-    hashes: ClassVar[bool]  # whether `#### number` counts beside \boxed{}
+    hashes: ClassVar[bool] = False  # whether `#### number` counts beside \boxed{}
+
+    @abstractmethod
+    def solution(self, prompt: Prompt) -> str:
+        """The data set's worked solution; "" where there is none."""
+
+    def score(self, prompt: Prompt, text: str) -> Score:
+        """1 or 0. A response without a final answer is wrong, and so is one that cannot be
+        judged."""
+        return judged(prompt, text, self.hashes)
+
+    def gold(self, prompt: Prompt) -> str:
+        """The worked solution when it ends in the gold answer, else the answer alone."""
+        answer, solution = prompt.info["answer"], self.solution(prompt)
+        return solution if ends_in(solution, answer, self.hashes) else self.state(answer)
+
+    def perturbed(self, prompt: Prompt) -> str:
+        """The gold answer with one digit changed."""
+        return self.state(perturb(prompt.info["answer"]))
+
+    def state(self, answer: str) -> str:
+        """The shortest response with this final answer."""
+        return f"#### {answer}" if self.hashes else f"\\boxed{{{answer}}}"
+
+
+class Problems(FinalAnswer):
+    """Tasks of a data set's rows."""
+
     default_template: ClassVar[str]
 
     def __init__(
@@ -99,28 +127,12 @@ class Problems(Environment):
             },
         )
 
-    def score(self, prompt: Prompt, text: str) -> Score:
-        """1 or 0. A response without a final answer is wrong, and so is one that cannot be
-        judged."""
-        return judged(prompt, text, self.hashes)
-
     def matching(self, prompt: Prompt, text: str) -> Prompt | None:
         """The same task with the answer of `text` for its gold answer."""
         return replace(prompt, info={**prompt.info, "beside": bounded(text)})
 
-    def gold(self, prompt: Prompt) -> str:
-        """The data set's worked solution when it ends in the gold answer, else the answer alone."""
-        answer = prompt.info["answer"]
-        solution = self.rows[prompt.info["split"]][prompt.info["row"]].solution
-        return solution if ends_in(solution, answer, self.hashes) else self.state(answer)
-
-    def perturbed(self, prompt: Prompt) -> str:
-        """The gold answer with one digit changed."""
-        return self.state(perturb(prompt.info["answer"]))
-
-    def state(self, answer: str) -> str:
-        """The shortest response with this final answer."""
-        return f"\\boxed{{{answer}}}"
+    def solution(self, prompt: Prompt) -> str:
+        return self.rows[prompt.info["split"]][prompt.info["row"]].solution
 
 
 def ends_in(solution: str, answer: str, hashes: bool) -> bool:

@@ -14,36 +14,10 @@ from hypothesis import strategies as st
 from lowroll.advantages import gae, place, whiten
 from lowroll.objectives.reduce import Counts, count
 from lowroll.objectives.value import value_loss
+from tests.fixtures.gae import NAMES, REWARDS, ROWS, VALUES
 
-REWARDS, VALUES = [0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4]
 
-
-@pytest.mark.parametrize(
-    ("gamma", "lam", "advantages", "returns", "whitened"),
-    [
-        (
-            1,
-            1,
-            [0.9, 0.8, 0.7, 0.6],
-            [1, 1, 1, 1],
-            [1.1618946553, 0.3872982184, -0.3872982184, -1.1618946553],
-        ),
-        (
-            1,
-            0.95,
-            [0.799675, 0.7365, 0.67, 0.6],
-            [0.899675, 0.9365, 0.97, 1],
-            [1.1418370222, 0.4067444408, -0.3670372238, -1.1815442392],
-        ),
-        (
-            0.99,
-            0.95,
-            [0.7732904271, 0.71801215, 0.6603, 0.6],
-            [0.8732904271, 0.91801215, 0.9603, 1],
-            [1.1449442605, 0.4037484876, -0.3700817382, -1.1786110099],
-        ),
-    ],
-)
+@pytest.mark.parametrize(NAMES, ROWS)
 def test_gae_by_hand(gamma, lam, advantages, returns, whitened):
     A, G = gae(REWARDS, VALUES, gamma=gamma, lam=lam)
     assert A == pytest.approx(advantages, abs=5e-11) and G == pytest.approx(returns, abs=5e-11)

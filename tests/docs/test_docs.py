@@ -22,6 +22,7 @@ from lowroll.config import load, load_surogate
 from lowroll.metrics.record import read
 from lowroll.model import hf, lora
 from lowroll.runs import demo
+from tests.fixtures.runs import TINY
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -33,15 +34,6 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 # commands that a page names and that are still to come
 COMING: set[tuple[str, str]] = set()
-TINY = {
-    **demo.CONFIG,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 
 
 def name(path: Path) -> str:

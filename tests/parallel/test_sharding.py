@@ -28,7 +28,7 @@ from tests.fixtures.ranks import together
 SHARDED = "lowroll.parallel.sharding:Sharded"
 FEWER = ("fp32 untied", "lora bf16", "aligned", "critic", "muon bf16", "8 bits")
 SIZES = {1: tuple(CASES), 2: tuple(CASES), 4: FEWER}
-RESUMED = ("fp32 untied", "bf16", "lora", "critic", "muon bf16", "8 bits", "fp8")
+RESUMED = ("fp32 untied", "bf16", "lora", "lora, critic", "critic", "muon bf16", "8 bits", "fp8")
 
 
 @pytest.mark.parametrize("name", SHAPES)

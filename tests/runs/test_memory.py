@@ -40,17 +40,9 @@ from lowroll.trainer.optim import Optimizer
 from lowroll.weights.aligned import align
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.live import Live
+from tests.fixtures.runs import TINY
 
 BASELINE = Path(__file__).parents[2] / "bench" / "baselines" / "memory.json"
-TINY = {
-    **demo.CONFIG,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 WORDS = {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5}
 WIDE = {
     **CASES["tiny"].config,

@@ -16,16 +16,8 @@ from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
 from lowroll.runs import demo
 from lowroll.runs.preflight import look_at_run
+from tests.fixtures.runs import TINY
 
-TINY = {
-    **demo.CONFIG,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 WORDS = {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5}
 
 

@@ -23,6 +23,7 @@ from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, TrainingDiverged, learn
 from lowroll.transport.memory import MemoryRolloutChannel
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, RunFailed, Sample, Score
+from tests.fixtures.gae import NAMES, ROWS, VALUES
 from tests.fixtures.learner import (
     TEMPERATURE,
     VOCAB,
@@ -95,39 +96,14 @@ def say(critic: Critic, sample: Sample, values: list[float]) -> None:
 # The rows of A5
 
 
-@pytest.mark.parametrize(
-    ("gamma", "lam", "advantages", "returns", "whitened"),
-    [
-        (
-            1,
-            1,
-            [0.9, 0.8, 0.7, 0.6],
-            [1, 1, 1, 1],
-            [1.1618946553, 0.3872982184, -0.3872982184, -1.1618946553],
-        ),
-        (
-            1,
-            0.95,
-            [0.799675, 0.7365, 0.67, 0.6],
-            [0.899675, 0.9365, 0.97, 1],
-            [1.1418370222, 0.4067444408, -0.3670372238, -1.1815442392],
-        ),
-        (
-            0.99,
-            0.95,
-            [0.7732904271, 0.71801215, 0.6603, 0.6],
-            [0.8732904271, 0.91801215, 0.9603, 1],
-            [1.1449442605, 0.4037484876, -0.3700817382, -1.1786110099],
-        ),
-    ],
-)
+@pytest.mark.parametrize(NAMES, ROWS)
 def test_the_rows_of_the_table_through_the_critic(gamma, lam, advantages, returns, whitened):
     sample, got = one_sample([1] * 4), {}
     for whiten in (False, True):
         critic = make_critic(gamma=gamma, lam=lam, whiten=whiten)
-        say(critic, sample, [0.1, 0.2, 0.3, 0.4])
+        say(critic, sample, VALUES)
         judged = critic.judge([sample], [[0]])
-        assert judged.values[0].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=1e-5)
+        assert judged.values[0].tolist() == pytest.approx(VALUES, abs=1e-5)
         assert judged.returns[0].tolist() == pytest.approx(returns, abs=2e-5)
         got[whiten] = judged.advantages[0].tolist()
     assert got[False] == pytest.approx(advantages, abs=2e-5) and got[True] == pytest.approx(

@@ -6,28 +6,23 @@ whose order does not count.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from lowroll.envs.answers import last_answer
 from lowroll.envs.problems import (
     CALCULATOR,
     ORDER,
+    FinalAnswer,
     as_text,
-    ends_in,
     final_answer,
-    judged,
-    perturb,
 )
 from lowroll.envs.sets.held_out import HeldOut, Task
 from lowroll.envs.sets.rows import column, text_of
-from lowroll.types import Prompt, Score
+from lowroll.types import Prompt
 
 
-class Boxed(HeldOut):
+class Boxed(FinalAnswer, HeldOut):
     r"""The last `\boxed{}` of a response is its answer."""
-
-    hashes: ClassVar[bool] = False
-    overtaxed = Score(0.0, {"has_answer": 1.0, "unjudged": 1.0})
 
     def convert(self, row: dict[str, Any], where: str) -> Task | None:
         """The question, its final answer, and a worked solution where there is one."""
@@ -44,30 +39,11 @@ class Boxed(HeldOut):
         ordered = ORDER.search(question) is not None
         return Task(question, {"answer": answer, "ordered": ordered}, shown) if answer else None
 
-    def score(self, prompt: Prompt, text: str) -> Score:
-        """1 or 0. A response without a final answer is wrong, and so is one that cannot be
-        judged."""
-        return judged(prompt, text, self.hashes)
-
-    def gold(self, prompt: Prompt) -> str:
-        """The worked solution where it ends in the gold answer, else the answer alone."""
-        answer, solution = prompt.info["answer"], self.tasks[prompt.info["row"]].solution
-        return solution if ends_in(solution, answer, self.hashes) else self.state(answer)
-
-    def perturbed(self, prompt: Prompt) -> str:
-        """The gold answer with one digit changed."""
-        return self.state(perturb(prompt.info["answer"]))
-
-    def state(self, answer: str) -> str:
-        """The shortest response with this final answer."""
-        return f"\\boxed{{{answer}}}"
+    def solution(self, prompt: Prompt) -> str:
+        return self.tasks[prompt.info["row"]].solution
 
 
 class Hashed(Boxed):
     r"""`#### number` counts beside `\boxed{}`, and the last of them decides."""
 
     hashes = True
-
-    def state(self, answer: str) -> str:
-        """The answer after ####."""
-        return f"#### {answer}"
