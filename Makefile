@@ -39,10 +39,12 @@ long: $(STAMP)
 goldens: $(STAMP)
 	$(PY) -m tests.goldens
 
-# About an hour: random requests and random runs against the plain path. A difference names the seed that repeats it.
+# About an hour: random requests and random runs against the plain path. A difference names the seed that repeats it. And
+# other draws of what the suite draws alike each time.
 fuzz: $(STAMP)
 	$(PY) -m tests.fuzz --mixes 20000
 	$(PY) -m tests.fuzz_runs --runs 200
+	$(PY) -m pytest -m hypothesis --hypothesis-profile search
 
 # Under an hour: runs that are killed, full and broken disks, damaged files, hostile folders. docs/reliability.md has what
 # is promised, and the counts.

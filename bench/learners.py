@@ -49,6 +49,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
 from lowroll.parallel.ranks import ALONE, Group, Ranks
 from lowroll.parallel.sharding import Sharded
+from lowroll.runs.launch.process import reserved
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
@@ -286,7 +287,8 @@ def side(
 ) -> Found:
     """What rank 0 of a side found on the GPUs from `first` on, or {"failed": the last line of who
     ended first}."""
-    port = free_port()
+    meeting = reserved("127.0.0.1")  # nobody else gets the port before rank 0 listens there
+    port = meeting.getsockname()[1]
     where = scratch / f"{name}-{which}-{size}"
     words = [sys.executable, "-m", "bench.learners", "--jobs", name, "--side", which]
     words += ["--steps", str(args.steps), "--port", str(port), "--found", str(where)]
@@ -302,6 +304,7 @@ def side(
     try:
         return awaited(started, logs, where)
     finally:
+        meeting.close()
         for process in started:
             process.kill()
             process.wait(30)
@@ -320,14 +323,6 @@ def awaited(started: list[subprocess.Popen[bytes]], logs: list[Path], where: Pat
             return {"failed": f"rank {lost}: {lines[-1][:200]}"}
         time.sleep(0.2)
     return {"failed": f"not over in {DEADLINE_S:g} s"}
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # -- rows ------------------------------------------------------------------------------------------

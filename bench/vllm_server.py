@@ -11,7 +11,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from bench.peer import PeerFailed, vllm_path
 from bench.vllm_worker import config
+from lowroll.runs.launch.process import reserved
 
 START_S = 300.0
 END_S = 20.0
@@ -35,8 +35,8 @@ class VllmServer:
         (folder / "config.json").write_text(
             json.dumps(config(settings["shape"], settings["format"]))
         )
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._held = reserved("127.0.0.1")  # until the server has ended: nobody else gets its port
+        self._port = self._held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
         self.log = folder / "vllm.log"
         self._began = time.perf_counter()
@@ -88,6 +88,7 @@ class VllmServer:
 
     def close(self) -> None:
         """End the processes of its group."""
+        self._held.close()
         for number, patience in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
             if self._process.poll() is None or number == signal.SIGKILL:
                 try:

@@ -21,8 +21,11 @@ from pathlib import Path
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
+for name in [*os.environ]:  # no proxy leads to a server of this machine, and no test is a terminal
+    if name.lower().endswith("_proxy") or name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        del os.environ[name]
 
-pytest_plugins = ["tests.fixtures.leash", "tests.fixtures.interpreted"]
+pytest_plugins = ["tests.fixtures.leash", "tests.fixtures.interpreted", "tests.fixtures.draws"]
 pytest.register_assert_rewrite("tests.fixtures")
 
 
@@ -46,10 +49,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def paths() -> Iterator[None]:
-    """A user's file brings its folder to the path: modules beside it would be found for others."""
-    before = list(sys.path)
+    """A user's file brings its folder to the path: modules beside it would be found for others.
+    And ranks name the interface that they meet at in the environment, which others inherit."""
+    path, environ = list(sys.path), dict(os.environ)
     yield
-    sys.path[:] = before
+    sys.path[:] = path
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,8 +127,7 @@ def show(diagnosis: Diagnosis) -> None:
             ),
             f"{part.ess:.4f}",
         )
-    console = Console()
-    console = console if console.is_terminal else Console(width=140)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
     for note in diagnosis.notes:
         console.print(f"note: {note}", markup=False, highlight=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -218,8 +219,7 @@ def show(rows: Sequence[dict[str, Any]], title: str = "", out: Path | None = Non
     table = Table(*(Column(name, overflow="fold") for name in head), title=title)
     for line in cells:
         table.add_row(*line)
-    console = Console()
-    console = console if console.is_terminal else Console(width=180)
+    console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table)
     if out is not None:
         console.print(f"responses, results.json and failures.html: {out}", markup=False)

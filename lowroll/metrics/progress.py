@@ -3,6 +3,7 @@ terminal."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,16 +22,15 @@ from rich.progress import (
 def phases() -> Iterator[Callable[[str, int, int], None]]:
     """`with phases() as on_phase:` then `on_phase(name, done, total)`: one bar a phase, gone at the
     end."""
-    console = Console(stderr=True)
     bars: dict[str, TaskID] = {}
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=console,
+        console=Console(stderr=True),
         transient=True,
-        disable=not console.is_terminal,
+        disable=not sys.stderr.isatty(),
     ) as view:
 
         def on_phase(name: str, done: int, total: int) -> None:

@@ -392,7 +392,7 @@ def test_foreign_names_are_ignored_with_a_warning(
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=12, unique=True),
     st.none() | st.integers(1, 4),

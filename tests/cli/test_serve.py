@@ -223,11 +223,11 @@ def process(model: Path, *words: str, **env: str) -> Iterator[tuple[subprocess.P
     try:
         assert child.stdout is not None
         line = child.stdout.readline()
-        assert line.startswith("serving model at http://127.0.0.1:"), child.communicate(timeout=9)
+        assert line.startswith("serving model at http://127.0.0.1:"), child.communicate(timeout=60)
         yield child, line.split()[-1].removesuffix("/v1")
     finally:
         child.kill()
-        child.communicate(timeout=10)
+        child.communicate(timeout=60)
 
 
 def ask(url: str, body: Any = None, token: str = "") -> tuple[int, Any]:
@@ -282,8 +282,8 @@ def test_a_life(model: Path) -> None:
         flight.start()
         assert eventually(lambda: found or running(url))
         child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=30) == 143
-        flight.join(timeout=10)
+        assert child.wait(timeout=60) == 143
+        flight.join(timeout=60)
         status, answer = found[0]
         assert status == 200
         assert {choice["finish_reason"] for choice in answer["choices"]} <= {"length", "abort"}
@@ -308,6 +308,6 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
             child.send_signal(signal.SIGINT)  # the second may be taken for an echo
             time.sleep(0.5)
         assert child.poll() in (130, -signal.SIGINT)  # one of them may meet the interpreter's end
-        flight.join(timeout=10)
+        flight.join(timeout=60)
         assert found[0][0] == 200
         assert "abort" in {choice["finish_reason"] for choice in found[0][1]["choices"]}

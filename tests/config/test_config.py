@@ -1230,7 +1230,7 @@ def test_dump_loads_to_the_same_tree(write: Callable[[str], Path]) -> None:
         max_leaves=8,
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_value_survives_dump_and_parse(value: object) -> None:
     text = yaml.dump(
         {"args": value}, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
@@ -1242,7 +1242,7 @@ def test_every_value_survives_dump_and_parse(value: object) -> None:
     st.text(alphabet=st.sampled_from("model: train{}[],\n-&*!'\"|>?%@`#~01eyx.\t"), max_size=60)
     | st.text(max_size=40)
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_text_gives_anything_but_a_config_error(text: str) -> None:
     try:
         parse(text, "fuzz.yaml")

@@ -53,7 +53,7 @@ def test_the_control_of_the_page_runs(
             answers.append(json.loads(done.stdout))
     finally:
         child.kill()
-        child.wait(timeout=10)
+        child.wait(timeout=60)
     update, held, *others = answers
     assert update["policy"][0]["version"] == 7 and held["available"] == ["step_7"]
     assert others == [

@@ -136,7 +136,7 @@ def test_a_job_that_is_stopped(
         roles = [home / f"said-{role}-0" for role in ("serve", "orchestrate", "train")]
         until(lambda: all(file.exists() for file in roles), child, log)
         child.send_signal(sent)
-        assert child.wait(30.0) == 143, log.read_text()
+        assert child.wait(60.0) == 143, log.read_text()
     found = home / REQUEUED
     assert (found.read_text() if found.exists() else None) == requeued
 
@@ -160,7 +160,7 @@ def test_what_cannot_run_is_said_before_anything_starts(
     home: Path, stubbed: dict[str, str], words: list[str], env: dict[str, str], told: str
 ) -> None:
     with job(home, *words, **stubbed, **env) as child:
-        assert child.wait(30.0) == 2
+        assert child.wait(60.0) == 2
     assert told in (home / "job.log").read_text() and not list(home.glob("said-*"))
 
 

@@ -190,7 +190,7 @@ def test_three_environments_of_a_stranger_train_from_another_folder(
         (
             {"id": "mine.py:Rows", "args": {"path": "other.jsonl"}},
             [],
-            r"^error: \S+/mine\.py:37: env 'mine\.py:Rows': prompt\(0, 'train'\): KeyError: "
+            r"^error: .+/mine\.py:37: env 'mine\.py:Rows': prompt\(0, 'train'\): KeyError: "
             "'question'$",
         ),
         (
@@ -199,7 +199,7 @@ def test_three_environments_of_a_stranger_train_from_another_folder(
             r"^error: env 'mine\.py:Rows': prompt 'train/0': a lone surrogate \(\\ud83d\) is no "
             "text$",
         ),
-        ({"id": "gone.py"}, [], r"^error: environment file \S+/own0/gone\.py does not exist$"),
+        ({"id": "gone.py"}, [], r"^error: environment file .+/own0/gone\.py does not exist$"),
         (
             {"id": "mine.py:Plain"},
             ["rollout.cache_tokens=16", "rollout.max_tokens=15"],

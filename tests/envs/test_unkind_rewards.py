@@ -72,7 +72,7 @@ class Unkind(Environment):
                 with open(here + "/daemons", "a") as file: file.write(f"{os.getpid()} ")
                 time.sleep(600)
             os._exit(0)
-        subprocess.Popen(["sh", "-c", "setsid sleep 600 & echo $! >> " + here + "/daemons"])
+        subprocess.Popen(["sh", "-c", 'setsid sleep 600 & echo $! >> "$0"', here + "/daemons"])
         os.wait()
         with open(here + "/daemons", "a+") as file:
             while file.seek(0) or len(file.read().split()) < 2: time.sleep(0.01)

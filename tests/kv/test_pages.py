@@ -86,7 +86,7 @@ def test_first_publisher_of_a_key_is_served_and_clear_forgets():
     assert sorted(pool.allocate(3)) == [0, 1, 2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

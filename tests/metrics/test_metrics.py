@@ -20,6 +20,7 @@ from rich.console import Console
 from lowroll.metrics import record as records
 from lowroll.metrics.live import LiveView, duration, kv_words, sparkline
 from lowroll.metrics.names import METRICS, find, table
+from lowroll.metrics.progress import phases
 from lowroll.metrics.record import Recorder, read, reproducible, write_about
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -376,6 +377,19 @@ def test_without_a_terminal_a_step_is_one_plain_line() -> None:
         "eval/arith/reward 0.500  eta 2m56s"
     )
     assert "reward -" in sparse and "\x1b" not in out.getvalue()
+
+
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_colours_that_are_forced_make_no_terminal_of_a_file(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "1")
+    with LiveView(100, "run") as view, phases() as on_phase:
+        view.step(RECORD)
+        on_phase("generate", 1, 8)
+    out, err = capsys.readouterr()
+    assert err == "" and "\x1b" not in out
+    assert [line.split()[0] for line in out.splitlines()] == ["run", "step"]
 
 
 def test_on_a_terminal_the_panel_shows_the_step() -> None:

@@ -328,7 +328,7 @@ def test_against_the_oracle(name, mode):
 # Packed, micro-batched, masked
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(NAMES), mode=st.sampled_from(MODES))
 def test_packed_equals_padded(seed, name, mode):
     batch = random_batch(seed)

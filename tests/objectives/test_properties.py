@@ -324,7 +324,7 @@ def test_the_gradient_is_the_slope_of_the_oracle(variant):
 # Packed, micro-batched, masked
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10_000),
     variant=st.sampled_from(sorted(VARIANTS)),

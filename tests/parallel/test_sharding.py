@@ -222,7 +222,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(
     phase: str, tmp_path: Path
 ) -> None:
     victim, point = PHASES[phase]
-    told = together(2, save_twice, tmp_path, victim, point, make=SHARDED, deadline_s=20.0)
+    told = together(2, save_twice, tmp_path, victim, point, make=SHARDED)
     assert told[victim] is None and f"rank {victim}" in told[1 - victim], told
     store = Store(tmp_path)
     store.clean()
@@ -249,7 +249,7 @@ def fill_disk(ranks: Ranks, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_a_full_disk_of_any_rank_fails_the_save_and_the_next_one_works(tmp_path: Path) -> None:
-    leader, follower = together(2, fill_disk, tmp_path, make=SHARDED, deadline_s=20.0)
+    leader, follower = together(2, fill_disk, tmp_path, make=SHARDED)
     assert "No space left on device (rank 1)" in leader and follower == "", (leader, follower)
     assert Store(tmp_path).load().step == 1
 

@@ -317,9 +317,7 @@ def test_the_orchestrators_command_imports_no_torch() -> None:
         "import sys; import lowroll.cli.orchestrate, lowroll.runs.roles.orchestrate, "
         "lowroll.runs.launch.launcher; assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert time.monotonic() - began < 30  # about 1 s on an idle machine
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_an_orchestrator_logs_what_it_had_sent_and_not_logged(tmp_path: Path) -> None:

@@ -627,12 +627,12 @@ def test_sigterm_finishes_the_step_and_the_run_can_go_on(model: Path, tmp_path: 
         stderr=subprocess.STDOUT,
         text=True,
     )
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 240
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=120)[0]
     assert process.returncode == 143 and "finishing this step" in output
     steps = len(read(tmp_path / "run"))
     assert Store(tmp_path / "run" / "checkpoints").load().step == steps

@@ -24,7 +24,7 @@ from tests.fixtures.frames import RUN, Fuzz, over
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(st.lists(batches, min_size=1, max_size=3))
 def test_a_batch_is_the_same_through_every_channel(drawn: list[Batch]) -> None:
     sent = [replace(batch, step=step) for step, batch in enumerate(drawn, 1)]

@@ -14,7 +14,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from lowroll import types
 from lowroll.transport.base import ChannelClosed, DeadlineExceeded
@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(batches)
 def test_decode_gives_back_exactly_what_was_encoded(batch: Batch) -> None:
     data = encode_batch(batch)

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -392,8 +391,6 @@ def test_a_folder_that_is_being_removed_is_not_read(shelf: Path) -> None:
     assert found is not None
     descriptor = os.open(found.path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    began = time.monotonic()
     with pytest.raises(Replaced), reading(found):
         pytest.fail("its remover holds it")
     os.close(descriptor)
-    assert time.monotonic() - began < 5
