@@ -386,7 +386,7 @@ def _rows(record: Mapping[str, Any]) -> list[Row]:
 def _machine(record: Mapping[str, Any]) -> str:
     machine, beside = record["machine"], record.get("settings", {}).get("vllm")
     place = (
-        f"one {machine['gpu']}, driver {machine['driver']}"
+        f"{machine['gpu']}, driver {machine['driver']}"
         if "gpu" in machine
         else f"{machine['cpu']}, {machine['threads']} threads"
     )

@@ -161,7 +161,7 @@ class TrainConfig(Section):
     max_steps: Count = 100  # steps of the run
     gpus: Count = 1  # of the learner: ranks, each a process with a GPU, that learn together
     # what several of them hold: each the whole model, or each a part; auto: parts, unless an adapter
-    # learns on a base that fits
+    # learns
     sharding: Literal["auto", "none", "full"] = "auto"
     minibatches: Count = 1  # optimiser updates a batch
     # packed tokens of a forward pass; a prompt and its response must fit in
