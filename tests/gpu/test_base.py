@@ -40,7 +40,7 @@ def test_final_is_the_policy_that_learned(
     with ExitStack() as stack:
         session = run_session(tree, stack)
         session.finish(2)
-        learner = session.model
+        learner = session.learner.model
         wanted = torch.cat(lowroll.score(learner, SEQUENCES, [1] * 3)).cpu()
     final = tmp_path / "run" / "final"
     here, there = (hf.load(final, device, torch.bfloat16) for device in (DEVICE, "cpu"))

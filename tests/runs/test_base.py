@@ -84,7 +84,7 @@ def test_final_is_the_policy_that_learned(case: str, model: Path, tmp_path: Path
     with ExitStack() as stack:
         session = run_session(tree, stack)
         session.finish(2)
-        where, learner = session.compute, session.model
+        where, learner = session.compute, session.learner.model
         with aligned.suspended(learner), export.noise.muted(learner):
             wanted = logp(learner)
         fallen = session.rollouts.engine.behavior.weights != weights
@@ -137,7 +137,7 @@ def finished(model: Path, out: Path, weights: str, **changes: Any) -> tuple[Path
             stack,
         )
         session.finish(2)
-        return out, logp(session.model)
+        return out, logp(session.learner.model)
 
 
 @pytest.mark.slow

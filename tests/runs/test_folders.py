@@ -586,7 +586,7 @@ def test_lora_keeps_the_tensors_of_the_folder(
     with ExitStack() as stack:
         session = run_session(tree, stack)
         for (_, learner), (_, engine), (_, file) in zip(
-            session.model.linears(),
+            session.learner.model.linears(),
             session.rollouts.engine.model.linears(),
             stored.linears(),
             strict=True,
@@ -613,8 +613,8 @@ def test_all_weights_of_a_low_bit_folder_learn_as_their_dequantized_values(
         session = Run(RunFolder(from_mapping(tree).resolved(), "grpo"), stack)
         start = hf.load(tmp_path / "low").blocks[0].o.weight.dequantize()
         assert (
-            torch.equal(session.model.blocks[0].o.weight, start)
-            and session.model.blocks[0].o.weight.requires_grad
+            torch.equal(session.learner.model.blocks[0].o.weight, start)
+            and session.learner.model.blocks[0].o.weight.requires_grad
         )
         assert "int8: their dequantized values are the weights that learn" in caplog.text
     final = train({**tree, "output_dir": str(tmp_path / "two")}).folder / "final"
@@ -698,7 +698,7 @@ def test_exports_of_a_lora_run(
     with ExitStack() as stack:
         session = run_session(tree, stack, 1)
         session.finish(1)
-        learner = logits(session.model)
+        learner = logits(session.learner.model)
     run = str(tmp_path / "run")
     assert main(["export", run, str(tmp_path / "merged"), "--as", "merged"]) == 0
     assert "merged of step 1, linear weights fp32 (32 bits)" in capsys.readouterr().out

@@ -125,7 +125,7 @@ def test_what_stays_is_planned_to_the_byte(
         assert look_at_run(cfg).problems == []
         planned = session.memory
         parts = planned.phases["generate"]
-        learner, engine = session.model, session.rollouts.engine
+        learner, engine = session.learner.model, session.rollouts.engine
         assert planned.cache_tokens == engine.stats().cache_tokens == planned.usable_tokens
         assert parts[CACHE] == engine.stats().cache_bytes
         for _, linear in learner.linears():
