@@ -146,15 +146,15 @@ class Rows(Generic[T]):
         return parts
 
     def _tell_shared(self, rows: list[T], origin: str) -> None:
-        """Say how many of the test rows are trained on, where the train rows are there to ask."""
+        """Say how many of the test rows ask what train rows ask, where these are there to ask."""
         if "_parts" not in self.__dict__:  # an evaluation alone reads none
             return
-        test = {_digest(row) for row in rows}
-        shared = test.intersection(map(_digest, self.train))
+        test = set(map(_asked, rows))
+        shared = test.intersection(map(_asked, self.train))
         if shared:
             logger.warning(
-                "env %s: %d of the %d different test rows of %s are train rows too: what is measured "
-                "on them may be memory",
+                "env %s: %d of the %d different prompts of %s are trained on too: what is measured on "
+                "them may be memory",
                 self.name,
                 len(shared),
                 len(test),
@@ -188,6 +188,12 @@ def usable(
             origin,
         )
     return kept, skipped
+
+
+def _asked(row: object) -> str:
+    """What a converted row asks: itself, a text, else its question or its prompt."""
+    asked = getattr(row, "question", getattr(row, "prompt", row))
+    return asked if isinstance(asked, str) else json.dumps(asked, default=vars)
 
 
 def _digest(row: object) -> bytes:

@@ -35,12 +35,12 @@ _EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)(_before)?")
 
 
 class Terminal(Console):
-    """The standard output. Colours may be forced upon a file (FORCE_COLOR, TTY_COMPATIBLE), and a
-    panel that is redrawn may not. When its reader goes away that is an error like others, not the
-    end of the program."""
+    """The standard output. Where that is a file it is no terminal, whatever FORCE_COLOR and
+    TTY_COMPATIBLE say: a panel would be redrawn in it. When its reader goes away that is an error
+    like others, not the end of the program."""
 
     def __init__(self) -> None:
-        super().__init__(force_terminal=sys.stdout.isatty())
+        super().__init__(force_terminal=None if sys.stdout.isatty() else False)
 
     def on_broken_pipe(self) -> None:
         """Called while the error is handled."""

@@ -33,6 +33,7 @@ from lowroll.model import base, card, hf, lora
 from lowroll.model.folder import resolve
 from lowroll.model.scoring import score
 from lowroll.model.spec import read_config
+from lowroll.model.tokenizer import tokenizer_home
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.quant import dense
@@ -217,9 +218,10 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
     model = hf.load(folder, dtype=dtype)
     note = None
     if kind == "merged":
-        _save_merged(model, out, folder)
+        _save_merged(model, out, tokenizer_home(folder))
     else:
-        note = _save_rollout(rollout_copy(model, _format_of(model), model.dtype), out, folder)
+        policy = rollout_copy(model, _format_of(model), model.dtype)
+        note = _save_rollout(policy, out, tokenizer_home(folder))
     return Exported(out, _format_of(model), _weight_bytes(out), _weight_bytes(source), note=note)
 
 

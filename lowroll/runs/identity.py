@@ -120,7 +120,7 @@ def _read_by_environments(cfg: RunConfig) -> dict[str, str]:
 
 def _read_by_advantages(cfg: RunConfig) -> dict[str, str]:
     own = cfg.advantage_function
-    named = () if own is None else _named(own.model_dump())
+    named = () if own is None else _named({"import_path": own.import_path, **own.kwargs})
     return {f"{ADVANTAGES}{name}": _digest(path) for name, path in named}
 
 

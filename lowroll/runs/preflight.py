@@ -96,6 +96,9 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     if compute is None or model is None or chat is None or found.problems:
         return found
     found.notes += found.attempt(lambda: prompts.passed_over(cfg, model.spec, chat, envs)) or []
+    if cfg.eval.interval:
+        told = lambda: prompts.passed_over(cfg, model.spec, chat, held_out, "test")  # noqa: E731
+        found.notes += found.attempt(told) or []
     beside = found.attempt(lambda: _beside(cfg, compute, model, chat))
     works = found.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
     if cfg.rollout.engine != "native":

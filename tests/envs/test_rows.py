@@ -150,19 +150,21 @@ def test_a_hub_id_is_asked_for_with_all_that_was_said(monkeypatch: pytest.Monkey
 def test_test_rows_that_are_trained_on_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # a row's other columns say nothing
+    asked = lambda row, where: SimpleNamespace(question=row["question"], at=where)  # noqa: E731
     train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
     train.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     test.write_text(
         "".join(json.dumps(row) + "\n" for row in [ROWS[4], ROWS[4], {"question": "?"}])
     )
-    rows = Rows("e", lambda row, _: row, path=str(train), test_path=str(test))
+    rows = Rows("e", asked, path=str(train), test_path=str(test))
     assert len(rows.test) == 3 and not caplog.text, "an evaluation alone reads no train rows"
-    rows = Rows("e", lambda row, _: row, path=str(train), test_path=str(test))
+    rows = Rows("e", asked, path=str(train), test_path=str(test))
     assert len(rows.train) == 5 and len(rows.test) == 3
-    assert "1 of the 2 different test rows" in caplog.text
+    assert "1 of the 2 different prompts" in caplog.text
     caplog.clear()
     test.write_text(json.dumps({"question": "?"}))
-    rows = Rows("e", lambda row, _: row, path=str(train), test_path=str(test))
+    rows = Rows("e", asked, path=str(train), test_path=str(test))
     assert len(rows.train) == 5 and len(rows.test) == 1 and not caplog.text
 
 

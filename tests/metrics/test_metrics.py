@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from lowroll.metrics import record as records
-from lowroll.metrics.live import LiveView, duration, kv_words, sparkline
+from lowroll.metrics.live import LiveView, Terminal, duration, kv_words, sparkline
 from lowroll.metrics.names import METRICS, find, table
 from lowroll.metrics.progress import phases
 from lowroll.metrics.record import Recorder, read, reproducible, write_about
@@ -390,6 +390,13 @@ def test_colours_that_are_forced_make_no_terminal_of_a_file(
     out, err = capsys.readouterr()
     assert err == "" and "\x1b" not in out
     assert [line.split()[0] for line in out.splitlines()] == ["run", "step"]
+
+
+def test_a_terminal_that_cannot_be_redrawn_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert Terminal().is_terminal
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    assert not Terminal().is_terminal
 
 
 def test_on_a_terminal_the_panel_shows_the_step() -> None:

@@ -19,8 +19,10 @@ from lowroll.metrics.failures import Attempt, Failure, failure_page
 from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.examples import Example, Response
 from lowroll.runs import findings
+from lowroll.runs.build import prompts
 from lowroll.runs.comparison import Measured, rows_of, shown
 from lowroll.runs.evaluate import evaluate
+from lowroll.runs.preflight import look_at_run
 from lowroll.runs.presets import PRESETS, preset
 from lowroll.types import Prompt, Score, ScoreError
 from tests.fixtures.runs import settings as run_settings
@@ -101,6 +103,27 @@ def test_a_run_that_could_not_be_evaluated_does_not_begin(model: Path, tmp_path:
     with pytest.raises(ValueError, match="max_model_len: 30 .* held-out prompts of env 'chain'"):
         lowroll.run(from_mapping(tree))
     assert not (tmp_path / "run" / "rollouts").exists()
+
+
+def test_held_out_prompts_beyond_those_that_are_looked_at_may_fit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "LOOKED_AT", 1)
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("long " * 9, "ab")))
+    texts = {"path": str(path), "test_path": str(path), "template": "{text}"}
+    env = {"id": "reverse-text", "args": texts}
+    tree = run_settings(
+        model,
+        tmp_path / "run",
+        eval={"interval": 2, "env": [env], "eval_base_model": False, "num_examples": 2},
+        rollout={"max_model_len": 30},
+    )
+    found = look_at_run(from_mapping(tree))
+    assert not found.problems
+    assert any("1 of the first 1 prompts" in note for note in found.notes)
+    tree["eval"]["num_examples"] = 1
+    assert any("held-out prompts" in str(one) for one in look_at_run(from_mapping(tree)).problems)
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ from lowroll.cli.main import main
 from lowroll.config import from_mapping
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
+from lowroll.model.folder import TOKENIZER_FILES
+from lowroll.model.tokenizer import load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant import int4
 from lowroll.quant.formats import QTensor, get_format
@@ -725,6 +727,12 @@ def test_exports_of_a_lora_run(
     assert named == str(tmp_path / "rollout" / "base")
     shutil.move(tmp_path / "rollout", tmp_path / "moved")  # base and adapter travel together
     torch.testing.assert_close(logits(hf.load(tmp_path / "moved")), learner, rtol=0, atol=1e-5)
+    for name in TOKENIZER_FILES:  # PEFT saves adapters without them
+        (tmp_path / "adapter" / name).unlink(missing_ok=True)
+    for kind, home in (("merged", "of_peft"), ("rollout", "beside/base")):
+        out = tmp_path / home.split("/")[0]
+        assert main(["export", str(tmp_path / "adapter"), str(out), "--as", kind]) == 0
+        assert load_tokenizer(tmp_path / home).get_vocab() == load_tokenizer(model).get_vocab()
 
 
 def test_exports_are_refused_before_anything_is_written(

@@ -485,7 +485,7 @@ def test_the_file_of_an_advantage_function_is_part_of_a_run(model: Path, tmp_pat
     cfg = from_mapping(tree(model, tmp_path / "run", advantage_function=own))
     saved = identity.read_by(cfg)
     identity.refuse_other_files(saved, identity.read_by(cfg))
-    for path, place in ((tmp_path / "table.json", "kwargs: .*"), (file, "import_path")):
+    for path, place in ((tmp_path / "table.json", "table"), (file, "import_path")):
         before = path.read_text()
         path.write_text(before + "\n")
         now = identity.read_by(cfg)
@@ -494,6 +494,10 @@ def test_the_file_of_an_advantage_function_is_part_of_a_run(model: Path, tmp_pat
         path.write_text(before)
     older = {key: value for key, value in saved.items() if not key.startswith("advantage")}
     identity.refuse_other_files(older, saved)
+    moved = shutil.move(tmp_path / "table.json", tmp_path / "moved.json")
+    own["kwargs"] = {"table": str(moved)}
+    cfg = from_mapping(tree(model, tmp_path / "run", advantage_function=own))
+    identity.refuse_other_files(saved, identity.read_by(cfg))
 
 
 def test_arguments_that_name_files_are_read_and_other_texts_are_not(

@@ -237,6 +237,8 @@ class Fleet:
         member.look()
         if not member.alive():
             return f"{member.role}: {'done' if member.done else 'ended'}"
+        if member.watch.said is None:
+            return f"{member.role}: starting"
         silent = member.watch.silent_for
         if silent > member.watch.silent_s / 2 and member.ready:
             return f"{member.role}: silent for {silent:.0f} s ({member.watch.told()})"
