@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.record import BASELINES, RESULTS
-from bench.targets import rollout
+from bench.targets import batch_of, rollout
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
 WINDOW = 10
@@ -114,7 +114,7 @@ def gains(axes: Axes, rows: list[dict[str, Any]]) -> None:
     width = 0.8 / len(BATCHES)
     for i, batch in enumerate(BATCHES):
         places = [place + (i - 1) * width for place in range(len(FORMATS))]
-        heights = [ratio[rollout("qwen2.5-7b", format, batch)] for format in FORMATS]
+        heights = [ratio[rollout(batch_of("qwen2.5-7b", format, batch))] for format in FORMATS]
         label = "1 row" if batch == 1 else f"{batch} rows"
         bars = axes.bar(places, heights, width, label=label, color=f"C{i}", alpha=0.85)
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)

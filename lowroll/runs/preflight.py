@@ -95,10 +95,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
             found.attempt(lambda env=env: prompts.check_tests(env))  # type: ignore[misc]
     if compute is None or model is None or chat is None or found.problems:
         return found
-    found.notes += found.attempt(lambda: prompts.passed_over(cfg, model.spec, chat, envs)) or []
-    if cfg.eval.interval:
-        told = lambda: prompts.passed_over(cfg, model.spec, chat, held_out, "test")  # noqa: E731
-        found.notes += found.attempt(told) or []
+    found.notes += found.attempt(lambda: _passed_over(cfg, model, chat, envs, held_out)) or []
     beside = found.attempt(lambda: _beside(cfg, compute, model, chat))
     works = found.attempt(lambda: _workloads(cfg, model, chat, envs, held_out))
     if cfg.rollout.engine != "native":
@@ -286,6 +283,20 @@ def _beside(
         models.refuse_other_vocabulary(key, source, cfg, chat)
         shapes[name] = _outline(key, source, compute, scratch)
     return shapes
+
+
+def _passed_over(
+    cfg: RunConfig,
+    model: Transformer,
+    chat: ChatTokenizer,
+    envs: Mapping[str, Environment],
+    held_out: Mapping[str, Environment],
+) -> list[str]:
+    """Which prompts will not be asked, of those that are learned from and evaluated on."""
+    lines = prompts.passed_over(cfg, model.spec, chat, envs)
+    if cfg.eval.interval:
+        lines += prompts.passed_over(cfg, model.spec, chat, held_out, "test")
+    return lines
 
 
 def _workloads(

@@ -52,6 +52,17 @@ def test_the_running_mean_leaves_out_what_is_missing() -> None:
     assert pictures.smooth([float(i) for i in range(12)])[-1] == pytest.approx(6.5)  # of 2..11
 
 
+@pytest.mark.slow
+def test_every_picture_is_drawn_from_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {path.name for path in pictures.FOLDER.glob("*.png")}
+    kept -= {name for name in kept if name.startswith("report_")}  # of a run, by `lowroll report`
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
+    pictures.main()
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
 def test_the_weight_error_and_the_logprobs_are_those_of_a_hand_loop() -> None:
     config = {
         **curves.MODEL,
