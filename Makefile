@@ -4,7 +4,7 @@ VLLM := .venv-vllm
 CLIENTS := .venv-clients
 CLASSIC := .venv-classic
 
-.PHONY: setup demo test quick long goldens vllm test-clients fuzz torture test-ray lint mutants bench bench-gpu
+.PHONY: setup demo test test-gpu quick long goldens vllm test-clients fuzz torture test-ray lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -25,6 +25,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest --numprocesses 2 --dist works
 
 test: $(STAMP)
 	$(PYTEST)
+
+# What needs a CUDA device, with the environment's own python where PY names it. A worker whose CUDA context is lost ends, and
+# another one goes on with the tests after it.
+test-gpu:
+	$(PY) -m pytest -m gpu --numprocesses 1 --max-worker-restart 50
 
 # A minute between two changes: some tests of every room.
 quick: $(STAMP)

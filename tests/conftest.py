@@ -25,7 +25,12 @@ for name in [*os.environ]:  # no proxy leads to a server of this machine, and no
     if name.lower().endswith("_proxy") or name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         del os.environ[name]
 
-pytest_plugins = ["tests.fixtures.leash", "tests.fixtures.interpreted", "tests.fixtures.draws"]
+pytest_plugins = [
+    "tests.fixtures.leash",
+    "tests.fixtures.interpreted",
+    "tests.fixtures.draws",
+    "tests.fixtures.lost_context",
+]
 pytest.register_assert_rewrite("tests.fixtures")
 
 

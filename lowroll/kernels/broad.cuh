@@ -36,7 +36,7 @@ broad(const Problem p, const __grid_constant__ Maps maps, const int tiles, const
     constexpr int NT = S::NT;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
     const int tiles_m = (p.M + S::BM - 1) / S::BM;
-    const Run run(p.K / S::KC, tiles, shared);
+    const Run run(p.K / S::KC, tiles, shared, blockIdx.x, gridDim.x);
     uint8_t* const scales = smem + S::STAGES * S::STAGE;
     uint8_t* const paper = scales + S::SLOTS * S::SCALES + warp * S::PAPER;
     const uint32_t full = smem_address(scales) + S::SLOTS * S::SCALES + S::WARPS * S::PAPER, empty = full + S::STAGES * 8;

@@ -188,10 +188,10 @@ relay(const Problem p, const __grid_constant__ Maps maps, const int tiles, const
     let_others_start();
     if (threadIdx.x >= 32 * S::WARPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::FEWER));
-        bring<FMT, S>(p, maps, Run(p.K / S::KC, tiles, shared), smem, scales, full, empty);
+        bring<FMT, S>(p, maps, Run(p.K / S::KC, tiles, shared, blockIdx.x, gridDim.x), smem, scales, full, empty);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
         after_others();
-        multiply<FMT, S>(p, Run(p.K / S::KC, tiles, shared), smem, scales, full, empty);
+        multiply<FMT, S>(p, Run(p.K / S::KC, tiles, shared, blockIdx.x, gridDim.x), smem, scales, full, empty);
     }
 }

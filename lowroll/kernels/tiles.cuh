@@ -1,13 +1,13 @@
 // What `relay.cuh` and `broad.cuh` share: how tiles are dealt to blocks, the copy engine, and the way from sums to y.
 //
-// Whole tiles are dealt in turns. Those that are left, fewer than the blocks, are shared: as rows of chunks they are cut
-// into equal runs (stream-K, Osama et al. 2023). A block does its run first and leaves the sums in a workspace; at the end
-// the blocks of a tile add it up in the order of k, each its share: no float atomics, the same bits in every run. They
-// wait for each other, so all blocks of the grid must be on the device at once: one a multiprocessor, and no two such
-// products at a time.
+// A block does its run of the shared tiles first (schedule.cuh) and leaves the sums in a workspace; at the end the blocks
+// of a tile add it up in the order of k, each its share: no float atomics, the same bits in every run. They wait for each
+// other, so all blocks of the grid must be on the device at once: one a multiprocessor, and no two such products at a
+// time.
 #pragma once
 #include <cuda.h>
 
+#include "schedule.cuh"
 #include "warpgroup.cuh"
 
 struct Maps {                                                 // of what the copy engine cuts out of matrices
@@ -27,24 +27,6 @@ template <int FMT, int NT_, int STAGES_> struct Sizes {
     static constexpr int SMEM = STAGES * (STAGE + 16) + SLOTS * SCALES + WARPS * PAPER;
 };
 
-// The parts of tiles that a block has: (tile, chunks from..until).
-struct Run {
-    int chunks, tiles, blocks, shared, unit, end, whole, tile, from, until;
-    __device__ __forceinline__ Run(int chunks, int tiles, int shared)
-        : chunks(chunks), tiles(tiles), blocks(gridDim.x), shared(shared), unit(start_of(blockIdx.x)),
-          end(start_of(blockIdx.x + 1)), whole(shared + blockIdx.x) {}
-    __device__ __forceinline__ int start_of(int block) const { return shared * chunks * block / blocks; }
-    __device__ __forceinline__ int owner_of(int unit) const { return ((unit + 1) * blocks - 1) / (shared * chunks); }
-    __device__ __forceinline__ bool next() {
-        if (unit < end) {
-            tile = unit / chunks, from = unit - tile * chunks, until = min(chunks, from + end - unit);
-            unit += until - from;
-            return true;
-        }
-        tile = whole, whole += blocks, from = 0, until = chunks;
-        return tile < tiles;
-    }
-};
 struct Cursor : Run {                                         // over the chunks of a run
     int chunk, n, m;                                          // tiles of the weights, of x
     bool more, fresh;                                         // is there a chunk, and has it new scales?

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowroll.kernels.launch import overlapping
 from lowroll.kernels.matmul import streamed, w4a16
 from lowroll.quant.formats import QTensor, quantize
+from tests.fixtures.published import shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 KINDS = ("nvfp4", "mxfp4", "int4", "int4_asym")
@@ -55,6 +56,20 @@ def test_products_are_exact_up_to_float32_sums(kind: str, shape: tuple[int, int]
             y_MN = q.linear(x_MK, bias)
             assert y_MN.dtype == torch.bfloat16 and error(y_MN, truth_MN + bias.double()) < 0.04, m
         assert torch.equal(q.linear(x_MK, bias), y_MN), m  # the same bits again
+
+
+@pytest.mark.parametrize("shape", shapes(), ids=lambda shape: f"{shape[0]}x{shape[1]}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_published_models(kind: str, shape: tuple[int, int]) -> None:
+    """Each kernel's share of rows, for the matrices of models from 135M to 32B."""
+    x_MK = rows(256, shape[1])
+    if not (found := streamed.supports(kind, x_MK, shape)):
+        pytest.skip(found.why_not)
+    q = matrix(kind, shape)
+    truth_MN = x_MK.double() @ q.dequantize().double().t()
+    for m in (8, 32, 64, 128, 129, 200, 256):
+        y_MN = streamed.linear(kind, q.tensors, x_MK[:m].contiguous(), shape[0])
+        assert error(y_MN, truth_MN[:m]) < 0.05, m
 
 
 @pytest.mark.parametrize("kind", KINDS)
