@@ -24,6 +24,7 @@ from lowroll.server.errors import Refused
 from lowroll.types import MAX_TOP_LOGPROBS, TEMPERATURES
 
 MOST_STOPS = 64
+MOST_TOOLS = 2048
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
 
 Text = Annotated[str, StringConstraints(max_length=1 << 24)]
@@ -183,9 +184,10 @@ class Chat(Sampling, Answered):
     prompt_logprobs: TopLogprobs | None = None
     score_temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] = 1.0
     add_generation_prompt: bool = True
-    tools: list[Tool] = []
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
 
 
 class SamplingParams(Sampling):
@@ -209,7 +211,8 @@ class Tokenize(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
-    tools: list[Tool] = []
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 
