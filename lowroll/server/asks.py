@@ -237,6 +237,9 @@ def engine_request(
         top_p=body.top_p,
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty or None,
+        frequency_penalty=body.frequency_penalty or None,
+        logit_bias=_bias(body.logit_bias),
         stop_ids=tuple(body.stop_token_ids),
         stop_strings=stops(body),
         ignore_eos=body.ignore_eos,
@@ -244,6 +247,14 @@ def engine_request(
         id=request_id,
         top_logprobs=top_logprobs,
     )
+
+
+def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...] | None:
+    """By token id, as JSON has no other keys than texts."""
+    for name in given:
+        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name):
+            raise Refused(f"logit_bias: {name!r} is no token id", "logit_bias")
+    return tuple((int(name), bias) for name, bias in given.items()) or None
 
 
 def room(serving: Serving, prompt: Prompt) -> int:

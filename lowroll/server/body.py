@@ -40,7 +40,7 @@ _OFF: tuple[Any, ...] = (None, False, [], {}, "")
 # by name: the values that ask for nothing that is not there
 IDLE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        "tools functions tool_calls tool_call_id annotations refusal logit_bias suffix audio documents echo "
+        "tools functions tool_calls tool_call_id annotations refusal suffix audio documents echo "
         "chat_template chat_template_kwargs truncate_prompt_tokens allowed_token_ids bad_words "
         "logits_processors structured_outputs guided_json guided_regex guided_choice "
         "guided_grammar kv_transfer_params vllm_xargs mm_processor_kwargs web_search_options "
@@ -52,8 +52,6 @@ IDLE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
     "length_penalty": (None, 1),
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
@@ -86,6 +84,9 @@ class Sampling(Body):
     top_k: int = 0  # 0 and vLLM's -1 are off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}  # by token id
     stop: str | Annotated[list[str], Field(fail_fast=True)] = []
     stop_token_ids: Ids = []
     ignore_eos: bool = False

@@ -15,7 +15,10 @@ from lowroll.server.serving import REQUEST_ID, SERVING
 from lowroll.server.ticket import Delta
 from lowroll.types import Group, Rollout
 
-_SAMPLING = "n max_tokens min_tokens temperature top_p top_k min_p repetition_penalty ignore_eos seed".split()
+_SAMPLING = (
+    "n max_tokens min_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
+    "frequency_penalty logit_bias ignore_eos seed"
+).split()
 _NAMES = {"prompt_ids": "token_ids", "id": "request_id"} | {
     name: f"sampling_params.{NAMES.get(name, name)}"
     for name in [*_SAMPLING, "stop_ids", "stop_strings", "top_logprobs"]
