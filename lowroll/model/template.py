@@ -48,6 +48,7 @@ class Template:
             raise ValueError(
                 f"chat template: {len(source):,} characters; {MOST_TEMPLATE:,} at most"
             )
+        self.variables = variables
         self.setup = {
             "template": source,
             "variables": variables,
@@ -71,7 +72,7 @@ class Template:
         ValueError in one line for what the template raises, when it takes too long or too much
         memory, and for a variable that is not the caller's to set."""
         further = dict(template_kwargs or {})
-        check_template_kwargs(further, self.setup["variables"])
+        check_template_kwargs(further, self.variables)
         messages = [
             {key: value for key, value in message.items() if value is not None}
             for message in messages
