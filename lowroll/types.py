@@ -23,6 +23,9 @@ Ended = Literal["done", "turns", "length", "tokens", "error", "abort"]
 MAX_SAMPLES = 1024  # of one prompt
 TEMPERATURES = (1e-4, 1e4)  # beyond these, logits / temperature can leave float32
 PENALTIES = (1e-2, 1e2)
+COUNTED = (-2.0, 2.0)  # presence and frequency penalties, as OpenAI has them
+BIASES = (-100.0, 100.0)
+MAX_BIASES = 1024
 HUB_NAME = r"^[\w.-]+/[\w.-]+$"  # of a model or data set of the hub, as a regular expression
 MAX_TOP_LOGPROBS = 20  # likeliest tokens that are reported at one place
 
@@ -109,6 +112,11 @@ class Request:
     seed: int = 0
     id: str = ""
     top_logprobs: int = 0  # likeliest tokens to report at each place, of what is drawn from
+    # (token id, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] | None = field(default=None, metadata=OMITTED)
+    # taken from the logit of a token that the response has, once or for each time that it stands there
+    presence_penalty: float | None = field(default=None, metadata=OMITTED)
+    frequency_penalty: float | None = field(default=None, metadata=OMITTED)
     # id of the request whose sequence this prompt goes on from: its engine may have the pages
     follows: str | None = field(default=None, metadata=OMITTED)
 

@@ -23,8 +23,8 @@ Every tensor that a graph reads is allocated once: new weights are written in pl
 stay valid.
 
 Filters, penalties and bans are part of the step (`engine.wishes`): graphs are captured with and
-without them, and a row's bits are the same in each. Rows that ask for the likeliest tokens need
-their logits: there the graph ends, and the step goes on outside it, for them and the rows beside
+without them, and a row's bits are the same in each. Rows that ask for the likeliest tokens, or for a bias of
+logits, need their logits: there the graph ends, and the step goes on outside it, for them and the rows beside
 them.
 
 Legend: B rows, P pages of a row, S steps, V vocabulary.
@@ -38,7 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.engine.sampler import Ranks, require_finite, signed
+from lowroll.engine.biases import is_biased
+from lowroll.engine.sampler import Ranks, biased, require_finite, signed
 from lowroll.engine.sequence import Sequence
 from lowroll.engine.wishes import Draw, Wishes, draw_of
 from lowroll.kernels.launch import captured, overlapping
@@ -134,13 +135,16 @@ class Decoder:
             self._wishes.upload(sequences, size, drawing)
         rows = len(sequences)
         ranks = Ranks(sequences)
+        biases = any(map(is_biased, sequences))
+        if biases and steps > 1:
+            raise ValueError(f"steps: {steps}, where a row's bias goes by the token before")
         for _ in range(steps):
-            if not ranks.asking:
+            if not ranks.asking and not biases:
                 self._step(size, drawing)
                 continue
             self._step(size, None)
             assert self.logits is not None
-            logits_BV = self._shaped(rows, self.logits[:rows], drawing)
+            logits_BV = biased(self._shaped(rows, self.logits[:rows], drawing), sequences)
             ranks.see(logits_BV)
             self._draw(rows, logits_BV, drawing)
         if drawing is Draw.MARKED:

@@ -17,7 +17,16 @@ from typing import Any
 
 from lowroll.kv.policy.base import CachePolicy, footprint
 from lowroll.kv.policy.dense import DENSE
-from lowroll.types import MAX_SAMPLES, MAX_TOP_LOGPROBS, PENALTIES, TEMPERATURES, Request
+from lowroll.types import (
+    BIASES,
+    COUNTED,
+    MAX_BIASES,
+    MAX_SAMPLES,
+    MAX_TOP_LOGPROBS,
+    PENALTIES,
+    TEMPERATURES,
+    Request,
+)
 
 MAX_SEED = 2**63 - 1
 
@@ -61,6 +70,10 @@ def validate(
         raise ValueError(f"min_p: expected a number in [0, 1), got {_show(request.min_p)}")
     _check_float("repetition_penalty", request.repetition_penalty)
     _check_range("repetition_penalty", request.repetition_penalty, *PENALTIES)
+    for name in ("presence_penalty", "frequency_penalty"):
+        if (value := getattr(request, name)) is not None:
+            _check_range(name, _check_float(name, value), *COUNTED)
+    _check_bias(request.logit_bias, vocab_size)
     _check_ids("stop_ids", request.stop_ids, vocab_size)
     _check_stop_strings(request.stop_strings, has_tokenizer)
     if type(request.ignore_eos) is not bool:
@@ -86,7 +99,11 @@ def noise_key(request: Request, sample: int) -> int:
 def sampler_settings(request: Request) -> dict[str, float]:
     """What a BehaviorTag records of the sampler."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens")
-    return {name: float(getattr(request, name)) for name in names}
+    settings = {name: float(getattr(request, name)) for name in names}
+    for name in ("presence_penalty", "frequency_penalty"):
+        if value := getattr(request, name):
+            settings[name] = float(value)
+    return settings | {f"logit_bias.{token}": bias for token, bias in request.logit_bias or ()}
 
 
 def _check_length(request: Request, context_length: int) -> None:
@@ -140,6 +157,16 @@ def _check_choice(request: Request, vocab_size: int, eos_ids: Collection[int]) -
             f"stop_ids: every token is a stop, so none can be drawn within min_tokens "
             f"{request.min_tokens}; leave one out, or set min_tokens to 0"
         )
+
+
+def _check_bias(bias: Any, vocab_size: int) -> None:
+    if bias is None:
+        return
+    if len(bias) > MAX_BIASES:
+        raise ValueError(f"logit_bias: {len(bias)} tokens; {MAX_BIASES} at most")
+    _check_ids("logit_bias", [token for token, _ in bias], vocab_size)
+    for token, value in bias:
+        _check_range(f"logit_bias[{token}]", _check_float(f"logit_bias[{token}]", value), *BIASES)
 
 
 def _check_stop_strings(strings: Any, has_tokenizer: bool) -> None:

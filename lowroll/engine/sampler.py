@@ -6,6 +6,8 @@ Per row, in fp32 and in this order (the order of Hugging Face's processors):
     is usual since): of every id seen in prompt or response, a positive logit is divided by it, a
     negative one multiplied;
  2. ids banned until `min_tokens` are drawn: logit -inf;
+ 2b. presence and frequency penalties, subtracted from the logits of the tokens of the response (once,
+    and for each time), and the request's own bias of logits, added;
  3. logits / temperature;
  4. top-k: the k largest (0 is off);
  5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
@@ -42,6 +44,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowroll.engine.biases import biases_of, is_biased
 from lowroll.engine.sequence import Place, Sequence
 from lowroll.engine.wishes import filters_of, is_filtered
 from lowroll.kernels.sampling.draw import distribution as log_probs_of
@@ -117,9 +120,26 @@ def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
 
 
 def shaped(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
-    """Logits after the repetition penalty and the bans of the next token of each sequence, float32;
+    """Logits after the penalties, the bans and the bias of the next token of each sequence, float32;
     what comes in is left unchanged, and comes out where no row asks."""
-    logits_BV = _penalised(logits_BV, sequences)
+    return biased(_banned(_penalised(logits_BV, sequences), sequences), sequences)
+
+
+def biased(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
+    """Logits with the bias of each request, and less its presence and frequency penalties of the
+    tokens of the response, float32; what comes in is left unchanged, and comes out where no row
+    asks."""
+    added = [(row, biases_of(s)) for row, s in enumerate(sequences) if is_biased(s)]
+    rows_N, ids_N = _pairs_of([(row, list(of)) for row, of in added if of], logits_BV.device)
+    if rows_N is None or ids_N is None:
+        return logits_BV
+    values = [value for _, of in added for value in of.values()]
+    values_N = upload(torch.tensor(values, dtype=torch.float32), logits_BV.device)
+    logits_BV = logits_BV.float()
+    return logits_BV.index_put((rows_N, ids_N), logits_BV[rows_N, ids_N] + values_N)
+
+
+def _banned(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
     banned = [(row, s.banned_ids()) for row, s in enumerate(sequences)]
     rows_N, ids_N = _pairs_of([(row, ids) for row, ids in banned if ids], logits_BV.device)
     if rows_N is None:

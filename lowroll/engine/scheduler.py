@@ -45,6 +45,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from lowroll.engine.base import Drawn
+from lowroll.engine.biases import is_biased
 from lowroll.engine.drafts import Replays, agreed, begin, drawn, plan_checks
 from lowroll.engine.outcome import behavior_salt, drawn_by, give_up, rollouts_of
 from lowroll.engine.pieces import plan_passes
@@ -245,7 +246,8 @@ class Scheduler:
         # half as many while others wait for rows that end
         most = max(1, self.lookahead // 2) if self._waiting else self.lookahead
         ahead = [s.until - s.position for s in rows]
-        steps = 1 if passes else min(most, max(ahead, default=1))
+        host = passes or any(map(is_biased, rows))  # it has a say before each token
+        steps = 1 if host else min(most, max(ahead, default=1))
         limits = [min(steps, tokens) for tokens in ahead]
         growing = [*zip(rows, limits, strict=True), *((c.sequence, len(c.ids)) for c in checks)]
         for sequence, tokens in growing:

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from lowroll.server.asks import refuse
+from lowroll.server.asks import Prompt, refuse
 from lowroll.server.body import Answered
 from lowroll.server.errors import Refused, error_body
 from lowroll.server.loop import Stalled
-from lowroll.server.parts import origin
+from lowroll.server.parts import drawn, origin
 from lowroll.server.serving import REQUEST_ID, SERVING, Serving
 from lowroll.server.ticket import Delta, EngineFailed, Ticket
 from lowroll.types import Group, Request
@@ -22,6 +22,7 @@ from lowroll.types import Group, Request
 T = TypeVar("T")
 Tree = dict[str, Any]
 _AT_ONCE = 1 << 15  # bytes that a connection takes without a wait: half of what asyncio buffers
+FEW = 1024  # tokens of an answer that the event loop writes itself
 _compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
@@ -111,6 +112,19 @@ def ends(
 def to_json(tree: Tree) -> web.Response:
     """A whole answer. Floats are written so that they read back as they are."""
     return web.Response(text=_compact(tree), content_type="application/json")
+
+
+async def to_json_beside(serving: Serving, make: Callable[[], Tree], tokens: int) -> web.Response:
+    """As `to_json` of what `make` returns; of many tokens it is made and written in a thread."""
+    if tokens <= FEW:
+        return to_json(make())
+    text = await serving.work(lambda: _compact(make()).encode())
+    return web.Response(body=text, content_type="application/json", charset="utf-8")
+
+
+def size(prompts: Sequence[Prompt], ended: Sequence[Group]) -> int:
+    """Tokens of prompts and answers."""
+    return sum(len(prompt.token_ids) for prompt in prompts) + drawn(ended)
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from lowroll.server.shelf import WeightShelf
 PUBLIC: Routes = {
     ("GET", "/health"): ("open", info.health),
     ("GET", "/v1/models"): ("token", models.handle),
+    ("GET", "/v1/models/{name}"): ("token", models.one),
     ("GET", "/metrics"): ("token", info.metrics),
     ("GET", "/version"): ("token", info.version),
     ("POST", "/v1/completions"): ("token", completions.handle),
@@ -66,6 +67,12 @@ def make_app(
     if weights is not None:
         app[control.SHELF], app[control.UPDATING] = weights, asyncio.Lock()
     for (method, path), (_, handler) in routes.items():
-        app.router.add_route(method, path, handler)
+        # a name may be a hub id, with a slash
+        app.router.add_route(method, path.replace("{name}", "{name:.+}"), handler)
     app.on_response_prepare.append(mark)
+    app.on_cleanup.append(_end_workers)
     return app
+
+
+async def _end_workers(app: web.Application) -> None:
+    app[SERVING].workers.shutdown(wait=False, cancel_futures=True)

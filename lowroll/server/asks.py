@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import secrets
@@ -12,9 +11,10 @@ from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 
-from lowroll.server.body import Answered, Chat, Message, Sampling, Tool, ToolCall, check, stops
+from lowroll.model.template import check_template_kwargs
+from lowroll.server.body import Answered, Chat, Message, Sampling, Tool, ToolCall, stops
 from lowroll.server.errors import Refused
-from lowroll.server.guard import read_json
+from lowroll.server.guard import read_body
 from lowroll.server.serving import SERVING, Serving
 from lowroll.server.text import Vocabulary
 from lowroll.types import Request
@@ -52,7 +52,7 @@ class Offer:
 
 async def read(request: web.Request, kind: type[A]) -> A:
     """The body of a request that draws text, which asks for this model."""
-    body = check(await read_json(request), kind)
+    body = await read_body(request, kind)
     check_model(request.app[SERVING], body.model)
     if body.stream_options is not None and not body.stream:
         raise Refused("stream_options: stream is not asked for", "stream_options")
@@ -87,8 +87,10 @@ async def prompts(
     found = []
     for i, one in enumerate(many):
         if isinstance(one, str):
-            known = vocabulary(serving, "prompt" if one is given else f"prompt[{i}]")
-            found.append(Prompt(await asyncio.to_thread(known.encode, one, special), one))
+            field = "prompt" if one is given else f"prompt[{i}]"
+            known = vocabulary(serving, field)
+            check_fits(serving, known, one, field)
+            found.append(Prompt(await serving.work(known.encode, one, special), one))
         else:
             found.append(Prompt(one))
     return found
@@ -101,24 +103,52 @@ def _several(given: str | list[int] | list[str] | list[list[int]]) -> Sequence[A
     return given
 
 
+def check_fits(serving: Serving, known: Vocabulary, text: str, field: str) -> None:
+    """Refused, before it is encoded, for a text that cannot fit into the model's context."""
+    context, fewest = serving.capabilities.context_length, known.fewest_tokens(text)
+    if fewest > context:
+        raise Refused(
+            f"{field}: {len(text):,} characters are {fewest:,} tokens or more, over the model's "
+            f"context of {context} tokens",
+            field,
+            code="context_length_exceeded",
+        )
+
+
 async def conversation(
-    serving: Serving, messages: list[Message], open_turn: bool, tools: Sequence[Tool] = ()
+    serving: Serving,
+    messages: list[Message],
+    open_turn: bool,
+    tools: Sequence[Tool] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """A conversation in the model's template; open_turn: with the header of the answer; tools: what
-    it shows of them."""
+    it shows of them; template_kwargs: further variables of the template."""
     known = vocabulary(serving, "messages")
     if serving.chat is None:
         raise Refused(
             "messages: the model has no chat template; use /v1/completions with a prompt",
             "messages",
         )
-    turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    shown = [tool.schema_shown for tool in tools]
     try:
-        ids = await asyncio.to_thread(known.encode_chat, serving.chat, turns, open_turn, shown)
+        check_template_kwargs(template_kwargs or {}, serving.chat.tokenizer.special_tokens_map)
     except ValueError as error:
-        raise Refused(f"messages: {error}", "messages") from None
-    return Prompt(ids)
+        raise Refused(str(error), "chat_template_kwargs") from None
+    chat = serving.chat
+
+    def encode() -> list[int]:
+        turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        shown = [tool.schema_shown for tool in tools]
+        try:
+            text = known.render_chat(chat, turns, open_turn, shown, template_kwargs)
+            check_fits(serving, known, text, "messages")
+            return known.encode(text, False)
+        except Refused:
+            raise
+        except ValueError as error:
+            raise Refused(f"messages: {error}", "messages") from None
+
+    return Prompt(await serving.work(encode))
 
 
 def _turn(message: Message, where: str) -> dict[str, Any]:
@@ -162,18 +192,27 @@ def offered(serving: Serving, body: Chat) -> Offer | None:
             "tool_choice",
             code="unsupported",
         )
-    names = [tool.function.name for tool in body.tools]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            where = f"tools[{i}].function.name"
-            raise Refused(f"{where}: two tools are called {name!r}", where)
     if not body.tools or body.tool_choice == "none" or serving.chat is None:
+        check_tool_names(body.tools)
         return None
     try:
         serving.chat.check_tools()
-        return Offer(body.tools, serving.chat.tool_format, body.parallel_tool_calls)
+        format = serving.chat.tool_format
     except ValueError as error:
         raise Refused(f"tools: {error}", "tools") from None
+    check_tool_names(body.tools)
+    return Offer(body.tools, format, body.parallel_tool_calls)
+
+
+def check_tool_names(tools: Sequence[Tool]) -> None:
+    """Refused when two tools have one name."""
+    known = set[str]()
+    for i, tool in enumerate(tools):
+        name = tool.function.name
+        if name in known:
+            where = f"tools[{i}].function.name"
+            raise Refused(f"{where}: two tools are called {name!r}", where)
+        known.add(name)
 
 
 def engine_request(
@@ -198,6 +237,9 @@ def engine_request(
         top_p=body.top_p,
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty or None,
+        frequency_penalty=body.frequency_penalty or None,
+        logit_bias=_bias(body.logit_bias),
         stop_ids=tuple(body.stop_token_ids),
         stop_strings=stops(body),
         ignore_eos=body.ignore_eos,
@@ -205,6 +247,14 @@ def engine_request(
         id=request_id,
         top_logprobs=top_logprobs,
     )
+
+
+def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...] | None:
+    """By token id, as JSON has no other keys than texts."""
+    for name in given:
+        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name):
+            raise Refused(f"logit_bias: {name!r} is no token id", "logit_bias")
+    return tuple((int(name), bias) for name, bias in given.items()) or None
 
 
 def room(serving: Serving, prompt: Prompt) -> int:

@@ -24,6 +24,7 @@ from lowroll.server.errors import Refused
 from lowroll.types import MAX_TOP_LOGPROBS, TEMPERATURES
 
 MOST_STOPS = 64
+MOST_TOOLS = 2048
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
 
 Text = Annotated[str, StringConstraints(max_length=1 << 24)]
@@ -39,7 +40,7 @@ _OFF: tuple[Any, ...] = (None, False, [], {}, "")
 # by name: the values that ask for nothing that is not there
 IDLE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        "tools functions tool_calls tool_call_id annotations refusal logit_bias suffix audio documents echo "
+        "tools functions tool_calls tool_call_id annotations refusal suffix audio documents echo "
         "chat_template chat_template_kwargs truncate_prompt_tokens allowed_token_ids bad_words "
         "logits_processors structured_outputs guided_json guided_regex guided_choice "
         "guided_grammar kv_transfer_params vllm_xargs mm_processor_kwargs web_search_options "
@@ -51,8 +52,6 @@ IDLE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
     "length_penalty": (None, 1),
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
@@ -85,6 +84,9 @@ class Sampling(Body):
     top_k: int = 0  # 0 and vLLM's -1 are off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}  # by token id
     stop: str | Annotated[list[str], Field(fail_fast=True)] = []
     stop_token_ids: Ids = []
     ignore_eos: bool = False
@@ -183,9 +185,10 @@ class Chat(Sampling, Answered):
     prompt_logprobs: TopLogprobs | None = None
     score_temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] = 1.0
     add_generation_prompt: bool = True
-    tools: list[Tool] = []
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
 
 
 class SamplingParams(Sampling):
@@ -209,7 +212,8 @@ class Tokenize(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
-    tools: list[Tool] = []
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 

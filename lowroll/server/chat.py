@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from lowroll.server.answer import ends, groups, stream, to_json, wants_usage
+from lowroll.server.answer import ends, groups, size, stream, to_json_beside, wants_usage
 from lowroll.server.asks import (
     NAMES,
     Offer,
@@ -29,7 +29,7 @@ from lowroll.server.parts import (
     usage,
     whole,
 )
-from lowroll.server.scoring import Scores, score
+from lowroll.server.scoring import Scores, check_told, score
 from lowroll.server.serving import REQUEST_ID, SERVING, Serving
 from lowroll.server.ticket import Delta
 from lowroll.types import Group, Request
@@ -45,10 +45,13 @@ async def handle(request: web.Request) -> web.StreamResponse:
         raise Refused("top_logprobs: it goes with logprobs: true", "top_logprobs")
     offer = offered(serving, body)
     tools = offer.tools if offer is not None else ()
-    prompt = await conversation(serving, body.messages, body.add_generation_prompt, tools)
+    prompt = await conversation(
+        serving, body.messages, body.add_generation_prompt, tools, body.chat_template_kwargs
+    )
     asked, names = _request(serving, prompt, body)
     scores = None
     if body.prompt_logprobs is not None:
+        check_told(serving, [prompt.token_ids], body.prompt_logprobs, body.stream)
         scores = await score(
             serving,
             prompt.token_ids,
@@ -61,7 +64,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         first = answer.first()
         return await stream(request, [asked], names, answer.chunk, first=first, last=answer.last)
     (group,) = await groups(serving, [asked], names)
-    return to_json(answer.whole(group))
+    return await to_json_beside(serving, lambda: answer.whole(group), size([prompt], [group]))
 
 
 def _request(serving: Serving, prompt: Prompt, body: Chat) -> tuple[Request, dict[str, str]]:

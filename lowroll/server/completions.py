@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from lowroll.server.answer import ends, groups, stream, to_json, wants_usage
+from lowroll.server.answer import ends, groups, size, stream, to_json_beside, wants_usage
 from lowroll.server.asks import (
     NAMES,
     Prompt,
@@ -29,7 +29,7 @@ from lowroll.server.parts import (
     usage,
     whole,
 )
-from lowroll.server.scoring import Scores, score
+from lowroll.server.scoring import Scores, check_told, score
 from lowroll.server.serving import REQUEST_ID, SERVING, Serving
 from lowroll.server.ticket import Delta
 from lowroll.types import Group, Request
@@ -45,10 +45,13 @@ async def handle(request: web.Request) -> web.StreamResponse:
     requests = [_request(serving, prompt, body) for prompt in given] if body.max_tokens != 0 else []
     answers = _Answers(request, body, given, await _scores(serving, body, given))
     if not requests:
-        return to_json(answers.scored())
+        return await to_json_beside(serving, answers.scored, size(given, []))
     if body.stream:
         return await stream(request, requests, NAMES, answers.chunk, last=answers.last)
-    return to_json(answers.whole(await groups(serving, requests, NAMES)))
+    drawn_groups = await groups(serving, requests, NAMES)
+    return await to_json_beside(
+        serving, lambda: answers.whole(drawn_groups), size(given, drawn_groups)
+    )
 
 
 def _check(body: Completion) -> None:
@@ -100,6 +103,8 @@ async def _scores(
     if body.prompt_logprobs is None and not (body.echo and body.logprobs is not None):
         return [None] * len(given)
     top = max(body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0)
+    asked = "prompt_logprobs" if body.prompt_logprobs is not None else "logprobs"
+    check_told(serving, [prompt.token_ids for prompt in given], top, body.stream, asked)
     found = []
     for i, prompt in enumerate(given):
         field = NAMES["prompt_ids"] + (f"[{i}]" if len(given) > 1 else "")

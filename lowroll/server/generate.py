@@ -6,16 +6,19 @@ from typing import Any
 
 from aiohttp import web
 
-from lowroll.server.answer import ends, groups, stream, to_json
+from lowroll.server.answer import ends, groups, size, stream, to_json_beside
 from lowroll.server.asks import NAMES, Prompt, engine_request, read, room
 from lowroll.server.body import Generate
 from lowroll.server.parts import Names, contents, drawn, origin, prompt_logprobs, usage, whole
-from lowroll.server.scoring import Scores, score
+from lowroll.server.scoring import Scores, check_told, score
 from lowroll.server.serving import REQUEST_ID, SERVING
 from lowroll.server.ticket import Delta
 from lowroll.types import Group, Rollout
 
-_SAMPLING = "n max_tokens min_tokens temperature top_p top_k min_p repetition_penalty ignore_eos seed".split()
+_SAMPLING = (
+    "n max_tokens min_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
+    "frequency_penalty logit_bias ignore_eos seed"
+).split()
 _NAMES = {"prompt_ids": "token_ids", "id": "request_id"} | {
     name: f"sampling_params.{NAMES.get(name, name)}"
     for name in [*_SAMPLING, "stop_ids", "stop_strings", "top_logprobs"]
@@ -29,6 +32,13 @@ async def handle(request: web.Request) -> web.StreamResponse:
     params, prompt = body.sampling_params, Prompt(body.token_ids)
     scores = None
     if params.prompt_logprobs is not None:
+        check_told(
+            serving,
+            [prompt.token_ids],
+            params.prompt_logprobs,
+            body.stream,
+            "sampling_params.prompt_logprobs",
+        )
         scores = await score(
             serving, prompt.token_ids, params.prompt_logprobs, field=_NAMES["prompt_ids"]
         )
@@ -40,11 +50,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
         top_logprobs=params.logprobs or 0,
         request_id=body.request_id,
     )
-    answer = _Answer(request, body, prompt, scores)
+    answer = await serving.work(_Answer, request, body, prompt, scores)
     if body.stream:
         return await stream(request, [asked], _NAMES, answer.chunk, last=answer.last)
     (group,) = await groups(serving, [asked], _NAMES)
-    return to_json(answer.whole(group))
+    return await to_json_beside(serving, lambda: answer.whole(group), size([prompt], [group]))
 
 
 class _Answer:

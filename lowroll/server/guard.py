@@ -21,12 +21,13 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Middleware
 
+from lowroll.server.body import Body, check
 from lowroll.server.errors import Refused, error_body
 from lowroll.server.loop import Busy, Stalled
 from lowroll.server.serving import REQUEST_ID, SERVING, Limits
@@ -34,6 +35,7 @@ from lowroll.types import printable
 
 log = logging.getLogger(__name__)
 
+B = TypeVar("B", bound=Body)
 Access = Literal["open", "token", "admin"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
@@ -60,11 +62,11 @@ class Tokens:
 
 def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middleware:
     """The middleware. hosts: names by which clients may call the server; None is any."""
-    open_requests = 0
+    open_requests = held = 0  # held: bytes of large bodies
 
     @web.middleware
     async def door(request: web.Request, handler: Handler) -> web.StreamResponse:
-        nonlocal open_requests
+        nonlocal open_requests, held
         serving = request.app[SERVING]
         request[REQUEST_ID] = _request_id(request)
         _heard(request)
@@ -74,6 +76,7 @@ def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middl
         access = routes[request.method, path][0] if (request.method, path) in routes else "token"
         counted = access == "token" and request.method == "POST"
         open_requests += counted
+        size = 0
         try:
             _check_version(request)
             _check_headers(request, serving.limits)
@@ -81,15 +84,28 @@ def guard(routes: Routes, tokens: Tokens, hosts: frozenset[str] | None) -> Middl
             _check_token(request, access, tokens)
             if counted and open_requests > serving.limits.requests:
                 raise Busy(f"{open_requests - 1} requests are open, as many as may be")
+            size = _held(request, serving.limits)
+            held += size
+            if size and held > serving.limits.bodies:
+                raise Busy(f"{held - size:,} bytes of bodies are held, as many as may be")
             response = await handler(request)
         except Exception as error:  # whatever it is, the client gets an answer and the log the rest
             response = _answer(request, error)
         finally:
             open_requests -= counted
+            held -= size
         serving.loop.metrics.answered(path or "none", response.status)
         return response
 
     return door
+
+
+def _held(request: web.Request, limits: Limits) -> int:
+    """Bytes that a body takes for as long as its request is open; 0 of a small one."""
+    if not request.body_exists:
+        return 0
+    size = limits.body if request.content_length is None else request.content_length
+    return min(size, limits.body) if size > LARGE else 0
 
 
 async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
@@ -100,9 +116,27 @@ async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
     request[_BEGUN] = True
 
 
+async def read_body(request: web.Request, kind: type[B]) -> B:
+    """The body, of this kind. Refused as `_read` and `body.check` say."""
+
+    def made(data: bytes) -> B:
+        return check(parse(data, depth), kind)
+
+    serving = request.app[SERVING]
+    depth, data = serving.limits.depth, await _read(request)
+    if len(data) > LARGE:
+        return await serving.work(made, data)
+    return made(data)
+
+
 async def read_json(request: web.Request) -> dict[str, Any]:
-    """The body, a JSON object. Refused when it is none, too large, too deep or too slow; or has a
-    number that is none, or half of a surrogate pair."""
+    """The body, a JSON object. Refused as `_read` and `parse` say."""
+    return parse(await _read(request), request.app[SERVING].limits.depth)
+
+
+async def _read(request: web.Request) -> bytes:
+    """The body. Refused when it is no plain JSON, too large or too slow. Busy when those of
+    all open requests are too large together."""
     limits = request.app[SERVING].limits
     if request.content_type != "application/json":
         raise Refused("Content-Type: expected application/json", "Content-Type", 415)
@@ -118,13 +152,12 @@ async def read_json(request: web.Request) -> dict[str, Any]:
         raise Refused(f"body: it has not come in {limits.body_s:g} s", None, 408) from None
     except web.HTTPRequestEntityTooLarge:
         raise too_large from None
-    if len(body) > LARGE:
-        return await asyncio.to_thread(parse, body, limits.depth)
-    return parse(body, limits.depth)
+    return body
 
 
 def parse(body: bytes, depth: int) -> dict[str, Any]:
-    """The object that a body holds. Refused as `read_json` says."""
+    """The object that a body holds. Refused when it is none, or too deep; or has a number that is
+    none, or half of a surrogate pair."""
     try:
         text = body.decode()
         if _too_deep(body, depth):

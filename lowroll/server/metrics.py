@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from lowroll.types import Group
 
 if TYPE_CHECKING:
+    from lowroll.engine.base import EngineStats
     from lowroll.server.loop import Health
     from lowroll.server.ticket import Delta, Flight
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+
+
+TOTALS = {
+    "prefix_hits": ("prefix_hit_pages", "pages of prompts found in the cache"),
+    "tokens": ("drawn_tokens", "tokens drawn"),
+    "replays": ("replayed_samples", "unfinished samples replayed under newer weights"),
+    "replayed_tokens": ("replayed_tokens", "tokens that they had drawn"),
+    "kept_tokens": ("replay_kept_tokens", "of those, the ones that the newer weights draw too"),
+}  # counted by the engine: the name in its stats, the name here and what it says
+
+
+class _Totals(Collector):
+    """What the engine has counted, as it last said."""
+
+    def __init__(self) -> None:
+        self.stats: EngineStats | None = None
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for name, (shown, meaning) in TOTALS.items():
+            value = 0 if self.stats is None else getattr(self.stats, name)
+            yield CounterMetricFamily(f"lowroll_{shown}", meaning, value=value)
 
 
 class Metrics:
@@ -33,18 +57,8 @@ class Metrics:
         self._used = Gauge(
             "lowroll_cache_used_tokens", "tokens of it in pages that requests hold", registry=own
         )
-        self._hits = Gauge(
-            "lowroll_prefix_hit_pages", "pages of prompts found in the cache so far", registry=own
-        )
-        self._drawn = Gauge("lowroll_drawn_tokens", "tokens drawn so far", registry=own)
-        self._replays = {
-            name: Gauge(f"lowroll_{name}", meaning, registry=own)
-            for name, meaning in (
-                ("replayed_samples", "unfinished samples replayed under newer weights so far"),
-                ("replayed_tokens", "tokens that they had drawn"),
-                ("replay_kept_tokens", "of those, the ones that the newer weights draw too"),
-            )
-        }
+        self._totals = _Totals()
+        own.register(self._totals)
         self._weights = Info("lowroll_weights", "the policy that is drawn from", registry=own)
         self._requests = Counter(
             "lowroll_requests", "requests that ended, by how", ["outcome"], registry=own
@@ -129,11 +143,7 @@ class Metrics:
             self._waiting.set(stats.waiting)
             self._cache.set(stats.cache_tokens)
             self._used.set(stats.cache_used)
-            self._hits.set(stats.prefix_hits)
-            self._drawn.set(stats.tokens)
-            self._replays["replayed_samples"].set(stats.replays)
-            self._replays["replayed_tokens"].set(stats.replayed_tokens)
-            self._replays["replay_kept_tokens"].set(stats.kept_tokens)
+            self._totals.stats = stats
             policy = health.behavior.policy[-1]
             self._weights.info(
                 {

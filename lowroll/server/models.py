@@ -1,4 +1,4 @@
-"""GET /v1/models: the model that is served, and what its engine can do."""
+"""GET /v1/models and /v1/models/NAME: the model that is served, and what its engine can do."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ from aiohttp import web
 
 from lowroll.engine.base import Capabilities
 from lowroll.server.answer import to_json
-from lowroll.server.serving import SERVING
+from lowroll.server.asks import check_model
+from lowroll.server.serving import SERVING, Serving
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
-    """One model. `lowroll` has the engine's capabilities, the policy that it draws
-    from, and what it holds."""
+    """A list of one."""
+    return to_json({"object": "list", "data": [await _model(request.app[SERVING])]})
+
+
+async def one(request: web.Request) -> web.StreamResponse:
+    """The model that the path names. Refused, 404, for another name."""
     serving = request.app[SERVING]
+    check_model(serving, request.match_info["name"])
+    return to_json(await _model(serving))
+
+
+async def _model(serving: Serving) -> dict[str, Any]:
+    """`lowroll` has the engine's capabilities, the policy that it draws from, and what it holds."""
     health = await serving.loop.health(serving.limits.health_s)
-    model = {
+    return {
         "id": serving.name,
         "object": "model",
         "created": serving.created,
@@ -36,7 +47,6 @@ async def handle(request: web.Request) -> web.StreamResponse:
             "packs": True,
         },
     }
-    return to_json({"object": "list", "data": [model]})
 
 
 def capabilities(can: Capabilities) -> dict[str, Any]:

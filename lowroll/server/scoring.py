@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowroll.engine.base import Engine
@@ -22,6 +23,25 @@ class Scores:
     def cut(self, top: int) -> Scores:
         """With fewer of the likeliest."""
         return Scores(self.logprobs, [likeliest[:top] for likeliest in self.tops])
+
+
+def check_told(
+    serving: Serving,
+    prompts: Sequence[Sequence[int]],
+    top: int,
+    stream: bool = False,
+    field: str = "prompt_logprobs",
+) -> None:
+    """Refused when the log-probs of the prompts are more than one answer may hold, all places and
+    all tokens told at each together. field: the client's that asks for them."""
+    most = serving.limits.told_streamed if stream else serving.limits.told
+    count = sum(map(len, prompts)) * (top + 1)
+    if count > most:
+        raise Refused(
+            f"{field}: {count:,} log-probs of prompts in one answer; {most:,} at most"
+            + (" in a stream" if stream else ""),
+            field,
+        )
 
 
 async def score(

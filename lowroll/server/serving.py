@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiohttp import web
 
@@ -15,12 +19,20 @@ if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
     from lowroll.server.text import Vocabulary
 
+P = ParamSpec("P")
+R = TypeVar("R")
+WORKERS = 2  # threads that encode texts and write long answers
+
 
 @dataclass(frozen=True)
 class Limits:
     """What one client, or all together, may take. Sizes in bytes, times in seconds."""
 
     body: int = 8 << 20
+    bodies: int = 512 << 20  # of all open requests together
+    text: int = 1 << 20  # characters of a text that is only encoded
+    told: int = 1 << 18  # log-probs of prompts in one answer
+    told_streamed: int = 1 << 13  # where it is a stream
     headers: int = 16 << 10
     depth: int = 32  # of nested lists and objects in a body
     n: int = 64  # samples of one prompt
@@ -50,6 +62,15 @@ class Serving:
     limits: Limits = field(default_factory=Limits)
     version: str = ""  # of lowroll
     created: int = field(default_factory=lambda: time.time_ns() // 10**9)  # since 1970
+    workers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(WORKERS, thread_name_prefix="clients")
+    )
+
+    async def work(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """What fn returns or raises, in one of a few threads, so that the event loop stays free and
+        memory is bounded whatever is asked at a time."""
+        call = partial(fn, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.workers, call)
 
 
 SERVING: web.AppKey[Serving] = web.AppKey("serving", Serving)

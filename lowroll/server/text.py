@@ -9,7 +9,7 @@ what the whole response says, whatever its parts.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,6 +44,7 @@ class Vocabulary:
         self.special = frozenset(i for i, token in added.items() if token.special)
         self.marks = {i: added[i].content for i in self.special if added[i].content in WORDS}
         self._bytes = type(self.backend.decoder).__name__ == "ByteLevel"
+        self.longest = _longest_token(self.backend, self._bytes)
         self.pieces = _Pieces(self._piece)
         self._names: dict[int, str] = {}
         self._lock = Lock()  # of encoding: a tokenizer changes its own settings on the way
@@ -55,6 +56,13 @@ class Vocabulary:
         with self._lock:
             ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return [int(token) for token in ids]
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, found without encoding it; 0 where nothing
+        is certain."""
+        if self.longest == 0:
+            return 0
+        return -(-len(text.encode() if self._bytes else text) // self.longest)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids in one piece."""
@@ -78,16 +86,17 @@ class Vocabulary:
             return _MarkedDecoder(self, prompt_ids)
         return _ByteDecoder(self) if self._bytes else _WindowDecoder(self, prompt_ids)
 
-    def encode_chat(
+    def render_chat(
         self,
         chat: ChatTokenizer,
         messages: list[dict[str, Any]],
         open_turn: bool,
         tools: Sequence[dict[str, Any]] = (),
-    ) -> list[int]:
-        """Ids of a conversation in the model's template. ValueError says what it objects to."""
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation in the model's template. ValueError says what it objects to."""
         with self._lock:
-            return chat.encode_chat(messages, open_turn, tools)
+            return chat.render(messages, open_turn, tools, template_kwargs)
 
     def _piece(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
@@ -99,6 +108,32 @@ class Vocabulary:
             return bytes(_BYTES[char] for char in token)
         except KeyError:  # an added token: its text as it stands
             return str(token).encode()
+
+
+def _longest_token(backend: Any, in_bytes: bool) -> int:
+    """The most bytes (of a tokenizer of bytes) or characters of a text that one token can stand for;
+    0 where that is not certain, because something shortens or drops text on the way."""
+    whole = in_bytes or getattr(backend.model, "byte_fallback", False)
+    dropping = ("Removed", "Whitespace", "Bert", "Punctuation")
+    if not whole or any(word in repr(backend.pre_tokenizer) for word in dropping):
+        return 0
+    if backend.normalizer is not None and not _keeps_length(backend.normalizer):
+        return 0
+    added = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip or token.normalized for token in added):
+        return 0
+    words = [len(word) for word in backend.get_vocab(with_added_tokens=False)]
+    named = [len(token.content.encode() if in_bytes else token.content) for token in added]
+    return max([*words, *named], default=0)
+
+
+def _keeps_length(normalizer: Any) -> bool:
+    """Whether a normalizer drops nothing: those that put a mark where a space is."""
+    shown = repr(normalizer)
+    inner = shown.removeprefix("Sequence(normalizers=[").removesuffix("])").split("), ")
+    return all(
+        one.startswith(("Prepend(", 'Replace(pattern=String(" "), content="▁"')) for one in inner
+    )
 
 
 class _Pieces(dict[int, bytes]):

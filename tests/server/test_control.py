@@ -181,7 +181,7 @@ def test_requests_in_flight_are_replayed_where_that_is_asked_for(model: Path, fo
             assert versions_of(found) == versions_of(found, 1) == [2]
             assert engine.stats().replays == 2
             async with client.get("/metrics", headers=ADMIN) as told:
-                assert "lowroll_replayed_samples 2.0" in await told.text()
+                assert "lowroll_replayed_samples_total 2.0" in await told.text()
             models = await get(client, "/v1/models")
             assert models["data"][0]["lowroll"]["capabilities"]["replays"] is True
 

@@ -52,7 +52,18 @@ def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> 
         "logprobs": request.top_logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
+        **_biases(request),
     }
+
+
+def _biases(request: Request) -> dict[str, Any]:
+    """Of a request that has any."""
+    told: dict[str, Any] = {
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "logit_bias": {str(token): bias for token, bias in request.logit_bias or ()},
+    }
+    return {name: value for name, value in told.items() if value}
 
 
 def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:

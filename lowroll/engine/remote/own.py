@@ -21,7 +21,7 @@ from lowroll.types import BehaviorTag, Evictions, PolicySpan, Request, printable
 
 ANY_ID = 2**31  # where a server does not tell: it refuses what lies outside
 WHAT = "the list of models"
-_GAUGE = re.compile(r"^lowroll_(\w+) (\S+)$", re.MULTILINE)
+_GAUGE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 
 @dataclass

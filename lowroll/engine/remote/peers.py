@@ -19,7 +19,7 @@ from lowroll.engine.remote.wire import Call, ServerError, Wire
 from lowroll.types import BehaviorTag, printable
 
 CONTROL_S = 10.0  # until a control route that does little has answered
-_GAUGE = re.compile(r"^lowroll_(requests_open|drawn_tokens) (\S+)$", re.MULTILINE)
+_GAUGE = re.compile(r"^lowroll_(requests_open|drawn_tokens)(?:_total)? (\S+)$", re.MULTILINE)
 
 _REPLAYED = re.compile(
     r"^lowroll_(replayed_samples|replayed_tokens|replay_kept_tokens)(?:_total)? (\S+)$",

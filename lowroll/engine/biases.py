@@ -1,0 +1,25 @@
+"""What a request adds to logits: its own bias, and presence and frequency penalties, which go by the
+tokens of the response so far. Arithmetic alone, for the scheduler too: no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lowroll.engine.sequence import Place, Sequence
+
+
+def is_biased(s: Sequence | Place) -> bool:
+    """Whether the next logits depend on a bias, or on how often the response has a token: this is
+    looked up on the host, before each token."""
+    r = s.request
+    return bool(r.logit_bias or r.presence_penalty or r.frequency_penalty)
+
+
+def biases_of(s: Sequence | Place) -> dict[int, float]:
+    """What is added to which logit."""
+    r, found = s.request, dict(s.request.logit_bias or ())
+    if r.presence_penalty or r.frequency_penalty:
+        for token, count in Counter(s.token_ids).items():
+            less = (r.presence_penalty or 0) + (r.frequency_penalty or 0) * count
+            found[token] = found.get(token, 0.0) - less
+    return found
