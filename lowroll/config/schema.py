@@ -9,6 +9,7 @@ as YAML that loads to the same tree again.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -436,6 +437,21 @@ class RunConfig(Section):
         return yaml.dump(
             self.tree(), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
         )
+
+    def changes(self, width: int) -> str:
+        """YAML text of the settings that are not the defaults of their keys, in lines of about so
+        many columns; loading it gives the same tree as `dump()`."""
+        tree = self.resolved().model_dump(mode="json", exclude_defaults=True)
+        text = io.StringIO()
+        dumper = ConfigDumper(
+            text, default_flow_style=True, width=width, allow_unicode=True, sort_keys=False
+        )
+        dumper.open()
+        node = dumper.represent_data({"model": self.model, "output_dir": self.output_dir} | tree)
+        node.flow_style = False  # a key of the top begins a line
+        dumper.serialize(node)
+        dumper.close()
+        return text.getvalue()
 
 
 def _rollouts(cfg: RunConfig) -> Rollouts:
