@@ -132,10 +132,8 @@ def test_the_page_on_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_readme(folder: Path) -> None:
     """As a script: its function has no other home than that."""
     (here,) = blocks("../README.md", "python")
-    rows = "".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(8))
-    (folder / "rows.jsonl").write_text(rows)
     small = "max_steps=1, batch_size=8, rollouts_per_example=4, max_tokens=4, score={'workers': 1}"
-    here = here.replace("max_steps=40", small).replace("Qwen/Qwen3-0.6B", "outputs/demo/model")
+    here = here.replace("max_steps=40", small)
     (folder / "script.py").write_text(here)
     subprocess.run(
         [sys.executable, "script.py"],
