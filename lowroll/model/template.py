@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ SECONDS = 10.0  # for one conversation; about 0.0001 is usual
 START_SECONDS = 60.0  # for the child to start, and to read the template; about 0.1 is usual
 MEMORY_MB = 512
 MOST_TEMPLATE = 1 << 20  # characters
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _CHILD = Path(__file__).with_name("template_child.py")
 
 
@@ -61,12 +62,16 @@ class Template:
         messages: list[dict[str, Any]],
         open_turn: bool = True,
         tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation; open_turn: with the header that opens the assistant's turn;
-        tools: what the template is to show of them, JSON schemas.
+        tools: what the template is to show of them, JSON schemas; template_kwargs: further variables
+        of the template, as JSON (`enable_thinking`).
 
-        ValueError in one line for what the template raises, and when it takes too long or too much
-        memory."""
+        ValueError in one line for what the template raises, when it takes too long or too much
+        memory, and for a variable that is not the caller's to set."""
+        further = dict(template_kwargs or {})
+        check_template_kwargs(further, self.setup["variables"])
         messages = [
             {key: value for key, value in message.items() if value is not None}
             for message in messages
@@ -75,6 +80,7 @@ class Template:
             "messages": messages,
             "add_generation_prompt": open_turn,
             "tools": list(tools) or None,
+            "template_kwargs": further,
         }
         with self.lock:
             served = self.child is not None
@@ -114,6 +120,19 @@ class Template:
     def _forget_child(self) -> None:
         self.end_child()
         self.child = None
+
+
+def check_template_kwargs(given: Mapping[str, Any], special_tokens: Iterable[str] = ()) -> None:
+    """ValueError names a variable that a chat template gets from elsewhere (the conversation, the
+    tokenizer's special tokens), or that is no name."""
+    for name in given:
+        if name in RESERVED or name in special_tokens:
+            raise ValueError(
+                f"chat_template_kwargs: {printable(name)} is set from the conversation or the "
+                "tokenizer, and cannot be set here"
+            )
+        if not name.isidentifier():
+            raise ValueError(f"chat_template_kwargs: {printable(repr(name))} is no variable's name")
 
 
 @lru_cache(maxsize=4)

@@ -154,6 +154,7 @@ def main() -> None:
                 documents=None,
                 add_generation_prompt=asked["add_generation_prompt"],
                 **setup["variables"],
+                **asked["template_kwargs"],
             )
             if len(text) > MOST_TEXT:
                 raise ValueError(

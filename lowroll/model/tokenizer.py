@@ -10,7 +10,7 @@ turn may not depend on them, which `check_turns` asks before a run begins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -131,15 +131,22 @@ class ChatTokenizer:
 
     ValueError for a tokenizer without a chat template. Templates are rendered in a child with
     bounds (`model.template`). tool_format: how the model writes calls of tools (`tool_calls`); None:
-    as the template shows it."""
+    as the template shows it. template_kwargs: variables of the template for every conversation
+    (`enable_thinking`)."""
 
-    def __init__(self, tokenizer: Any, tool_format: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_format: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "tokenizer: it has no chat template (chat_template.jinja or tokenizer_config.json)"
             )
         self.tokenizer = tokenizer
         self._tool_format = tool_format
+        self.template_kwargs = dict(template_kwargs or {})
 
     @property
     def source(self) -> str:
@@ -154,11 +161,13 @@ class ChatTokenizer:
         messages: list[Message],
         open_turn: bool = True,
         tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a conversation; open_turn: with the header that opens the assistant's turn; tools:
-        JSON schemas of those that the model may call. ValueError says what the template objects to,
-        and when it cannot show tools."""
-        return self._encode(self._render(messages, open_turn, tools))
+        JSON schemas of those that the model may call; template_kwargs: variables of the template,
+        over those of this tokenizer. ValueError says what the template objects to, and when it
+        cannot show tools."""
+        return self._encode(self.render(messages, open_turn, tools, template_kwargs))
 
     def encode_turn(
         self, messages: list[Message], after: Turn, said: Message | None = None
@@ -219,7 +228,7 @@ class ChatTokenizer:
         if said is None or not said.get("tool_calls"):
             return ""
         calls = [*_BEFORE, {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}]
-        turn, whole = self._render(calls, False), self._render([*calls, *messages], True)
+        turn, whole = self.render(calls, False), self.render([*calls, *messages], True)
         cut = turn.rfind(self._end) if self._end else len(turn) - len(self._closing)
         return whole[cut:] if cut > 0 and whole.startswith(turn[:cut]) else ""
 
@@ -232,7 +241,7 @@ class ChatTokenizer:
 
     def _behind(self, messages: list[Message], open_turn: bool) -> str:
         """What the template puts behind the mark."""
-        _, mark, behind = self._render(messages, open_turn).partition(_MARK)
+        _, mark, behind = self.render(messages, open_turn).partition(_MARK)
         if not mark:
             raise ValueError(
                 "chat template: it does not show what an assistant said earlier, so that a "
@@ -240,16 +249,20 @@ class ChatTokenizer:
             )
         return behind
 
-    def _render(
+    def render(
         self,
         messages: list[Message],
         open_turn: bool,
         tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
+        """The text of a conversation, as `encode_chat` encodes it."""
         if tools:
             self.check_tools()
         variables = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        return template(self.source, tuple(variables.items())).render(messages, open_turn, tools)
+        return template(self.source, tuple(variables.items())).render(
+            messages, open_turn, tools, self.template_kwargs | dict(template_kwargs or {})
+        )
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
