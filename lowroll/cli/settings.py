@@ -163,6 +163,15 @@ def add_dry_run(parser: argparse.ArgumentParser, looks_at: str) -> None:
     )
 
 
+def _changes(cfg: RunConfig) -> str:
+    """The settings that are not the defaults of their keys; they load as the whole does."""
+    from lowroll.config.document import dump_short
+
+    named = {"model": cfg.model, "output_dir": cfg.output_dir}
+    changed = cfg.resolved().model_dump(mode="json", exclude_defaults=True)
+    return dump_short(named | changed, _COLUMNS - 28)
+
+
 def show(cfg: RunConfig, plan: Sequence[str], found: Findings, verbose: bool = False) -> int:
     """Print what a dry run found: a verdict and the plan as comments over the settings that are not
     defaults, with `verbose` over all, so that the whole loads as a file again. ValueError, a line
@@ -174,7 +183,7 @@ def show(cfg: RunConfig, plan: Sequence[str], found: Findings, verbose: bool = F
     for line in (verdict, *plan, *found.lines, f"{settings}:"):
         rows = textwrap.wrap(line, _COLUMNS - 4, break_long_words=False, break_on_hyphens=False)
         print("# " + "\n#   ".join(rows if len(line) > _COLUMNS - 4 else [line]))
-    print(cfg.dump() if verbose else cfg.changes(_COLUMNS - 28), end="", flush=True)
+    print(cfg.dump() if verbose else _changes(cfg), end="", flush=True)
     for note in found.notes:
         print(note, file=sys.stderr)
     if found.problems:

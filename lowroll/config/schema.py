@@ -9,12 +9,11 @@ as YAML that loads to the same tree again.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, Strict, model_validator
+from pydantic import AfterValidator, Field, JsonValue, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
@@ -245,6 +244,8 @@ class RunConfig(Section):
     # is the gold one
     reward_funcs: RewardFunctions = ()
     reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each
+    # variables of the model's chat template, such as {enable_thinking: false}, for every prompt
+    chat_template_kwargs: dict[str, JsonValue] = {}
     logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
     # what shows the records elsewhere too; the extra of that name installs it
     track: Trackers = ()
@@ -437,21 +438,6 @@ class RunConfig(Section):
         return yaml.dump(
             self.tree(), Dumper=ConfigDumper, sort_keys=False, allow_unicode=True, width=10**6
         )
-
-    def changes(self, width: int) -> str:
-        """YAML text of the settings that are not the defaults of their keys, in lines of about so
-        many columns; loading it gives the same tree as `dump()`."""
-        tree = self.resolved().model_dump(mode="json", exclude_defaults=True)
-        text = io.StringIO()
-        dumper = ConfigDumper(
-            text, default_flow_style=True, width=width, allow_unicode=True, sort_keys=False
-        )
-        dumper.open()
-        node = dumper.represent_data({"model": self.model, "output_dir": self.output_dir} | tree)
-        node.flow_style = False  # a key of the top begins a line
-        dumper.serialize(node)
-        dumper.close()
-        return text.getvalue()
 
 
 def _rollouts(cfg: RunConfig) -> Rollouts:
