@@ -320,6 +320,7 @@ def dump_short(tree: dict[str, Any], width: int) -> str:
     )
     dumper.open()
     node = dumper.represent_data(tree)
+    assert isinstance(node, yaml.MappingNode)
     node.flow_style = False  # of the top alone
     dumper.serialize(node)
     dumper.close()
