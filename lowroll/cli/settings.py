@@ -169,7 +169,7 @@ def _changes(cfg: RunConfig) -> str:
 
     named = {"model": cfg.model, "output_dir": cfg.output_dir}
     changed = cfg.resolved().model_dump(mode="json", exclude_defaults=True)
-    return dump_short(named | changed, _COLUMNS - 28)
+    return dump_short(named | changed, 60)  # it breaks behind a long word
 
 
 def show(cfg: RunConfig, plan: Sequence[str], found: Findings, verbose: bool = False) -> int:
