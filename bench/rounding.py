@@ -48,7 +48,7 @@ from lowroll.model.attention import varlen
 from lowroll.model.linear import Linear
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import read_spec
-from lowroll.model.tokenizer import load_tokenizer
+from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.runs.demo import CONFIG as DEMO
 from lowroll.runs.demo import build_model
@@ -207,7 +207,9 @@ def run(seed: int, *, steps: int, threads: int, device: str, folder: Path) -> di
     start = build_model(folder / f"start-{seed}", seed, MODEL)
     examples = demonstrations([(make_env("arithmetic", args=TASK), 1.0)], EXAMPLES, seed)
     spec = read_spec(start)
-    samples = encode_all(load_tokenizer(start), examples, spec.vocab_size, spec.max_position)
+    samples = encode_all(
+        ChatTokenizer(load_tokenizer(start)), examples, spec.vocab_size, spec.max_position
+    )
     curves = {}
     for way in WAYS:
         model = model_of(start, way, torch.bfloat16, device)

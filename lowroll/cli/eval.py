@@ -115,7 +115,13 @@ def _ask_server(
     from lowroll.runs.evaluate import evaluate_server, place
     from lowroll.runs.server import reach
 
-    server = reach(arguments.server, arguments.model, arguments.tokenizer, arguments.token_env)
+    server = reach(
+        arguments.server,
+        arguments.model,
+        arguments.tokenizer,
+        arguments.token_env,
+        cfg.chat_template_kwargs,
+    )
     with closing(server.engine), place(cfg, each, given, server) as out:
         rows = evaluate_server(cfg, server, each=each, out=out)
     show(rows, title(cfg, server.url), out)

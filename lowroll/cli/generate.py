@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowroll.cli.settings import add_server, refuse_beside_server
 from lowroll.quant.table import DEFAULT, FORMATS
@@ -42,6 +43,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
     p.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="variables of the model's chat template, such as '{\"enable_thinking\": false}'",
+    )
+    p.add_argument(
         "--max-tokens", type=int, help="default: 256, or what the context leaves where that is less"
     )
     p.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
@@ -55,10 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.n < 1:
         raise ValueError(f"--n: expected at least 1, got {arguments.n}")
     refuse_beside_server(arguments, "weights", "device")
+    further = _template_kwargs(arguments.chat_template_kwargs)
     if arguments.server is not None:
         from lowroll.runs.server import reach
 
-        server = reach(arguments.server, arguments.model, arguments.tokenizer, arguments.token_env)
+        server = reach(
+            arguments.server, arguments.model, arguments.tokenizer, arguments.token_env, further
+        )
         with closing(server.engine):
             converse(server.engine, server.chat, arguments, f"{server.model} at {server.url}")
         return 0
@@ -74,8 +83,22 @@ def run(arguments: argparse.Namespace) -> int:
         max_batch=arguments.n,
     )
     shown = f"{engine.stats().weights} weights"
-    converse(engine, ChatTokenizer(engine.tokenizer), arguments, shown)
+    chat = ChatTokenizer(engine.tokenizer, template_kwargs=further)
+    converse(engine, chat, arguments, shown)
     return 0
+
+
+def _template_kwargs(text: str | None) -> dict[str, Any]:
+    """The value of --chat-template-kwargs."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            "--chat-template-kwargs: expected a JSON object, such as '{\"enable_thinking\": false}'"
+        )
+    return found
 
 
 def converse(

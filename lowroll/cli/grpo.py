@@ -6,7 +6,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 from lowroll.cli.ending import conclude
-from lowroll.cli.settings import add_folder_options, add_settings, read_settings, show
+from lowroll.cli.settings import (
+    add_dry_run,
+    add_folder_options,
+    add_settings,
+    read_settings,
+    show,
+)
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
@@ -23,12 +29,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_settings(p)
     add_folder_options(p)
-    p.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check model, environments, data and memory, print the plan and every setting, and "
-        "stop",
-    )
+    add_dry_run(p, "model, environments, data and memory")
     return p
 
 
@@ -37,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from lowroll.runs.preflight import look_at_run
 
-        return show(cfg, plan(cfg), look_at_run(cfg, arguments.resume, arguments.overwrite))
+        found = look_at_run(cfg, arguments.resume, arguments.overwrite)
+        return show(cfg, plan(cfg), found, arguments.verbose)
     if cfg.launcher != "none":
         from lowroll.runs.launch.launcher import launch
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -146,11 +147,43 @@ def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig
     return cfg
 
 
-def show(cfg: RunConfig, plan: Sequence[str], found: Findings) -> int:
-    """Print what a dry run found: the plan as comments over the settings, so that the whole loads
-    as a file again. ValueError, a line each, when the run would fail."""
-    print("\n".join(f"# {line}" for line in (*plan, *found.lines)))
-    print(cfg.dump(), end="", flush=True)
+_COLUMNS = 98  # of a dry run's page
+
+
+def add_dry_run(parser: argparse.ArgumentParser, looks_at: str) -> None:
+    """Add `--dry-run` and its `--verbose`."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help=f"check {looks_at}, print whether it would start, its memory and the settings that "
+        "are not defaults, and stop",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="with --dry-run: print every setting"
+    )
+
+
+def _changes(cfg: RunConfig) -> str:
+    """The settings that are not the defaults of their keys; they load as the whole does."""
+    from lowroll.config.document import dump_short
+
+    named = {"model": cfg.model, "output_dir": cfg.output_dir}
+    changed = cfg.resolved().model_dump(mode="json", exclude_defaults=True)
+    return dump_short(named | changed, 60)  # it breaks behind a long word
+
+
+def show(cfg: RunConfig, plan: Sequence[str], found: Findings, verbose: bool = False) -> int:
+    """Print what a dry run found: a verdict and the plan as comments over the settings that are not
+    defaults, with `verbose` over all, so that the whole loads as a file again. ValueError, a line
+    each, when the run would fail."""
+    count = len(found.problems)
+    fails = f"the run would not start: {count} problem{'s' * (count > 1)}, named at the end"
+    verdict = fails if count else "the run would start: nothing that would end it was found"
+    settings = "every setting" if verbose else "what is not a default (--verbose: every setting)"
+    for line in (verdict, *plan, *found.lines, f"{settings}:"):
+        rows = textwrap.wrap(line, _COLUMNS - 4, break_long_words=False, break_on_hyphens=False)
+        print("# " + "\n#   ".join(rows if len(line) > _COLUMNS - 4 else [line]))
+    print(cfg.dump() if verbose else _changes(cfg), end="", flush=True)
     for note in found.notes:
         print(note, file=sys.stderr)
     if found.problems:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 
 from lowroll.cli.ending import report_command
-from lowroll.cli.settings import add_folder_options, add_settings, read_settings, show
+from lowroll.cli.settings import (
+    add_dry_run,
+    add_folder_options,
+    add_settings,
+    read_settings,
+    show,
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -18,11 +24,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_settings(p)
     add_folder_options(p)
-    p.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check model, data and memory, print the plan and every setting, and stop",
-    )
+    add_dry_run(p, "model, data and memory")
     return p
 
 
@@ -32,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
         from lowroll.runs.preflight import look_at_sft
 
         found = look_at_sft(cfg, arguments.resume, arguments.overwrite)
-        return show(cfg, [f"warm start of {cfg.model}; run folder {cfg.output_dir}"], found)
+        plan = [f"warm start of {cfg.model}; run folder {cfg.output_dir}"]
+        return show(cfg, plan, found, arguments.verbose)
     from lowroll.runs.sft import run_sft
 
     result = run_sft(cfg, resume=arguments.resume, overwrite=arguments.overwrite)

@@ -8,6 +8,7 @@ number); what YAML 1.1 reads otherwise (no, 010, 1:30, 1_000) is refused instead
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -308,3 +309,19 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(inner, where) for inner in value]
     raise ConfigError(f"{where}: {type(value).__name__} is no configuration value")
+
+
+def dump_short(tree: dict[str, Any], width: int) -> str:
+    """YAML text with a line for each key of the top, broken at about so many columns; `parse` reads
+    it back to the same values."""
+    text = io.StringIO()
+    dumper = ConfigDumper(
+        text, default_flow_style=True, width=width, allow_unicode=True, sort_keys=False
+    )
+    dumper.open()
+    node = dumper.represent_data(tree)
+    assert isinstance(node, yaml.MappingNode)
+    node.flow_style = False  # of the top alone
+    dumper.serialize(node)
+    dumper.close()
+    return text.getvalue()

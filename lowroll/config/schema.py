@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, Strict, model_validator
+from pydantic import AfterValidator, Field, JsonValue, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from lowroll.config.auto import Rollouts, choose_correction, choose_row, known_collapse
@@ -244,6 +244,8 @@ class RunConfig(Section):
     # is the gold one
     reward_funcs: RewardFunctions = ()
     reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each
+    # variables of the model's chat template, such as {enable_thinking: false}, for every prompt
+    chat_template_kwargs: dict[str, JsonValue] = {}
     logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
     # what shows the records elsewhere too; the extra of that name installs it
     track: Trackers = ()

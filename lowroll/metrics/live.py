@@ -4,7 +4,8 @@ is no terminal.
     step   12/100  reward  0.412 ▁▂▃▅▇  kl 1.2e-03  entropy 0.81  len 31.2  gen 912 tok/s  ...  eta 2m10s
 
 The panel keeps to the terminal's width: fewer columns where it is narrow, and what is too long is
-cut, never wrapped.
+cut, never wrapped. When the terminal becomes narrower its screen is cleared first: it has wrapped
+the lines that stand there.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleRenderable, Group, RenderHook
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -45,6 +48,23 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         """Called while the error is handled."""
         raise
+
+
+class Narrower(RenderHook):
+    """Clears the screen before the first drawing on a terminal that has become narrower. It has
+    wrapped what stands there, so rich, which goes up by as many rows as the panel had, would leave
+    the upper ones; how many there are nobody knows, because a terminal may say its new width late."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._width = console.width
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Called before each drawing."""
+        before, self._width = self._width, self._console.width
+        if self._width >= before:
+            return renderables
+        return [Control(ControlType.CLEAR, ControlType.HOME), *renderables]
 
 
 class LiveView:
@@ -81,6 +101,7 @@ class LiveView:
         if self._live:
             terminal = sys.stderr
             self._live.start()
+            self._console.push_render_hook(Narrower(self._console))
             # warnings go above the panel, which would write over them
             _redirect(terminal, sys.stderr)
         else:
@@ -95,6 +116,8 @@ class LiveView:
     ) -> None:
         if self._live:
             above = sys.stderr
+            self._live.refresh()
+            self._console.pop_render_hook()
             self._live.stop()
             _redirect(above, sys.stderr)
 

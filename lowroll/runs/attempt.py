@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
+import shlex
 import socket
 import sys
 import time
@@ -34,10 +36,14 @@ from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+# the numbers of a last step that stand in the short form of a result, as far as it has them
+_TOLD = ("reward/mean", "sft/loss", "mismatch/kl_k3", "rollout/length_mean", "optim/grad_norm")
+
+
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """A finished (or politely interrupted) run. `ended`: why it finished before its last step.
-    `signal`: the number of the one that interrupted it, else 0."""
+    `signal`: the number of the one that interrupted it, else 0. Its repr is three lines."""
 
     folder: Path
     records: list[Record]
@@ -58,6 +64,24 @@ class RunResult:
     def interrupted(self) -> bool:
         """Whether a signal ended it before its last step."""
         return bool(self.signal)
+
+    def __repr__(self) -> str:
+        how = self.ended or (f"stopped by signal {self.signal}" if self.signal else "finished")
+        last = self.metrics
+        told = [f"{name} {last[name]:.4g}" for name in _TOLD if last.get(name) is not None]
+        told += [
+            f"{name} {value:.4g}"
+            for name, value in last.items()
+            if re.fullmatch(r"eval/.+/reward", name) and value is not None
+        ]
+        return "\n".join(
+            (
+                f"RunResult({str(self.folder)!r}, step {last.get('step', 0)}, {how})",
+                f"  last step: {', '.join(told) or 'no step has been recorded'}",
+                f"  more: .metrics, .records ({len(self.records)}), .model; "
+                f"lowroll report {shlex.quote(str(self.folder))}",
+            )
+        )
 
 
 class Steps(Protocol):

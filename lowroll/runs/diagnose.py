@@ -180,7 +180,7 @@ def diagnose(
     """
     cfg = cfg.resolved()
     compute = Compute.of(cfg)
-    chat = models.tokenizer(cfg.model)
+    chat = models.chat_of(cfg)
     model = models.learner(cfg, compute)
     notes = _notes(cfg)
     held = _checkpoint(run)

@@ -66,7 +66,7 @@ def evaluate(
     distinct = {cache.name: cache for cache in kv or (own.another("dense"), own)}
     caches = sorted(distinct.values(), key=lambda cache: cache.evicts)
     compute = Compute.of(cfg)
-    chat = models.tokenizer(cfg.model, cfg.rollout.tool_call_parser)
+    chat = models.chat_of(cfg)
     model = hf.load(cfg.model, compute.device, compute.dtype)
     chosen = cfg.eval.env or cfg.env
     envs = environments.make(chosen, cfg.seed)

@@ -110,7 +110,7 @@ class Run:
         outline = models.outline("model", given.model, self.compute)
         spec = outline.spec
         prompts.check_stages(given, spec)
-        chat = models.tokenizer(given.model, given.rollout.tool_call_parser)
+        chat = models.chat_of(given)
         tasks = Tasks(given)
         planner = self._planner(given, outline, chat, tasks)
         cached = self.checkpoints.cache_tokens

@@ -188,7 +188,7 @@ def refuse_other_settings(
     What is computed in a step may not change, but for settings of `more`. A run may be lengthened
     when nothing is scheduled over its length.
     """
-    before = ADDED | _flatten(renamed_tree(saved))
+    before = ADDED | _flatten({"chat_template_kwargs": {}} | renamed_tree(saved))
     after = _flatten(cfg.tree())
     unscheduled = (
         cfg.train.lr_scheduler_type == "constant"

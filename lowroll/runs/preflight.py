@@ -77,7 +77,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         placed = devices.Placement()
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
-    chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None
+    chat = found.attempt(lambda: models.chat_of(cfg)) if model else None
     found.attempt(lambda: engines.check(cfg))
     found.attempt(lambda: child.check_count(cfg.score.workers))
     envs = _environments(cfg, cfg.env, found)
@@ -119,13 +119,13 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
-    chat = found.attempt(lambda: models.tokenizer(cfg.model)) if model else None
+    chat = found.attempt(lambda: models.chat_of(cfg)) if model else None
     found.attempt(lambda: _settings(cfg))
     examples = found.attempt(lambda: sft.examples(cfg))
     if compute is None or model is None or chat is None or examples is None:
         return found
     samples = found.attempt(
-        lambda: encode_all(chat.tokenizer, examples, model.spec.vocab_size, model.spec.max_position)
+        lambda: encode_all(chat, examples, model.spec.vocab_size, model.spec.max_position)
     )
     if samples is not None:
         lengths = [len(sample.prompt_ids) + len(sample.rollout.token_ids) for sample in samples]

@@ -8,9 +8,10 @@ that the server says it serves, where its name is a folder of this machine or a 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowroll.engine.base import Engine
 from lowroll.model.folder import resolve
@@ -36,9 +37,10 @@ def reach(
     model: str | None = None,
     tokenizer: str | Path | None = None,
     token_env: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Server:
     """The engine at an address. model: a name that it serves; without one its first. token_env:
-    the environment variable that holds its token.
+    the environment variable that holds its token. template_kwargs: as `ChatTokenizer`'s.
 
     ValueError says that there is no tokenizer, or what the server cannot do; RunFailed that it
     does not answer.
@@ -49,6 +51,7 @@ def reach(
     try:
         served = engine.served
         chat = given or _served_tokenizer(url, dict.fromkeys((served.root, served.name)))
+        chat.template_kwargs = dict(template_kwargs or {})
         return Server(url, served.name, engine, chat)
     except BaseException:
         engine.close()

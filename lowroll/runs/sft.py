@@ -166,8 +166,7 @@ def _shown(value: float | None, spec: str) -> str:
 def _learner(cfg: RunConfig, compute: Compute) -> SftLearner:
     cfg = plain(cfg)
     model = models.learner(cfg, compute)
-    chat = models.tokenizer(cfg.model)
-    return SftLearner(model, chat.tokenizer, examples(cfg), trainer.sft(cfg))
+    return SftLearner(model, models.chat_of(cfg), examples(cfg), trainer.sft(cfg))
 
 
 def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str, str]:

@@ -82,20 +82,17 @@ class SftSettings:
 class SftLearner:
     """A model that learns demonstrations: the model, its optimizer, and the place in their order.
 
-    `tokenizer` is a transformers tokenizer with a chat template. ValueError for demonstrations that
-    the model cannot read.
+    ValueError for demonstrations that the model cannot read.
     """
 
     def __init__(
         self,
         model: Transformer,
-        tokenizer: Any,
+        chat: ChatTokenizer,
         examples: Sequence[Demonstration],
         settings: SftSettings,
     ) -> None:
-        self.samples = encode_all(
-            tokenizer, examples, model.spec.vocab_size, model.spec.max_position
-        )
+        self.samples = encode_all(chat, examples, model.spec.vocab_size, model.spec.max_position)
         self.model = model
         self.settings = settings
         self.optimizer = Optimizer(
@@ -156,13 +153,12 @@ def sft_step(
 
 
 def encode_all(
-    tokenizer: Any, examples: Sequence[Demonstration], vocab_size: int, context: int
+    chat: ChatTokenizer, examples: Sequence[Demonstration], vocab_size: int, context: int
 ) -> list[Sample]:
     """The demonstrations as samples. ValueError names one that a model of this vocabulary and
     context cannot read."""
-    if tokenizer.eos_token_id is None:
+    if chat.tokenizer.eos_token_id is None:
         raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
-    chat = ChatTokenizer(tokenizer)
     samples = [encode(chat, example) for example in examples]
     check(samples, vocab_size, context)
     return samples

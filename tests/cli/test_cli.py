@@ -134,6 +134,24 @@ def test_a_dry_run_prints_settings_that_load_again(
     )
 
 
+def test_a_dry_run_is_a_page(
+    unseen: None, capsys: pytest.CaptureFixture[str], run_yaml: str, tmp_path: Path
+) -> None:
+    """The verdict first, then the plan, then only what is not a default; --verbose has the rest."""
+    words = ["grpo", run_yaml, "--dry-run", "train.max_steps=3", f"output_dir={'long/' * 30}"]
+    assert main(words) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("# the run would start")
+    assert len(page.splitlines()) <= 20 and "max_steps: 3" in page and "betas" not in page
+    assert max(len(line) for line in page.splitlines() if "long/" not in line) <= 100
+    assert main([*words, "--verbose"]) == 0
+    whole = capsys.readouterr().out
+    assert "betas:" in whole and len(whole.splitlines()) > 200
+    (tmp_path / "page.yaml").write_text(page)
+    (tmp_path / "whole.yaml").write_text(whole)
+    assert load(tmp_path / "page.yaml").dump() == load(tmp_path / "whole.yaml").dump()
+
+
 def test_a_dry_run_of_three_files(unseen: None, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ROOT / "examples" / "three_files"
     words = [
@@ -143,7 +161,7 @@ def test_a_dry_run_of_three_files(unseen: None, capsys: pytest.CaptureFixture[st
     ]
     assert main(["grpo", *words, "rollout.weights=int8", "--dry-run"]) == 0
     out, err = capsys.readouterr()
-    assert "weights: int8" in out and "correction: aipo" in out
+    assert "with int8 weights" in out and "correction: aipo" in out
     assert "correction: aipo, because" in err
 
 

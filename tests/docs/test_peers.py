@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,38 @@ def test_the_page_for_verl(folder: Path) -> None:
     assert "reward/data/compute_score" in record and "eval/data/reward" in record
 
 
+def test_the_page_for_prime_rl_asks_both_sides_the_same(folder: Path) -> None:
+    (here,), (there,) = blocks("from_prime_rl.md", "yaml"), blocks("from_prime_rl.md", "toml")
+    ours, theirs = load_text(here), tomllib.loads(there)
+    orchestrator = theirs["orchestrator"]
+    assert ours.model == str(folder / theirs["model"]["name"])
+    assert Path(ours.output_dir) in (Path(theirs["output_dir"]), folder / theirs["output_dir"])
+    assert [env.id for env in ours.env] == [env["id"] for env in orchestrator["env"]]
+    for key in ("batch_size", "rollouts_per_example"):
+        assert getattr(ours, key) == orchestrator[key]
+    assert ours.rollout.max_tokens == orchestrator["sampling"]["max_tokens"]
+    assert ours.train.max_steps == theirs["max_steps"]
+    assert ours.train.tokens_per_microbatch == theirs["seq_len"]
+    assert ours.train.learning_rate == theirs["trainer"]["optim"]["lr"]
+
+
 @pytest.mark.slow
-def test_the_page_for_prime_rl(folder: Path) -> None:
+@pytest.mark.parametrize("launcher", ["none", "local"])
+def test_the_page_for_prime_rl(folder: Path, launcher: str) -> None:
+    """By the page's own command: in one process, and in three."""
     (here,) = blocks("from_prime_rl.md", "yaml")
-    assert "reward/reverse-text/mean" in of_yaml(here)
+    Path("run.yaml").write_text(here)
+    small = [f"{key}={value}" for key, value in SMALL.items()]
+    command = [sys.executable, "-m", "lowroll.cli.main", "grpo", "run.yaml", *small]
+    subprocess.run(
+        [*command, f"launcher={launcher}", "device=cpu"],
+        cwd=folder,
+        check=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    (record,) = (folder / "outputs/reverse/metrics.jsonl").read_text().splitlines()
+    assert "reward/reverse-text/mean" in json.loads(record)
 
 
 @pytest.mark.slow
@@ -132,10 +161,8 @@ def test_the_page_on_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_readme(folder: Path) -> None:
     """As a script: its function has no other home than that."""
     (here,) = blocks("../README.md", "python")
-    rows = "".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(8))
-    (folder / "rows.jsonl").write_text(rows)
     small = "max_steps=1, batch_size=8, rollouts_per_example=4, max_tokens=4, score={'workers': 1}"
-    here = here.replace("max_steps=40", small).replace("Qwen/Qwen3-0.6B", "outputs/demo/model")
+    here = here.replace("max_steps=40", small)
     (folder / "script.py").write_text(here)
     subprocess.run(
         [sys.executable, "script.py"],

@@ -536,3 +536,72 @@ def test_a_step_that_ends_while_records_are_read_is_not_lost(
     monkeypatch.setattr(records, "_scan", scan_before_the_next_step)
     assert [one["step"] for one in read(tmp_path)] == [1]
     assert "are lost" not in caplog.text
+
+
+class Wrapping(io.StringIO):
+    """A terminal that wraps the lines it shows when it becomes narrower, as most do. It knows what
+    rich sends: text, line ends, one row up, clearing a row or all. `rows`: what it shows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.rows = [""]
+        self.row = 0
+
+    def isatty(self) -> bool:
+        return True
+
+    def resize(self, width: int) -> None:
+        """With the cursor in the last row, where it is between two drawings."""
+        assert self.row == len(self.rows) - 1
+        self.width = width
+        self.rows = [
+            row[first : first + width]
+            for row in self.rows
+            for first in range(0, max(len(row), 1), width)
+        ]
+        self.row = len(self.rows) - 1
+
+    def write(self, text: str) -> int:
+        for token in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+            if token == "\n":
+                self.row += 1
+                self.rows += [""] * (self.row + 1 - len(self.rows))
+            elif token == "\x1b[1A":
+                self.row = max(0, self.row - 1)
+            elif token == "\x1b[2J":
+                self.rows = [""] * len(self.rows)
+            elif token == "\x1b[H":
+                self.row = 0
+            elif token == "\x1b[2K":
+                self.rows[self.row] = ""
+            elif token[0] not in "\x1b\r":
+                self.rows[self.row] += token
+        while len(self.rows) > self.row + 1 and not self.rows[-1]:
+            self.rows.pop()
+        return len(text)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("narrow", [79, 60, 40, 25])
+def test_a_terminal_that_becomes_narrower_shows_one_panel(narrow: int, late: bool) -> None:
+    """late: it is narrow for a few drawings before it says so."""
+    terminal = Wrapping(80)
+    console = Console(
+        file=terminal, force_terminal=True, width=80, height=60, color_system=None, _environ={}
+    )
+    with LiveView(100, "demo", console) as view:
+        view.step(RECORD)
+        view.note("said before")
+        terminal.resize(narrow)
+        if late:
+            view.note("said while it was late")
+        console.width = narrow
+        view.note("said after")
+        view.phase("learn", 3, 8)
+        view.note("said later")
+        shown = list(terminal.rows)
+    assert shown[:2] == ["said after", "said later"]
+    assert "".join(shown).count("╭") == "".join(shown).count("╰") == 1, "\n".join(shown)
+    assert shown[2].startswith("╭") and shown[-1].startswith("╰")
+    assert {len(row) for row in shown[2:]} == {narrow}

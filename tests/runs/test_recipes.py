@@ -29,7 +29,9 @@ def test_it_plans_and_its_settings_load_again(
 ) -> None:
     assert main(["grpo", str(path), "--dry-run"]) == 0
     plan = capsys.readouterr().out
-    assert plan.startswith("# model ")
+    assert plan.startswith("# the run would start") and "\n# model " in plan
+    assert len(plan.splitlines()) <= 32  # without the memory's table, which has 16 lines
+    assert max(map(len, plan.splitlines())) <= 100
     (tmp_path / "again.yaml").write_text(plan)
     assert load(tmp_path / "again.yaml").dump() == load(path).dump()
 

@@ -72,7 +72,7 @@ def test_a_tokenizer_without_an_end_is_refused():
     tokenizer = Letters()
     tokenizer.eos_token_id = None
     with pytest.raises(ValueError, match="end-of-sequence"):
-        SftLearner(tiny_model(), tokenizer, REVERSED, SftSettings(1))
+        SftLearner(tiny_model(), ChatTokenizer(tokenizer), REVERSED, SftSettings(1))
 
 
 @pytest.mark.parametrize("capacity", [1, 16, 10_000])
@@ -82,7 +82,7 @@ def test_the_loss_is_the_token_mean_of_the_dense_model(capacity):
     with torch.no_grad():
         logp = torch.cat([dense_log_probs(model, s, temperature=1.0) for s in samples])
     settings = SftSettings(len(REVERSED), tokens_per_microbatch=capacity)
-    metrics = SftLearner(model, Letters(), REVERSED, settings).step()
+    metrics = SftLearner(model, ChatTokenizer(Letters()), REVERSED, settings).step()
     assert metrics["sft/loss"] == pytest.approx(-float(logp.mean()), abs=1e-5)
     assert metrics["sft/tokens"] == len(logp) == 28
     assert metrics["optim/skipped"] == 0
@@ -102,7 +102,7 @@ def test_the_loss_falls_and_the_greedy_response_is_the_demonstration():
         ),
         tokens_per_microbatch=64,
     )
-    learner = SftLearner(model, Letters(), REVERSED, settings)
+    learner = SftLearner(model, ChatTokenizer(Letters()), REVERSED, settings)
     seen = [learner.step()["sft/loss"] for _ in range(80)]
     assert seen[0] > 2.0 and seen[-1] < 0.05
     sample = encode(ChatTokenizer(Letters()), ask("cab", "bac"))
@@ -114,7 +114,7 @@ def test_runs_with_one_seed_are_the_same_and_with_another_differ():
     def weights(seed):
         model = tiny_model()
         settings = SftSettings(3, OptimSettings(learning_rate=1e-2), seed=seed)
-        learner = SftLearner(model, Letters(), REVERSED, settings)
+        learner = SftLearner(model, ChatTokenizer(Letters()), REVERSED, settings)
         for _ in range(2):
             learner.step()
         return torch.cat([p.detach().flatten() for p in model.trainable_parameters().values()])
@@ -127,7 +127,7 @@ def test_a_diverged_run_stops():
     model = tiny_model()
     before = {n: p.detach().clone() for n, p in model.trainable_parameters().items()}
     model.register_forward_hook(lambda m, args, out: out * math.nan)
-    learner = SftLearner(model, Letters(), REVERSED, SftSettings(4))
+    learner = SftLearner(model, ChatTokenizer(Letters()), REVERSED, SftSettings(4))
     for _ in range(2):
         assert learner.step()["optim/skipped"] == 1
     with pytest.raises(TrainingDiverged, match="sft: loss nan"):
@@ -137,9 +137,14 @@ def test_a_diverged_run_stops():
 
 def test_demonstrations_that_the_model_cannot_read_are_refused():
     with pytest.raises(ValueError, match=r"sample 1 .*token_ids leaves 0..63"):
-        SftLearner(tiny_model(), Letters(), [ask("ab", "ba"), ask("a", "\u00ff")], SftSettings(1))
+        SftLearner(
+            tiny_model(),
+            ChatTokenizer(Letters()),
+            [ask("ab", "ba"), ask("a", "\u00ff")],
+            SftSettings(1),
+        )
     with pytest.raises(ValueError, match="samples|examples"):
-        SftLearner(tiny_model(), Letters(), [], SftSettings(1)).step()
+        SftLearner(tiny_model(), ChatTokenizer(Letters()), [], SftSettings(1)).step()
     with pytest.raises(ValueError, match="batch_size"):
         SftSettings(0)
 

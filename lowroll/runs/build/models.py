@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lowroll.config import RunConfig
 from lowroll.kernels.matmul.w8a8 import scaled_mm_supports
@@ -82,9 +84,20 @@ def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
     return found
 
 
-def tokenizer(source: str | Path, tool_format: str | None = None) -> ChatTokenizer:
-    """The chat tokenizer of a model folder or hub id. tool_format: as `ChatTokenizer`'s."""
-    return ChatTokenizer(load_tokenizer(resolve(source, weights=False)), tool_format)
+def tokenizer(
+    source: str | Path,
+    tool_format: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> ChatTokenizer:
+    """The chat tokenizer of a model folder or hub id. The others: as `ChatTokenizer`'s."""
+    return ChatTokenizer(
+        load_tokenizer(resolve(source, weights=False)), tool_format, template_kwargs
+    )
+
+
+def chat_of(cfg: RunConfig) -> ChatTokenizer:
+    """The chat tokenizer of a run's model, which renders as its settings say."""
+    return tokenizer(cfg.model, cfg.rollout.tool_call_parser, cfg.chat_template_kwargs)
 
 
 def critic(

@@ -122,7 +122,7 @@ class Follower:
         self.ranks = ranks
         self.heart = heart
         checkpoints = Checkpointing(Reader(cfg, begin.step), resume=begin.step is not None)
-        policy = Policy.load(cfg, models.tokenizer(cfg.model), Compute.of(cfg), ranks)
+        policy = Policy.load(cfg, models.chat_of(cfg), Compute.of(cfg), ranks)
         ranks.mirror(policy.model)
         self.orders = Orders(ranks)
         publisher = Nowhere(cfg, policy)

@@ -127,7 +127,9 @@ class Orchestration:
         self.last = cfg.train.max_steps
         folder = resolve(cfg.model, weights=False)
         spec = read_spec(folder)
-        self.chat = ChatTokenizer(FileTokenizer(folder), cfg.rollout.tool_call_parser)
+        self.chat = ChatTokenizer(
+            FileTokenizer(folder), cfg.rollout.tool_call_parser, cfg.chat_template_kwargs
+        )
         self.tasks = Tasks(cfg)
         self.tokens = place.tokens()  # one that is missing is told before anybody is waited for
         # not "waiting" yet: settings that are refused below end a launch at once

@@ -45,7 +45,7 @@ def engine(cfg: RunConfig) -> NativeEngine:
     from lowroll.runs.build.compute import Compute
 
     compute = Compute.of(cfg)
-    chat = models.tokenizer(cfg.model)
+    chat = models.chat_of(cfg)
     made = engines.make(cfg, compute, models.learner(cfg, compute), chat)
     assert isinstance(made, NativeEngine)
     return made

@@ -110,7 +110,7 @@ class Training:
         self.orchestrator = Watch(place.heart(ORCHESTRATOR))
         checkpoints = Checkpointing(home, resume)
         self.lead.begin(home.attempt, checkpoints, cfg)
-        policy = Policy.load(cfg, models.tokenizer(cfg.model), Compute.of(cfg), ranks)
+        policy = Policy.load(cfg, models.chat_of(cfg), Compute.of(cfg), ranks)
         self.channel = _Late()
         self.publisher = Broadcasting(cfg, policy, place, home.attempt)
         self.learner = Learner(
