@@ -57,6 +57,11 @@ class Int8(Format):
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
 
+    def slower_than_float32(self, device: torch.device) -> str:
+        if device.type != "cpu" or (found := onednn.supports_device(device)):
+            return ""
+        return f"{found.why_not}, so its codes are multiplied as float32 numbers"
+
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         return self.product(quantize_rows(x_MK, KIND), q, bias_N).dense()
 
