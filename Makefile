@@ -4,7 +4,7 @@ VLLM := .venv-vllm
 CLIENTS := .venv-clients
 CLASSIC := .venv-classic
 
-.PHONY: setup demo test test-gpu quick long goldens vllm test-clients fuzz torture test-ray lint mutants bench bench-gpu
+.PHONY: setup demo test test-gpu test-isa quick long goldens vllm test-clients fuzz torture test-ray lint mutants bench bench-gpu
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -38,6 +38,14 @@ quick: $(STAMP)
 # Roles at every level, by every way, in every order, and in full: half an hour.
 long: $(STAMP)
 	$(PYTEST) -m long --timeout 900
+
+# The tests as older processors would run them: both variables only take away what the processor has.
+ISA_TESTS := tests/quant tests/kernels tests/model tests/trainer tests/parallel tests/engine tests/parity tests/runs/test_memory.py
+test-isa: $(STAMP)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST) $(ISA_TESTS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(ISA_TESTS)
+	ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE $(PYTEST) $(ISA_TESTS)
+	ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI $(PYTEST) $(ISA_TESTS)
 
 # Do small runs through every room still compute what they did, bit for bit? Ends with 2 on another machine than the one
 # that stored the digests: `python -m tests.goldens --against COMMIT` asks there.

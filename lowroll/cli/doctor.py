@@ -258,7 +258,7 @@ def _cpu_hints(found: dict[str, Any]) -> list[str]:
         told.append(f"torch uses {threads} of {cores} cores{why}: set OMP_NUM_THREADS={cores}")
     onednn = _answer(found, "int8 product", "matmul/onednn")
     if not onednn["used"]:
-        told.append(f"weights: int8 is slow on this CPU: {onednn['why_not']}")
+        told.append(f"weights: int8 is slower than float32 on this CPU: {onednn['why_not']}")
     return told
 
 

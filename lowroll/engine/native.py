@@ -12,9 +12,10 @@ takes new weights in place. One thread calls everything.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ from lowroll.weights.publish import beside, digest, rollout_copy, rollout_load
 from lowroll.weights.receive import Receiver
 from lowroll.weights.update import WeightUpdate
 
+log = logging.getLogger(__name__)
+
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
     """`auto` is CUDA when there is one; a CUDA device always has its index, as a tensor's has, and
@@ -72,6 +75,13 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
             found = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(found)
     return found
+
+
+@cache
+def _warn_if_slow(device: torch.device, weights: str) -> None:
+    """Say once that a format is slower than float32 on this device, and why."""
+    if why := get_format(weights).slower_than_float32(device):
+        log.warning("weights: %s is slower than float32 on this machine: %s", weights, why)
 
 
 class NativeEngine:
@@ -573,6 +583,8 @@ class NativeEngine:
     def _pick_dtype(
         self, weights: str, dtype: torch.dtype | None, device: torch.device
     ) -> torch.dtype:
+        """Return the dtype that a format computes in, and warn of a format that is slow here."""
+        _warn_if_slow(device, weights)
         fixed = get_format(weights).dtype
         if fixed is not None and dtype not in (None, fixed):
             raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")

@@ -122,7 +122,8 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         _triton("matmul/gemv", f"up to {gemv.MOST[torch.int8]} rows"),
         _triton("matmul/integers"),
         Kernel("matmul/onednn", "oneDNN", "", onednn.supports_device),
-        _torch("torch._int_mm"),
+        Kernel("torch._int_mm", "torch", "", cuda_supports),
+        _torch("float32 products of 1,024 columns, which are exact"),
     ),
     "fp8 product": (
         _triton("matmul/gemv", f"{gemv.MOST[torch.float8_e4m3fn]} row"),

@@ -11,6 +11,7 @@ Legend: N out features, K in features, M rows of activations.
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 
 import torch
@@ -21,6 +22,7 @@ from lowroll.kernels.matmul import gemv
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.table import FORMATS
 
+X86 = ("x86_64", "AMD64")
 PACK_FROM = 1 << 18  # weights in a matrix from which on packing pays
 PACK_ROWS = 64  # the batch that oneDNN chooses the layout for
 
@@ -70,6 +72,14 @@ class BFloat16(Dense):
     summary = "bfloat16 weights and arithmetic"
     bits = 16
     dtype = torch.bfloat16
+
+    def slower_than_float32(self, device: torch.device) -> str:
+        if device.type != "cpu" or platform.machine() not in X86:
+            return ""
+        found = torch.cpu.get_capabilities()
+        if found.get("avx512_bf16") or found.get("amx_bf16"):
+            return ""
+        return "this CPU has no instructions for bfloat16 (AVX512_BF16 or AMX)"
 
 
 def over(w_NK: Tensor) -> QTensor | None:

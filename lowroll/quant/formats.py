@@ -268,6 +268,11 @@ class Format(ABC):
         that `rounds`."""
         raise NotImplementedError(f"{self.name} does not round activations")
 
+    def slower_than_float32(self, device: torch.device) -> str:
+        """Return why this format's products are slower than float32's on the device, by what is
+        known of its kernels and instructions; "" where nothing says so."""
+        return ""
+
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
         """`linear` of activations that are quantized already; its scales may be left to the kernel
         that comes next."""

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul.w8a8 import multiply
+from lowroll.kernels.matmul.w8a8 import multiply, scaled_mm_supports
 from lowroll.kernels.quantize.quantize8 import quantize_columns_into, quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.quant.formats import Format, QTensor, divide, multiplicand, nonzero
@@ -51,6 +51,11 @@ def to_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-MAX, MAX).to(E4M3)
 
 
+def _as_float32(device: torch.device) -> str:
+    """The reason of formats whose codes are multiplied as float32 numbers."""
+    return f"{device.type} has no product of its codes, which are multiplied as float32 numbers"
+
+
 class Float8(Format):
     name = "fp8"
     summary = "e4m3 W8A8, per-channel weights, per-token activations, float32 accumulation"
@@ -62,6 +67,9 @@ class Float8(Format):
         arguments(8, "float", "channel"),
         arguments(8, "float", "token", dynamic=True),
     )
+
+    def slower_than_float32(self, device: torch.device) -> str:
+        return _as_float32(device) if device.type == "cpu" or not scaled_mm_supports(device) else ""
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NK = w_NK.float()
@@ -120,6 +128,9 @@ class Float8Block(Format):
         arguments(8, "float", "block", block_structure=[BLOCK, BLOCK]),
         arguments(8, "float", "group", group_size=BLOCK, dynamic=True),
     )
+
+    def slower_than_float32(self, device: torch.device) -> str:
+        return _as_float32(device)
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         num_out, num_in = w_NK.shape

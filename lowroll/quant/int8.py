@@ -9,9 +9,10 @@ activation scale vLLM's dynamic kernel (QuRL section 3.1; algorithms B1). Rows o
 float32's epsilon and codes 0. Because the accumulation is in integers, a row's result does not
 depend on its batch-mates: alone and in any batch it is bitwise the same (rung P2).
 
-On CPU the product runs in oneDNN's packed kernel. It takes unsigned activations there: q_x + 128
-with zero point 128, which is the same integer sum, while signed activations fall back to a
-reference loop (docs/LOG.md).
+On a CPU with VNNI the product runs in oneDNN's packed kernel. It takes unsigned activations there:
+q_x + 128 with zero point 128, which is the same integer sum, while signed activations fall back to
+a reference loop (docs/LOG.md). Other CPUs multiply the codes as float32 numbers, in parts whose sums
+are exact (`kernels.matmul.exact`): the same bits.
 
 Legend: N out features, K in features, M rows of activations.
 """
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import onednn
+from lowroll.kernels.matmul import exact, onednn
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
@@ -56,6 +57,11 @@ class Int8(Format):
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
 
+    def slower_than_float32(self, device: torch.device) -> str:
+        if device.type != "cpu" or (found := onednn.supports_device(device)):
+            return ""
+        return f"{found.why_not}, so its codes are multiplied as float32 numbers"
+
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         return self.product(quantize_rows(x_MK, KIND), q, bias_N).dense()
 
@@ -63,8 +69,12 @@ class Int8(Format):
         if onednn.supports_device(rows.codes_MK.device):
             packed = q.derive("onednn", _pack)
             sums_MN = onednn.multiply(rows.codes_MK, packed)
-            return Product(sums_MN, rows.scale_M1, None, bias_N, rows.dtype)
-        return multiply(rows, q.tensors["codes"], q.tensors["scale"], bias_N)
+        elif rows.codes_MK.device.type == "cpu":
+            weight = q.derive("values", lambda q: exact.split(q.tensors["codes"]))
+            sums_MN = exact.multiply(rows.codes_MK, weight) * q.tensors["scale"].flatten()
+        else:
+            return multiply(rows, q.tensors["codes"], q.tensors["scale"], bias_N)
+        return Product(sums_MN, rows.scale_M1, None, bias_N, rows.dtype)
 
 
 def _pack(q: QTensor) -> onednn.Packed:

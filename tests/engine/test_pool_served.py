@@ -99,9 +99,10 @@ def tokens(groups: list[Group]) -> list[list[list[int]]]:
 
 @pytest.mark.slow
 def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
-    """The same tokens; log-probs but for the last bits, which are those of the batch that a token
-    was drawn in. Parts are always the same, so the pool repeats itself bit for bit, also where an
-    engine is stopped meanwhile and the other draws its part."""
+    """Log-probs but for the last bits, which are those of the batch that a token was drawn in, and
+    the same tokens, except from where a draw falls between two that these bits tell apart. Parts are
+    always the same, so the pool repeats itself bit for bit, also where an engine is stopped meanwhile
+    and the other draws its part."""
     with serving(model, 2) as (a, b):
         urls = [a.url, b.url]
         with EnginePool(urls, admin_token=ADMIN, start_s=60.0, silent_s=6.0) as pool:
@@ -111,8 +112,7 @@ def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
                 with connect(a.url, token=ADMIN) as alone:
                     one = alone.generate(requests)
                 two = pool.generate(requests)
-                assert tokens(two) == tokens(one)
-                assert logprobs(two) == pytest.approx(logprobs(one), abs=1e-4)
+                check_alike(two, one)
                 assert pool.generate(requests) == two
                 stopped: list[int] = []
 
@@ -127,8 +127,18 @@ def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
             assert pool.stats().metrics()["perf/engine_handed_over"] > 0
 
 
-def logprobs(groups: list[Group]) -> list[float]:
-    return [p for group in groups for one in group.rollouts for p in one.logprobs]
+def check_alike(groups: list[Group], wanted: list[Group]) -> None:
+    """Rollouts agree up to the first token that differs, and few have one: log-probs in float32 are
+    1e-6 off, which moves a bound between two of 67 tokens past the number that is drawn once in some
+    1e4 draws, and a rollout has 200."""
+    parted = []
+    for ours, theirs in zip(groups, wanted, strict=True):
+        for mine, other in zip(ours.rollouts, theirs.rollouts, strict=True):
+            pairs = list(zip(mine.token_ids, other.token_ids, strict=True))
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+            assert mine.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=1e-4)
+            parted.append(same < len(pairs))
+    assert sum(parted) <= 1 + len(parted) // 20, parted
 
 
 @pytest.mark.slow

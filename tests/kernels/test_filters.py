@@ -18,6 +18,8 @@ both = pytest.mark.parametrize(
     [pytest.param("triton", marks=[pytest.mark.interpreted, pytest.mark.slow]), "plain"],
 )
 OFF = (0, 1.0, 0.0)
+# Triton's masses are float32's: an exponent of up to 2^8 is rounded by 2^-16, exp2 and sums by less
+ROUNDING = 2.0**-15
 KNOBS = [OFF, (50, 0.95, 0.0), (0, 0.8, 0.0), (7, 1.0, 0.3), (400, 0.9, 0.0), (1, 0.5, 0.1)]
 
 
@@ -32,14 +34,20 @@ def of(knobs: list[tuple[int, float, float]], tokens: int) -> Filters:
     )
 
 
-def oracle(logits: list[float], temperature: float, knobs: tuple[int, float, float]) -> set[int]:
+def oracle(
+    logits: list[float],
+    temperature: float,
+    knobs: tuple[int, float, float],
+    rounding: float = 0.0,
+) -> set[int]:
+    """The ids that stay. rounding: of the mass that top-p needs, a share of it."""
     top_k, top_p, min_p = knobs
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or None]
     largest = logits[order[0]]
     weight = {i: math.exp((logits[i] - largest) / temperature) for i in order}
     total, mass, kept = math.fsum(weight.values()), 0.0, set()
     for i in order:
-        if top_p == 1 or mass < top_p * total:
+        if top_p == 1 or mass < top_p * total * (1 + rounding):
             kept.add(i)
         mass += weight[i]
     return {i for i in kept if weight[i] >= min_p and weight[i] > 0}
@@ -58,7 +66,14 @@ def of_kind(kind: str, rows: int, tokens: int) -> Tensor:
     return logits_BV * (8 if kind == "sharp" else 1)
 
 
-def check(kind: str, tokens: int, knobs: list[tuple[int, float, float]] = KNOBS) -> None:
+def check(
+    kind: str,
+    tokens: int,
+    knobs: list[tuple[int, float, float]] = KNOBS,
+    rounding: float = ROUNDING,
+) -> None:
+    """What stays is what the oracle keeps, where the mass before a number is the mass that is needed
+    but for `rounding`, either way."""
     logits_BV = of_kind(kind, len(knobs), tokens)
     temperature_B = torch.linspace(0.5, 1.5, len(knobs))
     mask_BV = keep(logits_BV, of(knobs, tokens), temperature_B).mask(logits_BV)
@@ -66,16 +81,19 @@ def check(kind: str, tokens: int, knobs: list[tuple[int, float, float]] = KNOBS)
         zip(logits_BV.tolist(), temperature_B.tolist(), knobs, strict=True)
     ):
         got = {i for i in mask_BV[row].nonzero()[:, 0].tolist() if logits_V[i] > -math.inf}
-        want = oracle(logits_V, temperature, knob)
+        least, most = (oracle(logits_V, temperature, knob, by) for by in (-rounding, rounding))
         if knob == OFF:
-            want = {i for i, x in enumerate(logits_V) if x > -math.inf}
-        assert got == want, (kind, knob)
+            least = most = {i for i, x in enumerate(logits_V) if x > -math.inf}
+        assert least <= got <= most, (kind, knob)
 
 
 @both
 @pytest.mark.parametrize("kind", ["spread", "sharp", "rounded", "equal", "banned"])
 def test_what_stays_is_what_lists_and_loops_keep(kind: str, path: str) -> None:
-    check(kind, 300, KNOBS if path == "plain" else KNOBS[1:4])
+    if path == "plain":
+        check(kind, 300, rounding=0.0)
+    else:
+        check(kind, 300, KNOBS[1:4])
 
 
 @pytest.mark.interpreted

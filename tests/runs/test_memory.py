@@ -217,6 +217,20 @@ def test_the_state_of_a_cache_policy_is_in_the_plan(model: Path, tmp_path: Path)
         assert (recording.policy_bytes > engine.policy_bytes) == (name != "dense")
 
 
+def test_packed_weights_count_as_long_as_they_live() -> None:
+    weight = torch.ones(64, 32)
+    with Live() as live:
+        try:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+        except (RuntimeError, AttributeError, NotImplementedError):
+            pytest.skip("this torch packs no weights")
+        assert live.live == live.peak == weight.nbytes
+        y = torch.ops.mkldnn._linear_pointwise(weight[:8], packed, None, "none", [], "")
+        assert live.live == weight.nbytes + y.nbytes
+        del packed
+        assert live.live == y.nbytes
+
+
 PASSES = [
     pytest.param(config, dtype, kind, checkpointing, id=f"{name}-{dtype}-{kind}-{checkpointing}")
     for name, config in (("dense", WIDE), ("mixture", MIXTURE))

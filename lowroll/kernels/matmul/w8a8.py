@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import gemv, integers
+from lowroll.kernels.matmul import exact, gemv, integers
 from lowroll.kernels.quantize.rows import E4M3, Product, Rows
 from lowroll.kernels.support import YES, Support, no
 
@@ -50,8 +50,11 @@ def multiply(
     if codes_NK.dtype == torch.int8:
         if triton_supports(codes_NK):
             return Product(integers.multiply(rows, codes_NK, scale_N, bias_N), dtype=rows.dtype)
-        sums_MN = torch._int_mm(codes_MK, codes_NK.t())
-        return Product(sums_MN.float() * scale_N.flatten(), rows.scale_M1, None, bias_N, rows.dtype)
+        if codes_NK.is_cuda:
+            sums_MN = torch._int_mm(codes_MK, codes_NK.t()).float()
+        else:
+            sums_MN = exact.multiply(codes_MK, exact.split(codes_NK))
+        return Product(sums_MN * scale_N.flatten(), rows.scale_M1, None, bias_N, rows.dtype)
     if not codes_NK.is_cuda or not scaled_mm_supports(codes_NK.device):
         sums_MN = F.linear(codes_MK.float(), codes_NK.float())
     elif rows.dtype != torch.bfloat16:  # float16 could overflow

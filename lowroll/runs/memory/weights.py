@@ -188,8 +188,8 @@ def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     if format.dense:
         sizes = [_size(linear) for _, linear in model.linears()]
         return item * sum(size for size in sizes if size >= PACK_FROM)
-    if format.name == "int8":
-        return linear_size(model) if onednn.supports_device(compute.device) else 0
+    if format.name == "int8" and onednn.supports_device(compute.device):
+        return linear_size(model)
     return MASTER * linear_size(model)
 
 
