@@ -12,8 +12,9 @@ A group stays as long as the engines that ask are those of the last time. A peer
 midst of a broadcast ends the group, and the next one who asks begins another.
 
 Who asks says a token; without one only this machine is listened to. A connection that has not said it
-within HELLO_S or MOST_HELLO bytes is closed, and the oldest of them once there are too many. Who meets at the group's store
-or reads what goes over is not asked for it: between machines use a private network.
+within HELLO_S or MOST_HELLO bytes is closed, and the oldest of them once there are too many. Who
+meets at the group's store or reads what goes over is not asked for it: between machines use a
+private network.
 """
 
 from __future__ import annotations

@@ -453,7 +453,11 @@ def test_what_can_be_told_is_offered_at_every_moment(
     def ask(point: str) -> None:
         newest = at.broadcasts.newest()
         if point in ("file.begin/STABLE", "file.renamed/STABLE") and newest is not None:
-            take(shelf_of(tmp_path, folder, offers), engine_of(folder, weights="int8"), newest.version)
+            take(
+                shelf_of(tmp_path, folder, offers),
+                engine_of(folder, weights="int8"),
+                newest.version,
+            )
             taken.append(newest.version)
 
     monkeypatch.setattr("lowroll.checkpoint.faults.observers", [ask])

@@ -92,9 +92,7 @@ class Versions:
             faultpoint(f"orchestrate.took/{broadcast.version}")
         return broadcast.version
 
-    def _is_superseded(
-        self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]
-    ) -> bool:
+    def _is_superseded(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> bool:
         found = allowed()
         return found is not None and found != broadcast and found.version >= broadcast.version
 
