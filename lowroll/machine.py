@@ -8,6 +8,9 @@ does not say.
 from __future__ import annotations
 
 import os
+import resource
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
@@ -65,6 +68,15 @@ def usable_cores() -> int:
         return max(1, min(cores, -(-int(share) // int(period))))
     except (OSError, ValueError):  # no such file, or "max"
         return cores
+
+
+def raise_file_limit() -> int:
+    """Raise this process's soft limit of open files to its hard limit and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system may allow less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def _limit() -> int | None:

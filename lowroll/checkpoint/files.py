@@ -13,6 +13,18 @@ from pathlib import Path
 from lowroll.checkpoint.faults import faultpoint
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_MACHINE = (  # errors of a machine in trouble: the very same call can succeed later, or elsewhere
+    *_FULL,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOLCK,
+    errno.ETIMEDOUT,
+)
 _RUST = re.compile(r"\(os error ([0-9]+)\)")  # how safetensors words the errors of the system
 
 
@@ -107,3 +119,8 @@ def system_error(error: BaseException) -> int | None:
 def is_disk_full(error: BaseException) -> bool:
     """True for ENOSPC and EDQUOT."""
     return system_error(error) in _FULL
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """True for an error of the system that no name or setting is to blame for."""
+    return isinstance(error, OSError) and error.errno in _MACHINE

@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between two tries
 REMIND = 300.0  # seconds between two lines that say what is waited for
+NO_ROOM = 75  # exit code of a command that found no room on a disk, and did not wait for any
 
 
 class Space:

@@ -1,9 +1,9 @@
 """`lowroll <command> ...`: finds the command's module, reads its arguments, runs it.
 
 Exit codes: 0 done, 1 a run that could not go on (one `error:` line) or a failure of the program
-(its traceback), 2 something that the user can mend (one `error:` line a problem), 130, 143 or 129
-stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 shows the traceback of the errors of exit code
-2 too.
+(its traceback), 2 something that the user can mend (one `error:` line a problem), 75 a full disk that
+was not waited for, 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP. LOWROLL_DEBUG=1 shows the
+traceback of the errors of exit code 2 too.
 """
 
 from __future__ import annotations
@@ -104,10 +104,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         for line in (str(error) or type(error).__name__).splitlines():
             print(f"error: {printable(line, 4000)}", file=sys.stderr)
-        return 2
+        return _code(error)
     except RunFailed as error:
         print(f"error: {printable(error, 4000)}", file=sys.stderr)
         return 1
+
+
+def _code(error: Exception) -> int:
+    """The exit code of an error that is told in a line."""
+    from lowroll.checkpoint.files import is_disk_full, is_of_machine
+    from lowroll.checkpoint.space import NO_ROOM
+
+    if not is_of_machine(error):
+        return 2
+    return NO_ROOM if is_disk_full(error) else 1
 
 
 def refuse(parser: ArgumentParser, message: str) -> NoReturn:

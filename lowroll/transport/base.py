@@ -8,12 +8,17 @@ before, and gets the same batches again. In one process both ends are one object
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lowroll.types import Batch, RunFailed
+
+log = logging.getLogger(__name__)
+
+REMIND_S = 300.0  # between two lines that say what is waited for
 
 
 class TransportError(RunFailed):
@@ -132,6 +137,27 @@ def check_deadline(deadline_s: float) -> float:
 LONGEST_PAUSE_S = 0.02
 
 
+class Reminder:
+    """Says in the log what is waited for, every REMIND_S seconds of a wait that has just begun."""
+
+    def __init__(self, waited_for: Callable[[], str], deadline_s: float) -> None:
+        self.waited_for = waited_for
+        self.deadline_s = deadline_s
+        self._told = 0.0
+
+    def look(self, left: float) -> None:
+        """left: seconds until the deadline."""
+        waited = self.deadline_s - left
+        if waited - self._told >= REMIND_S:
+            self._told = waited
+            log.warning(
+                "waiting for %s, for %.0f s so far and %.0f s more at most",
+                self.waited_for(),
+                waited,
+                left,
+            )
+
+
 def wait_until(
     ready: Callable[[], bool],
     waited_for: str,
@@ -142,9 +168,11 @@ def wait_until(
     """Ask `ready` until it says yes, at first after milliseconds, then fifty times a second.
 
     alive: called between two questions; it raises when the other side cannot answer any more.
-    DeadlineExceeded after `deadline_s` seconds.
+    The log says every REMIND_S seconds what is waited for. DeadlineExceeded after `deadline_s`
+    seconds.
     """
     until = time.monotonic() + check_deadline(deadline_s)
+    reminder = Reminder(lambda: waited_for, deadline_s)
     seconds = 0.002
     while not ready():
         if alive is not None:
@@ -152,5 +180,6 @@ def wait_until(
         left = until - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(waited_for, deadline_s)
+        reminder.look(left)
         pause(min(seconds, left))
         seconds = min(2 * seconds, LONGEST_PAUSE_S)

@@ -26,7 +26,7 @@ from typing import Any
 
 from lowroll.checkpoint.files import read_file
 from lowroll.checkpoint.publish import MANIFEST, read_meta
-from lowroll.transport.base import DeadlineExceeded, TransportError, check_deadline
+from lowroll.transport.base import DeadlineExceeded, Reminder, TransportError, check_deadline
 from lowroll.types import printable
 
 STABLE = "STABLE"
@@ -108,16 +108,19 @@ class Broadcasts:
         nobody is left who could write it. DeadlineExceeded says what is there instead."""
         deadline_s = check_deadline(deadline_s)
         end = time.monotonic() + deadline_s
+        reminder = Reminder(lambda: self._waited_for(version), deadline_s)
         while True:
             if (found := self.at(version)) is not None:
                 return found
             alive()
-            if time.monotonic() >= end:
-                raise DeadlineExceeded(
-                    f"the weights of version {version} in {self.folder} ({self._told(version)})",
-                    deadline_s,
-                )
-            time.sleep(min(TURN_S, max(0.0, end - time.monotonic())))
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(self._waited_for(version), deadline_s)
+            reminder.look(left)
+            time.sleep(min(TURN_S, left))
+
+    def _waited_for(self, version: int) -> str:
+        return f"the weights of version {version} in {self.folder} ({self._told(version)})"
 
     def _told(self, version: int) -> str:
         path = self.folder / folder_name(version)

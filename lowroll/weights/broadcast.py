@@ -143,7 +143,8 @@ class Broadcaster:
             path = self._lay(version, payload)
             self._retain(version)
         if payload.parcel is not None:
-            self._offer(version, path, payload)
+            assert self.offers is not None
+            self.offers.forget_older()
         metrics = {"perf/broadcast_bytes": float(_size(path))}
         if self.shadow is not None:
             if payload.kind == "codes":
@@ -248,6 +249,8 @@ class Broadcaster:
             publish_folder(dest, payload.write, meta)
         elif self._replace(dest, payload.write, meta, same) and not same:
             log.warning("%s: written again with other bytes, by attempt %d", dest, self.attempt)
+        if payload.parcel is not None:
+            self._offer(version, dest, payload)  # who sees the marker may ask at once
         if not _is_stable(dest):
             marker = encode_marker(
                 version, self.attempt, payload.kind, manifest_digest(dest), noise

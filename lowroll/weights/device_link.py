@@ -71,9 +71,9 @@ class Lines:
                 raise LinkFailed(f"{self.name}: silent for {deadline_s:g} s") from None
             except OSError as error:
                 raise LinkFailed(f"{self.name}: {error}") from None
-            if not arrived or len(self._left) > MOST_LINE:
+            if not arrived:
                 raise LinkFailed(f"{self.name} has closed the connection")
-            self._left += arrived
+            self._keep(arrived, MOST_LINE)
         line, _, self._left = self._left.partition(b"\n")
         try:
             message = json.loads(line)
@@ -82,6 +82,25 @@ class Lines:
         if not isinstance(message, dict):
             raise LinkFailed(f"{self.name}: not a line of ours")
         return message
+
+    def take_in(self, most: int) -> None:
+        """Keep what has arrived by now, without waiting. LinkFailed at the end, and for more than
+        `most` bytes that are no line."""
+        try:
+            self.socket.setblocking(False)
+            arrived = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise LinkFailed(f"{self.name}: {error}") from None
+        if not arrived:
+            raise LinkFailed(f"{self.name} has closed the connection")
+        self._keep(arrived, most)
+
+    def _keep(self, arrived: bytes, most: int) -> None:
+        self._left += arrived
+        if len(self._left) > most and b"\n" not in self._left[:most]:
+            raise LinkFailed(f"{self.name}: a line of more than {most} bytes")
 
     @property
     def has_line(self) -> bool:

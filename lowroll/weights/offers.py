@@ -2,16 +2,19 @@
 buckets go over by NCCL, gloo or CUDA IPC.
 
 produces       the buckets of the newest versions, for whoever asks
-waits for      engines that ask, in a thread of its own; once one has, for the others that are
-               connected, at most GATHER_S; for a group, at most JOIN_S; for a broadcast, at most
-               `timeout_s`
+waits for      engines that ask, in a thread of its own; once one has, for the others that have asked
+               before, at most GATHER_S; for a group, at most JOIN_S; for a broadcast, at most
+               `timeout_s`; for no single connection: what has arrived of a line is kept until the
+               rest comes
 unblocked by   a new version, an engine's word, `close`
 
 A group stays as long as the engines that ask are those of the last time. A peer that dies in the
 midst of a broadcast ends the group, and the next one who asks begins another.
 
-Who asks says a token; without one only this machine is listened to. Who meets at the group's store
-or reads what goes over is not asked for it: between machines use a private network.
+Who asks says a token; without one only this machine is listened to. A connection that has not said it
+within HELLO_S or MOST_HELLO bytes is closed, and the oldest of them once there are too many. Who
+meets at the group's store or reads what goes over is not asked for it: between machines use a
+private network.
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowroll.machine import raise_file_limit
 from lowroll.parallel.store import tcp_store
 from lowroll.transport.base import TransportError
 from lowroll.weights.device_link import (
+    MOST_LINE,
     Group,
     Lines,
     LinkFailed,
@@ -45,7 +50,10 @@ log = logging.getLogger(__name__)
 
 GATHER_S = 1.0
 TURN_S = 0.05
-ANSWER_S = 5.0  # for a line, of somebody who is there
+ANSWER_S = 5.0  # until a line is sent to somebody who is there
+HELLO_S = 10.0  # until somebody who has connected has said the token
+MOST_HELLO = 1 << 12  # bytes of the line with the token
+MOST_STRANGERS = 256  # connections that have not said it; fewer where few files may be open
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,12 @@ class Offers:
         self._store_port = meeting.getsockname()[1]
         self._store = tcp_store(host, self._store_port, meeting, timeout_s)
         self._offered: list[Offer] = []  # the newest last
-        self._peers: dict[Lines, list[Any] | None] = {}  # with what they want
+        self._most_strangers = max(1, min(MOST_STRANGERS, raise_file_limit() // 4))
+        self._strangers: dict[Lines, float] = {}  # with when they are given up; the oldest first
+        self._peers: dict[Lines, list[Any] | None] = {}  # that know the token, with what they want
+        self._listening.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ, None)
         self._asked = 0.0  # when the first of them did
         self._group: tuple[list[Lines], Group] | None = None
         self._groups = 0
@@ -112,11 +125,16 @@ class Offers:
         self._thread.start()
 
     def offer(self, offer: Offer) -> None:
-        """From now on this version, and of older ones those that `keep` leaves. TransportError as
-        `check`."""
+        """From now on this version, beside the older ones: engines may still be told those.
+        TransportError as `check`."""
         self.check()
         older = [one for one in self._offered if one.version < offer.version]
-        self._offered = [*older, offer][-self.keep :]
+        self._offered = [*older, offer]
+
+    def forget_older(self) -> None:
+        """Of the versions that are offered only the newest `keep` stay: engines can be told the last
+        one by now."""
+        self._offered = self._offered[-self.keep :]
 
     def check(self) -> None:
         """TransportError when nobody can be answered any more, with the reason."""
@@ -141,8 +159,9 @@ class Offers:
             log.error("weights are not offered by %s any more: %r", self.way, error)
             self._failed = error
             self._listening.close()
-        for peer in [*self._peers]:
+        for peer in [*self._strangers, *self._peers]:
             self._drop(peer)
+        self._selector.close()
         self._end_group()
 
     def _turn(self) -> None:
@@ -156,35 +175,55 @@ class Offers:
         """New peers, and what they say."""
         for peer in [peer for peer in self._peers if peer.has_line]:
             self._hear(peer)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listening, selectors.EVENT_READ, None)
-            for peer in self._peers:
-                selector.register(peer.socket, selectors.EVENT_READ, peer)
-            for key, _ in selector.select(TURN_S):
-                if key.data is None:
-                    self._listening.settimeout(TURN_S)
-                    with suppress(OSError):
-                        self._peers[Lines(self._listening.accept()[0])] = None
-                else:
-                    self._hear(key.data)
+        for key, _ in self._selector.select(TURN_S):
+            if key.data is None:
+                self._accept()
+            else:
+                self._hear(key.data)
+        now = time.monotonic()
+        for peer in [peer for peer, until in self._strangers.items() if until <= now]:
+            self._drop(peer)
+
+    def _accept(self) -> None:
+        """One who has connected. The oldest who has not said the token makes room."""
+        if len(self._strangers) >= self._most_strangers:
+            self._drop(next(iter(self._strangers)))
+        try:
+            peer = Lines(self._listening.accept()[0])
+        except OSError:  # who has gone again, or no file is free
+            if self._strangers:
+                self._drop(next(iter(self._strangers)))
+            return
+        self._strangers[peer] = time.monotonic() + HELLO_S
+        self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def _hear(self, peer: Lines) -> None:
+        """What has arrived of somebody, and the line that it says when it is whole."""
+        is_stranger = peer in self._strangers
         try:
-            message = peer.receive(ANSWER_S)
-            if not self._knows(message.get("token")):
-                self._refuse(peer)
-            elif "write" in message:
-                self._write(peer, message["write"])
-            elif "want" in message:
-                if all(want is None for want in self._peers.values()):
-                    self._asked = time.monotonic()
-                self._peers[peer] = message["want"]
+            if not peer.has_line:
+                peer.take_in(MOST_HELLO if is_stranger else MOST_LINE)
+            if peer.has_line:
+                self._heed(peer, peer.receive(ANSWER_S))
         except LinkFailed:
             self._drop(peer)
 
+    def _heed(self, peer: Lines, message: dict[str, Any]) -> None:
+        if not self._knows(message.get("token")):
+            return self._refuse(peer)
+        if self._strangers.pop(peer, None) is not None:
+            self._peers[peer] = None
+        if "write" in message:
+            self._write(peer, message["write"])
+        elif "want" in message:
+            if all(want is None for want in self._peers.values()):
+                self._asked = time.monotonic()
+            self._peers[peer] = message["want"]
+
     def _knows(self, token: Any) -> bool:
         said = token if isinstance(token, str) else ""
-        return hmac.compare_digest(said.encode(), self.token.encode())
+        told = said.encode(errors="surrogatepass")  # JSON has characters that UTF-8 has not
+        return hmac.compare_digest(told, self.token.encode())
 
     def _refuse(self, peer: Lines) -> None:
         log.warning("%s asks for weights with another token; refused", peer.name)
@@ -305,7 +344,11 @@ class Offers:
             self._group = None
 
     def _drop(self, peer: Lines) -> None:
+        known = peer in self._strangers or peer in self._peers
+        self._strangers.pop(peer, None)
         self._peers.pop(peer, None)
+        if known:
+            self._selector.unregister(peer.socket)
         peer.close()
         if self._group is not None and peer in self._group[0]:
             self._end_group()

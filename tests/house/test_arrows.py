@@ -44,8 +44,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # weights -> transport, checkpoint: a version is published as a folder, whose marker its readers
     # know without torch
     # weights -> parallel: the learner and its engines meet as ranks do
+    # weights -> machine: how many may connect follows from how many files may be open
     "weights": (
-        {"model", "quant", "kernels", "transport", "checkpoint", "parallel"},
+        {"model", "quant", "kernels", "transport", "checkpoint", "parallel", "machine"},
         {"torch", "safetensors"},
     ),
     # engine -> weights: the engine takes new weights through the one corridor

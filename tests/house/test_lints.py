@@ -126,7 +126,8 @@ ENDLESS = {  # waits without a time, and what looks like one
     ): "the same threads: the tensors that they write to must outlive them",
     ("weights/device_link.py", "is_gone"): "a peek at a socket that does not block",
     ("weights/device_link.py", "receive"): "the socket has a time, the rest of the deadline",
-    ("weights/offers.py", "_listen"): "the socket has a time, and somebody has come",
+    ("weights/device_link.py", "take_in"): "the socket does not block",
+    ("weights/offers.py", "_accept"): "the socket does not block, and somebody has come",
 }
 
 

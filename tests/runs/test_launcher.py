@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lowroll.checkpoint.space import NO_ROOM
 from lowroll.config import from_mapping
 from lowroll.config.roles import one_process_notes
 from lowroll.runs.launch import fleet
@@ -22,6 +26,7 @@ from lowroll.runs.launch.child import Child
 from lowroll.runs.launch.fleet import Fleet
 from lowroll.runs.preflight import look_at_run
 from lowroll.runs.roles.orchestrate import _check_reached, overheard
+from lowroll.types import RunFailed
 from tests.fixtures.processes import eventually
 from tests.fixtures.runs import settings
 
@@ -50,6 +55,76 @@ def test_what_a_role_says_of_the_settings_is_a_mistake_of_the_user(tmp_path: Pat
     assert eventually(lambda: not launcher.trainer.alive(), 60)
     with pytest.raises(ValueError, match="^trainer: unknown command 'no-such-command'"):
         launcher._look(launcher.trainer)
+
+
+FAILS = """
+import errno, sys
+from lowroll.cli import main
+from lowroll.cli import doctor
+def run(_):
+    raise OSError(int(sys.argv[1]), "said the test", "/somewhere/file")
+doctor.run = run
+sys.exit(main.main(["doctor"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.ENOSPC, NO_ROOM),
+        (errno.EDQUOT, NO_ROOM),
+        (errno.EIO, 1),
+        (errno.EMFILE, 1),
+        (errno.ENOENT, 2),
+        (errno.EACCES, 2),
+    ],
+)
+def test_what_a_machine_does_is_no_mistake_of_the_user(number: int, code: int) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", FAILS, str(number)], capture_output=True, text=True, timeout=60
+    )
+    assert told.returncode == code and told.stderr.startswith("error: ") and "file" in told.stderr
+
+
+def ended(one: Child, code: int, log: str = "error: said the test") -> Child:
+    """A role whose process has ended so, before it was ready."""
+    one.process = SimpleNamespace(  # type: ignore[assignment]
+        pid=7,
+        alive=lambda: False,
+        kill=lambda: code,
+        process=SimpleNamespace(returncode=code),
+        last_words=lambda: log,
+    )
+    return one
+
+
+def test_a_machine_in_trouble_at_the_very_first_start_ends_no_launch(tmp_path: Path) -> None:
+    launcher = launcher_of(tmp_path)
+    one = ended(launcher.orchestrator, 1)
+    launcher._look(one)
+    assert one.again_at and not one.done
+
+
+def test_a_full_disk_is_waited_for_whatever_the_number_of_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As long as in one process."""
+    launcher = launcher_of(tmp_path)
+    launcher.cfg = SimpleNamespace(ckpt=SimpleNamespace(wait_for_space=300.0))
+    one, now = ended(launcher.orchestrator, NO_ROOM), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for _ in range(30):
+        one.starts.append(now[0])
+        launcher._look(one)
+        assert one.again_at == now[0] + fleet.ROOM_S
+        now[0] = one.again_at
+        one.again_at = 0.0
+    assert "the run ends in 10 s (ckpt.wait_for_space)" in caplog.text
+    with pytest.raises(RunFailed, match=r"said the test.*no room within 300 s .*--resume"):
+        launcher._look(one)
+    now[0] += 1e4  # and long after there was room
+    launcher._look(one)
+    assert one.again_at
 
 
 def test_the_number_of_a_process_that_was_reaped_is_not_ours(

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lowroll.checkpoint.space import NO_ROOM
 from lowroll.checkpoint.store import Store
 from lowroll.config import ConfigError, from_mapping
 from lowroll.config.roles import one_process_problems
@@ -307,6 +308,7 @@ def rank_of(number: int, code: int | None, words: str = "", hangs: str | None = 
         ),
         ([rank_of(0, 1, "disk"), rank_of(1, group.LOST)], RunFailed, r"^rank 0 has ended .*disk"),
         ([rank_of(0, 2, "model: m"), rank_of(1, None)], ValueError, r"^rank 0: model: m \(log"),
+        ([rank_of(0, NO_ROOM, "full"), rank_of(1, group.LOST)], OSError, r"rank 0: error: full"),
         ([rank_of(0, None), rank_of(1, None, hangs="no sign")], RunFailed, r"^rank 1: no sign"),
     ],
 )

@@ -32,7 +32,7 @@ from lowroll.runs.launch.fleet import Fleet
 from lowroll.runs.launch.member import MOST_RESTARTS
 from lowroll.runs.launch.process import RoleProcess
 from lowroll.runs.preflight import look_at_run
-from lowroll.runs.roles.heart import Heart, Watch
+from lowroll.runs.roles.heart import GONE_S, Heart, Watch
 from lowroll.runs.roles.orchestrate import Orchestration, orchestrate
 from lowroll.runs.roles.place import Place
 from lowroll.runs.roles.serve import arguments_of
@@ -551,6 +551,11 @@ def test_the_launcher_shows_evaluations_and_warnings(tmp_path: Path) -> None:
     assert told[1:3] == ["step 1/4 eval/words/reward 0.750", "orchestrator: engine h is fenced"]
     assert told[3].startswith("step 2/4 reward 0.500") and "eval/words/reward 0.875" in told[3]
     assert len(told) == 4
+
+
+def test_the_document_says_how_long_roles_wait_for_an_engine() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "roles.md").read_text()
+    assert f"When no engine is left the run waits {GONE_S:,.0f} s" in text
 
 
 def test_a_role_is_had_once(tmp_path: Path) -> None:

@@ -3,17 +3,25 @@ gone back."""
 
 from __future__ import annotations
 
+import logging
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
+from lowroll.engine.remote import herald
+from lowroll.engine.remote.pool import EnginePool
 from lowroll.model.transformer import Transformer
 from lowroll.runs.roles.versions import Versions
 from lowroll.transport.base import DeadlineExceeded
 from lowroll.transport.broadcasts import Broadcast, Broadcasts
 from tests.fixtures.broadcasts import adapted, broadcaster, moved
+from tests.fixtures.fake_engine import FakeEngine, publish
+from tests.fixtures.processes import eventually
 from tests.fixtures.tiny import hf_folder
+
+ADMIN = "the-admin-of-these-engines"
 
 
 class Pool:
@@ -22,7 +30,7 @@ class Pool:
     def __init__(self) -> None:
         self.told: list[tuple[int, int] | str] = []
 
-    def update(self, broadcast: Broadcast) -> None:
+    def update(self, broadcast: Broadcast, superseded: object) -> None:
         self.told.append((broadcast.version, broadcast.attempt))
 
     def retract(self, version: int) -> None:
@@ -99,3 +107,95 @@ def test_what_one_attempt_writes_again_as_files_is_the_same(
     moved(learner, 3)
     at.publish(1)
     assert versions.newer(1) is None and pool.told == [(1, 1)]
+
+
+# -- a trainer that offers its newest version alone --------------------------------------------------
+
+
+def pool_of(fake: FakeEngine, silent_s: float = 20.0) -> EnginePool:
+    return EnginePool([fake.url], admin_token=ADMIN, silent_s=silent_s, start_s=20.0)
+
+
+def test_an_engine_that_dies_while_it_is_told_a_version_takes_the_newest_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    """The version that it was told is not offered any more."""
+    publish(tmp_path, 1)
+    taken: list[int] = []
+    with FakeEngine(weights=tmp_path, admin=ADMIN) as fake, pool_of(fake) as pool:
+        fake.mood.take_s, fake.mood.keeps = 1e6, 1
+        versions = Versions(Broadcasts(tmp_path), pool, lambda: None, 5.0)
+        told = threading.Thread(target=lambda: taken.append(versions.at_least(1, 2)), daemon=True)
+        told.start()
+        assert eventually(lambda: fake.orders == ["step_000001"])
+        fake.stop()
+        publish(tmp_path, 2)
+        fake.mood.take_s = 0.0
+        fake.restart()
+        told.join(15)
+        assert taken == [2] and fake.held.version == 2
+        assert versions.held == Broadcasts(tmp_path).at(2)
+
+
+def test_nothing_newer_than_is_allowed_is_taken(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    with FakeEngine(weights=tmp_path, admin=ADMIN) as fake, pool_of(fake) as pool:
+        fake.mood.keeps = 1
+        publish(tmp_path, 2)
+        versions = Versions(Broadcasts(tmp_path), pool, lambda: None, 5.0)
+        stopped = iter([None] * 8)
+
+        def alive() -> None:
+            next(stopped)  # StopIteration ends the wait
+
+        pool._alive = alive
+        with pytest.raises(StopIteration):
+            versions.at_least(1, 1)
+        assert versions.held is None and fake.held.version == 0
+        assert set(fake.orders) == {"step_000001"}
+
+
+def test_an_engine_that_is_told_a_version_too_late_is_not_fenced(tmp_path: Path) -> None:
+    """The trainer publishes the next one while the engines are told this one."""
+
+    class Late(Broadcasts):
+        def newest(self, most: int | None = None) -> Broadcast | None:
+            found = super().newest(most)
+            if found is not None and found.version == 1:
+                publish(tmp_path, 2)
+            return found
+
+    publish(tmp_path, 1)
+    with FakeEngine(weights=tmp_path, admin=ADMIN) as fake, pool_of(fake) as pool:
+        fake.mood.keeps = 1
+        assert Versions(Late(tmp_path), pool, lambda: None, 5.0).at_least(1, 9) == 2
+        assert fake.orders == ["step_000001", "step_000002"] and fake.held.version == 2
+        assert pool.stats().metrics()["perf/engine_fenced"] == 0
+
+
+def test_a_wait_for_an_engine_that_takes_a_version_says_so_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(herald, "LOOK_S", 0.01)
+    said: list[str] = []
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    def alive() -> None:
+        if sum("no engine has taken step_000001 yet" in line for line in said) > 1:
+            raise KeyboardInterrupt
+
+    first = publish(tmp_path, 1)
+    log, handler = logging.getLogger("lowroll.engine.remote.herald"), Told()
+    log.addHandler(handler)
+    try:
+        with FakeEngine(weights=tmp_path, admin=ADMIN) as fake, pool_of(fake, 0.6) as pool:
+            fake.mood.refuse_weights = 409
+            pool._alive = alive
+            with pytest.raises(KeyboardInterrupt):
+                pool.update(first)
+    finally:
+        log.removeHandler(handler)
+    assert any(fake.url in line and "said the test" in line for line in said)

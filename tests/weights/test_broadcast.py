@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -384,6 +385,23 @@ def test_waiting_ends_with_the_version_a_death_or_the_deadline(
     (tmp_path / "step_000002").mkdir()
     with pytest.raises(DeadlineExceeded, match="STABLE"):
         broadcasts.wait(2, 0)
+
+
+def test_a_long_wait_says_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda _: clock.__setitem__(0, clock[0] + 100.0))
+    with pytest.raises(DeadlineExceeded):
+        Broadcasts(tmp_path).wait(7, 1000.0)
+    told = [line for line in caplog.messages if "waiting for the weights of version 7" in line]
+    assert len(told) == 3 and "300 s so far and 700 s more at most" in told[0]
+    caplog.clear()
+    with pytest.raises(DeadlineExceeded):
+        wait_until(lambda: False, "a sign of life", 1000.0, pause=time.sleep)
+    told = [line for line in caplog.messages if "waiting for a sign of life" in line]
+    assert len(told) == 3
 
 
 def test_a_folder_that_is_being_removed_is_not_read(shelf: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,10 @@ def test_a_peer_that_dies_takes_nobody_with_it(
     try:
         broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
         path = tmp_path / "step_000001"
-        shelf = WeightShelf(tmp_path, folder, Collector(offers.host, offers.port, CPU, 60.0))
-        assert shelf.collector is not None  # connected, so the trainer waits for it
-        connection = socket.create_connection((offers.host, offers.port), 5)
-        shelf.collector._lines = Lines(connection)
+        collector = Collector(offers.host, offers.port, CPU, 60.0)
+        shelf = WeightShelf(tmp_path, folder, collector)
+        take(shelf, engine_of(folder, weights="int8"), 1)  # from now on the trainer waits for it
+        shelf = WeightShelf(tmp_path, folder, collector)
         arguments = [sys.executable, "-c", DIES, str(path), str(offers.port), when]
         child = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
@@ -244,6 +245,7 @@ def test_who_cannot_fetch_says_why(
         take(WeightShelf(tmp_path, folder), engine, 1)
     shelf = shelf_of(tmp_path, folder, offers)
     offers.offer(offers_module.Offer(9, "0" * 64, [], lambda: None))
+    offers.forget_older()
     with pytest.raises(Refused, match="version 9 is offered"):
         take(shelf, engine, 1)
     offers.close()
@@ -347,6 +349,126 @@ def test_strangers_are_dropped(
     engine = engine_of(folder, weights="int8")
     assert take(shelf_of(tmp_path, folder, offers), engine, 1) == wanted(learner)
     assert offers._thread.is_alive()
+
+
+def answers(offers: Offers, said: bytes) -> bytes:
+    """What who says a line without a token is told; nothing where the connection is closed."""
+    with (
+        suppress(ConnectionError),  # closed before all of it was read
+        socket.create_connection((offers.host, offers.port), 5) as stranger,
+    ):
+        stranger.sendall(said)
+        return stranger.recv(1 << 12)
+    return b""
+
+
+def test_no_line_ends_the_offering(
+    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+) -> None:
+    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+    assert b"another token" in answers(offers, b'{"token": "\\ud800", "want": [1, ""]}\n')
+    assert b"another token" in answers(offers, b'{"token": 1e999}\n')
+    shelf = shelf_of(tmp_path, folder, offers)
+    assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
+
+
+def test_half_a_line_holds_nobody_up(
+    tmp_path: Path,
+    folder: Path,
+    learner: Transformer,
+    offers: Offers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long the rest of it may take."""
+    monkeypatch.setattr(offers_module, "ANSWER_S", 1e6)
+    monkeypatch.setattr(offers_module, "HELLO_S", 1e6, raising=False)
+    monkeypatch.setattr(offers_module, "GATHER_S", 1e6)
+    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+    strangers = [socket.create_connection((offers.host, offers.port), 5) for _ in range(6)]
+    try:
+        for stranger in strangers:
+            stranger.sendall(b"{")
+        collector = Collector(offers.host, offers.port, CPU, 5.0, token=TOKEN)
+        shelf = WeightShelf(tmp_path, folder, collector)
+        assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
+        strangers[0].sendall(b"}\n")
+        assert b"another token" in strangers[0].recv(1 << 12), "its line is heard when it is whole"
+    finally:
+        [stranger.close() for stranger in strangers]
+
+
+def test_who_does_not_say_the_token_is_closed(
+    offers: Offers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert answers(offers, b"x" * (offers_module.MOST_HELLO + 1)) == b"", "a line without an end"
+    monkeypatch.setattr(offers_module, "HELLO_S", 0.0)
+    assert answers(offers, b"{") == b"", "a line that does not go on"
+
+
+CROWDED = """
+import resource, sys
+import torch
+from lowroll.weights.offers import Offers
+resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
+offers = Offers("nccl", torch.device("cpu"))
+print(offers.port, flush=True)
+sys.stdin.readline()
+offers.check()
+print("offers", flush=True)
+"""
+
+
+def test_idle_connections_leave_room_for_engines() -> None:
+    """More of them than the process may have open files."""
+    arguments = [sys.executable, "-c", CROWDED]
+    child = subprocess.Popen(
+        arguments, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin is not None and child.stdout is not None
+    idle: list[socket.socket] = []
+    try:
+        place = "127.0.0.1", int(child.stdout.readline())
+        idle += [socket.create_connection(place, 30) for _ in range(200)]
+        with socket.create_connection(place, 30) as engine:
+            engine.sendall(b'{"token": "", "want": [1, ""]}\n')
+            assert b"nothing is offered" in engine.recv(1 << 12)
+        idle[0].settimeout(30)
+        assert idle[0].recv(1) == b"", "the oldest has made room"
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "offers\n"
+    finally:
+        [one.close() for one in idle]
+        child.kill()
+        child.wait(30)
+        child.stdin.close()
+        child.stdout.close()
+
+
+def test_what_can_be_told_is_offered_at_every_moment(
+    tmp_path: Path,
+    folder: Path,
+    learner: Transformer,
+    offers: Offers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the marker of a version is there the version before it, and from then on the new one."""
+    at, taken = broadcaster(tmp_path, learner, offers=offers), []
+
+    def ask(point: str) -> None:
+        newest = at.broadcasts.newest()
+        if point in ("file.begin/STABLE", "file.renamed/STABLE") and newest is not None:
+            take(
+                shelf_of(tmp_path, folder, offers),
+                engine_of(folder, weights="int8"),
+                newest.version,
+            )
+            taken.append(newest.version)
+
+    monkeypatch.setattr("lowroll.checkpoint.faults.observers", [ask])
+    at.publish(moved_to(learner, 1))
+    at.publish(moved_to(learner, 2))
+    assert taken == [1, 1, 2]
 
 
 # -- parcels -----------------------------------------------------------------------------------------

@@ -5,14 +5,19 @@ on with that beside them, and draws nothing new before it is done.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from lowroll.engine.remote.member import Member, Terms
 from lowroll.engine.remote.peers import Held, Published
-from lowroll.engine.remote.versions import Disagreement, Versions, agreed
-from lowroll.engine.remote.wire import ServerError
+from lowroll.engine.remote.versions import Disagreement, Superseded, Versions, agreed
+from lowroll.engine.remote.wire import ServerError, happens
+
+log = logging.getLogger(__name__)
 
 ABREAST_S = 1.0  # after the first engine took weights, for the others, at least
+LOOK_S = 0.25  # between two looks for a newer version while no engine has taken this one
+GONE = 409  # the status of an engine that finds no such version any more
 
 
 class Herald:
@@ -35,18 +40,19 @@ class Herald:
         self._told = told
         self._late: set[asyncio.Future[None]] = set()  # engines that still take weights
 
-    async def update(self, broadcast: Published) -> bool:
+    async def update(self, broadcast: Published, superseded: Callable[[], bool]) -> bool:
         """Have engines draw from it. Returns whether it takes the place of something that is newer or
-        called the same. ServerError when no engine takes it, or they hold different weights."""
-        known, terms = self.versions, self.terms
+        called the same. superseded: whether another version is to be told instead by now. Superseded
+        when one is, and an engine could not take this one or none has. ServerError when no engine
+        takes it, or they hold different weights."""
+        known = self.versions
         if broadcast == known.newest and known.settled.is_set():
             return False
         ready = [member for member in self.members if member.state == "ready"]
         back = known.begin(broadcast)
-        taken: dict[str, Held] = {}
         self.telling = bool(ready)
         try:
-            taken = await self._tell(ready, broadcast)
+            taken, gone = await self._tell(ready, broadcast, superseded)
             if taken:
                 held = agreed(taken)
                 for member in ready:
@@ -57,23 +63,43 @@ class Herald:
             raise ServerError(str(error)) from None
         finally:
             self.telling = False
-        try:
-            async with asyncio.timeout(terms.patience_s):
-                while not known.settled.is_set():  # whoever is met next takes it
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise ServerError(
-                f"no engine took {broadcast.path.name} within {terms.patience_s:g} s: "
-                f"{self._told()}"
-            ) from None
+        if gone:
+            raise Superseded(broadcast.path.name)
+        await self._until_taken(broadcast, superseded)
         return back
 
-    async def _tell(self, ready: list[Member], broadcast: Published) -> dict[str, Held]:
-        """What each acknowledges. Those that cannot are fenced; those that need longer than twice
-        the time of the first go on with it beside the others (`_await_late`)."""
+    async def _until_taken(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
+        """Until an engine that is met has taken the version."""
+        known, terms = self.versions, self.terms
+        name, clock = broadcast.path.name, asyncio.get_running_loop().time
+        end, remind = clock() + terms.patience_s, clock() + terms.silent_s
+        while not await happens(known.settled, min(LOOK_S, max(0.0, end - clock()))):
+            now = clock()
+            if now >= end:
+                raise ServerError(
+                    f"no engine took {name} within {terms.patience_s:g} s: {self._told()}"
+                )
+            if superseded():
+                raise Superseded(name)
+            if now >= remind:
+                remind = now + terms.silent_s
+                log.warning(
+                    "no engine has taken %s yet: %s. Waiting for one, %.0f s more at most",
+                    name,
+                    self._told(),
+                    end - now,
+                )
+
+    async def _tell(
+        self, ready: list[Member], broadcast: Published, superseded: Callable[[], bool]
+    ) -> tuple[dict[str, Held], bool]:
+        """What each acknowledges, and whether one did not find the version any more. Others that
+        cannot take it are fenced; those that need longer than twice the time of the first go on with
+        it beside the others (`_await_late`)."""
         loop = asyncio.get_running_loop()
         asked = {asyncio.ensure_future(member.take(broadcast)): member for member in ready}
         taken: dict[str, Held] = {}
+        gone = False
         pending = set(asked)
         began = loop.time()
         end = began + self.terms.update_s
@@ -88,7 +114,10 @@ class Herald:
                     now = loop.time()
                     end = min(end, now + max(ABREAST_S, now - began))
                 except ServerError as error:
-                    member.kick(f"it did not take {broadcast.path.name}: {error}")
+                    if error.status == GONE and superseded():
+                        gone = True
+                    else:
+                        member.kick(f"it did not take {broadcast.path.name}: {error}")
         if taken:
             grace = self._grace(ready)
             for task in pending:
@@ -99,7 +128,7 @@ class Herald:
             for task in pending:
                 task.cancel()
                 asked[task].kick(f"it has not taken {broadcast.path.name} in time")
-        return taken
+        return taken, gone
 
     async def _await_late(
         self, member: Member, task: asyncio.Future[Held], broadcast: Published, seconds: float

@@ -261,18 +261,22 @@ class EnginePool:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def update(self, broadcast: Published) -> BehaviorTag:
+    def update(
+        self, broadcast: Published, superseded: Callable[[], bool] = lambda: False
+    ) -> BehaviorTag:
         """Have every engine draw from a broadcast; what is in flight goes on, and its spans say so.
 
         All are told at once. Returns when they have acknowledged the same version and digest, or when
         one has and the others have had as long again: those draw nothing new before they have it,
         too, and are fenced when they are silent. A version that is not newer than the last one
-        takes its place: what is in flight is then drawn again. ServerError when no engine takes it,
-        or when they hold different weights afterwards.
+        takes its place: what is in flight is then drawn again. superseded: whether another version
+        is to be told instead by now; asked when an engine does not find this one, and while none has
+        taken it. `versions.Superseded` when it is. ServerError when no engine takes it, or when they
+        hold different weights afterwards.
         """
         terms = self._terms
         longest = terms.update_s + terms.silent_s + terms.patience_s
-        self._do(self._update(broadcast), longest, self._alive)
+        self._do(self._update(broadcast, superseded), longest, self._alive)
         return self.behavior
 
     def reset_prefix_cache(self) -> None:
@@ -507,8 +511,8 @@ class EnginePool:
         elif self._none_since is None:
             self._none_since = time.monotonic()
 
-    async def _update(self, broadcast: Published) -> None:
-        if await self._herald.update(broadcast):
+    async def _update(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
+        if await self._herald.update(broadcast, superseded):
             for member in self._members:
                 self._desk.hand_over(member)
 

@@ -17,6 +17,10 @@ class Disagreement(Exception):
     """Engines acknowledge one version with different weights, and no majority says which is right."""
 
 
+class Superseded(Exception):
+    """A version that engines cannot take any more, since there is a newer one; its name."""
+
+
 class Versions:
     """On the pool's loop alone.
 

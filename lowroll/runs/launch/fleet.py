@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lowroll.checkpoint.logfile import Warnings
+from lowroll.checkpoint.space import NO_ROOM
 from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import EVALUATIONS_FILE, METRICS_FILE, read, read_evaluations
@@ -27,6 +28,7 @@ LOOK_S = 0.1
 ENDING_S = 30.0  # for a role that has nothing more to do
 STOPPING_S = 590.0  # for the trainer's step and checkpoint
 USERS_MISTAKE = 2  # the exit code of commands
+ROOM_S = 10.0  # until a role is started again that found no room on the disk
 
 Make = Callable[[str, list[str]], Member]  # of a role and its words behind `lowroll`
 
@@ -175,6 +177,8 @@ class Fleet:
             self.orchestrator.done, self.orchestrator.again_at = False, time.monotonic()
 
     def _again(self, member: Member, why: str) -> None:
+        if member.code == NO_ROOM:
+            return self._await_room(member, why)
         pause = member.pause()
         if member.code == USERS_MISTAKE and not member.ready:
             raise ValueError(f"{member.role}: {member.last_words().removeprefix('error: ')}")
@@ -184,6 +188,25 @@ class Fleet:
             )
         log.warning("%s; it is started again in %.1f s", why, pause)
         member.again_at = time.monotonic() + pause
+
+    def _await_room(self, member: Member, why: str) -> None:
+        """Start a role again that found no room on the disk, until there is some. RunFailed after
+        `ckpt.wait_for_space` seconds."""
+        most = self.cfg.ckpt.wait_for_space
+        waited = member.without_room()
+        if waited >= most:
+            raise RunFailed(
+                f"{why}. There was no room within {most:g} s (ckpt.wait_for_space). What was committed "
+                "before is intact: make room, then go on with --resume"
+            )
+        log.warning(
+            "%s. It is started again in %g s, and so on until there is room; the run ends in %.0f s "
+            "(ckpt.wait_for_space)",
+            why,
+            ROOM_S,
+            most - waited,
+        )
+        member.again_at = time.monotonic() + ROOM_S
 
     def _stop(self) -> int:
         """A signal came: the trainer finishes its step, then all end."""

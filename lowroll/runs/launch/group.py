@@ -12,12 +12,14 @@ however it ends.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 
+from lowroll.checkpoint.space import NO_ROOM
 from lowroll.config import RunConfig
 from lowroll.metrics.record import read
 from lowroll.runs.attempt import RunResult
@@ -44,7 +46,8 @@ def start(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -
     """Learn with as many ranks as `train.gpus` says; words: of the command, after `lowroll`.
 
     ValueError has what a rank says of the settings, the folder or the devices; RunFailed names the
-    rank that ended or hangs, with its own last error and its log.
+    rank that ended or hangs, with its own last error and its log; OSError one that found no room on the
+    disk.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -115,6 +118,8 @@ class Crew:
         rank = next((rank for rank in failed if rank.code != LOST), failed[0])
         if rank.code == USERS_MISTAKE and not rank.ready:
             raise ValueError(f"{rank.role}: {rank.last_words().removeprefix('error: ')}")
+        if rank.code == NO_ROOM:
+            raise OSError(errno.ENOSPC, f"{rank.role}: {rank.last_words()}")
         raise RunFailed(f"{rank.role} has ended ({rank.ended()}): {rank.last_words()}")
 
     def _speak(self) -> None:

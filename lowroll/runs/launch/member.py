@@ -38,6 +38,7 @@ class Member(ABC):
         self.ready = False  # in this launch it was past its start once
         self.again_at = 0.0  # of `time.monotonic`, when it is to be started again
         self.done = False  # it has ended as it should
+        self.no_room_at: deque[float] = deque()  # when it has ended since a disk was full
 
     def start(self, *more: str) -> None:
         """Start it, in a process group of its own."""
@@ -133,6 +134,17 @@ class Member(ABC):
         if restarts >= MOST_RESTARTS:
             return None
         return float(min(FIRST_PAUSE_S * 2.0 ** max(0, restarts), LONGEST_PAUSE_S))
+
+    def without_room(self) -> float:
+        """Note that it has ended since a disk is full, which is no restart that counts; seconds since it
+        first did so. After WINDOW_S without such an end the disk counts as full anew."""
+        now = time.monotonic()
+        if self.no_room_at and now - self.no_room_at[-1] > WINDOW_S:
+            self.no_room_at.clear()
+        self.no_room_at.append(now)
+        if self.starts:
+            self.starts.pop()
+        return now - self.no_room_at[0]
 
     def end(self, seconds: float) -> None:
         """Ask it to end, and end it after so many seconds."""

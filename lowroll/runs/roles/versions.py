@@ -7,10 +7,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.engine.base import Drawn, EngineStats
 from lowroll.engine.remote.pool import EnginePool
+from lowroll.engine.remote.versions import Superseded
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.orchestrator.client import Progress
 from lowroll.transport.broadcasts import Broadcast, Broadcasts
@@ -53,14 +55,16 @@ class Versions:
             if version == 0:
                 return self.version
             newest = self.broadcasts.wait(version, self.deadline_s, self.alive)
-        return self._take(newest)
+        return self._take(newest, lambda: self.broadcasts.newest(most))
 
     def exactly(self, version: int) -> int:
         """The same with this very version."""
         found = self.broadcasts.at(version)
         if found is None and version == 0:
             return self.version
-        return self._take(found or self.broadcasts.wait(version, self.deadline_s, self.alive))
+        if found is None:
+            found = self.broadcasts.wait(version, self.deadline_s, self.alive)
+        return self._take(found, lambda: self.broadcasts.at(version))
 
     def newer(self, most: int) -> int | None:
         """A newer version than the engines draw from, up to `most`, or another of the same name, which
@@ -70,17 +74,27 @@ class Versions:
             return None
         if newest.version == self.version and not _is_undone(self.held, newest):
             return None
-        return self._take(newest)
+        return self._take(newest, lambda: self.broadcasts.newest(most))
 
-    def _take(self, broadcast: Broadcast) -> int:
-        if self.held != broadcast:
+    def _take(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> int:
+        """Have the engines draw from a broadcast, or from what is allowed in its place once they
+        cannot take it any more: a trainer offers its newest versions alone."""
+        while self.held != broadcast:
             self._go_back(broadcast.version)
-            self.pool.update(broadcast)
+            try:
+                self.pool.update(broadcast, partial(self._is_superseded, broadcast, allowed))
+            except Superseded:
+                broadcast = allowed() or broadcast
+                continue
             self.held = self._taken[broadcast.version] = broadcast
             for old in sorted(self._taken)[:-MOST]:
                 del self._taken[old]
             faultpoint(f"orchestrate.took/{broadcast.version}")
         return broadcast.version
+
+    def _is_superseded(self, broadcast: Broadcast, allowed: Callable[[], Broadcast | None]) -> bool:
+        found = allowed()
+        return found is not None and found != broadcast and found.version >= broadcast.version
 
     def _go_back(self, version: int) -> None:
         """Forget versions that were taken and do not stand when this one is taken, and say so."""
