@@ -17,11 +17,11 @@ tensors of one matrix W [N, K] by the suffix behind the module's name:
     nf4         weight uint8 [N K / 2, 1], weight.absmax, weight.quant_map [16], weight.quant_state.bitsandbytes__nf4
     nf4_dq      the same with weight.absmax uint8, weight.nested_absmax, weight.nested_quant_map [256]
 
-`awq` and `gptq` stand in `quant.packed`. DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
-is read only. Scales are written in float32 and read in any float dtype (algorithms B1-B6;
-compressed-tensors 0.20, bitsandbytes 0.50). What changes the computation and is not one of these is
-refused: static activation scales, sparsity, transforms, a quantized KV cache, reordered columns,
-several formats in one folder.
+DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
+is read only; so are `awq` and `gptq`, which `quant.packed` reads. Scales are written in float32 and
+read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). What changes
+the computation and is not one of these is refused: static activation scales, sparsity, transforms, a
+quantized KV cache, reordered columns, several formats in one folder.
 """
 
 from __future__ import annotations
