@@ -145,7 +145,7 @@ def load(
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     own = None if layout is None else layout.format
     kept = own or weights
-    if layout is not None and own is None:
+    if isinstance(layout, Packed) and own is None:
         log.warning("%s: %s weights that no format here holds become dense", folder, layout.words)
     bits = 8 * dtype.itemsize if kept is None else min(8 * dtype.itemsize, get_format(kept).bits)
     claims.check_memory(folder / "config.json", spec, bits, device)
@@ -345,7 +345,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if foreign:
         raise ValueError(
             f"{folder}: weights only as {some(foreign)}; lowroll reads safetensors (a pickle can "
-            "run code when it is opened). Convert them first"
+            "run code when it is opened), and a .gguf file that is named itself. Convert them first"
         )
     raise ValueError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
 

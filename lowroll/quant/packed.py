@@ -123,7 +123,7 @@ def read_packed(config: dict[str, Any]) -> Packed:
     """The storage that a `quantization_config` of awq or gptq describes. ValueError names the key
     that is not supported."""
     method, bits, size = config["quant_method"], config.get("bits"), config.get("group_size")
-    if bits not in ((4,) if method == "awq" else BITS) or isinstance(bits, bool):
+    if not isinstance(bits, int) or bits not in ((4,) if method == "awq" else BITS):
         raise ValueError(f"bits: {bits!r} in {method} is not supported{ADVICE}")
     if not isinstance(size, int) or isinstance(size, bool) or not (size == -1 or size > 0):
         raise ValueError(f"group_size: expected a positive number or -1, got {size!r}")
