@@ -46,6 +46,6 @@ def test_the_code_on_the_card_gives_the_policy_that_learned(
     with torch.no_grad():
         wanted = learned.logits(learned(IDS, torch.arange(len(IDS)), varlen([len(IDS)])))
         got = theirs(IDS[None]).logits[0]
-    # 16-bit steps inside of their formats with two scales
+    # theirs were up to 0.15 from ours in these two, and 6 without the adapter
     bound = 0.2 if format in ("nvfp4", "nf4") else 1e-3
     assert float((got - wanted).abs().max()) < bound
