@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from lowroll.model.base import Base
 from lowroll.quant.formats import stored_format
+from lowroll.quant.layouts import describe
 
 FILE = "README.md"
 _UNMEASURED = (
@@ -27,10 +30,7 @@ def write(folder: Path, named: str, base: Base, holds: str | None = None, cost: 
         f"weights {base.weights or 'as they are'}, {base.dtype}.",
     ]
     if (folder / "base").is_dir():
-        body += [
-            "The very weights that it stands on are in the folder `base`: put it on those, and on "
-            "no others."
-        ]
+        body += _beside(base)
     elif base.rounds and stored_format(str(base.weights)) != holds:
         body += _rounded(base, cost or _UNMEASURED)
     (folder / FILE).write_text(_front(named) + "\n\n".join(body) + "\n", encoding="utf-8")
@@ -49,6 +49,31 @@ def _front(named: str) -> str:
         pipeline_tag="text-generation",
     )
     return f"---\n{data.to_yaml()}\n---\n\n"
+
+
+def _beside(base: Base) -> list[str]:
+    """How PEFT puts the adapter on the folder `base`, as code that runs in the adapter's folder."""
+    described = describe(str(base.weights), getattr(torch, base.dtype)) if base.low_bit else {}
+    # PEFT needs matrices that can be multiplied with, and packed codes are none
+    unpacked = described.get("quant_method") == "compressed-tensors"
+    names = ["AutoModelForCausalLM", *(["CompressedTensorsConfig"] if unpacked else [])]
+    read = [f'dtype="{base.dtype}"']
+    if unpacked:
+        read.append("quantization_config=CompressedTensorsConfig(dequantize=True)")
+    code = [
+        "from peft import PeftModel",
+        f"from transformers import {', '.join(names)}",
+        "",
+        "model = AutoModelForCausalLM.from_pretrained(",
+        *(f"    {argument}," for argument in ['"./base"', *read]),
+        ")",
+        'model = PeftModel.from_pretrained(model, ".")',
+    ]
+    return [
+        "The very weights that it stands on are in the folder `base`: put it on those, and on "
+        "no others. With PEFT, in this folder:",
+        "\n".join(["```python", *code, "```"]),
+    ]
 
 
 def _rounded(base: Base, cost: str) -> list[str]:

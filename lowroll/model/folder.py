@@ -127,13 +127,18 @@ def resolve(
     key: str = "model",
 ) -> Path:
     """A local model folder, downloading a hub id (its newest commit, or the revision) when the path
-    does not exist; without its weights when they are not wanted.
+    does not exist; without its weights when they are not wanted. A GGUF file gives the folder that
+    is made of it (`model.gguf`).
 
     connect: whether a connection may be made; without, the hub's cache on this machine is all that
     is looked into. key: the setting that names it. ValueError says what was tried."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf" and folder.is_file():
+        from lowroll.model import gguf
+
+        return gguf.folder_of(folder)
     name = str(source)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(f"{key}: {name!r} is neither a folder nor a hub id of the form owner/name")

@@ -11,6 +11,7 @@ the way.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,9 +39,11 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.layouts import FLOATS, Layout, describe, read_layout
+from lowroll.quant.packed import Packed
 from lowroll.quant.scheme import Header
 from lowroll.types import printable
 
+log = logging.getLogger(__name__)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -140,7 +143,10 @@ def load(
     spec, layout, files = read_headers(folder)
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    kept = weights if layout is None else layout.format
+    own = None if layout is None else layout.format
+    kept = own or weights
+    if isinstance(layout, Packed) and own is None:
+        log.warning("%s: %s weights that no format here holds become dense", folder, layout.words)
     bits = 8 * dtype.itemsize if kept is None else min(8 * dtype.itemsize, get_format(kept).bits)
     claims.check_memory(folder / "config.json", spec, bits, device)
     model = Transformer(spec, "meta", dtype)
@@ -156,28 +162,29 @@ def load(
         leaf = name.rpartition(".")[2]
         linear = owner if isinstance(owner, Linear) and leaf == "weight" else None
         if layout is not None and linear is not None:
-            linear.set_weight(_decode_low_bit(stored, files, layout, shapes[name]))
-            continue
+            parts = _decode_low_bit(stored, files, layout, shapes[name])
+            if own is not None:
+                linear.set_weight(_stack(own, parts))
+                continue
+            stored = parts
         whole = shards.join(list(stored.values()), dtype)
         extents = checksum.amax(whole.split([len(part) for part in stored.values()]))
         amax |= dict(zip(stored, extents, strict=True))
         if weights is not None and linear is not None:
             linear.set_weight(_quantize(weights, whole, torch.cat(extents).amax(0, keepdim=True)))
         else:
-            setattr(
-                owner, leaf, nn.Parameter(whole, requires_grad=layout is None and weights is None)
-            )
+            setattr(owner, leaf, nn.Parameter(whole, requires_grad=kept is None))
     for part, finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
         if not finite:
             raise ValueError(
-                f"{files[part]}: tensor {part} holds a value that is not finite in "
+                f"{files.get(part, folder)}: tensor {part} holds a value that is not finite in "
                 f"{_DTYPES.get(dtype, dtype)}"
             )
     model.freqs = model.freqs.to(device)
     return model.eval()
 
 
-def read_headers(folder: Path) -> tuple[ModelSpec, Layout | None, dict[str, Path]]:
+def read_headers(folder: Path) -> tuple[ModelSpec, Layout | Packed | None, dict[str, Path]]:
     """The spec of a folder, how it stores its linear layers, and the file of each tensor, checked
     as far as headers go. ValueError as `load` says, but for the values of the weights."""
     spec = read_spec(folder)
@@ -229,7 +236,7 @@ def low_bit_format(folder: Path) -> str | None:
     return None if layout is None else layout.format
 
 
-def read_folder_layout(folder: Path) -> Layout | None:
+def read_folder_layout(folder: Path) -> Layout | Packed | None:
     """How a folder stores its linear layers; None when they are dense. ValueError names file and
     key."""
     config = read_config(folder).get("quantization_config")
@@ -251,7 +258,7 @@ def _is_linear(hf_name: str) -> bool:
 
 
 def _batches(
-    shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layout | None
+    shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layout | Packed | None
 ) -> list[list[str]]:
     """The stored tensors of every parameter."""
     return [
@@ -260,7 +267,9 @@ def _batches(
     ]
 
 
-def _stored_names(part: str, shape: tuple[int, ...], layout: Layout | None) -> dict[str, Header]:
+def _stored_names(
+    part: str, shape: tuple[int, ...], layout: Layout | Packed | None
+) -> dict[str, Header]:
     """What the files hold for one HF tensor, by name."""
     if layout is None or not _is_linear(part):
         return {part: (shape, FLOATS)}
@@ -274,23 +283,28 @@ def _stored_names(part: str, shape: tuple[int, ...], layout: Layout | None) -> d
 def _decode_low_bit(
     tensors: dict[str, Tensor],
     files: dict[str, Path],
-    layout: Layout,
+    layout: Layout | Packed,
     shapes: dict[str, tuple[int, ...]],
-) -> QTensor:
-    """The matrix of stacked parts, each as its file holds it."""
-    parts = []
+) -> dict[str, Any]:
+    """The parts of a matrix, each as its file holds it: QTensors, or dense where the layout has no
+    format."""
+    parts = {}
     for part, (rows, columns) in shapes.items():
         module = part.removesuffix(".weight")
         names = _stored_names(part, (rows, columns), layout)
         stored = {name.removeprefix(f"{module}."): tensors[name] for name in names}
         try:
-            parts.append(layout.decode((rows, columns), stored))
+            parts[part] = layout.decode((rows, columns), stored)
         except ValueError as error:
             raise ValueError(f"{files[next(iter(names))]}: {module}.{error}") from None
+    return parts
+
+
+def _stack(format: str, parts: dict[str, QTensor]) -> QTensor:
     try:
-        return get_format(layout.format).stack(parts)
+        return get_format(format).stack(list(parts.values()))
     except ValueError as error:
-        raise ValueError(f"{', '.join(shapes)}: {error}") from None
+        raise ValueError(f"{', '.join(parts)}: {error}") from None
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -331,13 +345,13 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if foreign:
         raise ValueError(
             f"{folder}: weights only as {some(foreign)}; lowroll reads safetensors (a pickle can "
-            "run code when it is opened). Convert them first"
+            "run code when it is opened), and a .gguf file that is named itself. Convert them first"
         )
     raise ValueError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
 
 
 def _check_headers(
-    folder: Path, spec: ModelSpec, files: dict[str, Path], layout: Layout | None
+    folder: Path, spec: ModelSpec, files: dict[str, Path], layout: Layout | Packed | None
 ) -> None:
     found: Headers = {}
     for path in sorted(set(files.values())):
@@ -384,7 +398,7 @@ def _check_headers(
                 )
 
 
-def _wanted_headers(spec: ModelSpec, layout: Layout | None) -> dict[str, Header]:
+def _wanted_headers(spec: ModelSpec, layout: Layout | Packed | None) -> dict[str, Header]:
     """What the files must hold, by HF tensor name."""
     wanted: dict[str, Header] = {}
     for _, parts, shape in hf_names(spec):

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lowroll.model import tokenizer_trial
 from lowroll.model.folder import MOST_TOKENIZER, read_json, regular
 from lowroll.model.template import template
 from lowroll.tool_calls import FORMATS, format_of, read
@@ -39,6 +40,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     if not has_tokenizer(folder):
         raise ValueError(f"{folder}: no tokenizer here; looked for {', '.join(_VOCABULARIES)}")
     _check_files(folder)
+    if (folder / "tokenizer.json").is_file():
+        tokenizer_trial.attempt(folder / "tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         tokenizer.decode(tokenizer.encode("a b"))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lowroll.model.folder import MOST_TOKENIZER, read_json, regular
+from lowroll.model import tokenizer_trial
+from lowroll.model.folder import read_json, regular
 from lowroll.types import printable
 
 SPECIAL = (
@@ -32,7 +33,7 @@ class FileTokenizer:
 
         folder = Path(folder)
         path = folder / "tokenizer.json"
-        regular(path, MOST_TOKENIZER)
+        tokenizer_trial.attempt(path)
         config = _object(folder / "tokenizer_config.json")
         if "auto_map" in config:
             raise ValueError(f"{folder}: auto_map: the tokenizer brings its own code")

@@ -122,7 +122,7 @@ class Int4Asymmetric(Words, WeightOnly):
         return {
             "weight_packed": pack_words(join(q_NGS, w_NK.shape[1])),
             "weight_scale": scale_NG,
-            "weight_zero_point": _pack_zeros(zero_NG),
+            "weight_zero_point": pack_zeros(zero_NG),
         }
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -132,7 +132,7 @@ class Int4Asymmetric(Words, WeightOnly):
             w_NK, self.kernel, GROUP, tensors["weight_packed"], tensors["weight_scale"]
         )
         assert zero_NG is not None
-        tensors["weight_zero_point"].copy_(_pack_zeros(zero_NG))
+        tensors["weight_zero_point"].copy_(pack_zeros(zero_NG))
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
@@ -176,7 +176,7 @@ class Int4Int8(Symmetric):
         return rows.codes_MK.float() * rows.scale_M1
 
 
-def _pack_zeros(zero_NG: Tensor) -> Tensor:
+def pack_zeros(zero_NG: Tensor) -> Tensor:
     """Zero points -8..7, eight rows a word."""
     return _in_order(pack_words(zero_NG.t()).t())
 

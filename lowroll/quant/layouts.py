@@ -18,10 +18,10 @@ tensors of one matrix W [N, K] by the suffix behind the module's name:
     nf4_dq      the same with weight.absmax uint8, weight.nested_absmax, weight.nested_quant_map [256]
 
 DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
-is read only. Scales are written in float32 and read in any float dtype (algorithms B1-B6;
-compressed-tensors 0.20, bitsandbytes 0.50). What changes the computation and is not one of these is
-refused: static activation scales, sparsity, transforms, a quantized KV cache, reordered columns,
-several formats in one folder.
+is read only; so are `awq` and `gptq`, which `quant.packed` reads. Scales are written in float32 and
+read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). What changes
+the computation and is not one of these is refused: static activation scales, sparsity, transforms, a
+quantized KV cache, reordered columns, several formats in one folder.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lowroll.quant import nf4
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.fp8 import Float8Block
 from lowroll.quant.int4 import pack_words
+from lowroll.quant.packed import Packed, read_packed
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import FORMATS
 
@@ -100,7 +101,7 @@ class Layout:
         return None if suffix is None else self.renamed.get(suffix, suffix)
 
 
-def read_layout(config: dict[str, Any]) -> Layout:
+def read_layout(config: dict[str, Any]) -> Layout | Packed:
     """The layout that a `quantization_config` describes. ValueError names the key that is not
     supported."""
     method = config.get("quant_method")
@@ -116,8 +117,10 @@ def read_layout(config: dict[str, Any]) -> Layout:
                 f"{blocks!r} and {scheme!r}{_ADVICE}"
             )
         return Layout(Float8Block.name, {"weight_scale": "weight_scale_inv"})
+    if method in ("awq", "gptq"):
+        return read_packed(config)
     raise ValueError(
-        f"quant_method: {method!r} is not one of compressed-tensors, bitsandbytes, fp8{_ADVICE}"
+        f"quant_method: {method!r} is not one of compressed-tensors, bitsandbytes, fp8, awq, gptq{_ADVICE}"
     )
 
 

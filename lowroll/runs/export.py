@@ -108,7 +108,7 @@ def quantize_folder(
     layout = hf.read_folder_layout(folder)
     if layout is not None:
         raise ValueError(
-            f"model: {model} holds {layout.format} weights already; quantize the dense model"
+            f"model: {model} holds {layout.format or 'quantized'} weights already; quantize the dense model"
         )
     dense = hf.load(folder, device, _stored_dtype(folder))
     if transform is not None:

@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # no model
     "model": (
         {"quant", "kernels", "types", "machine", "checkpoint", "tool_calls"},
-        {"torch", "safetensors", "transformers", "tokenizers", "huggingface_hub", "jinja2"},
+        {"torch", "safetensors", "transformers", "tokenizers", "huggingface_hub", "jinja2", "gguf"},
     ),
     "kernels": (set(), {"torch", "triton"}),
     # kv -> model: paged attention is an `attend`, and a fresh prompt attends exactly as the learner

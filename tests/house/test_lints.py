@@ -95,6 +95,7 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("envs/worker.py", "serve"): "reported to the pool, which raises it",
     ("metrics/trackers/__init__.py", "_serve"): "a tracker's own: told once, and the run goes on",
     ("model/template_child.py", "main"): "reported to the parent, which raises it",
+    ("model/tokenizer_child.py", "main"): "reported to the parent, which raises it",
     ("weights/offers.py", "_run"): "kept for the trainer, whose next look raises it",
     ("server/guard.py", "door"): "the client gets a plain 500 and the log the reason",
     ("server/loop.py", "_do"): "raised where the call was made",

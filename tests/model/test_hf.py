@@ -561,7 +561,7 @@ def test_tokenizers_that_do_not_load(tmp_path: Path, qwen3: Path) -> None:
     for damage in ("{", "[]", '{"version": "1.0"}', '{"model": 1, "added_tokens": []}'):
         build_tokenizer().save_pretrained(tmp_path)
         (tmp_path / "tokenizer.json").write_text(damage)
-        with pytest.raises(ValueError, match=f"{tmp_path}: no tokenizer could be loaded"):
+        with pytest.raises(ValueError, match=f"{tmp_path}/tokenizer.json: "):
             load_tokenizer(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(
@@ -609,7 +609,7 @@ def test_the_end_of_sequence_is_read_without_transformers(
     for damage in ("{", "[]", '{"added_tokens": [1]}', '{"added_tokens": 1}'):
         build_tokenizer().save_pretrained(tmp_path)
         (tmp_path / "tokenizer.json").write_text(damage)
-        with pytest.raises(ValueError, match=f"{tmp_path}: no tokenizer could be loaded"):
+        with pytest.raises(ValueError, match=f"{tmp_path}/tokenizer.json: "):
             tokenizer.eos_id(tmp_path)
     with pytest.raises(ValueError, match="no tokenizer here"):
         tokenizer.eos_id(qwen3)

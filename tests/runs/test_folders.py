@@ -410,7 +410,7 @@ def edit(folder: Path, changes: dict[str, Any]) -> None:
 
 
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "method": ("int8", {"quant_method": "gptq"}, "quant_method: 'gptq'"),
+    "method": ("int8", {"quant_method": "hqq"}, "quant_method: 'hqq'"),
     "kv": ("int8", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     "sparsity": ("int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     "transform": ("int4", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),

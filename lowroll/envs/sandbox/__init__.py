@@ -4,8 +4,8 @@ they print is compared outside.
     verdict = run_cases(source, [Case("3 4\\n", "7\\n")])
     verdict = run_cases(source, [Case([3, 4], 7, fn_name="add")])
 
-`walls` chooses what isolates (namespaces of the kernel, or bubblewrap) and refuses to run where
-nothing does; `jail` builds the namespaces; `inside` is the first process in them, which runs the
+`walls` proves that the namespaces isolate here, and refuses to run where they do not; `jail` builds
+them; `inside` is the first process in them, which runs the
 program once for each case; `run` is the other end of its pipes. `jail` and `inside` import the
 standard library alone.
 """

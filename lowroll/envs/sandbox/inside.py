@@ -8,7 +8,9 @@
 No expected output is in here, so there is nothing to read and no verdict to forge. The program runs
 in a child that holds none of these pipes, and whose limits and system-call filter it cannot lift.
 This process is number 1 of its namespace: no signal from inside reaches it, nobody may trace it,
-and when a case ends it kills everything else that there is. Standard library only.
+and when a case ends it kills everything else that there is. It proves that it stands in namespaces
+of its own before it takes a program (`missing_walls`), and refuses where one is not there: outside
+of them, that kill would end every process of the user. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import resource
 import runpy
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -44,6 +47,14 @@ KNOWN = frozenset(
     "bisect collections copy dataclasses datetime decimal fractions functools heapq io itertools "
     "json math operator queue random re statistics string typing".split()
 )
+# of the machine; a sandbox shows none of them
+HOST_FILES = (
+    "/proc/self",
+    "/sys/kernel",
+    "/etc/passwd",
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), "walls.py"),
+)
+ANY_PORT = 9  # nothing is sent to it
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -57,6 +68,45 @@ def prctl(option: int, value: int, more: Any = 0) -> None:
     """OSError where the kernel refuses."""
     if libc.prctl(option, ctypes.c_ulong(value), more, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option} is refused")
+
+
+# -- the walls -----------------------------------------------------------------------------------
+
+
+def missing_walls() -> list[str]:
+    """What does not separate this process from the machine, in words; empty inside a sandbox."""
+    missing = []
+    if os.getpid() != 1 or os.getppid() != 0:
+        missing.append(f"it is process {os.getpid()}, not process 1 of a namespace of its own")
+    elif not _is_alone():
+        missing.append("there are other processes in its namespace")
+    seen = [path for path in HOST_FILES if os.path.lexists(path)]
+    if seen:
+        missing.append(f"it sees the machine's {', '.join(seen)}")
+    if _has_network():
+        missing.append("it has a network")
+    return missing
+
+
+def _is_alone() -> bool:
+    """Whether a signal to everybody would reach nobody: signal 0 asks, and is not delivered."""
+    try:
+        os.kill(-1, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def _has_network() -> bool:
+    """Whether a packet could leave by any interface, that of the machine itself included."""
+    if any(name != "lo" for _, name in socket.if_nameindex()):
+        return True
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            asked.connect(("127.0.0.1", ANY_PORT))
+        except OSError:
+            return False
+    return True
 
 
 # -- the program ---------------------------------------------------------------------------------
@@ -216,6 +266,8 @@ class Watch:
 
 def end_all(pid: int) -> tuple[int, float]:
     """Kill every process but this one; status and CPU seconds of `pid`."""
+    if os.getpid() != 1:
+        raise RuntimeError("only process 1 of a namespace may kill all others in it")
     found = (0, 0.0)
     while True:
         try:
@@ -251,6 +303,9 @@ def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Take the request, say what came of its cases."""
+    missing = missing_walls()
+    if missing:
+        sys.exit(f"it isolates nothing, so no program is run: {'; '.join(missing)}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # of process 1 that is: ignored
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_DUMPABLE, 0)

@@ -1,12 +1,13 @@
-"""Namespaces of the kernel, made here: what `bwrap` would do, without the package.
+"""Namespaces of the kernel, and a first process in them.
 
-    python jail.py '{"binds", "links", "masks", "disk_mb", "inside"}'
+    python jail.py '{"binds", "links", "masks", "namespaces", "disk_mb", "inside"}'
 
 A first child leaves for new user, mount, pid, network, ipc, uts and cgroup namespaces; this process,
 which stays outside, writes which users there are in them. Started by root, the program is user 65534
 outside: root's own processes are in no limit. The child's child is process 1 there. It makes a root
 of bound folders that nobody can write to and a /tmp of its own, gives up every capability, and goes
-on as `inside`. Each of them dies with the one above it. Standard library only.
+on as `inside`. Each of them dies with the one above it. `namespaces` says which the machine's own
+are: process 1 goes on only in others. Standard library only.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 def die_with_parent() -> None:
     """The kernel kills this process when the one above it ends."""
     must(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+
+
+def check_namespaces(outside: dict[str, str]) -> None:
+    """OSError when a namespace of this process is one of those (link by name in /proc/self/ns)."""
+    for name, link in outside.items():
+        if os.readlink(f"/proc/self/ns/{name}") == link:
+            raise OSError(f"the {name} namespace is the machine's own")
 
 
 # -- the root ------------------------------------------------------------------------------------
@@ -172,6 +180,7 @@ def _leave(outside: socket.socket, plan: dict[str, Any], was_root: bool) -> None
         for stream in (0, 1, 2):
             os.close(stream)
         os._exit(min(255, abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))))
+    check_namespaces(plan["namespaces"])
     socket.sethostname("sandbox")
     make_root(plan)
     give_up_power(was_root)

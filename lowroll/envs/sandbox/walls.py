@@ -1,17 +1,17 @@
 """What keeps a program in the sandbox on this machine, and what to do where nothing does.
 
-Bubblewrap is taken where it is installed, else the same namespaces are made by `jail`. Root takes
-`jail` at once, since it makes the program another user: no limit counts root's own processes. Which
-of them works is tried, once for each process, by running a program.
+`jail` makes the namespaces, and nothing else does: no program of the PATH is believed to isolate.
+Whether it works is proven once for each process: `inside` refuses to take a program unless it finds
+itself isolated, and a program says what it sees.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +32,8 @@ ENV = {
 }
 LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 PYTHON_FLAGS = ("-S", "-s", "-P", "-B")
-USER = "1000"
+NAMES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")  # of namespaces, in /proc/self/ns
+USER = 1000  # of the program, as it sees itself
 
 
 class SandboxMissing(ValueError):
@@ -74,37 +75,12 @@ def _layout() -> dict[str, Any]:
 
 
 def _jail(disk_mb: int) -> list[str]:
-    plan = {**_layout(), "disk_mb": disk_mb, "inside": str(INSIDE)}
+    namespaces = {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMES}
+    plan = {**_layout(), "namespaces": namespaces, "disk_mb": disk_mb, "inside": str(INSIDE)}
     return [python(), *PYTHON_FLAGS, str(JAIL), json.dumps(plan)]
 
 
-def _bubblewrap(disk_mb: int) -> list[str]:
-    plan = _layout()
-    words = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--uid",
-        USER,
-        "--gid",
-        USER,
-    ]
-    words += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1"]
-    words += ["--cap-drop", "ALL"]
-    words += ["--perms", "1777", "--size", str(disk_mb << 20), "--tmpfs", "/tmp"]
-    for path in plan["binds"]:
-        words += ["--ro-bind", path, path]
-    for path, target in plan["links"]:
-        words += ["--symlink", target, path]
-    for path in plan["masks"]:
-        words += ["--perms", "0755", "--size", "4096", "--tmpfs", path]
-    for name in ("null", "zero", "full", "random", "urandom"):
-        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    words += ["--remount-ro", "/", "--chdir", "/tmp", "--"]
-    return [*words, python(), *PYTHON_FLAGS, str(INSIDE)]
-
-
-BUBBLEWRAP, NAMESPACES = Walls("bubblewrap", _bubblewrap), Walls("namespaces", _jail)
+NAMESPACES = Walls("namespaces", _jail)
 
 
 @cache
@@ -115,36 +91,37 @@ def found() -> Walls:
             "no sandbox for programs: it needs Linux on x86_64 or aarch64, and this is "
             f"{sys.platform} on {os.uname().machine}"
         )
-    why = []
-    for walls in _candidates():
-        problem = _try(walls)
-        if problem is None:
-            return walls
-        why.append(problem)
-    raise SandboxMissing(
-        f"no sandbox for programs, so none is run: {'; '.join(why)}. What helps: {_advice()}"
-    )
+    problem = _try(NAMESPACES)
+    if problem is not None:
+        raise SandboxMissing(
+            f"no sandbox for programs, so none is run: {problem}. What helps: {_advice()}"
+        )
+    return NAMESPACES
 
 
-def _candidates() -> list[Walls]:
-    if os.geteuid() == 0 or shutil.which("bwrap") is None:
-        return [NAMESPACES]
-    return [BUBBLEWRAP, NAMESPACES]
+# what a program sees: a file of the machine, who started it, its user, the other processes
+PROOF = """
+import os
+print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"))
+"""
 
 
 def _try(walls: Walls) -> str | None:
-    """Why it does not work here; None when it does."""
+    """Why it does not isolate here; None when a program was run in it, and saw nothing of this
+    machine."""
     from lowroll.envs.sandbox.cases import Case, Limits
     from lowroll.envs.sandbox.run import SandboxError, run_in
 
     limits = Limits(total_seconds=30.0, wall_seconds=30.0)
-    try:
-        verdict = run_in(walls, "print(input())", [Case("walls", "walls")], limits)
-    except SandboxError as error:
-        return str(error)
-    return (
-        None if verdict.all_passed else f"{walls.name}: a program ended with {verdict.results[0]}"
-    )
+    with tempfile.NamedTemporaryFile(prefix="lowroll-") as witness:
+        case = Case(witness.name, f"False 1 {USER} False")
+        try:
+            verdict = run_in(walls, PROOF, [case], limits)
+        except SandboxError as error:
+            return str(error)
+    if verdict.all_passed:
+        return None
+    return f"{walls.name}: a program in it was not isolated, or ended with {verdict.results[0]}"
 
 
 def _advice() -> str:
@@ -154,16 +131,13 @@ def _advice() -> str:
     if _reads("/proc/sys/user/max_user_namespaces") == "0":
         return "sudo sysctl user.max_user_namespaces=10000"
     if _reads("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") == "1":
-        return (
-            "sudo apt install bubblewrap (with its AppArmor profile), or sudo sysctl "
-            "kernel.apparmor_restrict_unprivileged_userns=0"
-        )
+        return "sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0, or run as root in a container"
     if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
         return (
             "start the container with --security-opt seccomp=unconfined --security-opt "
             "apparmor=unconfined (and as root with --cap-add SYS_ADMIN)"
         )
-    return "sudo apt install bubblewrap, and a kernel from 5.12 on with user namespaces"
+    return "a kernel from 5.12 on with user namespaces"
 
 
 def _reads(path: str) -> str | None:

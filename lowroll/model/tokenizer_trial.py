@@ -1,0 +1,60 @@
+"""A stranger's tokenizer.json is tried in a child process with bounds of time and memory
+(`model.tokenizer_child`) before this process loads it.
+
+Its patterns and normalizers are small programs: one may loop, fill the memory, or end in a panic of
+the library, which no handler of Exception sees. Bytes that went well are not tried again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from lowroll import machine
+from lowroll.model.folder import MOST_TOKENIZER, regular
+from lowroll.types import printable
+
+# 150,000 tokens take 0.4 s and 170 MB
+SECONDS = 60  # of processor time
+WALL_SECONDS = 300.0  # on a machine that is busy
+MEMORY_MB = 2048
+_CHILD = Path(__file__).with_name("tokenizer_child.py")
+_good: set[bytes] = set()  # digests
+
+
+def attempt(path: Path) -> None:
+    """Load the file in a child, and encode a few texts with it. ValueError names the file and says
+    why it cannot be used, or which limit it passed."""
+    regular(path, MOST_TOKENIZER)
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").digest()
+    if digest in _good:
+        return
+    why = _try(path)
+    if why:
+        raise ValueError(f"{printable(path)}: {printable(why)}")
+    _good.add(digest)
+
+
+def _try(path: Path) -> str:
+    """Why it cannot be used; "" when it can."""
+    words = [sys.executable, "-P", str(_CHILD), str(path), str(MEMORY_MB), str(SECONDS)]
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=machine.kept_env("PYTHONPATH"),
+            timeout=WALL_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"a tokenizer that is not loaded after {WALL_SECONDS:g} s"
+    if done.returncode == 0:
+        return done.stdout.decode(errors="replace").strip()
+    return (
+        f"its process ended while it was tried (status {done.returncode}); a tokenizer may not take "
+        f"more than {SECONDS} s of processor time and {MEMORY_MB:,} MB of memory"
+    )

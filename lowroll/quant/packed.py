@@ -1,0 +1,156 @@
+"""Folders of AutoAWQ, AutoGPTQ and GPTQModel: `quant_method` awq and gptq. They are read only.
+
+Both multiply by w^ = (q - z) s, with a code q >= 0 a weight, and a scale s and a zero point z for
+each group of a row. Files hold the transpose of W [N, K], in int32 words of 32 / bits codes:
+
+    awq (version gemm)   qweight [K, N / 8], qzeros [K / S, N / 8], scales [K / S, N]: the eight codes
+                         of a word are columns 0, 2, 4, 6, 1, 3, 5, 7, from the lowest bits up
+    gptq                 qweight [K bits / 32, N], qzeros [G, N bits / 32], scales [G, N], g_idx [K]: words
+                         run along K in qweight and along N in qzeros, from the lowest bits up;
+                         column k belongs to group g_idx[k]. checkpoint_format gptq stores z - 1
+                         (modulo 2^bits), gptq_v2 stores z
+
+Four bits in groups of 128 in the order of their columns are a grid of ours, and the codes are kept:
+`int4_asym`, or `int4` where gptq says that z is in the middle (sym). All else becomes dense.
+
+Legend: N out features, K in features, S weights of a group, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.quant.formats import QTensor, get_format
+from lowroll.quant.int4 import GROUP, Int4, Int4Asymmetric, pack_words, pack_zeros
+from lowroll.quant.scheme import Header
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each code of a word
+BITS = (2, 4, 8)
+ADVICE = "; load the dense model"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How such a folder stores its matrices.
+
+    offset: what is added to a stored zero point. ordered: groups follow the order of the columns.
+    """
+
+    method: str
+    bits: int
+    size: int  # weights of a group; -1: all of a row
+    symmetric: bool = False
+    ordered: bool = True
+    offset: int = 0
+
+    @property
+    def format(self) -> str | None:
+        """The format that holds the same codes; None where a matrix becomes dense."""
+        if self.bits != 4 or self.size != GROUP or not self.ordered:
+            return None
+        return Int4.name if self.symmetric else Int4Asymmetric.name
+
+    @property
+    def words(self) -> str:
+        """What it is, for people."""
+        group = "one group a row" if self.size == -1 else f"groups of {self.size}"
+        order = "" if self.ordered else ", columns in another order"
+        return f"{self.method} ({self.bits} bits, {group}{order})"
+
+    def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
+        """Everything that a file holds for a matrix, by suffix. ValueError for a shape that fills no
+        whole words."""
+        rows, columns = shape
+        codes = 32 // self.bits
+        if rows % codes or (self.method == "gptq" and columns % codes):
+            raise ValueError(f"{self.method}: a matrix {list(shape)} is no whole words")
+        groups = 1 if self.size == -1 else -(-columns // self.size)
+        found: dict[str, Header] = {
+            "qzeros": ((groups, rows // codes), ("I32",)),
+            "scales": ((groups, rows), ("F16", "BF16", "F32")),
+        }
+        if self.method == "awq":
+            return found | {"qweight": ((columns, rows // codes), ("I32",))}
+        qweight: Header = ((columns // codes, rows), ("I32",))
+        return found | {"qweight": qweight, "g_idx": ((columns,), ("I32",))}
+
+    def decode(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> QTensor | Tensor:
+        """The matrix that a file's tensors (by suffix) hold: in `format`, or dense float32 [N, K].
+        ValueError names the suffix whose values are wrong."""
+        scale_NG = stored["scales"].float().t().contiguous()
+        if not bool(torch.isfinite(scale_NG).all()):
+            raise ValueError("scales: holds a non-finite value")
+        group_K = self._groups(shape[1], scale_NG.shape[1], stored)
+        code_NK, zero_NG = self._codes(stored)
+        if self.format is None:
+            zero_NK, scale_NK = zero_NG[:, group_K], scale_NG[:, group_K]
+            return ((code_NK - zero_NK) * scale_NK).contiguous()
+        if bool((scale_NG < 0).any()):
+            raise ValueError("scales: holds a negative scale")
+        tensors = {"weight_packed": pack_words(code_NK - 8), "weight_scale": scale_NG}
+        if not self.symmetric:
+            tensors["weight_zero_point"] = pack_zeros(zero_NG - 8)
+        elif bool((zero_NG != 8).any()):
+            raise ValueError("qzeros: holds other zero points than 8, though sym is true")
+        like = get_format(self.format).encode(torch.empty(shape, device="meta"))
+        return QTensor(self.format, shape, {name: tensors[name].contiguous() for name in like})
+
+    def _codes(self, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Codes [N, K] and zero points [N, G], as int32 from 0 on."""
+        zero_GN = _unpack(stored["qzeros"], self.bits)
+        if self.method == "awq":
+            return _sorted(_unpack(stored["qweight"], self.bits)).t(), _sorted(zero_GN).t()
+        code_NK = _unpack(stored["qweight"].t().contiguous(), self.bits)
+        return code_NK, ((zero_GN + self.offset) & ((1 << self.bits) - 1)).t()
+
+    def _groups(self, columns: int, groups: int, stored: dict[str, Tensor]) -> Tensor:
+        """The group of each column."""
+        size = columns if self.size == -1 else self.size
+        in_order_K = torch.arange(columns, device=stored["scales"].device) // size
+        group_K = stored["g_idx"].long() if "g_idx" in stored else in_order_K
+        if self.ordered and not torch.equal(group_K, in_order_K):
+            raise ValueError("g_idx: reorders columns, though desc_act is false")
+        if int(group_K.min()) < 0 or int(group_K.max()) >= groups:
+            raise ValueError(f"g_idx: names groups outside of 0..{groups - 1}")
+        return group_K
+
+
+def read_packed(config: dict[str, Any]) -> Packed:
+    """The storage that a `quantization_config` of awq or gptq describes. ValueError names the key
+    that is not supported."""
+    method, bits, size = config["quant_method"], config.get("bits"), config.get("group_size")
+    if not isinstance(bits, int) or bits not in ((4,) if method == "awq" else BITS):
+        raise ValueError(f"bits: {bits!r} in {method} is not supported{ADVICE}")
+    if not isinstance(size, int) or isinstance(size, bool) or not (size == -1 or size > 0):
+        raise ValueError(f"group_size: expected a positive number or -1, got {size!r}")
+    if method == "awq":
+        version = str(config.get("version", "gemm")).lower()
+        if version != "gemm" or config.get("zero_point", True) is not True:
+            raise ValueError(
+                f"version, zero_point: expected gemm and true, got {version!r} and "
+                f"{config.get('zero_point')!r}{ADVICE}"
+            )
+        return Packed(method, bits, size)
+    stored = config.get("checkpoint_format", "gptq")
+    if stored not in ("gptq", "gptq_v2"):
+        raise ValueError(f"checkpoint_format: {stored!r} is not one of gptq, gptq_v2{ADVICE}")
+    if config.get("dynamic"):
+        raise ValueError(f"dynamic: layers of different bits are not supported{ADVICE}")
+    symmetric, ordered = config.get("sym") is True, not config.get("desc_act")
+    return Packed(method, bits, size, symmetric, ordered, offset=int(stored == "gptq"))
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """The codes of int32 words, from the lowest bits up: [R, W] to [R, W 32 / bits]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _sorted(codes: Tensor) -> Tensor:
+    """Codes in the order of their columns, which awq's words do not have."""
+    place = torch.tensor(AWQ_ORDER, device=codes.device).argsort()
+    return codes.unflatten(-1, (-1, len(AWQ_ORDER)))[..., place].flatten(-2)
