@@ -38,7 +38,6 @@ extern "C" int joined(int chunks, int tiles, int shared, int block, int blocks, 
 }
 """
 COLUMNS, DEPTH = 256, 128  # rows of the weights of a tile, k of a chunk
-ROWS_OF_A_TILE = (64, 96, 128)
 PROCESSORS = (132, 114, 78)  # H100 SXM and H200, H100 PCIe, GH200 slices
 Triples = list[tuple[int, int, int]]
 
@@ -69,9 +68,9 @@ def schedule(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Triples]
 def cases() -> list[tuple[int, int, int]]:
     """(chunks of a tile, tiles, blocks) of published shapes, and all small ones."""
     found = set(product(range(1, 9), range(1, 13), (1, 2, 3, 7, 8)))
-    for (num_out, num_in), tile_rows, processors in product(shapes(), ROWS_OF_A_TILE, PROCESSORS):
+    for (num_out, num_in), processors in product(shapes(), PROCESSORS):
         chunks = num_in // DEPTH
-        for row_tiles in range(1, 9):
+        for row_tiles in range(1, 9):  # of 64, 96 or 128 rows of x
             tiles = -(-num_out // COLUMNS) * row_tiles
             found.add((chunks, tiles, min(chunks * tiles, processors)))
     return sorted(case for case in found if case[2] <= case[0] * case[1])
