@@ -678,7 +678,7 @@ def test_a_template_says_the_same_each_time_and_outlives_a_thread() -> None:
 def test_a_looping_template_ends_without_its_parent() -> None:
     source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     setup = {"template": source, "variables": {}, "memory_mb": 512, "seconds": 0.5}
-    asked = {"messages": TALK, "add_generation_prompt": True, "tools": None}
+    asked = {"messages": TALK, "add_generation_prompt": True, "tools": None, "template_kwargs": {}}
     done = subprocess.run(
         [sys.executable, "-P", template.__file__.replace(".py", "_child.py")],
         timeout=30,
