@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ TOKENIZER_FILES = (
 MOST_JSON = 16 << 20  # bytes; parsed, JSON takes up to forty times as much memory
 # of a tokenizer.json, which the tokenizers library parses; the largest known has 35 MB
 MOST_TOKENIZER = 256 << 20
+HUB_SECONDS = 3.0  # until the hub has answered anything
 MOST_HEADER = 32 << 20  # of a safetensors file; 100 bytes a tensor
 
 Headers = dict[str, tuple[tuple[int, ...], str]]  # tensor: (shape, safetensors dtype)
@@ -119,6 +122,34 @@ def some(names: Iterable[str]) -> str:
     return f"{shown} and {len(names) - 5} more"
 
 
+@cache
+def why_hub_is_silent() -> str:
+    """Return "" when the hub answers within HUB_SECONDS, else a clause that says that it does not.
+
+    Its client alone would try for minutes where packets are dropped. Asked once a process.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, and "
+    found: list[str] = []
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+            found.append("")
+        except Exception as error:  # every way in which there is no network
+            found.append(type(error).__name__)
+
+    thread = threading.Thread(target=ask, daemon=True)  # a name may take long to be looked up
+    thread.start()
+    thread.join(HUB_SECONDS)
+    if found == [""]:
+        return ""
+    how = f" ({found[0]})" if found else ""
+    return f"the hub at {constants.ENDPOINT} does not answer within {HUB_SECONDS:g} s{how}, and "
+
+
 def resolve(
     source: str | Path,
     revision: str | None = None,
@@ -145,17 +176,19 @@ def resolve(
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
+    silent = why_hub_is_silent() if connect else ""
+    local = not connect or bool(silent)
     try:
         return Path(
             snapshot_download(
-                name, revision=revision, local_files_only=not connect, allow_patterns=wanted
+                name, revision=revision, local_files_only=local, allow_patterns=wanted
             )
         )
     except Exception as error:  # the hub's errors are many; the user needs one line
-        if connect:
-            why = "the hub could not deliver it"
+        if local:
+            why = f"{silent}it is not in the hub's cache on this machine"
         else:
-            why = "it is not in the hub's cache on this machine"
+            why = "the hub could not deliver it"
         raise ValueError(
             f"{key}: {name!r} is no local folder, and {why} ({type(error).__name__}: "
             f"{printable((str(error).splitlines() or [''])[0])})"

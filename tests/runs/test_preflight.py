@@ -165,6 +165,7 @@ def test_a_model_of_the_hub_is_looked_at_without_its_weights(
         return str(small)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("lowroll.model.folder.why_hub_is_silent", lambda: "")
     found = look_at_run(from_mapping(tree(Path("owner/name"), tmp_path / "out")))
     assert found.problems == []
     assert found.notes == ["model: owner/name is a hub id; its weights are not looked at"]
