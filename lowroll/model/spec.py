@@ -1,13 +1,17 @@
 """What a checkpoint's config.json says, reduced to what one decoder needs.
 
 Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags
-(biases, QK-norm, head size, RoPE scaling, tied embeddings, experts), not by code. Anything that
-would change the computation and is not implemented is refused by the key that asks for it.
+(biases, QK-norm, head size, RoPE scaling, tied embeddings, experts), not by code. transformers'
+configuration class of the `model_type` reads the file and fills in what it leaves out, so that a
+folder means here what it means there. Anything that would change the computation and is not
+implemented is refused by the key that asks for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,53 @@ from lowroll.types import printable
 
 MOST = 2**31 - 1  # of any integer in a config,
 LARGE = 1e30  # and of any other number: float32 has to hold it
-ARCHITECTURES = (
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
+MOST_LAYERS = 1024
+# model_type: the architecture that a checkpoint of it names, and transformers' class of its config
+FAMILIES = {
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
+    "llama": ("LlamaForCausalLM", "LlamaConfig"),
+    "mistral": ("MistralForCausalLM", "MistralConfig"),
+}
+# a checkpoint without one of these is incomplete; a class's default would be another model's
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+_INTEGERS = (
+    *_REQUIRED,
+    "num_key_value_heads",
+    "head_dim",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+)
+_FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "norm_topk_prob",
+)
+_OTHERS = (
+    "rms_norm_eps",
+    "hidden_act",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "decoder_sparse_step",
+    "mlp_only_layers",
 )
 
 
@@ -77,13 +122,29 @@ class ModelSpec:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The spec of a Hugging Face folder. ValueError names the file, and the key that is missing or
-    unsupported."""
+    """The spec of a Hugging Face folder, with the end-of-sequence ids of its
+    generation_config.json. ValueError names the file, and the key that is missing or unsupported."""
     config = read_config(folder)
     try:
-        return spec_from_config(config)
+        spec = spec_from_config(config)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {printable(error)}") from None
+    return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *generation_eos_ids(folder)))))
+
+
+def generation_eos_ids(folder: Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of a folder's generation_config.json; none without the file.
+    ValueError names the file."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return ()
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    try:
+        return _eos_ids(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {printable(error)}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -101,47 +162,39 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     """The spec of a config dictionary. ValueError names the key."""
     if "auto_map" in config:
         raise ValueError("auto_map: the repository brings its own code, and lowroll runs none")
-    architectures = config.get("architectures")
-    if (
-        not isinstance(architectures, list)
-        or len(architectures) != 1
-        or architectures[0] not in ARCHITECTURES
-    ):
-        raise ValueError(
-            f"architectures: {architectures!r} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    architecture = architectures[0]
-    _refuse_unsupported(config)
-    _refuse_active_window(config, architecture)
-    experts = _experts(config) if architecture == "Qwen3MoeForCausalLM" else {}
-    is_llama = architecture == "LlamaForCausalLM"
-    hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
-    attention_bias = _flag(config, "attention_bias")
-    theta, scaling = _rope(config)
+    if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
+        raise ValueError("is_encoder_decoder, add_cross_attention: only decoders are supported")
+    family = _family(config)
+    parsed = _parsed(config, family)
+    stated = vars(parsed)  # what the class has, and what the file says beside it
+    if stated["hidden_act"] != "silu":
+        raise ValueError(f"hidden_act: {stated['hidden_act']!r} is not supported; supported: silu")
+    _refuse_active_window(stated, family)
+    architecture = FAMILIES[family][0]
+    hidden, heads = _integer(stated, "hidden_size"), _integer(stated, "num_attention_heads")
+    biases = family != "mistral" and _flag(stated, "attention_bias")
+    theta, scaling = _rope(stated)
     spec = ModelSpec(
         architecture=architecture,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=_integer(stated, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_integer(config, "intermediate_size"),
-        num_layers=_integer(config, "num_hidden_layers"),
+        intermediate_size=_integer(stated, "intermediate_size"),
+        num_layers=_integer(stated, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", heads),
-        head_dim=_integer(config, "head_dim", hidden // heads),
-        norm_eps=_positive(config, "rms_norm_eps", 1e-6),
+        num_kv_heads=_integer(stated, "num_key_value_heads", heads),
+        head_dim=_integer(stated, "head_dim", hidden // heads),
+        norm_eps=_positive(stated, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position=_integer(config, "max_position_embeddings"),
-        tie_embeddings=_flag(config, "tie_word_embeddings"),
-        qkv_bias=architecture == "Qwen2ForCausalLM"
-        or (architecture != "MistralForCausalLM" and attention_bias),
-        o_bias=architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-        and attention_bias,
-        mlp_bias=is_llama and _flag(config, "mlp_bias"),
-        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        max_position=_integer(stated, "max_position_embeddings"),
+        tie_embeddings=_flag(stated, "tie_word_embeddings"),
+        qkv_bias=family == "qwen2" or biases,
+        o_bias=family != "qwen2" and biases,
+        mlp_bias=family == "llama" and _flag(stated, "mlp_bias"),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         eos_ids=_eos_ids(config),
         config={key: value for key, value in config.items() if key != "quantization_config"},
-        **experts,
+        **(_experts(stated) if family == "qwen3_moe" else {}),
     )
     if spec.num_heads % spec.num_kv_heads:
         raise ValueError(
@@ -150,6 +203,57 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if spec.head_dim % 2:
         raise ValueError(f"head_dim: {spec.head_dim} is odd; rotary embeddings need pairs")
     return spec
+
+
+def _family(config: dict[str, Any]) -> str:
+    """The model_type of a config. ValueError when it is not supported, or `architectures` names
+    another model of it, such as a classifier."""
+    known = {architecture: family for family, (architecture, _) in FAMILIES.items()}
+    architectures = config.get("architectures")
+    if (
+        not isinstance(architectures, list)
+        or len(architectures) != 1
+        or not isinstance(architectures[0], str)
+        or architectures[0] not in known
+    ):
+        raise ValueError(
+            f"architectures: {architectures!r} is not supported; supported: {', '.join(known)}"
+        )
+    family = config.get("model_type", known[architectures[0]])
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(
+            f"model_type: {family!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    if FAMILIES[family][0] != architectures[0]:
+        raise ValueError(f"architectures: {architectures[0]} is no model of model_type {family!r}")
+    return family
+
+
+def _parsed(config: dict[str, Any], family: str) -> Any:
+    """transformers' configuration of what the decoder reads. ValueError names the key.
+
+    Types and sizes are looked at first: the class makes a list as long as there are layers.
+    """
+    for key in _INTEGERS:
+        if key in _REQUIRED or config.get(key) is not None:
+            _integer(config, key)
+    for key in _FLAGS:
+        _flag(config, key)
+    if config["num_hidden_layers"] > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers: {MOST_LAYERS} at most")
+    for key in ("rope_scaling", "rope_parameters"):
+        part = config.get(key) or {}
+        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
+            raise ValueError(f"{key}: expected one set of numbers for all layers, got {part!r}")
+    kept = {key: config[key] for key in (*_INTEGERS, *_FLAGS, *_OTHERS) if key in config}
+    module = import_module(f"transformers.models.{family}.configuration_{family}")
+    try:
+        parsed = getattr(module, FAMILIES[family][1]).from_dict(deepcopy(kept))
+        parsed.standardize_rope_params()  # again, as each of its models does: keys beside count now
+        return parsed
+    except Exception as error:  # of the class: its own errors, and Python's for odd values
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ValueError(f"not a configuration of {family}: {' '.join(lines)[:300]}") from None
 
 
 def _experts(config: dict[str, Any]) -> dict[str, Any]:
@@ -206,20 +310,12 @@ def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _refuse_unsupported(config: dict[str, Any]) -> None:
-    """Refuse every key that asks for a computation that this decoder does not do."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act: {config['hidden_act']!r} is not supported; supported: silu")
-    if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
-        raise ValueError("is_encoder_decoder, add_cross_attention: only decoders are supported")
-
-
-def _refuse_active_window(config: dict[str, Any], architecture: str) -> None:
+def _refuse_active_window(config: dict[str, Any], family: str) -> None:
     """Refuse sliding-window attention unless it never bites: switched off, in no layer, or as long
     as the context.
 
-    Mistral's window is in every layer; Qwen's is behind `use_sliding_window`, in the layers that
-    `layer_types` names or, without it, in those from `max_window_layers` on; Llama has none.
+    Of the parsed config, as transformers' models read it: Qwen2 and Qwen3 have a window in the layers
+    of that type, Mistral and Qwen3-MoE in every layer, Llama none.
     """
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list):
@@ -227,18 +323,12 @@ def _refuse_active_window(config: dict[str, Any], architecture: str) -> None:
     odd = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
     if odd:
         raise ValueError(f"layer_types: {', '.join(odd)} is not supported; only full attention is")
-    used = "sliding_attention" in kinds
-    if not used and architecture == "MistralForCausalLM":
-        used = True
-    elif (
-        not used
-        and not kinds
-        and architecture.startswith("Qwen")
-        and _flag(config, "use_sliding_window")
-    ):
-        first = config.get("max_window_layers")
-        used = not isinstance(first, int) or first < _integer(config, "num_hidden_layers")
-    if not used or (config.get("sliding_window") is None and "sliding_attention" not in kinds):
+    window = config.get("sliding_window")
+    if family in ("mistral", "qwen3_moe"):
+        used = window is not None
+    else:
+        used = "sliding_attention" in kinds
+    if not used:
         return
     window, longest = (
         _integer(config, "sliding_window"),
@@ -252,19 +342,13 @@ def _refuse_active_window(config: dict[str, Any], architecture: str) -> None:
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """RoPE base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and
-    `rope_scaling` (4)."""
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        part = config.get(key) or {}
-        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
-            raise ValueError(f"{key}: expected one set of numbers for all layers, got {part!r}")
-        rope |= part
+    """RoPE base and scaling of a parsed config, whose `rope_parameters` hold them all."""
+    rope = config["rope_parameters"]
     for source in (config, rope):
         if source.get("partial_rotary_factor") not in (None, 1):
             raise ValueError("partial_rotary_factor: only full rotary embeddings are supported")
-    theta = _positive(rope if "rope_theta" in rope else config, "rope_theta", 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = _positive(rope, "rope_theta")
+    kind = rope["rope_type"]
     if kind == "default":
         return theta, None
     if kind != "llama3":

@@ -301,10 +301,9 @@ CASES: dict[str, tuple[str, Change]] = {
     "config directory": ("config.json", directory("config.json")),
     "config device": ("config.json", link("config.json", "/dev/zero")),
     "config loop": ("config.json", link("config.json", "config.json")),
-    # generation_config.json is carried along and never read
-    "generation deep": ("", replace("generation_config.json", DEEP)),
+    "generation deep": ("generation_config.json", replace("generation_config.json", DEEP)),
     "generation wrong": (
-        "",
+        "generation_config.json",
         edit("generation_config.json", {"eos_token_id": "x", "temperature": -1}),
     ),
     # the tokenizer

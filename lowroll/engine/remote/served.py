@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lowroll.model import hf
-from lowroll.model.spec import read_config, spec_from_config
+from lowroll.model.spec import read_config, read_spec
 from lowroll.model.tokenizer import eos_id
 from lowroll.quant import dense
 from lowroll.quant.formats import get_format
@@ -35,7 +35,7 @@ def served(folder: Path, dtype_name: str | None = None) -> Served:
     """dtype_name: that the server computes in; default the folder's. ValueError as the readers of
     folders say."""
     config = read_config(folder)
-    spec = spec_from_config(config)
+    spec = read_spec(folder)
     name = dtype_name or str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

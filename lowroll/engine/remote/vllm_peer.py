@@ -175,9 +175,12 @@ def _weights(config: dict[str, Any]) -> str:
 
 
 def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
-    """Of the config, and of the tokenizer where its files say one."""
-    stated = config.get("eos_token_id")
-    ids = {one for one in (stated if isinstance(stated, list) else [stated]) if type(one) is int}
+    """Of the config, of generation_config.json, which vLLM reads too, and of the tokenizer where its
+    files say one."""
+    ids: set[int] = set()
+    for said in (config, _json_or_nothing(place / "generation_config.json")):
+        stated = said.get("eos_token_id")
+        ids |= {one for one in (stated if isinstance(stated, list) else [stated]) if type(one) is int}
     try:
         token = _json(place / "tokenizer_config.json", "")["eos_token"]
         token = token["content"] if isinstance(token, dict) else token
@@ -190,6 +193,14 @@ def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
 
 def _tied(config: dict[str, Any]) -> Any:
     return config.get("tie_word_embeddings", False)
+
+
+def _json_or_nothing(path: Path) -> dict[str, Any]:
+    """A file that may be missing or broken: the server has read it, and tells what it made of it."""
+    try:
+        return _json(path, "")
+    except ValueError:
+        return {}
 
 
 def _json(path: Path, url: str) -> dict[str, Any]:

@@ -1,0 +1,159 @@
+"""A config.json means here what it means in transformers, or it is refused by the key that differs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lowroll.engine.native import NativeEngine
+from lowroll.engine.request import Request
+from lowroll.model import hf
+from lowroll.model.spec import read_spec
+from tests.fixtures.sequences import forward, random_sequences
+from tests.fixtures.tiny import LLAMA3_ROPE, hf_folder
+
+BOUND = 1e-4
+LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+ORIGINAL = LLAMA3["original_max_position_embeddings"]
+SHORT = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+
+# name: (family, keys that are written over those of the saved config.json; ... removes one)
+READ: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3 scaling by hand, which replaces the base too": ("llama", {"rope_scaling": LLAMA3}),
+    "llama3 scaling by hand, with a base": ("llama", {"rope_scaling": LLAMA3_ROPE}),
+    "llama3 scaling of transformers 4": (
+        "llama",
+        {"rope_parameters": ..., "rope_theta": 500.0, "rope_scaling": LLAMA3},
+    ),
+    "llama3 scaling whose original context stands outside": (
+        "llama",
+        {"rope_parameters": {**SHORT, "rope_theta": 500.0}, "original_max_position_embeddings": 16},
+    ),
+    "llama3 scaling with two original contexts": (
+        "llama",
+        {
+            "rope_parameters": {
+                **SHORT,
+                "rope_theta": 500.0,
+                "original_max_position_embeddings": 8,
+            },
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "a base of transformers 4": ("qwen3", {"rope_parameters": ..., "rope_theta": 77.0}),
+    "no base at all": ("qwen2", {"rope_parameters": ...}),
+    "a base outside that a newer key overrules": (
+        "qwen2",
+        {"rope_theta": 77.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "a window that is off": ("qwen2", {"use_sliding_window": False, "sliding_window": 8}),
+    "a window in no layer": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 99,
+            "layer_types": ...,
+        },
+    ),
+    "a window that Llama does not have": ("llama", {"sliding_window": 8}),
+    "no model_type": ("qwen2", {"architectures": ["Qwen2ForCausalLM"]}),
+}
+# name: (family, keys, the key that the refusal names)
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "yarn by hand": (
+        "qwen2",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+        "rope_scaling",
+    ),
+    "linear by hand": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling",
+    ),
+    "dynamic by hand": (
+        "qwen3",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_scaling",
+    ),
+    "granite": ("llama", {"model_type": "granite", "residual_multiplier": 0.2}, "model_type"),
+    "gemma": ("llama", {"model_type": "gemma"}, "model_type"),
+    "another family of ours": ("llama", {"model_type": "mistral"}, "architectures"),
+    "a mixture with a window, which layer_types does not switch off": (
+        "qwen3-moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 99,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+        "sliding_window",
+    ),
+    "Mistral's window where no key says one": (
+        "mistral",
+        {"sliding_window": ..., "max_position_embeddings": 8192},
+        "sliding_window",
+    ),
+    "Qwen2's window where no key says one": (
+        "qwen2",
+        {
+            "sliding_window": ...,
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+            "layer_types": ...,
+            "max_position_embeddings": 8192,
+        },
+        "sliding_window",
+    ),
+}
+
+
+def edited(folder: Path, changes: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    return folder
+
+
+@pytest.mark.parametrize("name", READ)
+@torch.no_grad()
+def test_what_is_read_has_transformers_logits(name: str, tmp_path: Path) -> None:
+    family, changes = READ[name]
+    folder = edited(hf_folder(tmp_path / "m", family), changes)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = hf.load(folder)
+    sequences = random_sequences([60, 9])
+    want = torch.cat([theirs(torch.tensor([s])).logits[0] for s in sequences])
+    assert (forward(ours, sequences) - want).abs().max() < BOUND
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_done_is_refused_by_its_key(name: str, tmp_path: Path) -> None:
+    family, changes, key = REFUSED[name]
+    folder = edited(hf_folder(tmp_path / "m", family), changes)
+    with pytest.raises(ValueError, match=f"config.json: {key}"):
+        hf.load(folder)
+
+
+def test_ends_that_stand_in_generation_config_alone_end_a_response(tmp_path: Path) -> None:
+    folder = edited(hf_folder(tmp_path / "m", "qwen2"), {"eos_token_id": 5})
+    request = Request(id="0", prompt_ids=[3, 4], max_tokens=8, temperature=0.0)
+    (group,) = NativeEngine(hf.load(folder)).generate([request])
+    (first, *_) = drawn = group.rollouts[0].token_ids
+    assert len(drawn) == 8
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [first, 6]}))
+    assert read_spec(folder).eos_ids == (5, first, 6)
+    (group,) = NativeEngine(hf.load(folder)).generate([request])
+    assert group.rollouts[0].token_ids == [first]
+    assert group.rollouts[0].finish_reason == "stop"
