@@ -109,6 +109,13 @@ def usual_forms(gold: str, hashes: bool) -> Iterator[str]:
                 f"{gold} dollars.",
                 f"{gold}.00",
                 f"**\\${gold}**",
+                rf"\({gold}\)",
+                f"x = {gold}",
+                f"Answer: {gold}",
+                f"{gold} m^3",
+                f"{float(gold):.12e}" if PLAIN.fullmatch(gold) else gold,
+                gold.replace("-", "\u2212"),
+                f"\u200b{gold}",
             )
         )
 

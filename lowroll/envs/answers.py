@@ -1,8 +1,9 @@
 r"""Final answers: where they stand in a response, and when two of them are equal.
 
 Conventions: the number on the last valid `#### 72` line (GSM8K), or the content of the last
-`\boxed{...}` with balanced braces (MATH). There is no fallback to "the last number in the text":
-under RL a lenient extractor is a loophole.
+`\boxed{...}` with balanced braces (MATH). A line is valid that holds one number and perhaps its name
+and unit, `#### x = 18 dollars`; a box inside of another is a part of it. There is no fallback to
+"the last number in the text": under RL a lenient extractor is a loophole.
 
 Equality: the same number or the same text in one spelling (`notation`), else part by part
 (`forms`), and at last as expressions (`expressions`), which `costs` refuses by their size before
@@ -14,15 +15,14 @@ from __future__ import annotations
 import logging
 import re
 
-from lowroll.envs.notation import quantity, tidy
+from lowroll.envs.notation import plain, quantity, stated_number, tidy, unboxed
 
 MAX_ANSWER = 1000  # characters: a longer "final answer" is wrong by rule
 MAX_SECONDS = 2.0  # of CPU time for one answer
 
-HASH = re.compile(
-    r"####[ \t]*(?:\*\*|__)?[ \t]*(-?)[ \t]*(?:\\?\$[ \t]*(-?))?([\d,.]*\d)[^\d\n]*$", re.MULTILINE
-)
+HASH = re.compile(r"####[^\n]*")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 BARE = re.compile(r"[^\s$\\{}]+")
 # not of a difference, nor of a list
 MINUS = re.compile(r"(?:(?:^|(?<![\d)}])\s|[$=(:{]|\\[(\[])-|[$=]\s*-\s*)$")
@@ -31,39 +31,75 @@ JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
 
 def hash_answer(text: str) -> str | None:
-    """The number of the last line `#### number` (a unit may follow, another number may not); None
-    if there is none."""
-    found = HASH.findall(text)
-    return "".join(found[-1]) if found else None
+    """The number of the last line `#### number` (its name and its unit may stand beside it, another
+    number may not); None if there is none."""
+    found = _last_line(plain(text))
+    return None if found is None else found[1]
+
+
+def _last_line(text: str) -> tuple[int, str] | None:
+    """(start, number) of the last line behind whose `####` there is a number."""
+    for line in reversed(list(HASH.finditer(text))):
+        said = line[0].rpartition("####")[2]
+        if len(said) <= MAX_ANSWER and (number := stated_number(said)) is not None:
+            return line.start(), number
+    return None
 
 
 def boxed_answer(text: str, joined: bool = True) -> str | None:
-    r"""The content of the last `\boxed{...}` or `\boxed x`; None when there is none or its braces
-    never close.
+    r"""The content of the last `\boxed{...}` or `\boxed x` that is in no other; None when there is
+    none or its braces never close.
 
     A minus sign in front of the box belongs to it, and where `joined`, so do the boxes that "and",
     "or" or a comma join to it.
     """
-    boxes = list(BOX.finditer(text))
-    if not boxes or (last := _content(text, boxes[-1])) is None:
+    text = plain(text)
+    boxes = _boxes(text)
+    if not boxes or (last := boxes[-1][1]) is None:
         return None
-    contents, start = [last[0]], boxes[-1].start()
-    for box in reversed(boxes[:-1] if joined else []):
-        found = _content(text, box)
+    contents, start = [last[0]], boxes[-1][0]
+    for before, found in reversed(boxes[:-1] if joined else []):
         between = text[found[1] : start] if found is not None and start - found[1] < 60 else ""
         if found is None or JOINT.search(between) is None or JOINED.fullmatch(between) is None:
             break
         contents.append(found[0])
-        start = box.start()
+        start = before
     return ", ".join(reversed(contents))
 
 
-def _content(text: str, box: re.Match[str]) -> tuple[str, int] | None:
+def _boxes(text: str) -> list[tuple[int, tuple[str, int] | None]]:
+    """(start, (content, end)) of each box that is in no other; None for one whose braces never
+    close."""
+    closing = _closing_braces(text)
+    boxes: list[tuple[int, tuple[str, int] | None]] = []
+    end = 0
+    for box in BOX.finditer(text):
+        if box.start() >= end:
+            found = _content(text, box, closing)
+            end = found[1] if found is not None else end
+            boxes.append((box.start(), found))
+    return boxes
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Where each brace closes, by where it opens."""
+    opened: list[int] = []
+    closing = {}
+    for token in BRACES.finditer(text):
+        if token[0] == "{":
+            opened.append(token.start())
+        elif token[0] == "}" and opened:
+            closing[opened.pop()] = token.start()
+    return closing
+
+
+def _content(text: str, box: re.Match[str], closing: dict[int, int]) -> tuple[str, int] | None:
     """(content, end) of a box."""
-    if text[box.end() : box.end() + 1] == "{":
-        found = _braced(text, box.end())
-    else:
+    found = None
+    if text[box.end() : box.end() + 1] != "{":
         found = _bare(text, box.end())
+    elif (close := closing.get(box.end())) is not None:
+        found = unboxed(text[box.end() + 1 : close].strip()), close + 1
     if found is None or MINUS.search(text, max(0, box.start() - 8), box.start()) is None:
         return found
     return f"-{found[0]}" if re.fullmatch(r"[^-+,\s]*", found[0]) else f"-({found[0]})", found[1]
@@ -74,30 +110,13 @@ def _bare(text: str, start: int) -> tuple[str, int] | None:
     return (bare[0].rstrip(".,"), bare.end()) if bare and text[start - 1].isspace() else None
 
 
-def _braced(text: str, start: int) -> tuple[str, int] | None:
-    depth, escaped = 0, False
-    for i in range(start, len(text)):
-        char = text[i]
-        if escaped:
-            escaped = False
-        elif char == "\\":
-            escaped = True
-        elif char == "{":
-            depth += 1
-        elif char == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : i].strip(), i + 1
-    return None
-
-
 def last_answer(text: str, joined: bool = True) -> str | None:
     """The answer under whichever of the two conventions comes last in the text."""
-    number, box = hash_answer(text), boxed_answer(text, joined)
-    if number is None or box is None:
-        return number if box is None else box
-    last_hash = [match.start() for match in HASH.finditer(text)][-1]
-    return number if last_hash > max(text.rfind("\\boxed"), text.rfind("\\fbox")) else box
+    text = plain(text)
+    line, box = _last_line(text), boxed_answer(text, joined)
+    if line is None or box is None:
+        return line[1] if line is not None else box
+    return line[1] if line[0] > max(text.rfind("\\boxed"), text.rfind("\\fbox")) else box
 
 
 def same_number(gold: str, answer: str) -> bool | None:

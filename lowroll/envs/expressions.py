@@ -240,9 +240,18 @@ def _ratio(a: Any, b: Any) -> float | None:
     return float(sympy.sign(sympy.re(ratios[0])))
 
 
-def rounds_to(text: str, tree: Any) -> bool:
+def begins(text: str, number: str) -> bool:
+    """Whether a decimal is how a number begins that no decimal is: 0.666666 or 0.666667 for 2/3."""
+    if DECIMAL.fullmatch(text) is None:
+        return False
+    tree = _tree(number, True)
+    refuse_tree(tree)
+    return rounds_to(text, tree, cut=True)
+
+
+def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
     """Whether a decimal is a number, of those that no decimal is, correctly rounded: 0.333333 for
-    1/3."""
+    1/3. `cut`: it may also be rounded towards zero."""
     if DECIMAL.fullmatch(text) is None or len(text.replace(".", "").lstrip("-0")) < ROUNDED:
         return False
     value = exact(tree)
@@ -254,10 +263,10 @@ def rounds_to(text: str, tree: Any) -> bool:
         if number is None or not number.is_real:
             return False
         value = Fraction(str(number))
-    return (
-        value is not None
-        and abs(Fraction(text) - value) * 2 * 10 ** len(text.partition(".")[2]) <= 1
-    )
+    if value is None:
+        return False
+    off = (value - Fraction(text)) * 10 ** len(text.partition(".")[2])
+    return abs(off) * 2 <= 1 or (cut and 0 < (off if value > 0 else -off) < 1)
 
 
 def _is_decimal(value: Fraction) -> bool:

@@ -3,8 +3,10 @@ expression), and equality.
 
 Forms are compared part by part: brackets must be the same, tuples keep their order, lists and sets
 count how often a part occurs. `x \ge 3` and `\{x | x \ge 3\}` are the interval `[3,\infty)`, `1 \pm
-\sqrt 2` is a list of two. The parts that have no parts themselves are compared as text, as numbers,
-as words, and at last as expressions.
+\sqrt 2` is a list of two. Two numbers are no point: `1,2` is not `(1,2)`, but `x=1, y=2` is. An
+implication, `4 \implies x=5`, is no value, neither 4 nor 5: it equals another with equal sides. Of
+`\frac13 \approx 0.33` the value is what stands before the sign. The parts that have no parts
+themselves are compared as text, as numbers, as words, and at last as expressions.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from functools import lru_cache
 from itertools import product
 
 from lowroll.envs.notation import (
+    DOTS,
+    NAME,
     choice,
     clock,
     numeral,
@@ -33,18 +37,13 @@ TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\[A-Za-z]+|.", re.DOTALL)
 COMMA = re.compile(r"[,;]")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 ASSIGNED = re.compile(r"^[^,;]*(?:=|[<>]|\\[lg]eq(?![A-Za-z]))\s*")
+IMPLIES = re.compile(r"\\(?:implies|iff|to)(?![A-Za-z])")
 CUP = re.compile(r"\\cup(?![A-Za-z])")
 BAR = re.compile(r"[|:]")
 RELATION = re.compile(r"\\(?:leq|geq|neq|approx|in)(?![A-Za-z])|[=<>]")
 FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 BELOW = ("<", r"\leq")
 LETTERED = re.compile(r"(?:\\text\{)?\s*\(\s*[A-Z]\s*\)")  # (B) 12
-NAME = re.compile(
-    r"(?:[A-Za-z]|[A-Z]{2,}|[A-Za-z][A-Za-z ]{3,}|\\text\{[^{}]*\}|\\overline\{[^{}]*\}|"
-    r"\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|"
-    r"\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?)"
-    r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?"
-)
 CONSTANT = re.compile(
     r"(?:[\d\s.,+\-*/^(){}%!e]|\\(?:frac|sqrt|pi|infty|cdot|times|ln|log|sin|cos|tan)(?![A-Za-z]))+"
 )
@@ -54,9 +53,9 @@ CONSTANT = re.compile(
 class Form:
     """What an answer is made of."""
 
-    kind: str  # "list", "set", "tuple", "union", "relation" or "leaf"
+    kind: str  # "list", "set", "tuple", "union", "implication", "relation" or "leaf"
     parts: tuple[str, ...]
-    signs: str = ""  # the brackets of a tuple, the operators of a relation
+    signs: str = ""  # the brackets of a tuple, the operators of a relation or implication
     name: str = ""  # the variable that an inequality or an assignment is about
 
 
@@ -105,6 +104,9 @@ def form(text: str) -> Form:
         found = _bracketed(*pair)
         if found is not None:
             return found
+    sides, arrows = pieces(text, IMPLIES)
+    if arrows:
+        return Form("implication", tuple(map(str.strip, sides)), " ".join(arrows))
     if len(union := pieces(text, CUP)[0]) > 1:
         return Form("union", tuple(map(str.strip, union)))
     parts = _values(text)
@@ -225,7 +227,7 @@ def matches(gold: str, answer: str, ordered: bool = False) -> bool:
     answer = tidy(answer)
     if squeezed(gold) == squeezed(answer):
         return True
-    if not answer:
+    if not answer or r"\boxed{" in answer:
         return False
     if (asked := choice(gold)) is not None and (not asked[1] or LETTERED.match(gold)):
         letter, text = asked
@@ -247,13 +249,12 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
     several = ("list", "set", "union")
     if gold.kind == answer.kind == "tuple":
         return gold.signs == answer.signs and _pairwise(gold.parts, answer.parts)
-    # a point, or values in parentheses by mistake
+    if gold.kind == answer.kind == "implication":
+        return gold.signs == answer.signs and _pairwise(gold.parts, answer.parts)
     if {gold.kind, answer.kind} == {"tuple", "list"}:
-        pair = gold if gold.kind == "tuple" else answer
-        if pair.signs != "()" or pair.name:
+        point, values = (gold, answer) if gold.kind == "tuple" else (answer, gold)
+        if point.signs != "()" or point.name or not _are_coordinates(values.parts):
             return False
-        if gold.kind == "list" and not ordered:  # values in parentheses by mistake
-            return _unordered(gold.parts, answer.parts)
         return _pairwise(gold.parts, answer.parts)
     if gold.kind in several and answer.kind in several:
         if ordered and gold.kind == "list":
@@ -264,6 +265,12 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
     if gold.kind == "leaf" and answer.kind == "list":  # one value in several forms
         return all(matches(gold.parts[0], part) for part in answer.parts)
     return gold.kind == answer.kind == "leaf" and same_leaf(gold.parts[0], answer.parts[0])
+
+
+def _are_coordinates(parts: tuple[str, ...]) -> bool:
+    """Is each of the parts about a name of its own, as in `x=1, y=2`?"""
+    names = [form(part).name for part in parts]
+    return all(names) and len(set(names)) == len(names)
 
 
 def _pairwise(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
@@ -343,19 +350,23 @@ def same_leaf(gold: str, answer: str) -> bool:
     expressions."""
     if squeezed(gold) == squeezed(answer):
         return True
+    if DOTS in gold or DOTS in answer:
+        return _begins(gold, answer) or _begins(answer, gold)
     time = clock(gold)
     other_time = clock(answer)
     if time is not None and other_time is not None:
         either_half = "" in (time[2], other_time[2])  # of the day
         return time[:2] == other_time[:2] and (either_half or time == other_time)
     if (said := words(gold)) is not None:
-        return said == words(answer)
+        return said == words(answer, beside_words=True)
+    if (said := words(answer)) is not None and said == words(gold, beside_words=True):
+        return True
     number = numeral(gold)
     other_number = numeral(answer)
-    if number is not None and other_number is not None:
+    if number is not None or other_number is not None:
         return number == other_number
-    gold, unit = _value_and_unit(gold)
-    answer, other_unit = _value_and_unit(answer)
+    gold, unit = without_unit(gold)
+    answer, other_unit = without_unit(answer)
     if unit and other_unit and unit != other_unit:
         return False
     gold, up = scaled(gold)
@@ -367,11 +378,13 @@ def same_leaf(gold: str, answer: str) -> bool:
     return up != also_up and same_value(gold, answer, up - also_up)
 
 
-def _value_and_unit(text: str) -> tuple[str, str]:
-    number = numeral(text)
-    if number is not None:
-        return number[0], ""
-    return without_unit(text)
+def _begins(text: str, other: str) -> bool:
+    r"""Whether `0.6666667\ldots` is the beginning of a number that no decimal is."""
+    if not text.endswith(DOTS) or DOTS in other:
+        return False
+    from lowroll.envs import expressions
+
+    return expressions.begins(text.removesuffix(DOTS).strip(), other)
 
 
 def same_value(gold: str, answer: str, shift: int = 0) -> bool:

@@ -1,14 +1,16 @@
 r"""The notation of a final answer: one spelling of what is written in many, before anything is
 compared.
 
-`tidy` takes away what carries no meaning (dollars, fonts, spacing, a full stop) and gives the rest
-one spelling. The readers below take a tidy text apart: `quantity` reads a plain number,
-`without_unit` cuts what stands behind one.
+`plain` gives characters that look alike one spelling: minus signs, spaces, digits of any width.
+`tidy` also takes away what carries no meaning (dollars, fonts, colours, spacing, a full stop) and
+what cannot be seen. The readers below take a tidy text apart: `quantity` reads a plain number,
+`without_unit` cuts what stands behind one, `stated_number` reads a line that holds one number.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -16,7 +18,7 @@ from functools import lru_cache
 SIGNS = str.maketrans(
     {
         "−": "-",
-        "–": "-",
+        **dict.fromkeys("–‐‑‒", "-"),
         "×": r"\times ",
         "·": r"\cdot ",
         "÷": r"\div ",
@@ -32,17 +34,24 @@ SIGNS = str.maketrans(
         "∩": r"\cap ",
         "∈": r"\in ",
         "±": r"\pm ",
-        "²": "^2",
-        "³": "^3",
-        "½": r"\frac{1}{2}",
-        "¼": r"\frac{1}{4}",
-        "\u00a0": " ",
-        "’": "'",
+        "∅": r"\emptyset ",
+        "ℝ": r"\mathbb{R}",
+        **dict.fromkeys("⇒⟹", r"\implies "),
+        **dict.fromkeys("⇔⟺", r"\iff "),
+        **dict.fromkeys("→⟶", r"\to "),
+        **dict.fromkeys("’′", "'"),
         "£": "",
         "€": "",
         "¥": "",
+        # of no width: joiners, byte order marks, directions of writing
+        **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\ufeff", ""),
+        **dict.fromkeys("\u200e\u200f\u202a\u202b\u202c\u202d\u202e", ""),
+        **dict.fromkeys("\u2066\u2067\u2068\u2069", ""),
     }
 )
+RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
+FRACTIONS = re.compile("[¼-¾⅐-⅞]")
 SI = "m|s|g|h|L|N|J|W|V|A|K"
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt"
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -68,15 +77,34 @@ COMMANDS = {
     "infin": r"\infty",
     "varnothing": r"\emptyset",
     "backslash": r"\setminus",
+    "simeq": r"\approx",
+    "Rightarrow": r"\implies",
+    "Longrightarrow": r"\implies",
+    "Leftrightarrow": r"\iff",
+    "Longleftrightarrow": r"\iff",
+    "rightarrow": r"\to",
+    "longrightarrow": r"\to",
 }
+BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+UNSEEN = r"[hv]?phantom|[hv]space\*?|label|tag\*?"
+COLOUR = r"(?:text|page)?color|colorbox|fcolorbox\s*\{[^{}]*\}"
+SWITCHES = (
+    "displaystyle|textstyle|scriptstyle|limits|tiny|scriptsize|small|normalsize|[lL]arge|LARGE|"
+    "[hH]uge|bf|it|rm|sf|tt|bfseries|itshape|mathstrut|strut"
+)
+DOTS = r"\ldots"  # the spelling of an ellipsis
 SPELLINGS = [
     (re.compile(pattern), by)
     for pattern, by in (
         (r"(?:\s|~)+", " "),
         (r"(?<!\\)\\[()\[\]]|\\?\$", ""),  # the delimiters of formulas, dollars
-        (r"^\s*\*\*(.*)\*\*\s*$", r"\1"),  # bold in Markdown
+        (r"(^|[:=])\s*(\*\*|__|`)(.+?)\2", r"\1 \3"),  # bold and code in Markdown
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
-        (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
+        (rf"\\(?:{UNSEEN})\s*{BRACED}", ""),
+        (rf"\\(?:{COLOUR})\s*(?:\[[^\]]*\])?\s*\{{[^{{}}]*\}}", ""),
+        (r"\\(?:underline|emph|ensuremath)\s*(?=\{)", ""),
+        (rf"\\(?:{SWITCHES})(?![A-Za-z])", ""),
+        (r"(?:\.\s*){3,}|\\(?:[lc]?dots|dots[cbmio])(?![A-Za-z])", r"\\ldots "),
         # 3\,159 and 10,\!080 and 1{,}000
         (
             rf"(?<=\d)(?:,?(?:{SPACE})|\{{,\}})\s*(?=\d{{3}}(?!\d))",
@@ -86,6 +114,10 @@ SPELLINGS = [
         (r"\\(?:text(?:bf|it|rm|normal|sf)?|[mh]box|mathrm)\s*\{", r"\\text{"),
         (r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm)\s*\{", "{"),
         (r"\\text\{\s*([eidI])\s*\}", r"\1"),
+        (
+            r"^\s*(\\text\{)?\s*(?i:(?:the\s+)?(?:final\s+)?answer\b(?:\s+is\b)?)\s*[:=]?\s*",
+            r"\1",
+        ),
         # 576\pi\;m^{2}
         (
             rf"(?<=[\d}}i])\s*(?:{SPACE})+\s*({SI})(\^\{{?\d\}}?)?\s*$",
@@ -93,6 +125,8 @@ SPELLINGS = [
         ),
         (rf"(?:{SPACE}|\s)+", " "),
         (rf"\\({'|'.join(COMMANDS)})(?![A-Za-z])", lambda found: COMMANDS[found[1]]),
+        (r"(?<![<>=!])=>", r"\\implies "),
+        (r"==+", "="),
         (r"<=", r"\\leq "),
         (r">=", r"\\geq "),
         (r"!=|\\not\s*=", r"\\neq "),
@@ -100,6 +134,8 @@ SPELLINGS = [
         (r"\+\s*\\infty", r"\\infty"),
         (r"\\(?:mathbb\s*\{?\s*R\s*\}?|R(?![A-Za-z]))", r"(-\\infty,\\infty)"),
         (r"\^\s*\{?\s*(?:\\circ|\\degree)\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
+        (r"\\\{\s*\\\}", r"\\emptyset"),
+        (r"(?<![\w.\\])(\d+)\s*_\s*(?:\{\s*10\s*\}|10(?!\d))", r"\1"),  # the usual base
         (r"\\%", "%"),
         (r"(?<=[\d}\s])(?:\\text\{\s*)?(?:per ?cent|percentage|pct)\s*\}?\s*\.?$", "%"),
         (r"\\text\{([^{}]*\d[^{}]*)\}", r" \1 "),  # \text{0.75}
@@ -113,9 +149,13 @@ SPELLINGS = [
         (rf"(?<![A-Za-z\\])({FUNCTIONS})(?![A-Za-z])", r"\\\1"),
         (r"(?<=\d)\.(?=[^\d.\\]|$)", ""),  # 1./3
         (r"(?<=[A-Za-z)}])('+)", lambda found: "^{" + r"\prime" * len(found[1]) + "}"),
-        (r"^[\s=:\"']+|[\s.,;:\"'\\]+$", ""),
+        (r"^(?:[\s=:\"'*`]|\\(?:approx|implies|therefore)(?![A-Za-z]))+", ""),
+        (r"[\s.,;:\"'\\*`]+$", ""),
+        (r"^\{([^{}]*)\}$", r"\1"),
     )
 ]
+
+BOXED = re.compile(rf"\s*\$?\s*\\(?:boxed|fbox)\s*({BRACED})\s*\$?\s*")
 
 CHOICE = re.compile(
     r"(?:\\text\{)?+\s*+\(?+\s*+([A-Z])(?![\d_^])\s*+\)?+\s*+\}?+\s*+\)?+(?![A-Za-z_^(])(.*)",
@@ -132,31 +172,81 @@ REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 CLOCK = re.compile(
     r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*(?:([ap])\s*\.?\s*m\s*\.?)?\s*\}?", re.IGNORECASE
 )
-NUMERAL = re.compile(r"(-?[0-9A-Za-z]+)\s*_\s*(?:\{\s*(?:\\text\{)?\s*(\w+)\s*\}?\s*\}|(\d+))")
+NUMERAL = re.compile(
+    r"(-?[0-9A-Za-z]+)\s*_\s*(?:\{\s*(?:\\text\{)?\s*([^{}]+?)\s*\}?\s*\}|(?:\\text\{)?\s*(\w+)\s*\}?)"
+)
 SCALE = re.compile(
     rf"(?<=[\d}})])\s*(?:\\text\{{)?\s*({'|'.join(SCALES)})s?\s*\}}?$", re.IGNORECASE
 )
-LABEL = r"\\text\{(?![^{}]*\b(?:and|or|not)\b)[^{}\d,]*\}"
+# words that say something of the number before them
+COUNTING = (
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
+    "(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+)
+NO_UNITS = rf"and|or|nor|xor|not|but|if|is|are|was|plus|minus|divided|half|{COUNTING}"
+# without a space between: 5orsix
+NOT_GLUED = rf"(?!(?i:and|or|xor|not|but|over|plus|minus|versus)|[A-Za-z]*(?i:{COUNTING})\b)"
+COUNTED_IN = re.compile(
+    rf"\s*(?:({'|'.join(SCALES)})s?\b(?:\s*\\text\{{([^{{}}]*)\}})?)", re.IGNORECASE
+)
+LABEL = rf"\\text\{{(?![^{{}}]*(?i:\b(?:{NO_UNITS})\b))[^{{}}\d,]*\}}"
 SHORT = "cm|mm|km|dm|nm|kg|mg|ml|mL|ft|yd|mi|lb|oz|hr|am|pm|Hz|sq|cu|kW|eV|Pa"
 # a word that stands apart, or a long one
-COUNTED = r"(?<=\s)(?:[A-Za-z]{3,}+|[ck]?m/[sh])|[A-Za-z]{5,}+"
-WORD = rf"(?<![A-Za-z\\])(?:{SHORT}|(?!(?:{FUNCTIONS}|and|not|but|(?:{'|'.join(SCALES)})s?)\b)(?:{COUNTED}))\b\.?"
+COUNTED = rf"(?<=[\s/])[A-Za-z]{{3,}}+|(?<!\s){NOT_GLUED}[A-Za-z]{{5,}}+"
+WORD = (
+    rf"(?<![A-Za-z\\])(?:[ck]?m/[sh]|{SHORT}|"
+    rf"(?!(?:{FUNCTIONS}|(?i:{NO_UNITS})|(?:{'|'.join(SCALES)})s?)\b)(?:{COUNTED}))\b\.?"
+)
 UNIT = re.compile(
     rf"(?:(?<=[\d}}\)%\s])|(?<=\\pi))\s*(?:\^\\circ\s*[CF]?|"
-    rf"(?>(?:(?<![A-Za-z\\])/\s*+)?(?:{LABEL}|{WORD})(?:\s*+\^\s*+\{{?-?\d\}}?)?\s*+)+)\s*$"
+    rf"(?>(?:/\s*+)?(?:{LABEL}|{WORD})(?:\s*+\^\s*+\{{?-?\d\}}?)?\s*+)+)\s*$"
 )
 OPERATOR = re.compile(r"[-+*/=<>^_(,\\]$|\\(?:cdot|times|div|pm|mp|in|leq|geq|neq|approx|cup|cap)$")
 WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
+NAME = re.compile(
+    rf"(?!.*\b(?:{NO_UNITS})\b)"
+    r"(?:[A-Za-z]|[A-Z]{2,}|[A-Za-z][A-Za-z ]{3,}|\\text\{[^{}]*\}|"
+    r"\\overline\{[^{}]*\}|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)|"
+    r"\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?)"
+    r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?"
+)
+# the units of a line that holds one number, and so no variables
+GLUED = rf"(?:{SI}|l|C|F|{SHORT}|{NOT_GLUED}[A-Za-z]{{5,}})(?![A-Za-z])"
+APART = rf"(?:{SI}|l|a|C|F|[A-Za-z][A-Za-z'.-]+)(?![A-Za-z])"
+POWERED = r"(?:\s*\^\s*\{?-?[1-9]\}?)?"
+COUNTS = re.compile(
+    rf"(?!\s*squared|\s*cubed)(?!.*(?i:\b(?:{NO_UNITS})\b))(?:{GLUED}{POWERED})?"
+    rf"(?:\s*(?:%|\^\\circ|/\s*(?={APART})|\([A-Za-z .]*\)|\\text\{{[^{{}}\d,]*\}}{POWERED}|"
+    rf"(?:(?<=\s)|(?<=/)|(?<=\\circ)){APART}{POWERED}))*"
+)
+
+
+def plain(text: str) -> str:
+    """One spelling of characters that look alike, or that cannot be seen."""
+    if text.isascii():
+        return text
+    text = FRACTIONS.sub(_fraction, text)
+    text = RAISED.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = LOWERED.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    return unicodedata.normalize("NFKC", text.translate(SIGNS)).translate(SIGNS)
+
+
+def _fraction(found: re.Match[str]) -> str:
+    above, _, below = unicodedata.normalize("NFKC", found[0]).partition("\u2044")
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def unboxed(text: str) -> str:
+    """What a text that is a box holds; any other text as it is."""
+    while (inner := BOXED.fullmatch(text)) is not None:
+        text = inner[1][1:-1].strip()
+    return text
 
 
 @lru_cache(maxsize=4096)
 def tidy(text: str) -> str:
     """One spelling of a final answer."""
-    text = text.translate(SIGNS)
-    while (
-        inner := re.fullmatch(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", text, re.DOTALL)
-    ) is not None:
-        text = inner[1]
+    text = unboxed(plain(text))
     for pattern, by in SPELLINGS:
         text = pattern.sub(by, text)
     return text.strip()
@@ -237,6 +327,26 @@ def without_unit(text: str) -> tuple[str, str]:
     return rest, "".join(re.findall(r"\d", found[0]))
 
 
+def stated_number(text: str) -> str | None:
+    """The number of a line such as `x = 1,000 dollars` or `5 million`, which is 5e6; None for a line
+    that says more, or less, than one number and its unit."""
+    name, equals, rest = tidy(text).rpartition("=")
+    if equals and NAME.fullmatch(name.strip()) is None:
+        return None
+    said = rest.strip()
+    found = TEN.match(said) or NUMBER.match(said)
+    if found is None:
+        return None
+    number = re.sub(r"^([+-])\s+", r"\1", found[0].strip())
+    tail = said[len(found[0].rstrip()) :]
+    if (scale := COUNTED_IN.match(tail)) is not None:
+        number += f"e{SCALES[scale[1].lower()]}"
+        tail = rf"\text{{{scale[2]}}}" + tail[scale.end() :] if scale[2] else tail[scale.end() :]
+    if COUNTS.fullmatch(tail) is None or quantity(number) is None:
+        return None
+    return number
+
+
 def clock(text: str) -> tuple[int, int, str] | None:
     """(hour, minute, "a", "p" or "") of `1:58 am` and `5am`; None for anything else."""
     found = CLOCK.fullmatch(text)
@@ -246,20 +356,26 @@ def clock(text: str) -> tuple[int, int, str] | None:
 
 
 def numeral(text: str) -> tuple[str, str] | None:
-    """(digits, base) of `52_{8}`; None for anything else."""
+    """(digits, base) of `52_{8}`; None for anything else, and so for a letter with an index, `2x_1`.
+    `tidy` writes numerals of base ten without it."""
     found = NUMERAL.fullmatch(text)
-    if found is None or not re.match(r"-?\d", found[1]):
+    if found is None:
         return None
-    return found[1].upper(), found[2] or found[3]
+    digits, base = found[1].upper(), found[2] or found[3]
+    if re.fullmatch(r"-?\d+", digits) is None:
+        try:
+            int(digits, int(base))
+        except ValueError:
+            return None
+    return digits, base
 
 
-def words(text: str) -> str | None:
+def words(text: str, beside_words: bool = False) -> str | None:
     r"""A text of words, `\text{East}` and `no solution`, in one spelling; None when it may be a
-    formula."""
+    formula, as a short one without a label may, except beside words."""
     label = re.fullmatch(r"\\text\{([^{}]*)\}", text)
-    plain = label[1] if label else text
-    if WORDS.fullmatch(plain.strip()) is None or not re.search(
-        r"[A-Za-z]{2}" if label else r"[A-Za-z]{4}", plain
-    ):
+    said = label[1] if label else text
+    letters = r"[A-Za-z]{2}" if label or beside_words else r"[A-Za-z]{4}"
+    if WORDS.fullmatch(said.strip()) is None or not re.search(letters, said):
         return None
-    return " ".join(re.sub("[.'-]", " ", plain).casefold().split())
+    return " ".join(re.sub("[.'-]", " ", said).casefold().split())
