@@ -129,6 +129,8 @@ class Float8Block(Format):
         arguments(8, "float", "group", group_size=BLOCK, dynamic=True),
     )
 
+    read_experts = False
+
     def slower_than_float32(self, device: torch.device) -> str:
         return _as_float32(device)
 

@@ -171,7 +171,7 @@ def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str
             f"{format}, and matrices here have {', '.join(map(str, odd))}"
         )
     if experts and not form.read_experts:
-        return f"transformers cannot load this folder: it does not read experts in {format}"
+        return f"transformers cannot use this folder: it does not read experts in {format}"
     return form.unread or None
 
 

@@ -218,6 +218,14 @@ def test_transformers_runs_ours(name: str, ours: Callable[[str], Path]) -> None:
     assert (ran - mine).norm() / mine.norm() < {"int4": 1e-5, "fp8_block": 1e-3}.get(name, 0.05)
 
 
+EXPERTS = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 256,
+    "head_dim": 128,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "family", "sizes", "loads"),
     [
@@ -226,6 +234,7 @@ def test_transformers_runs_ours(name: str, ours: Callable[[str], Path]) -> None:
         ("mxfp4", "qwen3", {**SIZES, "intermediate_size": 48}, False),
         ("int4_asym", "qwen3", SIZES, False),
         ("int8", "qwen3-moe", {"hidden_size": 64}, False),
+        ("fp8_block", "qwen3-moe", EXPERTS, False),
         ("int8", "qwen3", {"intermediate_size": 50}, True),
     ],
 )
@@ -248,6 +257,19 @@ def test_what_transformers_cannot_load_is_said(
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)(
             IDS[None]
         )
+
+
+def test_experts_that_transformers_reads_as_other_numbers_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = hf_folder(tmp_path / "m", "qwen3-moe", **EXPERTS)
+    assert main(["quantize", str(source), str(tmp_path / "out"), "--format", "nvfp4"]) == 0
+    assert "\nnote: transformers cannot use this folder: it does not read experts in nvfp4" in (
+        capsys.readouterr().out
+    )
+    theirs = transformers_logits(tmp_path / "out", True)
+    ours = logits(hf.load(tmp_path / "out"))
+    assert (theirs - ours).norm() > ours.norm() / 10  # once it is small, take the note away
 
 
 @pytest.mark.slow

@@ -180,7 +180,9 @@ def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
     ids: set[int] = set()
     for said in (config, _json_or_nothing(place / "generation_config.json")):
         stated = said.get("eos_token_id")
-        ids |= {one for one in (stated if isinstance(stated, list) else [stated]) if type(one) is int}
+        ids |= {
+            one for one in (stated if isinstance(stated, list) else [stated]) if type(one) is int
+        }
     try:
         token = _json(place / "tokenizer_config.json", "")["eos_token"]
         token = token["content"] if isinstance(token, dict) else token
