@@ -207,12 +207,12 @@ class TrainConfig(Section):
 
 class ScoreConfig(Section):
     """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures
-    stop the run."""
+    stop the run, once there are 50 scores."""
 
     workers: Count = 2  # processes that score
     time_limit: Positive = 10.0  # seconds a response
     memory_limit_mb: Count = 2048  # of a worker
-    # share of failed scores that stops the run
+    # share of failed scores that stops the run, judged from 50 scores on
     max_error_rate: Annotated[float, Field(ge=0, lt=1)] = 0.05
 
 

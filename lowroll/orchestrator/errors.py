@@ -54,6 +54,18 @@ class ErrorWindow:
                 f"{self.max_error_rate:.1%}): {describe(errors)}"
             )
 
+    def unjudged(self) -> str:
+        """What to say at the end of errors that were among too few scores to judge; "" if none
+        were."""
+        total, failures = len(self._outcomes), sum(self._outcomes)
+        if not failures or total >= self.min_scores:
+            return ""
+        return (
+            f"{failures} of all {total} scores are errors; score.max_error_rate "
+            f"({self.max_error_rate:.1%}) was not applied, as it is judged from "
+            f"{self.min_scores} scores on"
+        )
+
     def copy(self) -> ErrorWindow:
         """An independent window with the same outcomes."""
         twin = ErrorWindow(self.max_error_rate, self.min_scores, self._outcomes.maxlen or 0)

@@ -5,6 +5,7 @@ k = n, avg@k is pass@1; they differ when more rollouts were made than k.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
@@ -20,6 +21,8 @@ from lowroll.types import Sample, Score, ScoreError
 
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -144,10 +147,14 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
 
 
 def check_errors(scores: Sequence[Score | ScoreError], max_error_rate: float = 0.05) -> None:
-    """Raises ScoringFailed by the rule of the training loop, and when all are errors."""
+    """Raises ScoringFailed by the rule of the training loop, and when all are errors. Says when
+    there are too few scores for the rule."""
     errors = [score for score in scores if isinstance(score, ScoreError)]
     if len(errors) == len(scores):
         raise ScoringFailed(
             f"all {len(errors)} scores of the evaluation are errors: {describe(errors)}"
         )
-    ErrorWindow(max_error_rate, min_scores=50, size=len(scores)).check(scores)
+    window = ErrorWindow(max_error_rate, min_scores=50, size=len(scores))
+    window.check(scores)
+    if unjudged := window.unjudged():
+        logger.warning("evaluation: %s", unjudged)

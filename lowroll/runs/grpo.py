@@ -220,4 +220,6 @@ class Run:
         """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
         folder."""
         self.batches.orchestrator.recall()
+        if unjudged := self.batches.orchestrator.errors.unjudged():
+            log.warning(unjudged)
         self.learner.finish(step)

@@ -17,8 +17,11 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from lowroll.server.errors import Refused
 from lowroll.types import MAX_TOP_LOGPROBS, TEMPERATURES
@@ -150,11 +153,22 @@ class Message(Body):
     """One turn of a conversation. What else it says goes to the chat template."""
 
     role: Name
-    content: Text | list[Part] | None = None
+    tool_calls: list[ToolCall] | None = None
+    content: Annotated[Text | list[Part] | None, Field(validate_default=True)] = None
     name: Name | None = None
     reasoning_content: Text | None = None
-    tool_calls: list[ToolCall] | None = None
     tool_call_id: Name | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _has_content(cls, content: Any, said: ValidationInfo) -> Any:
+        """ValueError for a turn that says nothing, but for an assistant's calls of tools."""
+        calls = said.data.get("role") == "assistant" and said.data.get("tool_calls")
+        if content is None and not calls:
+            raise PydanticCustomError(
+                "content", "text is required, but of an assistant's message with tool_calls"
+            )
+        return content
 
 
 class Function(Body):

@@ -372,6 +372,17 @@ def test_numbers_of_numpy_and_torch_are_rewards(files: Path) -> None:
             r"has one row \(3 times\), and none can be held out",
         ),
         ([{"prompt": "x", "answer": None}], r":1: column 'answer', the answer, is null: drop"),
+        *(
+            (
+                [{"prompt": [{"role": "user", "content": "x"}, said], "answer": "1"}],
+                r":1: column 'prompt': message 1: its content must be text, got NoneType",
+            )
+            for said in (
+                {"role": "user"},
+                {"role": "assistant", "content": None, "tool_calls": []},
+                {"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            )
+        ),
     ],
 )
 def test_rows_that_say_too_little(tmp_path: Path, rows: list[Any], says: str) -> None:

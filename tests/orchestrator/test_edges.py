@@ -13,6 +13,7 @@ from lowroll.orchestrator import loop as orchestrator_loop
 from lowroll.orchestrator import source as orchestrator_source
 from lowroll.orchestrator.alarms import alarms
 from lowroll.orchestrator.errors import ErrorWindow, InvalidRollout, ScoringFailed, describe
+from lowroll.orchestrator.evaluate import check_errors
 from lowroll.orchestrator.filters import Gibberish, Repetition
 from lowroll.orchestrator.groups import check_group, check_versions, credit
 from lowroll.orchestrator.ledger import Ledger
@@ -301,6 +302,25 @@ def test_the_error_rate_is_judged_from_so_many_scores_on_and_above_the_limit_alo
     assert short.state() == "0000"
     with pytest.raises(ValueError, match="a string of 0 and 1"):
         window.restore("012")
+
+
+def test_errors_among_too_few_scores_are_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    good, bad = Score(1.0), ScoreError("exception", "boom")
+    window = ErrorWindow(0.25, 4, 6)
+    window.check([good, good])
+    assert window.unjudged() == ""
+    window.check([bad])
+    assert window.unjudged() == (
+        "1 of all 3 scores are errors; score.max_error_rate (25.0%) was not applied, as it is "
+        "judged from 4 scores on"
+    )
+    window.check([good])
+    assert window.unjudged() == ""  # it was judged
+    check_errors([good] * 40 + [bad] * 9)
+    assert "evaluation: 9 of all 49 scores are errors" in caplog.text
+    caplog.clear()
+    check_errors([good] * 99 + [bad])
+    assert caplog.text == ""
 
 
 def test_errors_are_listed_by_how_often_and_then_by_name() -> None:

@@ -99,6 +99,26 @@ def test_ten_lines_of_yaml_on_chat_shaped_parquet(model: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_errors_that_are_too_few_to_stop_a_run_are_told_at_its_end(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "asked = []\ndef right(text):\n    asked.append(text)\n    if len(asked) == 2:\n"
+        "        raise ValueError('the second')\n    return 1 / (1 + len(text))\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    lowroll.train(
+        model=str(model),
+        data=str(tmp_path / "rows.jsonl"),
+        reward_funcs=f"{tmp_path / 'rewards.py'}:right",
+        output_dir=str(tmp_path / "run"),
+        **SMALL,
+    )
+    (told,) = [line for line in caplog.messages if "score.max_error_rate" in line]
+    assert "1 of all 16 scores are errors" in told and "from 50 scores on" in told
+
+
+@pytest.mark.slow
 def test_five_lines_of_a_notebook_train_and_resume(
     model: Path, tmp_path: Path, cell: Callable[[str], dict[str, Any]]
 ) -> None:

@@ -21,6 +21,7 @@ from lowroll.server.body import (
 from lowroll.server.errors import Refused
 
 HI = [{"role": "user", "content": "hi"}]
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def refused(kind: type[Body], tree: dict[str, Any]) -> Refused:
@@ -100,12 +101,28 @@ def test_a_wrong_field_of_a_completion_is_named(said: dict[str, Any], param: str
             "messages[1].tool_calls[0].function",
         ),
         ([{"role": "user", "content": "hi", "colour": 1}], "messages[0].colour"),
+        ([*HI, {"role": "user"}], "messages[1].content"),
+        ([*HI, {"role": "user", "content": None}], "messages[1].content"),
+        ([*HI, {"role": "assistant"}], "messages[1].content"),
+        ([*HI, {"role": "assistant", "content": None}], "messages[1].content"),
+        ([*HI, {"role": "assistant", "tool_calls": []}], "messages[1].content"),
+        ([*HI, {"role": "tool", "tool_call_id": "a"}], "messages[1].content"),
+        ([*HI, {"role": "user", "tool_calls": [CALL]}], "messages[1].content"),
     ],
     ids=str,
 )
 def test_a_wrong_message_is_named(messages: object, param: str) -> None:
     assert refused(Chat, {"messages": messages}).param == param
     assert refused(Tokenize, {"messages": messages}).param == param
+
+
+def test_a_message_without_content_is_an_assistants_with_calls() -> None:
+    for said in ({}, {"content": None}, {"content": ""}):
+        messages = [*HI, {"role": "assistant", "tool_calls": [CALL], **said}]
+        assert not check({"messages": messages}, Chat).messages[1].content
+    assert check({"messages": [{"role": "user", "content": ""}]}, Chat).messages[0].content == ""
+    told = str(refused(Chat, {"messages": [*HI, {"role": "user"}]}))
+    assert told.startswith("messages[1].content: ") and "tool_calls" in told
 
 
 def test_what_must_be_an_object_is_said_without_our_names() -> None:

@@ -136,8 +136,12 @@ def _message(value: Any, where: str) -> Message:
             raise ValueError(f"{where}: only text can be asked, got parts of {sorted(set(kinds))}")
         content = "".join(str(part.get("text") or "") for part in content)
     if not isinstance(content, str):
-        if content is not None or not value.get("tool_calls"):
-            raise ValueError(f"{where}: its content must be text, got {type(content).__name__}")
+        calls = value["role"] == "assistant" and value.get("tool_calls")
+        if content is not None or not calls:
+            raise ValueError(
+                f"{where}: its content must be text, got {type(content).__name__} (only an "
+                "assistant's message with tool_calls may have none)"
+            )
         content = ""
     more = {
         key: found

@@ -1,21 +1,28 @@
 """Hidden tests, what a program may use for them, and when what it gave is what was expected.
 
 Standard output is compared line by line, without the white space around lines and around the whole;
-two lines are equal as text, or when their words are, where numbers count by their value. Results of
-functions are JSON data: tuples are lists, numbers are equal within 1e-9 of each other.
+two lines are equal as text, or when their words are. Words are text, so `11` is not `0011`, but where
+both have a decimal point or an exponent they count by their value, as in TACO's own judge. Results of
+functions are JSON data: tuples are lists, numbers are equal within 1e-9 of each other, and `true` is
+not 1.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, Literal
 
 Status = Literal["passed", "wrong", "timeout", "crash", "output", "compile"]
 TOLERANCE = 1e-9
 MAX_NUMBER = 400  # characters of a word that is read as a number
+# with a point, an exponent or both
+NUMBER = re.compile(
+    r"[+-]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?|[0-9]+[eE][+-]?[0-9]{1,9})"
+)
 
 
 @dataclass(frozen=True)
@@ -111,14 +118,15 @@ def _same_word(gold: str, word: str) -> bool:
         return True
     if max(len(gold), len(word)) > MAX_NUMBER:
         return False
-    try:
-        return Decimal(gold) == Decimal(word)
-    except InvalidOperation:
+    if NUMBER.fullmatch(gold) is None or NUMBER.fullmatch(word) is None:
         return False
+    return Decimal(gold) == Decimal(word)
 
 
 def same_value(expected: Any, value: Any) -> bool:
     """Equality of two JSON values. A list is compared in order."""
+    if isinstance(expected, bool) or isinstance(value, bool):
+        return expected is value
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
         return expected == value or _near(expected, value)
     if isinstance(expected, Sequence) and not isinstance(expected, str):

@@ -286,6 +286,8 @@ class Orchestration:
             self.channel.end(str(reason))
         else:
             self._evaluate_after(self.last)
+        if unjudged := self.batches.orchestrator.errors.unjudged():
+            log.warning(unjudged)
         self.heart.say(phase="waiting", doing="for the last checkpoint")
         self.channel.drain(GONE_S * 48)
 
