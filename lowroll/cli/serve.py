@@ -268,6 +268,11 @@ def credentials(arguments: argparse.Namespace) -> Tokens:
         _token("--token-env", arguments.token_env),
         _token("--admin-token-env", arguments.admin_token_env),
     )
+    if tokens.token is not None and tokens.token == tokens.admin:
+        raise ValueError(
+            "--admin-token-env: it holds the token of --token-env, so every client could change "
+            "weights: put another one into a variable of its own"
+        )
     if not is_loopback(arguments.host) and tokens.token is None:
         raise ValueError(
             f"--host: {arguments.host} can be reached by others, which takes a token: put one into "

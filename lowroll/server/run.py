@@ -21,6 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
+from lowroll.machine import raise_file_limit
 from lowroll.server.errors import error_body
 from lowroll.server.guard import SILENT
 from lowroll.server.serving import SERVING
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 1.0
 LAST_S = 5.0  # for the answers of what was aborted
+BACKLOG = 512  # connections that wait to be accepted
 THREADS = 4  # that encode texts and read weights
 
 
@@ -109,13 +111,19 @@ def runner_of(app: web.Application) -> web.AppRunner:
 async def listen(
     app: web.Application, runner: web.AppRunner, listening: socket.socket
 ) -> asyncio.Server:
-    """Take connections, as many as may be; one that asks for nothing is dropped after `head_s`."""
+    """Take connections, as many as may be and at most half as many as the process may open files;
+    one that asks for nothing is dropped after `head_s`."""
     limits, silent, server = app[SERVING].limits, app[SILENT], runner.server
     assert server is not None
     events = asyncio.get_running_loop()
+    files = raise_file_limit()
+    most = max(1, min(limits.connections, files // 2))
+    # so many are accepted at once, before the first of them is counted
+    backlog = max(1, min(BACKLOG, files // 8))
+    events.set_exception_handler(_OneLineOfFiles())
 
     def connection() -> asyncio.Protocol:
-        if len(server.connections) >= limits.connections:
+        if len(server.connections) >= most:
             return _Full()
         protocol = _Connection(server, events, limits.write_s, silent)
         silent[protocol] = events.call_later(limits.head_s, drop, protocol)
@@ -127,7 +135,7 @@ async def listen(
             protocol.transport.abort()
 
     try:
-        return await events.create_server(connection, sock=listening, backlog=512)
+        return await events.create_server(connection, sock=listening, backlog=backlog)
     except OSError as error:  # a socket that does not listen yet keeps nobody away
         raise _taken(listening.getsockname(), error) from None
 
@@ -198,6 +206,22 @@ class _Full(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
+
+
+class _OneLineOfFiles:
+    """The event loop's handler of exceptions, which says once that files are short: asyncio hands it
+    a traceback for every connection that it cannot accept."""
+
+    def __init__(self) -> None:
+        self.told = False
+
+    def __call__(self, events: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            events.default_exception_handler(context)
+        elif not self.told:
+            self.told = True
+            log.warning("no more files may be open, so connections wait: %s", error)
 
 
 @contextmanager

@@ -60,6 +60,7 @@ def frozen_again() -> Iterator[None]:
         (["--lora-alpha", "2"], "--lora-alpha: it is of --lora-rank's adapter"),
         (["--kv", "spare"], "--kv: unknown cache 'spare'"),
         (["--weights", "int3"], "--weights: unknown format 'int3'"),
+        (["--token-env", "LONG", "--admin-token-env", "LONG"], "--admin-token-env: it holds the"),
         (["--weights-dir", "."], "--admin-token-env"),
         (["--weights-dir", "nowhere", "--admin-token-env", "LONG"], "--weights-dir: nowhere is no"),
         (["--lora-rank", "0"], "--lora-rank: expected at least 1"),

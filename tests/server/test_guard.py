@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
 import time
@@ -494,6 +495,31 @@ def test_connections_are_counted(engine: Moody) -> None:
                 writer.close()
 
     fixtures.run(body)
+
+
+def test_connections_are_fewer_than_files(
+    engine: Moody, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of the files that the process may open are left to the rest of it, and what cannot be
+    accepted is one line of the log, and no traceback each time."""
+    monkeypatch.setattr("lowroll.server.run.raise_file_limit", lambda: 6)
+
+    async def body() -> None:
+        async with listening(engine, Limits(head_s=30)) as (host, port, _):
+            held = [await asyncio.open_connection(host, port) for _ in range(3)]
+            assert await raw(host, port, post(b"{}")) == b""
+            assert not any(reader.at_eof() for reader, _ in held)
+            for _, writer in held:
+                writer.close()
+            for _ in range(9):
+                full = OSError(errno.EMFILE, "Too many open files")
+                asyncio.get_running_loop().call_exception_handler({"exception": full})
+            asyncio.get_running_loop().call_exception_handler({"message": "another fault"})
+
+    fixtures.run(body)
+    told = [record for record in caplog.records if "files may be open" in record.message]
+    assert len(told) == 1 and told[0].exc_info is None
+    assert "another fault" in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
