@@ -342,6 +342,10 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda m: edit(m / "config.json", lambda c: c | {"eos_token_id": 7}),
         r"model: config\.json: eos_ids was \(\d+,\) and is \(7,\)",
     ),
+    "eos of generation_config.json": (
+        lambda m: (m / "generation_config.json").write_text('{"eos_token_id": 7}'),
+        r"model: config\.json: eos_ids was \(\d+,\) and is \(\d+, 7\)",
+    ),
     "tokenizer's eos": (
         lambda m: edit(m / "tokenizer_config.json", lambda c: c | {"eos_token": "a"}),
         r"model: tokenizer_config\.json was sha256:\w{12}\.\.\. and is sha256:\w{12}\.\.\.",
@@ -389,7 +393,7 @@ def test_what_nobody_reads_may_be_other(model: Path, whole: Path, tmp_path: Path
             model / "config.json",
             lambda c: c | {"transformers_version": "9", "max_window_layers": 3},
         )
-        (model / "generation_config.json").write_text('{"temperature": 0.1, "eos_token_id": 9}')
+        (model / "generation_config.json").write_text('{"temperature": 0.1}')
         assert learnt(go_on(model, whole, tmp_path / "cut").folder) == learnt(whole)
     finally:
         (model / "config.json").write_text(kept)
