@@ -132,6 +132,7 @@ def layer(device: str, dtype: torch.dtype, kind: type[Experts] = LearnerExperts)
             "intermediate_size": 8,
             "num_hidden_layers": 1,
             "num_attention_heads": 1,
+            "num_key_value_heads": 1,
             "max_position_embeddings": 8,
             "num_experts": COUNT,
             "num_experts_per_tok": CHOICES,

@@ -257,6 +257,7 @@ def module_of(
             "intermediate_size": 8,
             "num_hidden_layers": 1,
             "num_attention_heads": 1,
+            "num_key_value_heads": 1,
             "max_position_embeddings": 8,
             "num_experts": 5,
             "num_experts_per_tok": 2,
