@@ -40,12 +40,14 @@ class ErrorWindow:
         self._outcomes: deque[bool] = deque(maxlen=max(size, min_scores))
 
     def check(self, scores: Iterable[Score | ScoreError]) -> None:
-        """Take in new scores. Raises ScoringFailed when the window holds enough scores and too many
-        are errors."""
+        """Take in new scores, but for those that do not apply. Raises ScoringFailed when the window
+        holds enough scores and too many are errors."""
         errors = []
         for score in scores:
-            self._outcomes.append(isinstance(score, ScoreError))
-            if isinstance(score, ScoreError):
+            if isinstance(score, Score):
+                self._outcomes.append(False)
+            elif score.failed:
+                self._outcomes.append(True)
                 errors.append(score)
         total, failures = len(self._outcomes), sum(self._outcomes)
         if errors and total >= self.min_scores and failures > self.max_error_rate * total:

@@ -404,11 +404,16 @@ class Orchestrator:
             sample.score
             for group in harvest.groups
             for sample in group.samples
-            if isinstance(sample.score, ScoreError)
+            if isinstance(sample.score, ScoreError) and sample.score.failed
         ]
         if not any(group.scores() for group in harvest.groups):
-            raise ScoringFailed(
-                f"all {len(failed)} scores of the step are errors: {describe(failed)}"
+            if failed:
+                raise ScoringFailed(
+                    f"all {len(failed)} scores of the step are errors: {describe(failed)}"
+                )
+            logger.warning(
+                "no reward function says anything of any rollout of the step: nothing is learned "
+                "from it"
             )
         if not harvest.kept:
             self._without_signal(harvest, wanted)
@@ -470,7 +475,13 @@ class Orchestrator:
         self, draws: list[Draw], groups: list[Group], errors: ErrorWindow
     ) -> list[ScoredGroup]:
         samples = grouping.score(
-            draws, groups, self.scorer, self.tokenizer, self._progress("score")
+            draws,
+            groups,
+            self.scorer,
+            self.tokenizer,
+            self._progress("score"),
+            self.last + 1,
+            self.settings.max_steps,
         )
         errors.check(sample.score for group in samples for sample in group)
         return [

@@ -118,6 +118,52 @@ def test_errors_that_are_too_few_to_stop_a_run_are_told_at_its_end(
     assert "1 of all 16 scores are errors" in told and "from 50 scores on" in told
 
 
+TRL = """
+def right(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, level, **rest):
+    assert trainer_state.max_steps == 2 and all(isinstance(i, int) for ids in completion_ids for i in ids)
+    log_extra("length", [len(ids) for ids in completion_ids])
+    log_metric("done", trainer_state.global_step)
+    return [SAYS for ids in completion_ids]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("says", "share"), [("None", 1.0), ("len(ids) / 7 if len(ids) % 2 else None", None)]
+)
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_does_not_apply_is_left_out_and_the_run_goes_on(
+    model: Path, tmp_path: Path, says: str, share: float | None, level: int
+) -> None:
+    (tmp_path / "rewards.py").write_text(TRL.replace("SAYS", says))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    result = lowroll.train(
+        model=str(model),
+        data=str(tmp_path / "rows.jsonl"),
+        reward_funcs=f"{tmp_path / 'rewards.py'}:right",
+        output_dir=str(tmp_path / "run"),
+        eval={"interval": 1, "num_examples": 1},
+        asynchrony={"max_async_level": level},
+        **{**SMALL, "score": {"workers": 1, "max_error_rate": 0.0}},
+    )
+    first, second = result.records
+    assert second["step"] == 2 and "reward/data/done" in second and second["reward/error_rate"] == 0
+    assert level or (first["reward/data/done"], second["reward/data/done"]) == (0, 1)
+    if share is not None:
+        assert (
+            first["reward/inapplicable_fraction"] == second["reward/inapplicable_fraction"] == share
+        )
+        assert "reward/mean" not in first and "eval/data/reward" not in second
+        assert second["eval/data/length_mean"] > 0
+    lines = (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()
+    samples = [found for line in lines if (found := json.loads(line)).get("kind") != "batch"]
+    assert len(samples) == 8
+    for sample in samples:
+        assert sample["score"]["extra"] == {"length": len(sample["rollout"]["token_ids"])}
+        scored = sample["score"]["type"] == "Score"
+        assert scored or not (any(sample["loss_mask"]) or sample["advantage"])
+
+
 @pytest.mark.slow
 def test_five_lines_of_a_notebook_train_and_resume(
     model: Path, tmp_path: Path, cell: Callable[[str], dict[str, Any]]
