@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lowroll.orchestrator import groups as grouping
 from lowroll.orchestrator.client import EngineClient, PhaseProgress, Scorer, Tokenizer
-from lowroll.orchestrator.errors import ErrorWindow, ScoringFailed, describe
+from lowroll.orchestrator.errors import ErrorWindow, check_any
 from lowroll.orchestrator.estimates import pass_at_k
 from lowroll.orchestrator.settings import SOLVED, Sampling
 from lowroll.orchestrator.source import Draw, draw_at
@@ -158,11 +158,7 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
 def check_errors(scores: Sequence[Score | ScoreError], max_error_rate: float = 0.05) -> None:
     """Raises ScoringFailed by the rule of the training loop, and when all are errors. Says when
     there are too few scores for the rule."""
-    errors = [score for score in scores if isinstance(score, ScoreError) and score.failed]
-    if errors and not any(isinstance(score, Score) for score in scores):
-        raise ScoringFailed(
-            f"all {len(errors)} scores of the evaluation are errors: {describe(errors)}"
-        )
+    check_any(scores, "evaluation")
     window = ErrorWindow(max_error_rate, min_scores=50, size=len(scores))
     window.check(scores)
     if unjudged := window.unjudged():

@@ -45,13 +45,7 @@ from lowroll.orchestrator.client import (
     Tokenizer,
     WeightsWatch,
 )
-from lowroll.orchestrator.errors import (
-    ErrorWindow,
-    InvalidRollout,
-    NoSignal,
-    ScoringFailed,
-    describe,
-)
+from lowroll.orchestrator.errors import ErrorWindow, InvalidRollout, NoSignal, check_any
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.harvest import REASONS, Drop, Harvest, useless
 from lowroll.orchestrator.journal import Journal
@@ -59,7 +53,7 @@ from lowroll.orchestrator.ledger import POOLS, STATE_FORMAT, Ledger, upgraded
 from lowroll.orchestrator.settings import Settings
 from lowroll.orchestrator.source import Draw, PromptSource, seed_of
 from lowroll.orchestrator.supply import Open, Supply
-from lowroll.types import Batch, Group, Rollout, Sample, ScoreError
+from lowroll.types import Batch, Group, Rollout, Sample
 
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
@@ -400,21 +394,8 @@ class Orchestrator:
     def _judge(self, harvest: Harvest) -> None:
         """Whether there is something to learn from. Raises ScoringFailed or NoSignal."""
         wanted = self.settings.num_groups
-        failed = [
-            sample.score
-            for group in harvest.groups
-            for sample in group.samples
-            if isinstance(sample.score, ScoreError) and sample.score.failed
-        ]
-        if not any(group.scores() for group in harvest.groups):
-            if failed:
-                raise ScoringFailed(
-                    f"all {len(failed)} scores of the step are errors: {describe(failed)}"
-                )
-            logger.warning(
-                "no reward function says anything of any rollout of the step: nothing is learned "
-                "from it"
-            )
+        samples = [sample for group in harvest.groups for sample in group.samples]
+        check_any([sample.score for sample in samples], "step")
         if not harvest.kept:
             self._without_signal(harvest, wanted)
         elif len(harvest.kept) < wanted:
