@@ -3,6 +3,8 @@ roles, and resumed."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import linecache
 import sys
@@ -19,8 +21,11 @@ import lowroll
 from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
 from lowroll.config.document import ConfigError
+from lowroll.envs import make
+from lowroll.envs.cells import named
 from lowroll.metrics.record import read
 from lowroll.runs import demo
+from lowroll.types import Score
 from tests.fixtures.runs import TINY
 
 ROWS = [
@@ -239,6 +244,70 @@ def test_what_workers_could_not_find_is_refused_with_the_fix(
     for weights in (2, "1"):
         with pytest.raises(ConfigError, match="reward_weights: must be a list of numbers, got"):
             lowroll.train("m", ROWS, cells["right"], weights)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+OBJECTS = """
+from functools import partial
+
+WORDS = {"many": 3}
+
+def scaled(completions, factor, **columns):
+    return [factor * len(m[-1]["content"]) for m in completions]
+
+class Judge:
+    def __init__(self, bonus):
+        self.bonus = bonus
+    def __call__(self, completions, **columns):
+        return [self.bonus + WORDS["many"] for m in completions]
+
+judge = Judge(0.5)
+tripled = partial(scaled, factor=WORDS["many"])
+"""
+
+
+def rewards_of(settings: dict[str, Any], text: str) -> dict[str, float]:
+    """What the functions of a data environment say of a response, each by its name."""
+    env = make("data", args=settings)
+    score = env.score(env.prompt(0), text)
+    assert isinstance(score, Score)
+    return score.metrics
+
+
+def test_callable_objects_of_a_notebook_or_file_are_found_again(
+    tmp_path: Path, cell: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = cell(OBJECTS)
+    (tmp_path / "objects_of_a_file.py").write_text(OBJECTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = importlib.import_module("objects_of_a_file")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, ROWS)))
+    for home in (cells, vars(file)):
+        given = [home["judge"], home["tripled"], functools.partial(home["scaled"], factor=2)]
+        ids = []
+        for value in given:
+            found = named(value, tmp_path / "environments")
+            if found.file is not None:
+                found.file.parent.mkdir(exist_ok=True)
+                found.file.write_text(found.text)
+            ids.append(found.id)
+        told = rewards_of({"path": str(data), "held_out": 0, "reward_funcs": ids}, "four")
+        assert told == {"judge": 3.5, "tripled": 12.0, "scaled": 8.0}
+    assert ids[:2] == [f"{tmp_path}/objects_of_a_file.py:{name}" for name in ("judge", "tripled")]
+
+
+def test_objects_that_nobody_could_find_again_are_refused(
+    tmp_path: Path, cell: Callable[[str], dict[str, Any]]
+) -> None:
+    cells = cell(OBJECTS)
+    for value, says in (
+        (cells["Judge"](1.0), r"has no name .*: give it one at the top level, as in judge = Judge"),
+        (functools.partial(cells["scaled"], factor=object()), "scaled is given <object object at"),
+        (functools.partial(len), "has no name by which"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lowroll.train("m", ROWS, value, output_dir=str(tmp_path / "run"))
     assert not list(tmp_path.iterdir())
 
 
