@@ -74,19 +74,29 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Score:
-    """A reward that was really computed. `metrics` are extra numbers to average in the log."""
+    """A reward that was really computed. `metrics` are extra numbers to average in the log, `extra`
+    is JSON data to be kept with the sample, by name."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)
 class ScoreError:
     """The scorer could not score. It is never a reward of 0: the rollout leaves its group's
-    statistics."""
+    statistics. `inapplicable` is no failure: nothing that scores says anything of this response;
+    `metrics` and `extra` are what it told beside, as of a Score."""
 
-    kind: Literal["exception", "timeout", "memory", "crash", "invalid"]
+    kind: Literal["exception", "timeout", "memory", "crash", "invalid", "inapplicable"]
     message: str
+    metrics: dict[str, float] | None = field(default=None, metadata=OMITTED)
+    extra: dict[str, Any] | None = field(default=None, metadata=OMITTED)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong."""
+        return self.kind != "inapplicable"
 
 
 @dataclass(frozen=True)

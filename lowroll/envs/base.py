@@ -97,6 +97,10 @@ class Environment(ABC):
         """Judge the response `text`: a number or a Score, also by `async def`. Whatever it raises
         becomes a ScoreError."""
 
+    def prepare(self) -> None:  # noqa: B027  # most have nothing to load
+        """Load what scoring needs and takes long, such as a reward model. Asked once, in a worker,
+        before it is ready."""
+
     def respond(self, prompt: Prompt, messages: list[Message]) -> Reply:
         """What the environment says to a conversation whose last message is the assistant's: new
         messages (of a user, a tool or the system), or None: the conversation is done. Also by

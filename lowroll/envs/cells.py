@@ -14,6 +14,7 @@ import __future__
 
 import ast
 import builtins
+import functools
 import hashlib
 import inspect
 import json
@@ -83,6 +84,13 @@ def named(value: Any, folder: Path) -> Named:
     """
     if not callable(value):
         return _as_rows(value, folder)
+    if isinstance(value, type | types.FunctionType | types.MethodType | types.BuiltinFunctionType):
+        return _as_definition(value, folder)
+    return _as_object(value, folder)
+
+
+def _as_definition(value: Any, folder: Path) -> Named:
+    """A class or function, which has a name of its own."""
     if not isinstance(value, type):
         _refuse_nameless(value)
         module = sys.modules.get(value.__module__)
@@ -99,6 +107,95 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
         return Path(inspect.getfile(value)).resolve(), None
     text = source(value)
     return _file(folder, value.__name__, text, ".py"), text
+
+
+def _as_object(value: Callable[..., Any], folder: Path) -> Named:
+    """A callable object: by the name that a module has for it, or of a partial function by what it
+    is made of."""
+    function = value.func if isinstance(value, functools.partial) else None
+    if (home := _holder(value)) is not None:
+        module, name = home
+        if module.__name__ != MAIN:
+            file = getattr(module, "__file__", None)
+            named_file = file and not getattr(module, "__package__", "")
+            return Named(f"{Path(file).resolve() if named_file else module.__name__}:{name}")
+        text = _object_source(name)
+    elif isinstance(function, types.FunctionType):
+        _refuse_nameless(function)
+        name, text = function.__name__, _partial_source(value)
+    else:
+        raise ValueError(
+            f"reward_funcs: {value!r} has no name by which the scoring workers could find it: give "
+            f"it one at the top level, as in judge = {type(value).__name__}(...)"
+        )
+    path = _file(folder, name, text, ".py")
+    return Named(f"{path}:{name}", path, text)
+
+
+def _holder(value: object) -> tuple[types.ModuleType, str] | None:
+    """(module, name) of a global that holds it; the main module comes last, for what it imports has
+    a home elsewhere."""
+    modules = sorted(sys.modules.items(), key=lambda item: item[0] == MAIN)
+    for _, module in modules:
+        if isinstance(module, types.ModuleType):
+            for name, held in list(vars(module).items()):
+                if held is value and name.isidentifier() and not name.startswith("_"):
+                    return module, name
+    return None
+
+
+def _object_source(name: str) -> str:
+    """The text of a module with an object that the main module made, and all that it uses."""
+    parts: dict[str, str] = {}
+    known = vars(sys.modules[MAIN])
+    text = _assignment(name)
+    for needed in _globals(text):
+        if needed in known:
+            _collect(needed, known[needed], name, parts)
+    parts[name] = text
+    return _module_text(name, parts, False)
+
+
+def _partial_source(value: Any) -> str:
+    """The text of a module with a partial function under the function's own name."""
+    function, parts = value.func, {"functools": "import functools as functools"}
+    name = function.__name__
+    given = [*map(repr, value.args), *(f"{key}={value.keywords[key]!r}" for key in value.keywords)]
+    if odd := [one for one in (*value.args, *value.keywords.values()) if not _is_plain(one)]:
+        raise ValueError(
+            f"reward_funcs: {name} is given {odd[0]!r}, which has no text to copy: make the partial "
+            "function at the top level of a file, under a name"
+        )
+    module = sys.modules.get(function.__module__)
+    file = getattr(module, "__file__", None)
+    if function.__module__ != MAIN and file and not getattr(module, "__package__", ""):
+        folder = str(Path(file).resolve().parent)
+        parts["sys"] = f"import sys as sys\n\nsys.path.append({folder!r})"
+    _collect(name, function, name, parts)
+    parts[f"{name}()"] = f"{name} = functools.partial({', '.join([name, *given])})"
+    return _module_text(name, parts, _has_annotations(function))
+
+
+def _assignment(name: str) -> str:
+    """The last statement of the main module that gives a name at its top level."""
+    file = getattr(sys.modules[MAIN], "__file__", None)
+    for held in dict.fromkeys([*([file] if file else []), *reversed(linecache.cache)]):
+        lines = linecache.getlines(held)
+        found = [node for node in _statements("".join(lines)) if name in _targets(node)]
+        if found:
+            return "".join(lines[found[-1].lineno - 1 : found[-1].end_lineno]).rstrip()
+    raise ValueError(
+        f"the text of {name} cannot be found (a plain Python prompt keeps none, and it must stand at "
+        "the top level of a cell): put it into a file"
+    )
+
+
+def _targets(node: ast.stmt) -> list[str]:
+    """The names that an assignment gives; of any other statement none."""
+    found = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        found = [node.target]
+    return [target.id for target in found if isinstance(target, ast.Name)]
 
 
 def _file(folder: Path, name: str, text: str, suffix: str) -> Path:
@@ -155,14 +252,24 @@ def source(value: type[Environment] | types.FunctionType) -> str:
     """The text of a module with the class or function and all that it uses."""
     parts: dict[str, str] = {}
     _collect(value.__name__, value, value.__name__, parts)
-    imports = [text for text in parts.values() if text.startswith(("import ", "from "))]
-    others = [text for text in parts.values() if text not in imports]
-    head = f"# {value.__name__} of a notebook or script, and what it uses; written by lowroll.run."
-    if any(
+    return _module_text(value.__name__, parts, _has_annotations(value))
+
+
+def _has_annotations(value: type | types.FunctionType) -> bool:
+    """Was it written under `from __future__ import annotations`?"""
+    return any(
         found.__code__.co_flags & __future__.annotations.compiler_flag
         for found in (value, *vars(value).values())
         if isinstance(found, types.FunctionType)
-    ):
+    )
+
+
+def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
+    """A module of these definitions, imports first."""
+    imports = [text for text in parts.values() if text.startswith(("import ", "from "))]
+    others = [text for text in parts.values() if text not in imports]
+    head = f"# {name} of a notebook or script, and what it uses; written by lowroll.run."
+    if annotations:
         head += "\nfrom __future__ import annotations\n"
     return "\n".join([head, *sorted(imports), "", "\n\n\n".join(others)]) + "\n"
 
@@ -248,14 +355,17 @@ def _text(value: type | types.FunctionType) -> str:
     )
 
 
-def _definitions(text: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+def _statements(text: str) -> list[ast.stmt]:
     try:
-        body = ast.parse(text).body
+        return ast.parse(text).body
     except SyntaxError:  # not Python, such as a cell of magic commands
         return []
+
+
+def _definitions(text: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     return [
         node
-        for node in body
+        for node in _statements(text)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 

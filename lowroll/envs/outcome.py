@@ -34,6 +34,17 @@ class InvalidScore(ValueError):
     """A scorer returned what is no score."""
 
 
+class Inapplicable(InvalidScore):
+    """Nothing that scores says anything of a response, which is no failure. `metrics` and `extra`
+    are what it told beside."""
+
+    def __init__(
+        self, message: str, metrics: dict[str, float], extra: dict[str, Any] | None
+    ) -> None:
+        super().__init__(message)
+        self.metrics, self.extra = metrics, extra
+
+
 class ScorerFailed(Exception):
     """What a scorer's code raised, with its place, in words."""
 
@@ -91,15 +102,16 @@ def as_score(value: object) -> Score:
             f"the metrics of a Score must be a dict of at most {MAX_METRICS} numbers, not "
             f"{_show(value.metrics)}"
         )
-    reward = _number("the reward", value.reward)
+    reward = as_number("the reward", value.reward)
     if abs(reward) > MAX_REWARD:
         raise InvalidScore(f"the reward is {reward:g}, which is beyond {MAX_REWARD:g}")
     return Score(
         reward,
         {
-            _name(key): _number(f"the metric {key!r}", number)
+            metric_name(key): as_number(f"the metric {key!r}", number)
             for key, number in value.metrics.items()
         },
+        value.extra,
     )
 
 
@@ -137,7 +149,8 @@ def as_messages(value: object) -> list[Message] | None:
     return found
 
 
-def _number(what: str, value: object) -> float:
+def as_number(what: str, value: object) -> float:
+    """A finite float. InvalidScore names what is none."""
     if not isinstance(value, Real):
         raise InvalidScore(f"{what} is {_show(value)}; it must be a number")
     if not math.isfinite(value):
@@ -145,7 +158,8 @@ def _number(what: str, value: object) -> float:
     return float(value)
 
 
-def _name(key: object) -> str:
+def metric_name(key: object) -> str:
+    """A name that a metric may have. InvalidScore for any other."""
     if not isinstance(key, str) or not key.isprintable() or not 0 < len(key) <= MAX_NAME:
         raise InvalidScore(
             f"a metric is named {_show(key)}; it must be text of 1 to {MAX_NAME} printable "

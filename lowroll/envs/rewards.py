@@ -7,6 +7,7 @@ environment says so (`overtaxed`: the score of a response that is too much work 
     kind       what happened to the item                          the worker
     exception  the scorer raised                                  goes on
     invalid    it returned no number, or one that is not finite   goes on
+    inapplicable  nothing: no function says anything of it        goes on
     timeout    it took longer than `time_limit` seconds           is killed and replaced
     memory     it went over `memory_limit_mb` of address space    is replaced
     crash      the process ended under it                         is replaced
@@ -492,12 +493,17 @@ def _decode(line: bytes) -> dict[str, Any]:
 def _result(reply: dict[str, Any], responds: bool) -> Result | None:
     """A reply as a result; None when it is not one."""
     reward, metrics, kind = reply.get("reward"), reply.get("metrics"), reply.get("error")
+    extra = reply.get("extra")
+    if extra is not None and not isinstance(extra, dict):
+        return None
     if kind == "exception" or kind == "memory" or kind == "invalid":
         return ScoreError(kind, str(reply.get("message")))
     if responds:
         return _answer(reply)
+    if kind == "inapplicable" and isinstance(metrics, dict):
+        return ScoreError(kind, str(reply.get("message")), metrics, extra)
     if isinstance(reward, float) and isinstance(metrics, dict):
-        return Score(reward, metrics)
+        return Score(reward, metrics, extra)
     return None
 
 

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 from lowroll.envs import blame, child
 from lowroll.envs.base import Environment
 from lowroll.envs.keeper import keep
-from lowroll.envs.outcome import InvalidScore, ScorerFailed, answer, as_score, judge
+from lowroll.envs.outcome import Inapplicable, InvalidScore, ScorerFailed, answer, as_score, judge
 from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt, Score
 
@@ -60,7 +60,7 @@ def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any
     except MemoryError:
         return {"error": "memory", "message": "the scorer ran out of memory"}
     except InvalidScore as error:
-        return {"error": "invalid", "message": str(error)}
+        return _outcome(error)
     except ScorerFailed as error:
         return {"error": "exception", "message": str(error)[:MAX_MESSAGE]}
     except (Exception, SystemExit) as error:
@@ -73,6 +73,9 @@ def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any
 
 
 def _outcome(one: Score | InvalidScore) -> dict[str, Any]:
+    if isinstance(one, Inapplicable):
+        told = {"metrics": one.metrics, "extra": one.extra}
+        return {"error": "inapplicable", "message": str(one)[:MAX_MESSAGE], **told}
     if isinstance(one, InvalidScore):
         return {"error": "invalid", "message": str(one)[:MAX_MESSAGE]}
     return vars(as_score(one))
@@ -95,6 +98,8 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
             name: construct(id, name=name, args=args, seed=seed)
             for name, (id, args, seed) in setup["specs"].items()
         }
+        for env in envs.values():
+            env.prepare()
     except Exception as error:  # reported to the pool, which raises it
         reply({"failed": blame.describe(error)})
         return 1

@@ -80,6 +80,12 @@ METRICS: tuple[Metric, ...] = (
         "0; above the limit the run stops",
     ),
     _M(
+        "reward/inapplicable_fraction",
+        "fraction",
+        "rollouts of which no reward function says anything (None); they leave their group",
+        "absent where there are none; near 1 nothing is learned",
+    ),
+    _M(
         "reward/canary_failures",
         "answers",
         "known answers, right and wrong, that the scorer judged wrongly",
@@ -96,7 +102,7 @@ METRICS: tuple[Metric, ...] = (
         "reward/<env>/<metric>",
         "reward",
         "one environment: its mean raw score (reward/<env>/mean) and the means "
-        "of its scorer's own numbers",
+        "of its scorer's own numbers: of reward functions, and of their log_metric",
     ),
     _M(
         "reward/after_<turns>_turns",

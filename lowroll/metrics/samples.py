@@ -93,6 +93,8 @@ def _sample(label: str, sample: Record) -> str:
     texts = [("prompt", asked), _gold(prompt), _response(sample)]
     if not scored:
         texts.append(("score", reward))
+    if score.get("extra"):
+        texts.append(("logged", json.dumps(score["extra"], ensure_ascii=False, indent=1)))
     body = "".join(
         f"\n<h4>{name}</h4>\n<pre>{escape(text, _LONGEST)}</pre>" for name, text in texts
     )

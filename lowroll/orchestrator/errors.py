@@ -8,10 +8,13 @@ and says which errors it saw.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lowroll.types import RunFailed, Score, ScoreError, printable
+
+logger = logging.getLogger(__name__)
 
 MESSAGE_LIMIT = 500  # characters of a scorer's message that may enter a log
 
@@ -40,12 +43,14 @@ class ErrorWindow:
         self._outcomes: deque[bool] = deque(maxlen=max(size, min_scores))
 
     def check(self, scores: Iterable[Score | ScoreError]) -> None:
-        """Take in new scores. Raises ScoringFailed when the window holds enough scores and too many
-        are errors."""
+        """Take in new scores, but for those that do not apply. Raises ScoringFailed when the window
+        holds enough scores and too many are errors."""
         errors = []
         for score in scores:
-            self._outcomes.append(isinstance(score, ScoreError))
-            if isinstance(score, ScoreError):
+            if isinstance(score, Score):
+                self._outcomes.append(False)
+            elif score.failed:
+                self._outcomes.append(True)
                 errors.append(score)
         total, failures = len(self._outcomes), sum(self._outcomes)
         if errors and total >= self.min_scores and failures > self.max_error_rate * total:
@@ -82,6 +87,20 @@ class ErrorWindow:
             raise ValueError("error window: expected a string of 0 and 1")
         self._outcomes.clear()
         self._outcomes.extend(mark == "1" for mark in state)
+
+
+def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
+    """Raises ScoringFailed where none of the scores of `what` is one, and some failed. Says where
+    none applies."""
+    errors = [score for score in scores if isinstance(score, ScoreError)]
+    failed = [error for error in errors if error.failed]
+    if len(errors) < len(scores):
+        return
+    if failed:
+        raise ScoringFailed(
+            f"all {len(failed)} scores of the {what} are errors: {describe(failed)}"
+        )
+    logger.warning("no reward function says anything of any rollout of the %s", what)
 
 
 def describe(errors: list[ScoreError]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lowroll.orchestrator import groups as grouping
 from lowroll.orchestrator.client import EngineClient, PhaseProgress, Scorer, Tokenizer
-from lowroll.orchestrator.errors import ErrorWindow, ScoringFailed, describe
+from lowroll.orchestrator.errors import ErrorWindow, check_any
 from lowroll.orchestrator.estimates import pass_at_k
 from lowroll.orchestrator.settings import SOLVED, Sampling
 from lowroll.orchestrator.source import Draw, draw_at
@@ -40,6 +40,8 @@ def evaluate(
     max_sequence_tokens: int | None = None,
     threshold: float = SOLVED,
     max_error_rate: float = 0.05,
+    step: int = 1,
+    max_steps: int = 0,
     split: str = "test",
     on_phase: PhaseProgress | None = None,
 ) -> dict[str, float]:
@@ -75,7 +77,13 @@ def evaluate(
     )
     groups = grouping.in_planned_order(draws, answers)
     examples = grouping.score(
-        draws, groups, scorer, tokenizer, on_phase and partial(on_phase, "score")
+        draws,
+        groups,
+        scorer,
+        tokenizer,
+        on_phase and partial(on_phase, "score"),
+        step,
+        max_steps,
     )
     check_errors([sample.score for group in examples for sample in group], max_error_rate)
     return {
@@ -130,13 +138,14 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
         for example in examples
     ]
     solved = [[reward >= threshold for reward in example] for example in rewards if example]
-    metrics = {
+    lengths = [sample.rollout.num_drawn for example in examples for sample in example]
+    metrics = {"length_mean": fmean(lengths)}
+    if not solved:  # no reward function says anything of any of them
+        return metrics
+    metrics |= {
         "reward": fmean(fmean(example) for example in rewards if example),
         "pass_at_1": fmean(fmean(example) for example in solved),
         "avg_at_k": fmean(fmean(example[:k]) for example in solved),
-        "length_mean": fmean(
-            sample.rollout.num_drawn for example in examples for sample in example
-        ),
     }
     complete = [example for example in solved if len(example) >= k]
     if complete:
@@ -149,11 +158,7 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
 def check_errors(scores: Sequence[Score | ScoreError], max_error_rate: float = 0.05) -> None:
     """Raises ScoringFailed by the rule of the training loop, and when all are errors. Says when
     there are too few scores for the rule."""
-    errors = [score for score in scores if isinstance(score, ScoreError)]
-    if len(errors) == len(scores):
-        raise ScoringFailed(
-            f"all {len(errors)} scores of the evaluation are errors: {describe(errors)}"
-        )
+    check_any(scores, "evaluation")
     window = ErrorWindow(max_error_rate, min_scores=50, size=len(scores))
     window.check(scores)
     if unjudged := window.unjudged():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lowroll.orchestrator.client import EngineClient, Progress, Scorer, Tokenizer
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.estimates import majority
-from lowroll.orchestrator.groups import check_group, samples_of
+from lowroll.orchestrator.groups import check_group, for_scorer, samples_of
 from lowroll.orchestrator.settings import SOLVED
 from lowroll.orchestrator.source import Draw
 from lowroll.types import FinishReason, Message, Prompt, Sample, Score, ScoreError
@@ -31,7 +31,8 @@ class Response:
     """One response of a policy, or its side of a conversation; `score` is None until it is scored.
 
     `text` is that of its last turn, `tokens` are all that it drew. Of a conversation `messages` has
-    what was said after the prompt, and `failed` why its environment could not go on.
+    what was said after the prompt, and `failed` why its environment could not go on. `token_ids`
+    are kept where a scorer takes them.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Response:
     score: Score | ScoreError | None = None
     messages: list[Message] | None = None
     failed: str | None = None
+    token_ids: list[int] | None = None
 
     @property
     def solved(self) -> bool:
@@ -108,6 +110,7 @@ def _response(sample: Sample) -> Response:
         rollout.finish_reason,
         messages=sample.messages,
         failed=score.message if failed and isinstance(score, ScoreError) else None,
+        token_ids=rollout.token_ids if "takes" in sample.prompt.info else None,
     )
 
 
@@ -121,10 +124,14 @@ def score(
     environment failed, is not sent to the scorer."""
     done = 0
     for part in _parts(examples):
-        ended = [(one.prompt, response) for one in part for response in one.responses]
-        for _, response in ended:
-            response.score = _unscored(response)
-        items = [(prompt, response) for prompt, response in ended if response.score is None]
+        items = []
+        for one in part:
+            for response in one.responses:
+                response.score = _unscored(response)
+            ended = [response for response in one.responses if response.score is None]
+            ids = [response.token_ids or [] for response in ended]
+            prompt = for_scorer(one.prompt, ids, step=1, max_steps=0)
+            items += [(prompt, response) for response in ended]
         found = scorer.score([(p, p.answered(r.text, r.messages)) for p, r in items])
         for (_, response), outcome in zip(items, found, strict=True):
             if isinstance(outcome, Score) and not math.isfinite(outcome.reward):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowroll.advantages import TABLE, overlong
 from lowroll.orchestrator.client import Progress, Scorer, Tokenizer
@@ -149,19 +149,29 @@ def score(
     scorer: Scorer,
     tokenizer: Tokenizer,
     on_progress: Progress | None = None,
+    step: int = 1,
+    max_steps: int = 0,
 ) -> list[list[Sample]]:
     """Decode and score every rollout: one list of samples a draw. Aborted rollouts and those whose
-    environment failed are not sent to the scorer."""
+    environment failed are not sent to the scorer. `step` of `max_steps`: of the run, for scorers
+    that take it (`for_scorer`)."""
     samples = [
         samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)
     ]
-    finished = [
-        sample
-        for group in samples
-        for sample in group
-        if sample.rollout.finish_reason != "abort" and sample.ended != "error"
-    ]
-    said = [(one.prompt, one.prompt.answered(one.text, one.messages)) for one in finished]
+    finished, said = [], []
+    for group in samples:
+        ended = [
+            sample
+            for sample in group
+            if sample.rollout.finish_reason != "abort" and sample.ended != "error"
+        ]
+        if not ended:
+            continue
+        prompt = for_scorer(
+            ended[0].prompt, [one.rollout.token_ids for one in ended], step, max_steps
+        )
+        finished += ended
+        said += [(prompt, one.prompt.answered(one.text, one.messages)) for one in ended]
     outcomes = scorer.score(said, on_progress=on_progress)
     if len(outcomes) != len(finished):
         raise ValueError(f"scorer: {len(outcomes)} outcomes for {len(finished)} items")
@@ -170,6 +180,17 @@ def score(
             outcome = ScoreError("invalid", f"reward {outcome.reward}")
         sample.score = outcome
     return samples
+
+
+def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_steps: int) -> Prompt:
+    """The prompt of a group, for those who score it: where its `info` has `takes`, with the token
+    ids of the responses and the progress of the run, under the names that it asks for."""
+    known = {
+        "completion_ids": list(token_ids),
+        "trainer_state": {"global_step": step - 1, "max_steps": max_steps},
+    }
+    given = {name: known[name] for name in prompt.info.get("takes", ())}
+    return replace(prompt, info=prompt.info | given) if given else prompt
 
 
 def credit(

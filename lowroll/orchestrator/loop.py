@@ -45,13 +45,7 @@ from lowroll.orchestrator.client import (
     Tokenizer,
     WeightsWatch,
 )
-from lowroll.orchestrator.errors import (
-    ErrorWindow,
-    InvalidRollout,
-    NoSignal,
-    ScoringFailed,
-    describe,
-)
+from lowroll.orchestrator.errors import ErrorWindow, InvalidRollout, NoSignal, check_any
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.harvest import REASONS, Drop, Harvest, useless
 from lowroll.orchestrator.journal import Journal
@@ -59,7 +53,7 @@ from lowroll.orchestrator.ledger import POOLS, STATE_FORMAT, Ledger, upgraded
 from lowroll.orchestrator.settings import Settings
 from lowroll.orchestrator.source import Draw, PromptSource, seed_of
 from lowroll.orchestrator.supply import Open, Supply
-from lowroll.types import Batch, Group, Rollout, Sample, ScoreError
+from lowroll.types import Batch, Group, Rollout, Sample
 
 if TYPE_CHECKING:
     from lowroll.envs.base import Environment
@@ -400,16 +394,8 @@ class Orchestrator:
     def _judge(self, harvest: Harvest) -> None:
         """Whether there is something to learn from. Raises ScoringFailed or NoSignal."""
         wanted = self.settings.num_groups
-        failed = [
-            sample.score
-            for group in harvest.groups
-            for sample in group.samples
-            if isinstance(sample.score, ScoreError)
-        ]
-        if not any(group.scores() for group in harvest.groups):
-            raise ScoringFailed(
-                f"all {len(failed)} scores of the step are errors: {describe(failed)}"
-            )
+        samples = [sample for group in harvest.groups for sample in group.samples]
+        check_any([sample.score for sample in samples], "step")
         if not harvest.kept:
             self._without_signal(harvest, wanted)
         elif len(harvest.kept) < wanted:
@@ -470,7 +456,13 @@ class Orchestrator:
         self, draws: list[Draw], groups: list[Group], errors: ErrorWindow
     ) -> list[ScoredGroup]:
         samples = grouping.score(
-            draws, groups, self.scorer, self.tokenizer, self._progress("score")
+            draws,
+            groups,
+            self.scorer,
+            self.tokenizer,
+            self._progress("score"),
+            self.last + 1,
+            self.settings.max_steps,
         )
         errors.check(sample.score for group in samples for sample in group)
         return [

@@ -72,6 +72,7 @@ class Settings:
     easy_fraction: float = 0.0  # of the easy prompts, drawn again after a resumption
     hard_fraction: float = 0.0
     hash_keys: tuple[str, ...] = ()  # what makes two prompts the same one
+    max_steps: int = 0  # of the run, for scorers that take it; 0: not known
     skip_verification: bool = False  # nothing is scored; every reward is 0
 
     def __post_init__(self) -> None:

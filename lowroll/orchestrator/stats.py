@@ -17,7 +17,7 @@ from statistics import fmean, pstdev
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.ledger import POOLS, Ledger
 from lowroll.orchestrator.settings import SOLVED, Settings
-from lowroll.types import Rollout, Sample, Score
+from lowroll.types import Rollout, Sample, Score, ScoreError
 
 ENDINGS = ("done", "turns", "length", "tokens", "error")
 
@@ -40,7 +40,11 @@ def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """
     samples = [sample for group in groups for sample in group.samples]
     rewards = [reward for group in groups for reward in group.scores()]
-    stats = {"reward/error_rate": (len(samples) - len(rewards)) / len(samples)}
+    unscored = [sample.score for sample in samples if isinstance(sample.score, ScoreError)]
+    failed = sum(error.failed for error in unscored)
+    stats = {"reward/error_rate": failed / len(samples)}
+    if failed < len(unscored):
+        stats["reward/inapplicable_fraction"] = (len(unscored) - failed) / len(samples)
     if rewards:
         stats |= {
             "reward/mean": fmean(rewards),
@@ -60,9 +64,11 @@ def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
     """Mean raw score and mean of each of the scorer's own metrics, per environment."""
     values: dict[str, list[float]] = {}
     for sample in samples:
+        found = dict(sample.score.metrics or {})
         if isinstance(sample.score, Score):
-            for name, value in {**sample.score.metrics, "mean": sample.score.reward}.items():
-                values.setdefault(f"reward/{sample.prompt.env}/{name}", []).append(value)
+            found["mean"] = sample.score.reward
+        for name, value in found.items():
+            values.setdefault(f"reward/{sample.prompt.env}/{name}", []).append(value)
     return {name: fmean(values[name]) for name in sorted(values)}
 
 

@@ -28,6 +28,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.orchestrator import examples as responses_of
 from lowroll.orchestrator.client import PhaseProgress
 from lowroll.orchestrator.conversations import Conversations
+from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.evaluate import check_errors, plan
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
@@ -35,6 +36,7 @@ from lowroll.runs.comparison import Measured, rows_of
 from lowroll.runs.findings import folder_of, leave
 from lowroll.runs.responses import Responses
 from lowroll.runs.server import Server
+from lowroll.types import Score
 
 Rows = list[dict[str, Any]]
 log = logging.getLogger(__name__)
@@ -199,6 +201,10 @@ class _Asker:
         responses_of.score(unscored, self.scorer, kept.keep_scored, on_score)
         scores = [r.score for one in found for r in one.responses if r.score is not None]
         check_errors(scores, self.cfg.score.max_error_rate)
+        if not any(isinstance(score, Score) for score in scores):
+            raise ScoringFailed(
+                f"env {env.name!r}: no reward function says anything of any response"
+            )
         on_vote = partial(self.on_phase, f"{label}: vote")
         won = responses_of.votes(found, env, self.scorer, on_vote) if n > 1 else None
         left_out = self.cfg.eval.count(env.size("test")) - len(draws)

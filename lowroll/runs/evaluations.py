@@ -67,13 +67,13 @@ class Evaluations:
         self.on_note(
             f"evaluating the policy before step {step} (eval.interval: null leaves evaluations out)"
         )
-        return self.measure(now, version, sampled=True)
+        return self.measure(now, version, sampled=True, done=step - 1)
 
     def after(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
         """Of the policy after a step; {} when none is due."""
         if not self.due(step):
             return {}
-        return self.measure(now, version, sampled=step == self.last)
+        return self.measure(now, version, sampled=step == self.last, done=step)
 
     def due_before(self, step: int) -> bool:
         """Whether the policy before a step is evaluated."""
@@ -88,8 +88,10 @@ class Evaluations:
         """Whether the policy after a step is evaluated."""
         return self.interval is not None and (step == self.last or step % self.interval == 0)
 
-    def measure(self, now: RunConfig, version: int, sampled: bool) -> dict[str, float]:
-        """Of the current policy; with `sampled`, drawn as the rollouts too."""
+    def measure(
+        self, now: RunConfig, version: int, sampled: bool, done: int = 0
+    ) -> dict[str, float]:
+        """Of the current policy, after `done` steps; with `sampled`, drawn as the rollouts too."""
         began = time.monotonic()
         with self.rollouts.without_noise(version):
             metrics = held_out(
@@ -101,6 +103,7 @@ class Evaluations:
                 sampled=sampled,
                 max_prompt_tokens=prompts.longest(now, self.spec),
                 max_sequence_tokens=prompts.sequence(now, self.spec),
+                step=done + 1,
                 on_phase=self.on_phase,
             )
         return metrics | {"time/eval": time.monotonic() - began}
@@ -115,6 +118,7 @@ def held_out(
     *,
     max_prompt_tokens: int | None,
     max_sequence_tokens: int | None = None,
+    step: int = 1,
     sampled: bool = False,
     on_phase: PhaseProgress | None = None,
 ) -> dict[str, float]:
@@ -141,6 +145,8 @@ def held_out(
                 max_prompt_tokens=max_prompt_tokens,
                 max_sequence_tokens=max_sequence_tokens,
                 max_error_rate=cfg.score.max_error_rate,
+                step=step,
+                max_steps=cfg.train.max_steps,
                 on_phase=on_phase and partial(_within_evaluation, on_phase),
             )
         metrics |= found[chosen]
@@ -148,6 +154,7 @@ def held_out(
             metrics |= {
                 f"eval/{env.name}/sampled_{name}": found[drawn][f"eval/{env.name}/{name}"]
                 for name in COMPARED
+                if f"eval/{env.name}/{name}" in found[drawn]
             }
     return metrics
 

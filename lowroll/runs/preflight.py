@@ -201,7 +201,7 @@ def _ask(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], found: F
         _score_prompts(env, cfg, envs, prompts, found)
         return
     results = _score(env, cfg, envs, golds, found)
-    errors = [result for result in results if isinstance(result, ScoreError)]
+    errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
     if len(errors) > cfg.score.max_error_rate * len(results):
         found.problems.append(
             f"env {env.name!r}: its scorer fails on {len(errors)} of {len(results)} of its own "
@@ -225,7 +225,7 @@ def _score_prompts(
     """What a scorer makes of responses that need not be good ones: a score of a wrong type is a
     problem, an exception is worth a look."""
     results = _score(env, cfg, envs, [(prompt, "some text") for prompt in prompts], found)
-    errors = [result for result in results if isinstance(result, ScoreError)]
+    errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
     if errors:
         said = found.problems if any(error.kind == "invalid" for error in errors) else found.notes
         said.append(

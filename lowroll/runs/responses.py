@@ -137,7 +137,7 @@ class Responses:
 
 def _score_line(score: Score | ScoreError | None) -> dict[str, Any]:
     assert score is not None
-    return dict(vars(score))
+    return {key: value for key, value in vars(score).items() if value is not None}
 
 
 def _digest(draw: Draw) -> str:

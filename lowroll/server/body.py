@@ -21,7 +21,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from lowroll.server.errors import Refused
 from lowroll.types import MAX_TOP_LOGPROBS, TEMPERATURES
@@ -165,9 +164,7 @@ class Message(Body):
         """ValueError for a turn that says nothing, but for an assistant's calls of tools."""
         calls = said.data.get("role") == "assistant" and said.data.get("tool_calls")
         if content is None and not calls:
-            raise PydanticCustomError(
-                "content", "text is required, but of an assistant's message with tool_calls"
-            )
+            raise ValueError("text is required, but of an assistant's message with tool_calls")
         return content
 
 
@@ -303,7 +300,7 @@ def _refusal(error: ValidationError) -> Refused:
     """One thing that is wrong: where a field may be several things, of the one that came furthest."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     mine = [
-        (_path(one["loc"]), "an object is expected" if one["type"] == "model_type" else one["msg"])
+        (_path(one["loc"]), _reason(one["type"], one["msg"]))
         for one in errors
         if one["loc"][0] == errors[0]["loc"][0]
     ]
@@ -312,6 +309,13 @@ def _refusal(error: ValidationError) -> Refused:
     return Refused(
         f"{path}: {', or '.join(reason[:1].lower() + reason[1:] for reason in reasons)}", path
     )
+
+
+def _reason(kind: str, message: str) -> str:
+    """Why a field is wrong, without words of pydantic's own."""
+    if kind == "model_type":
+        return "an object is expected"
+    return message.removeprefix("Value error, ") if kind == "value_error" else message
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

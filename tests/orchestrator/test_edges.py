@@ -323,6 +323,20 @@ def test_errors_among_too_few_scores_are_told_at_the_end(caplog: pytest.LogCaptu
     assert caplog.text == ""
 
 
+def test_what_does_not_apply_is_no_error() -> None:
+    good, bad = Score(1.0), ScoreError("exception", "boom")
+    nothing = ScoreError("inapplicable", "None")
+    window = ErrorWindow(0.25, 4, 6)
+    window.check([nothing] * 9 + [good, good, good, nothing])
+    assert window.state() == "000"
+    with pytest.raises(ScoringFailed, match="2 of the last 5 scores are errors"):
+        window.check([bad, nothing, bad])
+    check_errors([nothing] * 60)
+    check_errors([nothing] * 60 + [good])
+    with pytest.raises(ScoringFailed, match="all 1 scores of the evaluation are errors"):
+        check_errors([nothing] * 60 + [bad])
+
+
 def test_errors_are_listed_by_how_often_and_then_by_name() -> None:
     errors = [ScoreError(kind, f"{kind}\n") for kind in ("timeout", "memory", "crash", "memory")]
     assert describe(errors) == "2 memory, 1 crash, 1 timeout; first: timeout: timeout\\n"

@@ -179,6 +179,7 @@ def test_the_orchestrator_has_its_sections() -> None:
         "filters": (Gibberish(99, 9, 1.5, True), Repetition(7, 0.5, False)),
         "max_error_rate": 0.2,
         "error_window": 50,
+        "max_steps": 40,
         "canary_interval": 20,
         "estimator": None,
         "max_async_level": 0,

@@ -3,6 +3,8 @@ roles, and resumed."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import linecache
 import sys
@@ -19,8 +21,11 @@ import lowroll
 from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
 from lowroll.config.document import ConfigError
+from lowroll.envs import make
+from lowroll.envs.cells import named
 from lowroll.metrics.record import read
 from lowroll.runs import demo
+from lowroll.types import Score
 from tests.fixtures.runs import TINY
 
 ROWS = [
@@ -118,6 +123,52 @@ def test_errors_that_are_too_few_to_stop_a_run_are_told_at_its_end(
     assert "1 of all 16 scores are errors" in told and "from 50 scores on" in told
 
 
+TRL = """
+def right(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, level, **rest):
+    assert trainer_state.max_steps == 2 and all(isinstance(i, int) for ids in completion_ids for i in ids)
+    log_extra("length", [len(ids) for ids in completion_ids])
+    log_metric("done", trainer_state.global_step)
+    return [SAYS for ids in completion_ids]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("says", "share"), [("None", 1.0), ("len(ids) / 7 if len(ids) % 2 else None", None)]
+)
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_does_not_apply_is_left_out_and_the_run_goes_on(
+    model: Path, tmp_path: Path, says: str, share: float | None, level: int
+) -> None:
+    (tmp_path / "rewards.py").write_text(TRL.replace("SAYS", says))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    result = lowroll.train(
+        model=str(model),
+        data=str(tmp_path / "rows.jsonl"),
+        reward_funcs=f"{tmp_path / 'rewards.py'}:right",
+        output_dir=str(tmp_path / "run"),
+        eval={"interval": 1, "num_examples": 1},
+        asynchrony={"max_async_level": level},
+        **{**SMALL, "score": {"workers": 1, "max_error_rate": 0.0}},
+    )
+    first, second = result.records
+    assert second["step"] == 2 and "reward/data/done" in second and second["reward/error_rate"] == 0
+    assert level or (first["reward/data/done"], second["reward/data/done"]) == (0, 1)
+    if share is not None:
+        assert (
+            first["reward/inapplicable_fraction"] == second["reward/inapplicable_fraction"] == share
+        )
+        assert "reward/mean" not in first and "eval/data/reward" not in second
+        assert second["eval/data/length_mean"] > 0
+    lines = (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()
+    samples = [found for line in lines if (found := json.loads(line)).get("kind") != "batch"]
+    assert len(samples) == 8
+    for sample in samples:
+        assert sample["score"]["extra"] == {"length": len(sample["rollout"]["token_ids"])}
+        scored = sample["score"]["type"] == "Score"
+        assert scored or not (any(sample["loss_mask"]) or sample["advantage"])
+
+
 @pytest.mark.slow
 def test_five_lines_of_a_notebook_train_and_resume(
     model: Path, tmp_path: Path, cell: Callable[[str], dict[str, Any]]
@@ -193,6 +244,70 @@ def test_what_workers_could_not_find_is_refused_with_the_fix(
     for weights in (2, "1"):
         with pytest.raises(ConfigError, match="reward_weights: must be a list of numbers, got"):
             lowroll.train("m", ROWS, cells["right"], weights)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+OBJECTS = """
+from functools import partial
+
+WORDS = {"many": 3}
+
+def scaled(completions, factor, **columns):
+    return [factor * len(m[-1]["content"]) for m in completions]
+
+class Judge:
+    def __init__(self, bonus):
+        self.bonus = bonus
+    def __call__(self, completions, **columns):
+        return [self.bonus + WORDS["many"] for m in completions]
+
+judge = Judge(0.5)
+tripled = partial(scaled, factor=WORDS["many"])
+"""
+
+
+def rewards_of(settings: dict[str, Any], text: str) -> dict[str, float]:
+    """What the functions of a data environment say of a response, each by its name."""
+    env = make("data", args=settings)
+    score = env.score(env.prompt(0), text)
+    assert isinstance(score, Score)
+    return score.metrics
+
+
+def test_callable_objects_of_a_notebook_or_file_are_found_again(
+    tmp_path: Path, cell: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = cell(OBJECTS)
+    (tmp_path / "objects_of_a_file.py").write_text(OBJECTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = importlib.import_module("objects_of_a_file")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, ROWS)))
+    for home in (cells, vars(file)):
+        given = [home["judge"], home["tripled"], functools.partial(home["scaled"], factor=2)]
+        ids = []
+        for value in given:
+            found = named(value, tmp_path / "environments")
+            if found.file is not None:
+                found.file.parent.mkdir(exist_ok=True)
+                found.file.write_text(found.text)
+            ids.append(found.id)
+        told = rewards_of({"path": str(data), "held_out": 0, "reward_funcs": ids}, "four")
+        assert told == {"judge": 3.5, "tripled": 12.0, "scaled": 8.0}
+    assert ids[:2] == [f"{tmp_path}/objects_of_a_file.py:{name}" for name in ("judge", "tripled")]
+
+
+def test_objects_that_nobody_could_find_again_are_refused(
+    tmp_path: Path, cell: Callable[[str], dict[str, Any]]
+) -> None:
+    cells = cell(OBJECTS)
+    for value, says in (
+        (cells["Judge"](1.0), r"has no name .*: give it one at the top level, as in judge = Judge"),
+        (functools.partial(cells["scaled"], factor=object()), "scaled is given <object object at"),
+        (functools.partial(len), "has no name by which"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lowroll.train("m", ROWS, value, output_dir=str(tmp_path / "run"))
     assert not list(tmp_path.iterdir())
 
 

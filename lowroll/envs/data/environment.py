@@ -13,8 +13,8 @@ from typing import Any
 
 from lowroll.envs.base import Environment
 from lowroll.envs.data.columns import ANSWERS, Columns, Message, Task
-from lowroll.envs.data.functions import ANSWER, Asked, load
-from lowroll.envs.outcome import InvalidScore
+from lowroll.envs.data.functions import ANSWER, OF_ROLLOUTS, Asked, Logged, TrainerState, load
+from lowroll.envs.outcome import Inapplicable, InvalidScore
 from lowroll.envs.problems import final_answer, perturb
 from lowroll.envs.rows import Rows
 from lowroll.types import Prompt, Score
@@ -106,6 +106,10 @@ class Data(Environment):
             "chat": not isinstance(task.prompt, str),
             "columns": self._wanted(task),
         }
+        if any(function.takes for function in self.functions):
+            info["takes"] = [
+                name for name in OF_ROLLOUTS if any(name in f.takes for f in self.functions)
+            ]
         if self.is_graded and task.answer is not None:
             info["answer"] = _gold(task.answer)
         return Prompt(f"{split}/{index}", self.name, messages, info)
@@ -126,6 +130,7 @@ class Data(Environment):
 
     def score_together(self, prompt: Prompt, said: Sequence[Said]) -> list[Score | InvalidScore]:
         """The scores of several responses to one prompt, which a function may compare."""
+        log = Logged(len(said), [function.name for function in self.functions])
         asked = Asked(
             prompt.messages if prompt.info["chat"] else prompt.messages[-1]["content"],
             [
@@ -135,12 +140,15 @@ class Data(Environment):
                 for one in said
             ],
             prompt.info["columns"] | {k: prompt.info[k] for k in ("answer",) if k in prompt.info},
+            log,
+            prompt.info.get("completion_ids") or [[] for _ in said],
+            TrainerState(**prompt.info.get("trainer_state", {})),
         )
         found = []
         for function in self.functions:
             self.tell(function.where)
             found.append(function.rewards(asked))
-        return [self._sum([rewards[i] for rewards in found]) for i in range(len(said))]
+        return [self._sum(i, [rewards[i] for rewards in found], log) for i in range(len(said))]
 
     def gold(self, prompt: Prompt) -> str:
         """The demonstration of the row, or its answer where that alone is judged."""
@@ -218,13 +226,15 @@ class Data(Environment):
         text = self.template.replace("{text}", messages[last]["content"])
         return [*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :]]
 
-    def _sum(self, rewards: Sequence[float | None]) -> Score | InvalidScore:
+    def _sum(self, i: int, rewards: Sequence[float | None], log: Logged) -> Score | InvalidScore:
         pairs = list(zip(self.functions, rewards, self.weights, strict=True))
         known = {f.name: reward for f, reward, _ in pairs if reward is not None}
         if not known:
             names = ", ".join(function.name for function in self.functions)
-            return InvalidScore(f"no reward function applies ({names} said None)")
-        return Score(sum(w * r for _, r, w in pairs if r is not None), known)
+            told = f"no reward function applies ({names} said None)"
+            return Inapplicable(told, log.metrics, log.extra(i))
+        total = sum(w * r for _, r, w in pairs if r is not None)
+        return Score(total, known | log.metrics, log.extra(i))
 
 
 def _gold(answer: Any) -> str:

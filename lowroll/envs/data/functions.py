@@ -12,13 +12,20 @@ Any other is asked about one response, and returns one reward:
 
 Both take what they want by name: `prompts` or `prompt`, and every column of the data. A completion
 is a text where the prompt is one, and a list of messages where the prompt is chat messages. None is
-"does not apply": the function counts neither for nor against that response. Either may be `async`.
+"does not apply": the function counts neither for nor against that response. Either may be `async`,
+and a callable object, such as a `functools.partial`, that a file holds under a name.
+
+A function of completions may take the rest of what TRL gives: `completion_ids`, `trainer_state`
+(with `global_step` and `max_steps`), `log_extra(column, values)`, whose values are kept with the
+samples, and `log_metric(name, value)`, a metric beside those of the functions.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,20 +37,30 @@ from typing import Any
 from lowroll.envs.answers import Unjudged, equal, last_answer
 from lowroll.envs.base import bounded
 from lowroll.envs.blame import describe, place
-from lowroll.envs.data.columns import Message
-from lowroll.envs.outcome import MAX_REWARD, InvalidScore, ScorerFailed, awaited
+from lowroll.envs.data.columns import ODD, Message, plain
+from lowroll.envs.outcome import (
+    MAX_METRICS,
+    MAX_REWARD,
+    InvalidScore,
+    ScorerFailed,
+    as_number,
+    awaited,
+    metric_name,
+)
 from lowroll.envs.table import import_file, split_file
 from lowroll.types import nearest
 
 ANSWER = "answer"  # the function that comes along: is the final answer the gold one?
 TEXTS = ("text", "solution_str")  # names of a response's text; the second is verl's
 ONE = (*TEXTS, "completion", "prompt", "rollout")
-SEVERAL = ("completions", "prompts")
+# what a function of several responses is given beside columns, as TRL calls it
+OF_ROLLOUTS = ("completion_ids", "trainer_state")
+LOGS = ("log_extra", "log_metric")
+SEVERAL = ("completions", "prompts", *OF_ROLLOUTS, *LOGS)
+NO_COLUMNS = ("prompt", "completion")  # of a row, which TRL does not pass to **columns
+MAX_EXTRA = 500_000  # characters of what is logged about the responses to one prompt
 SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))  # names of what was answered
-UNKNOWN_HERE = {
-    "completion_ids": "the workers that score see text, and no token ids",
-    "trainer_state": "scores do not depend on the step",
-}
+UNKNOWN_HERE = dict.fromkeys((*OF_ROLLOUTS, *LOGS), "only functions of completions are given it")
 
 
 @dataclass(frozen=True)
@@ -58,12 +75,79 @@ class Response:
 
 
 @dataclass(frozen=True)
+class TrainerState:
+    """How far the run is: steps that are done, and all of them (0: it is not known)."""
+
+    global_step: int = 0
+    max_steps: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has global_step and max_steps here, and no {name!r}")
+
+
+class Logged:
+    """What functions log about the responses to one prompt.
+
+    `names` are those that metrics may not have. InvalidScore for what cannot be kept.
+    """
+
+    def __init__(self, count: int, names: Sequence[str]) -> None:
+        self.count, self.names = count, names
+        self.columns: dict[str, list[Any]] = {}
+        self._metrics: dict[str, list[float]] = {}
+        self._size = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of each."""
+        return {name: sum(found) / len(found) for name, found in self._metrics.items()}
+
+    def extra(self, i: int) -> dict[str, Any] | None:
+        """Of one response; None: nothing."""
+        return {name: self.columns[name][i] for name in self.columns} or None
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Keep a value for each response with its sample."""
+        column = metric_name(column)
+        if column in self.columns:
+            raise InvalidScore(f"log_extra: {column!r} was logged before")
+        found = [plain(value.tolist() if hasattr(value, "tolist") else value) for value in values]
+        if len(found) != self.count:
+            raise InvalidScore(
+                f"log_extra: {column!r} has {len(found)} values for {self.count} completions"
+            )
+        if any(value is ODD for value in found):
+            raise InvalidScore(f"log_extra: {column!r} holds what is no JSON data")
+        self._size += len(json.dumps(found))
+        if self._size > MAX_EXTRA:
+            raise InvalidScore(
+                f"log_extra: more than {MAX_EXTRA:,} characters about the responses to one prompt"
+            )
+        self.columns[column] = found
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Take a number into the mean of a metric."""
+        if metric_name(name) in self.names:
+            raise InvalidScore(f"log_metric: {name!r} is the name of a reward function")
+        if name == "mean":
+            raise InvalidScore("log_metric: 'mean' is the mean reward; choose another name")
+        if name not in self._metrics and len(self._metrics) + len(self.names) >= MAX_METRICS:
+            raise InvalidScore(f"log_metric: more than {MAX_METRICS} metrics")
+        if hasattr(value, "item"):
+            value = value.item()
+        self._metrics.setdefault(name, []).append(as_number(f"the metric {name!r}", value))
+
+
+@dataclass(frozen=True)
 class Asked:
-    """Responses to one prompt, as functions see them."""
+    """Responses to one prompt, as functions see them, and what they log about these."""
 
     prompt: str | list[Message]
     said: Sequence[list[Message]]
     columns: dict[str, Any]
+    log: Logged
+    completion_ids: Sequence[list[int]]
+    state: TrainerState = TrainerState()
 
     @property
     def texts(self) -> list[str]:
@@ -89,6 +173,11 @@ class RewardFunction:
             raise ValueError(f"{self.where}: {odd[0]} must be a parameter that can be named")
         self.wanted = {p.name: p.default is p.empty for p in named}  # name: must it be given?
         self.is_of_several = "completions" in self.wanted
+        self.takes = tuple(
+            name
+            for name in OF_ROLLOUTS
+            if self.is_of_several and (self.takes_rest or name in self.wanted)
+        )
         self.own = SEVERAL if self.is_of_several else ONE
         if not self.takes_rest and SAID.isdisjoint(self.wanted):
             raise ValueError(
@@ -98,7 +187,7 @@ class RewardFunction:
     @property
     def where(self) -> str:
         """ "rewards.py:3: reward 'brevity'"."""
-        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        code = getattr(_inner(self.function), "__code__", None)
         line = f"{self.file}:{code.co_firstlineno}: " if self.file and code else ""
         return f"{line}reward {self.name!r}"
 
@@ -127,8 +216,19 @@ class RewardFunction:
 
     def _of_several(self, asked: Asked) -> list[float | None]:
         count = len(asked.said)
-        known = {"completions": asked.completions, "prompts": [asked.prompt] * count}
-        rows = {key: [value] * count for key, value in asked.columns.items()}
+        known = {
+            "completions": asked.completions,
+            "prompts": [asked.prompt] * count,
+            "completion_ids": list(asked.completion_ids),
+            "trainer_state": asked.state,
+            "log_extra": asked.log.log_extra,
+            "log_metric": asked.log.log_metric,
+        }
+        rows = {
+            key: [value] * count
+            for key, value in asked.columns.items()
+            if key in self.wanted or key not in NO_COLUMNS
+        }
         found = self._call(rows | known)
         if hasattr(found, "tolist"):  # an array or a tensor
             found = found.tolist()
@@ -159,6 +259,8 @@ class RewardFunction:
             return awaited(self.function(**given))
         except MemoryError:
             raise
+        except InvalidScore as error:
+            raise InvalidScore(f"{self.where}: {error}") from error
         except (Exception, SystemExit) as error:
             at = f"{place(error, self.file)}: " if self.file else ""
             raise ScorerFailed(f"{at}reward {self.name!r}: {describe(error)}") from error
@@ -205,12 +307,23 @@ def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction:
     if key not in modules:
         modules[key] = _module(file, home)
     function: Any = vars(modules[key]).get(name)
-    if not inspect.isfunction(function):
+    if not callable(function) or inspect.isclass(function):
         known = [k for k, v in vars(modules[key]).items() if inspect.isfunction(v)]
         raise ValueError(
             f"{key}: no function {name!r}{nearest(name, known, repr)}; it has: {', '.join(known) or 'none'}"
         )
-    return RewardFunction(name, function, function.__code__.co_filename)
+    code = getattr(_inner(function), "__code__", None)
+    home = getattr(modules[key], "__file__", None)
+    return RewardFunction(name, function, code.co_filename if code else home)
+
+
+def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The code that runs: of a partial its function, of an object its `__call__`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__code__") and not hasattr(function, "__wrapped__"):
+        function = getattr(type(function), "__call__", function)  # noqa: B004
+    return inspect.unwrap(function)
 
 
 def _module(file: Path | None, home: str) -> ModuleType:

@@ -48,6 +48,7 @@ _SETTINGS = Mirror(
         "filters",
         "max_async_level",
         "buffer_seed",
+        "max_steps",
     ),
     default=("error_window", "canary_interval", "stall_s"),
 )
@@ -98,6 +99,7 @@ def settings(
         filters=tuple(_filter(section, spec.vocab_size) for section in cfg.filters),
         max_async_level=0 if alone else cfg.asynchrony.max_async_level,
         buffer_seed=cfg.buffer.seed,
+        max_steps=cfg.train.max_steps,
     )
 
 
