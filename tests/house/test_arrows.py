@@ -59,7 +59,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # updates
     "server": (
         {"engine", "model", "types", "weights", "transport", "checkpoint", "machine", "tool_calls"},
-        {"aiohttp", "prometheus_client", "pydantic", "pydantic_core"},
+        {"aiohttp", "prometheus_client", "pydantic"},
     ),
     "objectives": (set(), {"torch"}),
     # parallel -> transport: a wait for other ranks has a deadline and names what for

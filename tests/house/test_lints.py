@@ -73,7 +73,11 @@ RUNS = {
     "urlopen",
 }
 
-BROAD = {  # handlers of every error that do not end in a raise
+BROAD = {
+    (
+        "model/folder.py",
+        "ask",
+    ): "every way in which there is no network, by the hub's own client",  # handlers of every error that do not end in a raise
     (
         "envs/base.py",
         "_reward_or_error",
