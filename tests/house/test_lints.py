@@ -73,11 +73,11 @@ RUNS = {
     "urlopen",
 }
 
-BROAD = {
+BROAD = {  # handlers of every error that do not end in a raise
     (
         "model/folder.py",
         "ask",
-    ): "every way in which there is no network, by the hub's own client",  # handlers of every error that do not end in a raise
+    ): "every way in which there is no network, by the hub's own client",
     (
         "envs/base.py",
         "_reward_or_error",
