@@ -25,6 +25,9 @@ KEEP_ENV = (
     "TMPDIR",
     "LD_LIBRARY_PATH",
     "VIRTUAL_ENV",
+    "HF_HOME",  # where models of the hub lie, and whether it may be asked for more
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
 )
 
 

@@ -40,7 +40,7 @@ def anchor(document: Document) -> None:
     _replace(document, ("advantage_function", "import_path"), _code)
     _replace(document, FUNCTIONS, _code)
     for inside in _texts(_get(document.value, FUNCTIONS), FUNCTIONS):
-        _replace(document, inside, _code)
+        _replace(document, inside, _function)
     for inside in _texts(_get(document.value, KWARGS), KWARGS):
         _replace(document, inside, _argument)
     for path in ENVIRONMENTS:
@@ -96,6 +96,11 @@ def _code(text: str, folders: list[FilePath]) -> str | None:
     if not suffix:
         return None
     return f"{_file(f'{stem}.py', folders)}:{name}"
+
+
+def _function(text: str, folders: list[FilePath]) -> str | None:
+    """A function of a file, or the folder of a reward model."""
+    return _code(text, folders) or _argument(text, folders)
 
 
 def _file(text: str, folders: list[FilePath]) -> str:

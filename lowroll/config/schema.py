@@ -240,7 +240,7 @@ class RunConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     env: Environments = (EnvConfig(id="reverse-text"),)
     data: DataSection | None = None  # in the place of env: a data set of your own
-    # how its responses are scored: path/to/file.py:function; []: answer, whether the final answer
+    # how its responses are scored: path/to/file.py:function, or a reward model; []: answer, whether the final answer
     # is the gold one
     reward_funcs: RewardFunctions = ()
     reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each

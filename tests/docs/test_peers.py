@@ -93,6 +93,7 @@ def test_the_page_for_trl(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(here.replace("\n    ", " ").replace("\n)", ")").strip().splitlines()) <= 5
     record = of_python(here, monkeypatch)
     assert 0 < record["reward/data/brief"] <= 1 and "reward/data/right" in record
+    assert record["reward/data/tokens"] > 0
     (there,) = blocks("from_trl.md", "python there")
     compile(there, "there", "exec")
 

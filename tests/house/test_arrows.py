@@ -66,11 +66,12 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # parallel -> quant: codes are whole on every rank
     "parallel": ({"model", "transport", "quant"}, {"torch"}),
     "advantages": (set(), set()),
-    # transformers makes the JSON schemas of functions, where a run begins
+    # transformers makes the JSON schemas of functions, where a run begins, and reads reward models
     "envs": (
         {"types", "machine", "tool_calls"},
         {
             "transformers",
+            "huggingface_hub",
             "verifiers",
             "mcp",
             "math_verify",

@@ -114,6 +114,11 @@ class Data(Environment):
             info["answer"] = _gold(task.answer)
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
+    def prepare(self) -> None:
+        """Load the reward models."""
+        for function in self.functions:
+            function.prepare()
+
     def score(self, prompt: Prompt, text: str) -> Score:
         """The weighted sum of the functions' rewards, each a metric of its own."""
         (found,) = self.score_together(prompt, [text])

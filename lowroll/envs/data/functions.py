@@ -38,6 +38,7 @@ from lowroll.envs.answers import Unjudged, equal, last_answer
 from lowroll.envs.base import bounded
 from lowroll.envs.blame import describe, place
 from lowroll.envs.data.columns import ODD, Message, plain
+from lowroll.envs.data.reward_models import RewardModel, is_model
 from lowroll.envs.outcome import (
     MAX_METRICS,
     MAX_REWARD,
@@ -207,6 +208,9 @@ class RewardFunction:
                     f"{', '.join(known)}"
                 )
 
+    def prepare(self) -> None:
+        """There is nothing to load."""
+
     def rewards(self, asked: Asked) -> list[float | None]:
         """One reward a response. InvalidScore for another return value, ScorerFailed for what the
         function raises; both name it, its file and line."""
@@ -280,9 +284,10 @@ class RewardFunction:
         return number
 
 
-def load(ids: Sequence[str]) -> list[RewardFunction]:
-    """The functions that ids name: `rewards.py:brevity`, `package.module:brevity`, or `answer`. A
-    file is run once. ValueError for one that cannot be found, and for two of one name."""
+def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
+    """The functions that ids name: `rewards.py:brevity`, `package.module:brevity`, a folder or hub
+    id of a reward model, or `answer`. A file is run once. ValueError for one that cannot be found,
+    and for two of one name."""
     modules: dict[str, ModuleType] = {}
     found = [_load(id, modules) for id in ids]
     names = [function.name for function in found]
@@ -292,16 +297,18 @@ def load(ids: Sequence[str]) -> list[RewardFunction]:
     return found
 
 
-def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction:
+def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction | RewardModel:
     if id == ANSWER:
         return RewardFunction(ANSWER, answer, None)
     file, name = split_file(id)
+    if file is None and is_model(id):
+        return RewardModel(id)
     home, _, word = id.rpartition(":")
     name = name or word
     if (file is None and not home) or not name:
         raise ValueError(
             f"reward_funcs: {id!r} names no function; write file.py:function, "
-            f"package.module:function, or {ANSWER}"
+            f"package.module:function, a folder or owner/name of a reward model, or {ANSWER}"
         )
     key = str(file or home)
     if key not in modules:

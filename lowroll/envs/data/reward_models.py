@@ -1,0 +1,138 @@
+"""Reward models: sequence classifiers of transformers with one output, a folder or a model of the
+Hugging Face hub, as TRL reads them.
+
+The text is the prompt with the completion behind it, in the model's own chat template where they are
+messages; its reward is the one logit. Weights are safetensors, and no code of a model is run. A
+worker loads the model before it is ready, so its memory limit must have room for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowroll.types import HUB_NAME, printable
+
+if TYPE_CHECKING:
+    from lowroll.envs.data.functions import Asked
+
+AUTO = "AutoModelForSequenceClassification"
+FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+
+
+def is_model(id: str) -> bool:
+    """Whether an id is one of a reward model: a folder, or `owner/name` of the hub."""
+    return Path(id).expanduser().is_dir() or re.fullmatch(HUB_NAME, id) is not None
+
+
+class RewardModel:
+    """A reward function that is a model. ValueError for one that cannot be loaded."""
+
+    file: str | None = None  # it has no code
+    columns: frozenset[str] | None = frozenset()  # and takes none
+    takes: tuple[str, ...] = ()
+    is_of_several = True
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.folder = _folder(id)
+        self.name = Path(id).name
+        self._loaded: tuple[Any, Any] | None = None
+        _check(id, self.folder)
+
+    @property
+    def where(self) -> str:
+        """What errors call it."""
+        return f"reward model {self.id!r}"
+
+    def check(self, columns: Sequence[str]) -> None:
+        """It takes no columns."""
+
+    def prepare(self) -> None:
+        """Load it. ValueError where its weights have no head of one output."""
+        if self._loaded is None:
+            self._loaded = self._load()
+
+    def rewards(self, asked: Asked) -> list[float | None]:
+        """One reward a response."""
+        self.prepare()
+        assert self._loaded is not None
+        model, tokenizer = self._loaded
+        if isinstance(asked.prompt, str):
+            texts = [asked.prompt + said for said in asked.texts]
+        else:
+            texts = [
+                tokenizer.apply_chat_template([*asked.prompt, *said], tokenize=False)
+                for said in asked.said
+            ]
+        inputs = tokenizer(
+            text=texts,
+            return_tensors="pt",
+            padding=True,
+            padding_side="right",
+            add_special_tokens=False,
+        )
+        return [float(one) for one in model(**inputs).logits[:, 0]]
+
+    def _load(self) -> tuple[Any, Any]:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        model, told = AutoModelForSequenceClassification.from_pretrained(
+            self.folder,
+            num_labels=1,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        if missing := sorted(told["missing_keys"]):
+            raise ValueError(f"{self.where}: its weights lack {missing[0]}")
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        # the last token that is no padding is the one whose logit counts
+        model.config.pad_token_id = tokenizer.pad_token_id
+        return model.eval().requires_grad_(False), tokenizer
+
+
+def _folder(id: str) -> Path:
+    """The folder of a model; one of the hub is downloaded unless it is on this machine."""
+    folder = Path(id).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        try:
+            found = snapshot_download(id, allow_patterns=FILES, local_files_only=True)
+        except LocalEntryNotFoundError:
+            found = snapshot_download(id, allow_patterns=FILES)
+    except Exception as error:  # the hub's errors are many; the user needs one line
+        said = printable((str(error).splitlines() or [""])[0])
+        raise ValueError(
+            f"reward_funcs: {id!r} is no folder, and the hub could not deliver it "
+            f"({type(error).__name__}: {said})"
+        ) from error
+    return Path(found)
+
+
+def _check(id: str, folder: Path) -> None:
+    """ValueError for a folder that is seen to be no reward model."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"reward_funcs: the folder {id!r} has no config.json") from None
+    except ValueError as error:
+        raise ValueError(f"reward_funcs: {folder / 'config.json'} is no JSON: {error}") from None
+    if AUTO in config.get("auto_map", {}):
+        raise ValueError(f"reward_funcs: {id!r} brings code of its own, which is not run")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"reward_funcs: {id!r} has no weights as safetensors")
+    labels = config.get("id2label")
+    if labels is not None and len(labels) != 1:
+        raise ValueError(
+            f"reward_funcs: {id!r} has {len(labels)} labels, and a reward model has one"
+        )
