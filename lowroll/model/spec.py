@@ -9,6 +9,9 @@ implemented is refused by the key that asks for it.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -16,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.model.folder import read_json
-from lowroll.types import printable
+from lowroll.types import RunFailed, printable
 
 MOST = 2**31 - 1  # of any integer in a config,
 LARGE = 1e30  # and of any other number: float32 has to hold it
 MOST_LAYERS = 1024
+APART_SECONDS = 300  # of `read_spec_apart`, on a machine that is busy
 # model_type: the architecture that a checkpoint of it names, and transformers' class of its config
 FAMILIES = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config"),
@@ -130,6 +134,38 @@ def read_spec(folder: Path) -> ModelSpec:
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {printable(error)}") from None
     return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *generation_eos_ids(folder)))))
+
+
+def read_spec_apart(folder: Path) -> ModelSpec:
+    """`read_spec` by a process of its own: transformers' configurations import torch, which an
+    orchestrator must not load. Errors are the same; RunFailed when it does not answer in time."""
+    command = [sys.executable, "-c", _APART, str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"{folder}: its config.json is not read after {APART_SECONDS} s") from None
+    if done.returncode:
+        raise RunFailed(f"{folder}: its config.json was not read: {printable(done.stderr[-500:])}")
+    said = json.loads(done.stdout)
+    if "error" in said:
+        raise ValueError(said["error"])
+    scaling = said.pop("rope_scaling")
+    return ModelSpec(
+        **{**said, "eos_ids": tuple(said["eos_ids"])},
+        rope_scaling=None if scaling is None else RopeScaling(**scaling),
+    )
+
+
+_APART = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from lowroll.model.spec import read_spec
+try:
+    print(json.dumps(asdict(read_spec(Path(sys.argv[1])))))
+except ValueError as error:
+    print(json.dumps({"error": str(error)}))
+"""
 
 
 def generation_eos_ids(folder: Path) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lowroll.engine.native import NativeEngine
 from lowroll.engine.request import Request
 from lowroll.model import hf
-from lowroll.model.spec import read_spec
+from lowroll.model.spec import read_spec, read_spec_apart
 from tests.fixtures.sequences import forward, random_sequences
 from tests.fixtures.tiny import LLAMA3_ROPE, hf_folder
 
@@ -157,3 +157,12 @@ def test_ends_that_stand_in_generation_config_alone_end_a_response(tmp_path: Pat
     (group,) = NativeEngine(hf.load(folder)).generate([request])
     assert group.rollouts[0].token_ids == [first]
     assert group.rollouts[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "llama3-rope"])
+def test_a_process_without_torch_reads_the_same(family: str, tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "m", family)
+    assert read_spec_apart(folder) == read_spec(folder)
+    edited(folder, {"model_type": "gemma"})
+    with pytest.raises(ValueError, match="config.json: model_type"):
+        read_spec_apart(folder)

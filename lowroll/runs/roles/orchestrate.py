@@ -32,7 +32,7 @@ from lowroll.engine.remote.discovery import Elastic
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.metrics.record import add_evaluation, forget_evaluations, read_evaluations
 from lowroll.model.folder import resolve
-from lowroll.model.spec import read_spec
+from lowroll.model.spec import read_spec_apart
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.tokens import FileTokenizer
 from lowroll.orchestrator.errors import NoSignal
@@ -126,7 +126,7 @@ class Orchestration:
         self.committed = 0  # that the ledger knows of
         self.last = cfg.train.max_steps
         folder = resolve(cfg.model, weights=False)
-        spec = read_spec(folder)
+        spec = read_spec_apart(folder)
         self.chat = ChatTokenizer(
             FileTokenizer(folder), cfg.rollout.tool_call_parser, cfg.chat_template_kwargs
         )
