@@ -117,8 +117,8 @@ def _as_object(value: Callable[..., Any], folder: Path) -> Named:
         module, name = home
         if module.__name__ != MAIN:
             file = getattr(module, "__file__", None)
-            named_file = file and not getattr(module, "__package__", "")
-            return Named(f"{Path(file).resolve() if named_file else module.__name__}:{name}")
+            alone = file is not None and not getattr(module, "__package__", "")
+            return Named(f"{Path(str(file)).resolve() if alone else module.__name__}:{name}")
         text = _object_source(name)
     elif isinstance(function, types.FunctionType):
         _refuse_nameless(function)

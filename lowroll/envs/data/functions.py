@@ -320,8 +320,8 @@ def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction | RewardMod
             f"{key}: no function {name!r}{nearest(name, known, repr)}; it has: {', '.join(known) or 'none'}"
         )
     code = getattr(_inner(function), "__code__", None)
-    home = getattr(modules[key], "__file__", None)
-    return RewardFunction(name, function, code.co_filename if code else home)
+    written = code.co_filename if code else getattr(modules[key], "__file__", None)
+    return RewardFunction(name, function, written)
 
 
 def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
