@@ -9,13 +9,13 @@
 An ask is repeated until it is answered, so that nothing depends on a message that arrives: the
 number of the step is the sequence number, the next ask is the acknowledgement. Pieces bound every
 message, and go on where they were when either side is started again. The joined frame is checked as
-a file would be. Every message is three parts: a sealed line (`transport.words`), the bytes of the
-piece, and their HMAC-SHA256 under the token that both sides know.
+a file would be. Every message is two parts: a sealed line (`transport.words`), and the bytes of the
+piece. The connection is authenticated and encrypted with keys made of the token that both sides
+know (`transport.curve`).
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import logging
 import os
@@ -41,6 +41,7 @@ from lowroll.transport.base import (
     check_deadline,
 )
 from lowroll.transport.codec import MAX_BYTES
+from lowroll.transport.curve import Admission, set_client_keys
 from lowroll.transport.frame import LONGEST_HEADER, decode_frame
 from lowroll.transport.queue import DurableSender
 from lowroll.transport.spool import Spool, dismissal
@@ -68,28 +69,19 @@ _CLOSE_S = 2.0
 _MOST_WAITING = 16
 
 
-def pack(word: Ask | Answer, piece: bytes, token: str) -> list[bytes]:
-    """The three parts of a message."""
-    line = encode_word(word)
-    return [line, piece, _mac(line, piece, token)]
+def pack(word: Ask | Answer, piece: bytes) -> list[bytes]:
+    """The two parts of a message."""
+    return [encode_word(word), piece]
 
 
-def unpack(kind: type[Word], parts: Sequence[bytes], token: str) -> tuple[Word, bytes]:
-    """ValueError for anything but what `pack` made with the same token."""
-    if len(parts) != 3:
-        raise ValueError(f"{len(parts)} parts, a message has 3")
-    line, piece, mac = parts
+def unpack(kind: type[Word], parts: Sequence[bytes]) -> tuple[Word, bytes]:
+    """ValueError for anything but what `pack` made."""
+    if len(parts) != 2:
+        raise ValueError(f"{len(parts)} parts, a message has 2")
+    line, piece = parts
     if len(line) > MOST_BYTES or len(piece) > PIECE:
         raise ValueError(f"a message of {len(line)} and {len(piece)} bytes is too long")
-    if not hmac.compare_digest(mac, _mac(line, piece, token)):
-        raise ValueError("damaged, or made with another token")
     return decode_word(kind, line), piece
-
-
-def _mac(line: bytes, piece: bytes, token: str) -> bytes:
-    found = hmac.new(token.encode(), line, "sha256")  # a line has one newline, its last byte
-    found.update(piece)
-    return found.digest()
 
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.Socket[bytes]:
@@ -114,8 +106,8 @@ class Sender(DurableSender):
     and says where in the file `publish`; `folder` is its spool.
 
     hwm: batches that the trainer may not have received yet; `send` waits at most `deadline_s`
-    seconds for room. attempt: grows with every start of the orchestrator. ValueError for an address
-    of the network without a token, TransportError for one that is taken.
+    seconds for room. attempt: grows with every start of the orchestrator. token: what both ends
+    know; nobody else is heard. ValueError without one, TransportError for an address that is taken.
     """
 
     def __init__(
@@ -128,11 +120,13 @@ class Sender(DurableSender):
         *,
         run: str = "",
         attempt: int = 0,
-        token: str = "",
+        token: str,
         publish: Path | None = None,
         alive: Callable[[], None] | None = None,
     ) -> None:
-        interface = _interface(host, token)
+        if not token:
+            raise ValueError("rollouts are served only to those who know a token: none is given")
+        interface = _interface(host)
         super().__init__(Spool(folder, run), hwm, deadline_s, alive)
         self.service = Service(self.spool, attempt, token)
         self.address = self.service.bind(interface, port)
@@ -163,13 +157,14 @@ class Service:
     def __init__(self, spool: Spool, attempt: int, token: str) -> None:
         self.spool = spool
         self.attempt = attempt
-        self.token = token
         self.cursor = spool.cursor()
         self.dismissed = spool.dismissed()  # attempt of the trainer
         self.turns = 0  # of the thread; for tests
         self._waiting: dict[bytes, Ask] = {}  # by peer: what is not there yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._admission = Admission(self._context, token)
         self._socket = _open(self._context, zmq.ROUTER, 2 * MOST_BYTES)
+        self._admission.guard(self._socket)
         self._ear, self._bell = os.pipe()
         os.set_blocking(self._ear, False)
         os.set_blocking(self._bell, False)
@@ -226,6 +221,7 @@ class Service:
     def _release(self) -> None:
         self._closing.set()
         self._socket.close()
+        self._admission.socket.close()
         self._context.term()
         os.close(self._ear)
         os.close(self._bell)
@@ -233,6 +229,7 @@ class Service:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._admission.socket, zmq.POLLIN)
         poller.register(self._ear, zmq.POLLIN)
         try:
             while not self._closing.is_set():
@@ -244,6 +241,7 @@ class Service:
             raise
 
     def _turn(self, ready: dict[object, int]) -> None:
+        self._admission.decide()
         if self._ear in ready:
             os.read(self._ear, 4096)
             for peer, ask in list(self._waiting.items()):
@@ -261,7 +259,7 @@ class Service:
             except zmq.Again:
                 return found
             try:
-                ask, _ = unpack(Ask, parts, self.token)
+                ask, _ = unpack(Ask, parts)
                 found[peer] = ask
             except ValueError as error:
                 self._refused += 1
@@ -325,30 +323,24 @@ class Service:
         committed = 0 if self.cursor is None else self.cursor.committed
         answer = Answer(kind, self.spool.run, self.attempt, ask.attempt, committed, **rest)  # type: ignore[arg-type]
         try:
-            self._socket.send_multipart([peer, *pack(answer, piece, self.token)], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, *pack(answer, piece)], zmq.NOBLOCK)
         except zmq.Again:  # it does not read: it will ask again
             pass
 
 
-def _interface(host: str, token: str) -> str:
-    """The address to listen on. ValueError for one that others reach, when they could say anything."""
+def _interface(host: str) -> str:
+    """The address to listen on."""
     try:
-        found = socket.gethostbyname(host)
+        return socket.gethostbyname(host)
     except OSError as error:
         raise ValueError(f"rollout_transport.host: {host!r}: {error}") from error
-    if not ipaddress.ip_address(found).is_loopback and not token:
-        raise ValueError(
-            f"rollout_transport.host: {host} is reached from other machines: rollouts are served "
-            "there only with a token, and then to a private network"
-        )
-    return found
 
 
 class Receiver:
     """The trainer's end. address: tcp://HOST:PORT, or the file in which the orchestrator says where
     it listens, which may change. committed: the step of the checkpoint that the trainer goes on
     from, 0 at the beginning. `attempt` grows with every start of the trainer; an earlier one is
-    fenced."""
+    fenced. token: the orchestrator's."""
 
     def __init__(
         self,
@@ -357,7 +349,7 @@ class Receiver:
         committed: int = 0,
         *,
         run: str = "",
-        token: str = "",
+        token: str,
         alive: Callable[[], None] | None = None,
         silence_s: float = SILENCE_S,
         max_bytes: int = MAX_BYTES + LONGEST_HEADER,
@@ -370,6 +362,7 @@ class Receiver:
         self._cursor = Cursor(committed, committed, attempt)
         self._orchestrator = -1  # its attempt
         self._heard = committed  # what it is known to know of ours
+        self._warned = False  # that nobody has ever answered
 
     def receive(self, deadline_s: float) -> Batch:
         """The next batch. PeerSilent when an orchestrator that was there leaves every ask of
@@ -386,8 +379,8 @@ class Receiver:
             silent_s = 0.0 if self._listen(coming, seconds) else silent_s + seconds
             if self.alive is not None:
                 self.alive()
-            if self._orchestrator >= 0 and silent_s >= self.silence_s:
-                raise PeerSilent(f"the orchestrator at {self.line.where} to answer", self.silence_s)
+            if silent_s >= self.silence_s:
+                self._complain()
             if coming.batch is None and time.monotonic() >= until:
                 never = ", which has never answered" if self._orchestrator < 0 else ""
                 what = f"the batch of step {step} from the orchestrator at {self.line.where}{never}"
@@ -414,6 +407,19 @@ class Receiver:
             if found is not None and self._is_for_me(found[0]):
                 self._heard = found[0].committed
         self.line.close()
+
+    def _complain(self) -> None:
+        """PeerSilent of an orchestrator that was there; of one that never was, a warning, once."""
+        if self._orchestrator >= 0:
+            raise PeerSilent(f"the orchestrator at {self.line.where} to answer", self.silence_s)
+        if self.line.is_placed and not self._warned:
+            self._warned = True
+            log.warning(
+                "nobody at %s has answered for %g s: if the orchestrator is there, it has another "
+                "token (LOWROLL_TOKEN, or roles/tokens.json of the run)",
+                self.line.where,
+                self.silence_s,
+            )
 
     def _word(self, want: int | None = None, offset: int = 0) -> Ask:
         cursor = self._cursor
@@ -537,13 +543,18 @@ class Line:
         if self.place is None:
             self._connect(str(address))
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether there is an address to ask at."""
+        return self._socket is not None
+
     def tell(self, word: Ask) -> bool:
         """Say it; False when nobody is there to hear."""
         self._look()
         if self._socket is None:
             return False
         try:
-            self._socket.send_multipart(pack(word, b"", self.token), zmq.NOBLOCK)
+            self._socket.send_multipart(pack(word, b""), zmq.NOBLOCK)
             return True
         except zmq.Again:
             return False
@@ -556,7 +567,7 @@ class Line:
             return None
         if not self._socket.poll(max(1, int(1000 * seconds))):
             return None
-        return unpack(Answer, self._socket.recv_multipart(zmq.NOBLOCK), self.token)
+        return unpack(Answer, self._socket.recv_multipart(zmq.NOBLOCK))
 
     def close(self) -> None:
         if self._socket is not None:
@@ -582,6 +593,7 @@ class Line:
         if self._socket is not None:
             self._socket.close()
         self._socket = _open(self._context, zmq.DEALER, PIECE + 2 * MOST_BYTES)
+        set_client_keys(self._socket, self.token)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no asks are kept for one who is not there
         try:
             self._socket.connect(address)

@@ -26,10 +26,13 @@ from lowroll.transport.base import (
     wait_until,
 )
 from lowroll.transport.codec import encode_record
+from lowroll.transport.curve import Admission
 from lowroll.transport.spool import Spool
 from lowroll.transport.words import Answer, Ask, Place, Said, decode_word, encode_word
 from lowroll.transport.zmq import Receiver, Sender, pack, unpack
 from tests.fixtures.batches import batch_of, exactly
+
+TOKEN = "what both ends know"
 
 
 @pytest.fixture
@@ -44,13 +47,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sender_of(stack: ExitStack, folder: Path, **options: object) -> Sender:
-    sender = Sender(folder, **options)
+    sender = Sender(folder, **{"token": TOKEN} | options)
     stack.callback(sender.close)
     return sender
 
 
 def receiver_of(stack: ExitStack, address: object, *words: int, **options: object) -> Receiver:
-    receiver = Receiver(address, *words, **options)
+    receiver = Receiver(address, *words, **{"token": TOKEN} | options)
     stack.callback(receiver.close)
     return receiver
 
@@ -58,18 +61,22 @@ def receiver_of(stack: ExitStack, address: object, *words: int, **options: objec
 def fake(stack: ExitStack, answer: Callable[[Ask], list[list[bytes]]]) -> str:
     """An orchestrator that sends what it likes: the address of one."""
     context = wire.Context()
+    admission = Admission(context, TOKEN)
     router = context.socket(wire.ROUTER)
     router.setsockopt(wire.LINGER, 0)
+    admission.guard(router)
     router.bind("tcp://127.0.0.1:*")
     done = threading.Event()
 
     def serve() -> None:
         while not done.is_set():
+            admission.decide()
             if router.poll(20):
                 peer, *parts = router.recv_multipart()
-                for message in answer(unpack(Ask, parts, "")[0]):
+                for message in answer(unpack(Ask, parts)[0]):
                     router.send_multipart([peer, *message])
         router.close()
+        admission.socket.close()
         context.term()
 
     thread = threading.Thread(target=serve)
@@ -107,15 +114,15 @@ def test_it_listens_where_it_says_on_this_machine_alone(tmp_path: Path, stack: E
     sender = sender_of(stack, tmp_path / "spool", run="r", attempt=3, publish=place)
     assert sender.address.startswith("tcp://127.0.0.1:")
     assert decode_word(Place, place.read_bytes()) == Place("r", 3, sender.address)
-    with pytest.raises(ValueError, match="0.0.0.0 is reached from other machines"):
-        Sender(tmp_path / "b", "0.0.0.0")
-    every = sender_of(stack, tmp_path / "c", host="0.0.0.0", token="secret")
+    with pytest.raises(ValueError, match="only to those who know a token: none is given"):
+        Sender(tmp_path / "b", token="")
+    every = sender_of(stack, tmp_path / "c", host="0.0.0.0")
     assert every.address.startswith(f"tcp://{socket.gethostname()}:")
     port = int(sender.address.rpartition(":")[2])
     with pytest.raises(TransportError, match=f"127.0.0.1:{port}: Address already in use"):
-        Sender(tmp_path / "d", port=port)
+        Sender(tmp_path / "d", port=port, token=TOKEN)
     with pytest.raises(TransportError, match="nonsense: no address"):
-        Receiver("nonsense", 1)
+        Receiver("nonsense", 1, token=TOKEN)
 
 
 def test_a_full_channel_blocks_and_a_waiting_trainer_names_whom(
@@ -142,8 +149,8 @@ def test_both_sides_start_again_and_find_each_other(
 ) -> None:
     """The orchestrator on another port, the trainer from its checkpoint."""
     place, spool = tmp_path / "place.json", tmp_path / "spool"
-    sender = Sender(spool, hwm=9, attempt=1, publish=place)
-    receiver = Receiver(place, 1)
+    sender = Sender(spool, hwm=9, attempt=1, publish=place, token=TOKEN)
+    receiver = Receiver(place, 1, token=TOKEN)
     for step in (1, 2, 3):
         sender.send(batch_of(step))
         assert receiver.receive(30).step == step
@@ -265,18 +272,14 @@ def frame(tmp_path: Path, step: int = 1) -> bytes:
 
 WRONG = {
     "noise": lambda ask, data: [b"noise"],
-    "parts": lambda ask, data: [b"a", b"b", b"c", b"d"],
-    "mac": lambda ask, data: [*pack(answer_of(ask, size=9), b"x", "")[:2], b"0" * 32],
-    "token": lambda ask, data: pack(answer_of(ask, size=9), b"x", "t"),
-    "another word": lambda ask, data: pack(Said("", 1, 0, 0), b"", ""),
-    "empty": lambda ask, data: pack(answer_of(ask, size=9), b"", ""),
-    "too long": lambda ask, data: pack(answer_of(ask, size=3), b"1234", ""),
-    "huge": lambda ask, data: pack(answer_of(ask, size=1 << 40), b"1234", ""),
-    "no frame": lambda ask, data: pack(answer_of(ask, size=4), b"1234", ""),
-    "flipped": lambda ask, data: pack(
-        answer_of(ask, size=len(data)), data.replace(b"two", b"six"), ""
-    ),
-    "cut": lambda ask, data: pack(answer_of(ask, size=len(data) - 1), data[:-1], ""),
+    "parts": lambda ask, data: [b"a", b"b", b"c"],
+    "another word": lambda ask, data: pack(Said("", 1, 0, 0), b""),
+    "empty": lambda ask, data: pack(answer_of(ask, size=9), b""),
+    "too long": lambda ask, data: pack(answer_of(ask, size=3), b"1234"),
+    "huge": lambda ask, data: pack(answer_of(ask, size=1 << 40), b"1234"),
+    "no frame": lambda ask, data: pack(answer_of(ask, size=4), b"1234"),
+    "flipped": lambda ask, data: pack(answer_of(ask, size=len(data)), data.replace(b"two", b"six")),
+    "cut": lambda ask, data: pack(answer_of(ask, size=len(data) - 1), data[:-1]),
 }
 
 
@@ -293,7 +296,7 @@ def test_what_is_no_frame_is_asked_for_again_twice(
             return []
         if len(asks) <= times:
             return [WRONG[wrong](ask, data)]
-        return [pack(answer_of(ask, size=len(data)), data, "")]
+        return [pack(answer_of(ask, size=len(data)), data)]
 
     receiver = receiver_of(stack, fake(stack, answer), 1)
     if times == zmq.TRIES:
@@ -314,12 +317,12 @@ def test_stale_words_are_passed_over(tmp_path: Path, stack: ExitStack) -> None:
         piece = data[ask.offset : ask.offset + half]
         good = answer_of(ask, offset=ask.offset, size=len(data))
         return [
-            pack(replace(answer_of(ask, "fenced"), to=7), b"", ""),
-            pack(replace(answer_of(ask, "gone"), run="other"), b"", ""),
-            pack(replace(good, step=2), piece, ""),
-            pack(good, piece, ""),
-            pack(good, piece, ""),
-            pack(replace(answer_of(ask, "fenced"), attempt=0), b"", ""),
+            pack(replace(answer_of(ask, "fenced"), to=7), b""),
+            pack(replace(answer_of(ask, "gone"), run="other"), b""),
+            pack(replace(good, step=2), piece),
+            pack(good, piece),
+            pack(good, piece),
+            pack(replace(answer_of(ask, "fenced"), attempt=0), b""),
         ]
 
     receiver = receiver_of(stack, fake(stack, answer), 1)

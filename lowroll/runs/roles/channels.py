@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable
 
 from lowroll.config import RunConfig
+from lowroll.machine import raise_file_limit
 from lowroll.runs.roles.place import Place
 from lowroll.transport import filesystem
 from lowroll.transport.base import FrameGone, PeerSilent, RolloutReceiver
@@ -28,6 +28,7 @@ def sender(cfg: RunConfig, place: Place, attempt: int, alive: Alive) -> DurableS
         return filesystem.Sender(place.spool, way.hwm, SEND_S, alive=alive)
     from lowroll.transport import zmq
 
+    raise_file_limit()  # each stranger that connects has a file, until its handshake has failed
     return zmq.Sender(
         place.spool,
         way.host,
@@ -37,7 +38,7 @@ def sender(cfg: RunConfig, place: Place, attempt: int, alive: Alive) -> DurableS
         attempt=attempt,
         publish=place.address,
         alive=alive,
-        token=secret(place),
+        token=place.tokens()[0],
     )
 
 
@@ -51,13 +52,8 @@ def receiver(
     from lowroll.transport import zmq
 
     return Patient(
-        zmq.Receiver(place.address, attempt, committed, alive=alive, token=secret(place)), alive
+        zmq.Receiver(place.address, attempt, committed, alive=alive, token=place.tokens()[0]), alive
     )
-
-
-def secret(place: Place) -> str:
-    """What both ends know, made of what engines ask for."""
-    return hashlib.sha256(f"rollouts {place.tokens()[0]}".encode()).hexdigest()[:32]
 
 
 class Patient:
