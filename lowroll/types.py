@@ -127,6 +127,8 @@ class Request:
     # taken from the logit of a token that the response has, once or for each time that it stands there
     presence_penalty: float | None = field(default=None, metadata=OMITTED)
     frequency_penalty: float | None = field(default=None, metadata=OMITTED)
+    # in llguidance's language: what the response must be (`engine.grammar`)
+    grammar: str | None = field(default=None, metadata=OMITTED)
     # id of the request whose sequence this prompt goes on from: its engine may have the pages
     follows: str | None = field(default=None, metadata=OMITTED)
 

@@ -1,5 +1,6 @@
-"""What a request adds to logits: its own bias, and presence and frequency penalties, which go by the
-tokens of the response so far. Arithmetic alone, for the scheduler too: no torch."""
+"""What the host does to logits before each token: it adds a request's own bias and its presence and
+frequency penalties, which go by the tokens of the response so far, and holds it to its grammar.
+Arithmetic alone, for the scheduler too: no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +9,13 @@ from collections import Counter
 from lowroll.engine.sequence import Place, Sequence
 
 
+def needs_host(s: Sequence | Place) -> bool:
+    """Whether the host has a say before each token: by a grammar, or as `is_biased`."""
+    return s.group.grammar is not None or is_biased(s)
+
+
 def is_biased(s: Sequence | Place) -> bool:
-    """Whether the next logits depend on a bias, or on how often the response has a token: this is
-    looked up on the host, before each token."""
+    """Whether the next logits depend on a bias, or on how often the response has a token."""
     r = s.request
     return bool(r.logit_bias or r.presence_penalty or r.frequency_penalty)
 

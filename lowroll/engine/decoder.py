@@ -38,8 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.engine.biases import is_biased
-from lowroll.engine.sampler import Ranks, biased, require_finite, signed
+from lowroll.engine.biases import needs_host
+from lowroll.engine.sampler import Ranks, by_host, require_finite, signed
 from lowroll.engine.sequence import Sequence
 from lowroll.engine.wishes import Draw, Wishes, draw_of
 from lowroll.kernels.launch import captured, overlapping
@@ -135,16 +135,16 @@ class Decoder:
             self._wishes.upload(sequences, size, drawing)
         rows = len(sequences)
         ranks = Ranks(sequences)
-        biases = any(map(is_biased, sequences))
-        if biases and steps > 1:
-            raise ValueError(f"steps: {steps}, where a row's bias goes by the token before")
+        host = any(map(needs_host, sequences))
+        if host and steps > 1:
+            raise ValueError(f"steps: {steps}, where the host needs the token before")
         for _ in range(steps):
-            if not ranks.asking and not biases:
+            if not ranks.asking and not host:
                 self._step(size, drawing)
                 continue
             self._step(size, None)
             assert self.logits is not None
-            logits_BV = biased(self._shaped(rows, self.logits[:rows], drawing), sequences)
+            logits_BV = by_host(self._shaped(rows, self.logits[:rows], drawing), sequences)
             ranks.see(logits_BV)
             self._draw(rows, logits_BV, drawing)
         if drawing is Draw.MARKED:

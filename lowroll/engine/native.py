@@ -25,6 +25,7 @@ from torch import Tensor
 from lowroll import machine
 from lowroll.engine.base import Capabilities, Drawn, EngineStats, InFlight, Ranked
 from lowroll.engine.decoder import MOST_STEPS
+from lowroll.engine.grammar import Grammars
 from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
 from lowroll.engine.scheduler import Scheduler
@@ -542,6 +543,11 @@ class NativeEngine:
             self.folder is not None and (tokenizer_home(self.folder) / "tokenizer.json").is_file()
         )
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What holds responses to grammars; for several threads. ValueError where it cannot be had."""
+        return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
+
     def _own_format(self, model: Transformer | str | Path) -> str:
         if isinstance(model, Transformer):
             return model.weight_format or DEFAULT
@@ -566,6 +572,8 @@ class NativeEngine:
                 page_size=self.pool.page_size,
                 eos_ids=self.scheduler.eos_ids,
             )
+            if request.grammar is not None:
+                self.grammars.compile(request.grammar)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
 
@@ -616,6 +624,7 @@ class NativeEngine:
             eos_ids=self._eos_ids(),
             decode=decode,
             evictions=None if self.runner.recorder is None else self.runner.recorder.evictions,
+            compile_grammar=lambda text: self.grammars.compile(text),
         )
 
     def _num_pages(

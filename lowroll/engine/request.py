@@ -74,6 +74,7 @@ def validate(
         if (value := getattr(request, name)) is not None:
             _check_range(name, _check_float(name, value), *COUNTED)
     _check_bias(request.logit_bias, vocab_size)
+    _check_grammar(request, has_tokenizer)
     _check_ids("stop_ids", request.stop_ids, vocab_size)
     _check_stop_strings(request.stop_strings, has_tokenizer)
     if type(request.ignore_eos) is not bool:
@@ -103,6 +104,8 @@ def sampler_settings(request: Request) -> dict[str, float]:
     for name in ("presence_penalty", "frequency_penalty"):
         if value := getattr(request, name):
             settings[name] = float(value)
+    if request.grammar is not None:
+        settings["grammar"] = 1.0
     return settings | {f"logit_bias.{token}": bias for token, bias in request.logit_bias or ()}
 
 
@@ -167,6 +170,19 @@ def _check_bias(bias: Any, vocab_size: int) -> None:
     _check_ids("logit_bias", [token for token, _ in bias], vocab_size)
     for token, value in bias:
         _check_range(f"logit_bias[{token}]", _check_float(f"logit_bias[{token}]", value), *BIASES)
+
+
+def _check_grammar(request: Request, has_tokenizer: bool) -> None:
+    """What goes with a grammar, at whose end nothing but the end can be drawn."""
+    if request.grammar is None:
+        return
+    if type(request.grammar) is not str:
+        raise ValueError(f"grammar: expected a text, got {_show(request.grammar)}")
+    if not has_tokenizer:
+        raise ValueError("grammar: this engine has no tokenizer")
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(request, name):
+            raise ValueError(f"{name}: it does not go with a grammar, which says where to end")
 
 
 def _check_stop_strings(strings: Any, has_tokenizer: bool) -> None:

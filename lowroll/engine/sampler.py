@@ -8,6 +8,7 @@ Per row, in fp32 and in this order (the order of Hugging Face's processors):
  2. ids banned until `min_tokens` are drawn: logit -inf;
  2b. presence and frequency penalties, subtracted from the logits of the tokens of the response (once,
     and for each time), and the request's own bias of logits, added;
+ 2c. ids that its grammar has no place for (`engine.grammar`): logit -inf;
  3. logits / temperature;
  4. top-k: the k largest (0 is off);
  5. top-p (Holtzman et al. 2020, arXiv:1904.09751): of what is left, the smallest set of largest
@@ -45,6 +46,7 @@ import torch
 from torch import Tensor
 
 from lowroll.engine.biases import biases_of, is_biased
+from lowroll.engine.grammar import held
 from lowroll.engine.sequence import Place, Sequence
 from lowroll.engine.wishes import filters_of, is_filtered
 from lowroll.kernels.sampling.draw import distribution as log_probs_of
@@ -120,12 +122,23 @@ def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
 
 
 def shaped(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
-    """Logits after the penalties, the bans and the bias of the next token of each sequence, float32;
-    what comes in is left unchanged, and comes out where no row asks."""
-    return biased(_banned(_penalised(logits_BV, sequences), sequences), sequences)
+    """Logits after the penalties, the bans, the bias and the grammar of the next token of each sequence,
+    float32; what comes in is left unchanged, and comes out where no row asks."""
+    return by_host(_banned(_penalised(logits_BV, sequences), sequences), sequences)
 
 
-def biased(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
+def by_host(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
+    """Logits after what the host alone does: steps 2b and 2c. What comes in is left unchanged, and
+    comes out where no row asks."""
+    rows = [
+        (row, s.group.grammar, s.sample, s.token_ids)
+        for row, s in enumerate(sequences)
+        if s.group.grammar is not None
+    ]
+    return held(_biased(logits_BV, sequences), rows)
+
+
+def _biased(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
     """Logits with the bias of each request, and less its presence and frequency penalties of the
     tokens of the response, float32; what comes in is left unchanged, and comes out where no row
     asks."""

@@ -43,9 +43,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lowroll.engine.base import Drawn
-from lowroll.engine.biases import is_biased
+from lowroll.engine.biases import needs_host
 from lowroll.engine.drafts import Replays, agreed, begin, drawn, plan_checks
 from lowroll.engine.outcome import behavior_salt, drawn_by, give_up, rollouts_of
 from lowroll.engine.pieces import plan_passes
@@ -55,6 +56,9 @@ from lowroll.kv.pages import PagePool, page_keys
 from lowroll.kv.policy.base import CachePolicy, footprint, num_pages, prompt_slot
 from lowroll.kv.policy.dense import DENSE
 from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout
+
+if TYPE_CHECKING:
+    from lowroll.engine.grammar import Grammar
 
 
 class Scheduler:
@@ -68,7 +72,7 @@ class Scheduler:
     that decode rows take before other prompts run, 0 for none. behavior: how
     tokens are drawn now; its last policy span names the weights. decode: token ids to text, needed
     for stop strings only. evictions: what the cache of the sample in a slot has dropped (of slot
-    None: nothing yet), for its rollout; None where that is not recorded.
+    None: nothing yet), for its rollout; None where that is not recorded. compile_grammar: what holds a response to a grammar's text.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Scheduler:
         eos_ids: Iterable[int] = (),
         decode: Callable[[list[int]], str] | None = None,
         evictions: Callable[[int | None], Evictions] | None = None,
+        compile_grammar: Callable[[str], Grammar] | None = None,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -107,6 +112,7 @@ class Scheduler:
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.evictions = evictions
+        self.compile_grammar = compile_grammar
         self.reserved_pages = 0  # over all sequences; never over pool.num_free
         self._groups: dict[int, LiveGroup] = {}  # by handle, in order of arrival
         self._waiting: deque[LiveGroup] = deque()  # groups with samples that wait, oldest first
@@ -165,7 +171,11 @@ class Scheduler:
             "stop strings without a tokenizer: it was not validated"
         )
         stop_ids = set(request.stop_ids) | (set() if request.ignore_eos else self.eos_ids)
-        group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)), need)
+        grammar = None
+        if request.grammar is not None:
+            assert self.compile_grammar, "a grammar without a tokenizer: it was not validated"
+            grammar = self.compile_grammar(request.grammar)
+        group = LiveGroup(self._next_handle, request, tuple(sorted(stop_ids)), need, grammar)
         self._next_handle += 1
         self._enqueue(group, [[]] * request.n)
         return group.handle
@@ -193,7 +203,7 @@ class Scheduler:
         self._running.clear()
         self._free_slots = list(reversed(range(self.max_batch)))
         for old in groups:
-            again = LiveGroup(old.handle, old.request, old.stop_ids, old.footprint)
+            again = LiveGroup(old.handle, old.request, old.stop_ids, old.footprint, old.grammar)
             self._enqueue(again, [drawn(sequence) for sequence in old.sequences])
 
     def abort(self, handle: int) -> bool:
@@ -246,7 +256,7 @@ class Scheduler:
         # half as many while others wait for rows that end
         most = max(1, self.lookahead // 2) if self._waiting else self.lookahead
         ahead = [s.until - s.position for s in rows]
-        host = passes or any(map(is_biased, rows))  # it has a say before each token
+        host = passes or any(map(needs_host, rows))  # it has a say before each token
         steps = 1 if host else min(most, max(ahead, default=1))
         limits = [min(steps, tokens) for tokens in ahead]
         growing = [*zip(rows, limits, strict=True), *((c.sequence, len(c.ids)) for c in checks)]

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lowroll.kv.policy.base import Footprint
 from lowroll.types import BehaviorTag, Evictions, FinishReason, PolicySpan, Request
+
+if TYPE_CHECKING:
+    from lowroll.engine.grammar import Grammar
 
 
 @dataclass(eq=False)
@@ -83,6 +87,7 @@ class LiveGroup:
     request: Request
     stop_ids: tuple[int, ...]
     footprint: Footprint
+    grammar: Grammar | None = None  # that the response is held to
     sequences: list[Sequence] = field(default_factory=list)
     waiting: deque[Sequence] = field(default_factory=deque)  # samples not admitted yet, in order
     # held from admission until the last sample has forked
@@ -144,6 +149,14 @@ class Place:
     @property
     def request(self) -> Request:
         return self.sequence.request
+
+    @property
+    def group(self) -> LiveGroup:
+        return self.sequence.group
+
+    @property
+    def sample(self) -> int:
+        return self.sequence.sample
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -1,0 +1,158 @@
+"""Responses held to a grammar: before each token of such a sample, the ids that its grammar has no place
+for are banned, and what is left is drawn from as ever. Log-probs are of that distribution.
+
+A grammar is a text in llguidance's language (`llguidance`, extra `grammar`): Lark, or the JSON that its
+`grammar_from_...` functions make of a JSON schema, a regular expression or a choice.
+
+An engine has `Grammars`; a request that is held has a `Grammar`, which keeps for each of its samples
+how far it has come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Many
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.model.attention import upload
+
+MOST_KEPT = 32  # grammars that stay compiled
+MOST_TEXT = 1 << 18  # characters of one
+# a mask takes at most some 10 ms of the engine's thread, a compilation some 100 ms of its own
+LIMITS = {"step_max_items": 50_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
+
+
+def available() -> str | None:
+    """Why nothing can be held to a grammar here, None where it can."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError:
+        return "the package llguidance is not installed: pip install 'lowroll[grammar]'"
+    return None
+
+
+class Grammar:
+    """A compiled grammar with the samples of one request that follow it."""
+
+    def __init__(self, compiled: Any, eos_ids: Collection[int]) -> None:
+        self._compiled = compiled
+        self._eos_ids = tuple(eos_ids)
+        self._states: dict[
+            int, tuple[Any, list[int]]
+        ] = {}  # by sample, with the tokens it has seen
+
+    def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
+        """The ids that may follow, a bit each, the lowest first, in `width` bytes.
+
+        Only what differs from the last call is read, so that another draft of a sample can be tried.
+        A text that no grammar of this vocabulary can go on from may end.
+        """
+        state, seen = self._states.setdefault(sample, (self._compiled.deep_copy(), []))
+        same = _common(seen, token_ids)
+        if same < len(seen):
+            state.rollback(len(seen) - same)
+            del seen[same:]
+        fresh = list(token_ids[same:])
+        taken = state.try_consume_tokens(fresh) if fresh else 0
+        seen += fresh[:taken]
+        mask = b""
+        if taken == len(fresh) and not state.is_error() and not state.is_stopped():
+            mask = state.compute_bitmask()
+        if not any(mask):
+            mask = _bits(self._eos_ids, width)
+        return mask[:width].ljust(width, b"\0")
+
+
+class Grammars:
+    """Compiles grammars for the tokenizer of a model; for several threads.
+
+    eos_ids: what ends a response. ValueError says what is missing.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
+        if why := available():
+            raise ValueError(f"grammar: {why}")
+        if not eos_ids:
+            raise ValueError("grammar: the model has no end-of-sequence token, so none could end")
+        from llguidance.hf import from_tokenizer
+
+        self.eos_ids = sorted(eos_ids)
+        if len(tokenizer) > vocab_size:
+            raise ValueError(
+                f"grammar: the tokenizer has {len(tokenizer)} tokens and the model {vocab_size}"
+            )
+        self._tokenizer = from_tokenizer(tokenizer, vocab_size, self.eos_ids)
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def compile(self, text: str) -> Grammar:
+        """A grammar for a request. ValueError says where the text is wrong."""
+        with self._lock:
+            compiled = self._kept.get(text)
+        if compiled is None:
+            compiled = self._compile(text)
+        with self._lock:
+            self._kept[text] = compiled
+            self._kept.move_to_end(text)
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return Grammar(compiled, self.eos_ids)
+
+    def _compile(self, text: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        if len(text) > MOST_TEXT:
+            raise ValueError(f"grammar: {len(text):,} characters; {MOST_TEXT:,} at most")
+        limits = LLParserLimits(**LIMITS)
+        compiled = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        if compiled.is_error():
+            raise ValueError(f"grammar: {_reason(compiled.get_error())}")
+        return compiled
+
+
+def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]]) -> Tensor:
+    """Logits, float32, in which the ids that a row's grammar has no place for are -inf. rows: the row,
+    its grammar, its sample and the tokens of the response. What comes in is left unchanged, and comes
+    out where there are none."""
+    vocab_size = logits_BV.shape[1]
+    width = -(-vocab_size // 8)
+    masks, numbers = bytearray(), list[int]()
+    for row, grammar, sample, token_ids in rows:
+        numbers.append(row)
+        masks += grammar.allowed(sample, token_ids, width)
+    if not numbers:
+        return logits_BV
+    device = logits_BV.device
+    packed_NW = upload(torch.frombuffer(masks, dtype=torch.uint8).view(-1, width), device)
+    bits_8 = upload(torch.arange(8, dtype=torch.uint8), device)
+    allowed_NV = (packed_NW[..., None] >> bits_8 & 1).bool().flatten(1)[:, :vocab_size]
+    rows_N = upload(torch.tensor(numbers), device)
+    logits_BV = logits_BV.float()
+    return logits_BV.index_put((rows_N,), logits_BV[rows_N].masked_fill(~allowed_NV, -math.inf))
+
+
+def _common(seen: Many[int], now: Many[int]) -> int:
+    """How many tokens both begin with."""
+    most = min(len(seen), len(now))
+    if seen[:most] == now[:most]:
+        return most
+    return next(i for i in range(most) if seen[i] != now[i])
+
+
+def _bits(ids: Iterable[int], width: int) -> bytes:
+    mask = bytearray(width)
+    for i in ids:
+        mask[i // 8] |= 1 << i % 8
+    return bytes(mask)
+
+
+def _reason(error: str) -> str:
+    """The first line of a reason, without the compiler's own words."""
+    line = next((one.strip() for one in error.splitlines() if one.strip()), "not a grammar")
+    return line.removeprefix("Error: ")[:300]
