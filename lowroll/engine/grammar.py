@@ -25,7 +25,9 @@ from lowroll.model.attention import upload
 MOST_KEPT = 32  # grammars that stay compiled
 MOST_TEXT = 1 << 18  # characters of one
 # a mask takes at most some 10 ms of the engine's thread, a compilation some 100 ms of its own
-LIMITS = {"step_max_items": 50_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
+STEP_ITEMS, STEP_FUEL, LEXER_STATES = 50_000, 200_000, 50_000
+# as Python writes JSON: else white space could go on for ever
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def available() -> str | None:
@@ -109,11 +111,32 @@ class Grammars:
 
         if len(text) > MOST_TEXT:
             raise ValueError(f"grammar: {len(text):,} characters; {MOST_TEXT:,} at most")
-        limits = LLParserLimits(**LIMITS)
+        limits = LLParserLimits(
+            step_max_items=STEP_ITEMS, step_lexer_fuel=STEP_FUEL, max_lexer_states=LEXER_STATES
+        )
         compiled = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if compiled.is_error():
             raise ValueError(f"grammar: {_reason(compiled.get_error())}")
         return compiled
+
+
+def of_json_schema(schema: dict[str, Any]) -> str:
+    """The grammar of JSON of a schema, written as Python writes it. ValueError without llguidance."""
+    return str(_matcher().grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
+
+
+def of_regex(regex: str) -> str:
+    """The grammar of what a regular expression (of Rust's) matches whole. ValueError without
+    llguidance."""
+    return str(_matcher().grammar_from_regex(regex))
+
+
+def _matcher() -> Any:
+    if why := available():
+        raise ValueError(f"grammar: {why}")
+    from llguidance import LLMatcher
+
+    return LLMatcher
 
 
 def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]]) -> Tensor:

@@ -72,7 +72,8 @@ class Scheduler:
     that decode rows take before other prompts run, 0 for none. behavior: how
     tokens are drawn now; its last policy span names the weights. decode: token ids to text, needed
     for stop strings only. evictions: what the cache of the sample in a slot has dropped (of slot
-    None: nothing yet), for its rollout; None where that is not recorded. compile_grammar: what holds a response to a grammar's text.
+    None: nothing yet), for its rollout; None where that is not recorded.
+    compile_grammar: the grammar of a text, needed for requests that have one.
     """
 
     def __init__(

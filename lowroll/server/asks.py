@@ -43,11 +43,12 @@ class Prompt:
 @dataclass(frozen=True)
 class Offer:
     """Tools that the model may call, and how it writes that (`lowroll.tool_calls`); several: more
-    than one call in a turn."""
+    than one call in a turn; calls: tools of which the answer must call one, and says nothing else."""
 
     tools: Sequence[Tool]
     format: str
     several: bool
+    calls: Sequence[Tool] = ()
 
 
 async def read(request: web.Request, kind: type[A]) -> A:
@@ -184,14 +185,9 @@ def _call(call: ToolCall, where: str) -> dict[str, Any]:
 
 
 def offered(serving: Serving, body: Chat) -> Offer | None:
-    """What the model may call; with tool_choice "none" it is shown nothing. Refused when tools cannot
-    be shown, or calls not be read, or calls are asked for that only the model can decide."""
-    if body.tool_choice not in ("auto", "none"):
-        raise Refused(
-            "tool_choice: auto or none; whether it calls a tool, and which, is the model's to say",
-            "tool_choice",
-            code="unsupported",
-        )
+    """What the model may call, and must; with tool_choice "none" it is shown nothing. Refused when
+    tools cannot be shown, or calls not be read, or one is asked for that there is not."""
+    calls = _asked_for(body)
     if not body.tools or body.tool_choice == "none" or serving.chat is None:
         check_tool_names(body.tools)
         return None
@@ -201,7 +197,28 @@ def offered(serving: Serving, body: Chat) -> Offer | None:
     except ValueError as error:
         raise Refused(f"tools: {error}", "tools") from None
     check_tool_names(body.tools)
-    return Offer(body.tools, format, body.parallel_tool_calls)
+    return Offer(body.tools, format, body.parallel_tool_calls, calls)
+
+
+def _asked_for(body: Chat) -> Sequence[Tool]:
+    """The tools of which tool_choice wants one called, none where the model may say."""
+    choice = body.tool_choice
+    if choice in ("auto", "none"):
+        return ()
+    if choice == "required":
+        if not body.tools:
+            raise Refused("tool_choice: required, and there are no tools", "tool_choice")
+        return body.tools
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(function, dict) or choice.get("type") != "function":  # type: ignore[union-attr]
+        raise Refused(
+            'tool_choice: auto, none, required or {"type": "function", "function": {"name": ...}}',
+            "tool_choice",
+        )
+    named = [tool for tool in body.tools if tool.function.name == function.get("name")]
+    if not named:
+        raise Refused("tool_choice: no tool has this name", "tool_choice.function.name")
+    return named
 
 
 def check_tool_names(tools: Sequence[Tool]) -> None:
@@ -223,6 +240,7 @@ def engine_request(
     max_tokens: int,
     top_logprobs: int = 0,
     request_id: str = "",
+    grammar: str | None = None,
 ) -> Request:
     """What the engine is asked for one prompt. Without a seed the noise is another each time."""
     if body.n > serving.limits.n:
@@ -246,6 +264,7 @@ def engine_request(
         seed=secrets.randbits(_SEED_BITS) if body.seed is None else body.seed,
         id=request_id,
         top_logprobs=top_logprobs,
+        grammar=grammar,
     )
 
 

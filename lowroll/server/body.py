@@ -75,6 +75,43 @@ class Body(BaseModel):
         return {k: v for k, v in tree.items() if v is not None or k not in cls.model_fields}
 
 
+class JsonSchema(Body):
+    """Of `response_format`; its other fields are for people."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    form: dict[str, Any] = Field(alias="schema")
+    name: Name = ""
+    description: Text | None = None
+    strict: bool = True  # an answer is held to its schema whatever this says
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Structured(Body):
+    """vLLM's `structured_outputs`: one of these."""
+
+    form: dict[str, Any] | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    json_object: bool = False
+
+
+class Formed(Body):
+    """What an answer must be; its `grammars`."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+
+
 class Sampling(Body):
     """How tokens are drawn. Ranges are the engine's to check."""
 
@@ -111,7 +148,7 @@ class Answered(Body):
     request_id: Name = ""
 
 
-class Completion(Sampling, Answered):
+class Completion(Sampling, Answered, Formed):
     """POST /v1/completions"""
 
     prompt: (
@@ -186,7 +223,7 @@ class Tool(Body):
         return {"type": "function", "function": shown}
 
 
-class Chat(Sampling, Answered):
+class Chat(Sampling, Answered, Formed):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1)]

@@ -19,6 +19,7 @@ from lowroll.server.asks import (
 )
 from lowroll.server.body import Chat, stops
 from lowroll.server.errors import Refused
+from lowroll.server.grammars import grammar_of
 from lowroll.server.parts import (
     ChatChoice,
     Names,
@@ -48,7 +49,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
     prompt = await conversation(
         serving, body.messages, body.add_generation_prompt, tools, body.chat_template_kwargs
     )
-    asked, names = _request(serving, prompt, body)
+    grammar, named = await grammar_of(serving, body, offer)
+    asked, names = _request(serving, prompt, body, grammar)
+    names |= named
     scores = None
     if body.prompt_logprobs is not None:
         check_told(serving, [prompt.token_ids], body.prompt_logprobs, body.stream)
@@ -67,9 +70,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
     return await to_json_beside(serving, lambda: answer.whole(group), size([prompt], [group]))
 
 
-def _request(serving: Serving, prompt: Prompt, body: Chat) -> tuple[Request, dict[str, str]]:
+def _request(
+    serving: Serving, prompt: Prompt, body: Chat, grammar: str | None
+) -> tuple[Request, dict[str, str]]:
     """What the engine is asked, and the client's names of its fields."""
-    most, names = body.max_tokens, _NAMES
+    most, names = body.max_tokens, dict(_NAMES)
     if body.max_completion_tokens is not None:
         if most not in (None, body.max_completion_tokens):
             raise Refused(
@@ -84,6 +89,7 @@ def _request(serving: Serving, prompt: Prompt, body: Chat) -> tuple[Request, dic
         max_tokens=room(serving, prompt) if most is None else most,
         top_logprobs=body.top_logprobs or 0,
         request_id=body.request_id,
+        grammar=grammar,
     )
     return asked, names
 

@@ -19,6 +19,7 @@ from lowroll.server.asks import (
 )
 from lowroll.server.body import DEFAULT_MAX_TOKENS, Completion, stops
 from lowroll.server.errors import Refused
+from lowroll.server.grammars import grammar_of
 from lowroll.server.parts import (
     CompletionChoice,
     Names,
@@ -42,13 +43,17 @@ async def handle(request: web.Request) -> web.StreamResponse:
     _check(body)
     given = await prompts(serving, body.prompt, body.add_special_tokens)
     check_id(body, len(given))
-    requests = [_request(serving, prompt, body) for prompt in given] if body.max_tokens != 0 else []
+    grammar, named = await grammar_of(serving, body)
+    names = NAMES | named
+    requests = []
+    if body.max_tokens != 0:
+        requests = [_request(serving, prompt, body, grammar) for prompt in given]
     answers = _Answers(request, body, given, await _scores(serving, body, given))
     if not requests:
         return await to_json_beside(serving, answers.scored, size(given, []))
     if body.stream:
-        return await stream(request, requests, NAMES, answers.chunk, last=answers.last)
-    drawn_groups = await groups(serving, requests, NAMES)
+        return await stream(request, requests, names, answers.chunk, last=answers.last)
+    drawn_groups = await groups(serving, requests, names)
     return await to_json_beside(
         serving, lambda: answers.whole(drawn_groups), size(given, drawn_groups)
     )
@@ -81,7 +86,7 @@ def _check_packed(body: Completion) -> None:
             raise Refused(f"packed: it does not go with {field}", "packed")
 
 
-def _request(serving: Serving, prompt: Prompt, body: Completion) -> Request:
+def _request(serving: Serving, prompt: Prompt, body: Completion, grammar: str | None) -> Request:
     most = body.max_tokens
     if most is None:
         most = max(min(DEFAULT_MAX_TOKENS, room(serving, prompt)), body.min_tokens)
@@ -92,6 +97,7 @@ def _request(serving: Serving, prompt: Prompt, body: Completion) -> Request:
         max_tokens=most,
         top_logprobs=body.logprobs or 0,
         request_id=body.request_id,
+        grammar=grammar,
     )
 
 

@@ -66,6 +66,8 @@ class VllmDialect:
         """ValueError names a field that vLLM would not heed as lowroll does."""
         if request.stop_strings:
             raise ValueError("stop_strings: vLLM runs without a tokenizer here; use stop_ids")
+        if request.grammar is not None:
+            raise ValueError("grammar: vLLM's grammars are not those of lowroll")
         if request.temperature == 0 and request.n > 1:
             raise ValueError(
                 f"n: vLLM draws one greedy sample, and {request.n} were asked for; all are equal"

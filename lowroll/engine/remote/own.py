@@ -50,6 +50,8 @@ class OwnDialect:
             "stop": list(request.stop_strings),
             "request_id": request.id,
         }
+        if request.grammar is not None:
+            body["structured_outputs"] = {"grammar": request.grammar}
         if self.packs and not request.top_logprobs:
             body |= {"packed": True, "logprobs": None}
         return body
