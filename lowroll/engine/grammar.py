@@ -26,17 +26,6 @@ MOST_KEPT = 32  # grammars that stay compiled
 MOST_TEXT = 1 << 18  # characters of one
 # a mask takes at most some 10 ms of the engine's thread, a compilation some 100 ms of its own
 STEP_ITEMS, STEP_FUEL, LEXER_STATES = 50_000, 200_000, 50_000
-# as Python writes JSON: else white space could go on for ever
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-def available() -> str | None:
-    """Why nothing can be held to a grammar here, None where it can."""
-    try:
-        import llguidance  # noqa: F401
-    except ImportError:
-        return "the package llguidance is not installed: pip install 'lowroll[grammar]'"
-    return None
 
 
 class Grammar:
@@ -78,11 +67,14 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
-        if why := available():
-            raise ValueError(f"grammar: {why}")
         if not eos_ids:
             raise ValueError("grammar: the model has no end-of-sequence token, so none could end")
-        from llguidance.hf import from_tokenizer
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            raise ValueError(
+                "grammar: llguidance is not installed: pip install 'lowroll[grammar]'"
+            ) from None
 
         self.eos_ids = sorted(eos_ids)
         if len(tokenizer) > vocab_size:
@@ -118,25 +110,6 @@ class Grammars:
         if compiled.is_error():
             raise ValueError(f"grammar: {_reason(compiled.get_error())}")
         return compiled
-
-
-def of_json_schema(schema: dict[str, Any]) -> str:
-    """The grammar of JSON of a schema, written as Python writes it. ValueError without llguidance."""
-    return str(_matcher().grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
-
-
-def of_regex(regex: str) -> str:
-    """The grammar of what a regular expression (of Rust's) matches whole. ValueError without
-    llguidance."""
-    return str(_matcher().grammar_from_regex(regex))
-
-
-def _matcher() -> Any:
-    if why := available():
-        raise ValueError(f"grammar: {why}")
-    from llguidance import LLMatcher
-
-    return LLMatcher
 
 
 def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]]) -> Tensor:

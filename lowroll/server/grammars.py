@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lowroll.engine.grammar import JSON_OPTIONS, of_json_schema, of_regex
 from lowroll.server.asks import Offer, refuse
 from lowroll.server.body import Formed
 from lowroll.server.errors import Refused
 from lowroll.server.serving import Serving
 from lowroll.tool_calls import MOST_CALLS
 
+# as Python writes JSON: else white space could go on for ever
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OBJECT = {"type": "object"}
 _MISTRAL = "[TOOL_CALLS]"
 
@@ -77,12 +78,12 @@ def _forms(body: Formed) -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {}
     asked = body.response_format
     if asked is not None and asked.type == "json_object":
-        found["response_format"] = partial(of_json_schema, _OBJECT)
+        found["response_format"] = partial(_of_json, _OBJECT)
     elif asked is not None and asked.type == "json_schema":
         if asked.json_schema is None:
             field = "response_format.json_schema"
             raise Refused(f"{field}: it goes with type json_schema", field)
-        found["response_format"] = partial(of_json_schema, asked.json_schema.form)
+        found["response_format"] = partial(_of_json, asked.json_schema.form)
     if (structured := body.structured_outputs) is not None:
         kinds = {
             "json": structured.form,
@@ -109,6 +110,25 @@ def _writers(prefix: str, kinds: dict[str, Any]) -> dict[str, Callable[[], str]]
     }
 
 
+def _of_json(schema: dict[str, Any]) -> str:
+    return str(_matcher().grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
+
+
+def _of_regex(regex: str) -> str:
+    """Of what a regular expression, as Rust has them, matches whole."""
+    return str(_matcher().grammar_from_regex(regex))
+
+
+def _matcher() -> Any:
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        raise ValueError(
+            "grammar: the server lacks llguidance: pip install 'lowroll[grammar]'"
+        ) from None
+    return LLMatcher
+
+
 def _of_schema(schema: dict[str, Any] | str) -> str:
     """The schema may be a text that is JSON."""
     if isinstance(schema, str):
@@ -118,7 +138,7 @@ def _of_schema(schema: dict[str, Any] | str) -> str:
             schema = ""
     if not isinstance(schema, dict):
         raise ValueError("grammar: expected a JSON schema, an object")
-    return of_json_schema(schema)
+    return _of_json(schema)
 
 
 def _of_choice(choice: list[str]) -> str:
@@ -130,7 +150,7 @@ def _of_choice(choice: list[str]) -> str:
 _WRITERS: dict[str, Callable[[Any], str]] = {
     "json": _of_schema,
     "json_object": _of_schema,
-    "regex": of_regex,
+    "regex": _of_regex,
     "choice": _of_choice,
     "grammar": str,
 }

@@ -28,10 +28,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from lowroll.engine.base import Engine, EngineStats
-from lowroll.engine.grammar import Grammars
 from lowroll.server.metrics import Metrics
 from lowroll.server.ticket import Delta, EngineFailed, Flight, Ticket
 from lowroll.types import BehaviorTag, Group, Request
@@ -167,7 +166,7 @@ class EngineLoop:
     def compile_grammar(self, text: str) -> None:
         """Have a grammar compiled that a request will name, in the caller's thread: the engine's finds
         it done. ValueError says what is wrong with it. One that lies elsewhere compiles it there."""
-        grammars: Grammars | None = getattr(self._engine, "grammars", None)
+        grammars = getattr(self._engine, "grammars", None)
         if grammars is not None:
             grammars.compile(text)
 

@@ -53,13 +53,13 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # engine -> checkpoint: weights for an engine elsewhere are laid in folders that appear whole
     "engine": (
         {"model", "quant", "kv", "kernels", "types", "machine", "weights", "checkpoint"},
-        {"torch", "aiohttp"},
+        {"torch", "aiohttp", "llguidance"},
     ),
     # server -> weights, transport: new weights are read from a broadcast's folder and handed on as
     # updates
     "server": (
         {"engine", "model", "types", "weights", "transport", "checkpoint", "machine", "tool_calls"},
-        {"aiohttp", "prometheus_client", "pydantic"},
+        {"aiohttp", "prometheus_client", "pydantic", "llguidance"},
     ),
     "objectives": (set(), {"torch"}),
     # parallel -> transport: a wait for other ranks has a deadline and names what for
