@@ -14,7 +14,6 @@ import torch
 from llguidance import LLMatcher
 
 from lowroll import Engine, Request
-from lowroll.engine.base import replayed
 from lowroll.engine.grammar import Grammars, held
 from lowroll.model import hf
 from lowroll.runs import demo
@@ -81,7 +80,7 @@ def test_log_probs_are_of_what_could_be_drawn(model: Path, n: int, lookahead: in
     [
         {},
         {"weights": "int8"},
-        {"dtype": torch.bfloat16},
+        {"weights": "bf16"},
         {"max_batch": 3, "lookahead": 8},
         {"lookahead": 4, "gather": 0, "one_pass": True},
         {"prefill_chunk": 2},
@@ -126,7 +125,7 @@ def test_a_replay_under_new_weights_is_held_too(model: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     for p in master.parameters():
         p.data.mul_(1 + 0.3 * torch.randn(p.shape, generator=generator))
-    engine.update_weights(WeightUpdate.full(master, 1), replayed)
+    engine.update_weights(WeightUpdate.local(master, 1), in_flight="replay")
     ended = {}
     while handle not in ended:
         ended |= dict(engine.step())
