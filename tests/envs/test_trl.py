@@ -164,3 +164,41 @@ def test_a_prompt_column_is_not_passed_twice(files: Path) -> None:
         "    return [1.0 for _ in completions]\n"
     )
     assert scores(args(files, "rest"), "x") == [Score(1.0, {"rest": 1.0})]
+
+
+def test_async_functions_run_beside_each_other(files: Path) -> None:
+    """Each waits for the other: one after the other they would never end."""
+    (files / "rewards.py").write_text(
+        "import asyncio\n"
+        "came = []\n"
+        "async def meet(name):\n"
+        "    came.append(name)\n"
+        "    while len(set(came)) < 2:\n"
+        "        await asyncio.sleep(0.001)\n"
+        "async def a(completions, **columns):\n"
+        "    await meet('a')\n"
+        "    return [1.0 for _ in completions]\n"
+        "async def b(text):\n"
+        "    await meet('b')\n"
+        "    return 2.0\n"
+        "def c(text): return 4.0\n"
+    )
+    found = scores(args(files, "a", "c", "b"), "x", "y")
+    assert found == [Score(7.0, {"a": 1.0, "c": 4.0, "b": 2.0})] * 2
+
+
+def test_an_error_of_an_async_function_names_it(files: Path) -> None:
+    (files / "rewards.py").write_text(
+        "async def good(completions): return [1.0 for _ in completions]\n"
+        "async def bad(completions):\n"
+        "    raise KeyError('lost')\n"
+    )
+    (found,) = scores(args(files, "good", "bad"), "x")
+    assert isinstance(found, ScoreError) and found.kind == "exception"
+    assert "rewards.py:3: reward 'bad': KeyError" in found.message
+
+
+def test_environments_of_trl_are_refused_by_name(files: Path) -> None:
+    (files / "rewards.py").write_text("def e(completions, environments): return [1.0]\n")
+    with pytest.raises(ValueError, match="takes 'environments', and TRL's environments are not"):
+        make("data", args=args(files, "e"))

@@ -13,7 +13,15 @@ from typing import Any
 
 from lowroll.envs.base import Environment
 from lowroll.envs.data.columns import ANSWERS, Columns, Message, Task
-from lowroll.envs.data.functions import ANSWER, OF_ROLLOUTS, Asked, Logged, TrainerState, load
+from lowroll.envs.data.functions import (
+    ANSWER,
+    OF_ROLLOUTS,
+    Asked,
+    Logged,
+    TrainerState,
+    load,
+    rewards_of,
+)
 from lowroll.envs.outcome import Inapplicable, InvalidScore
 from lowroll.envs.problems import final_answer, perturb
 from lowroll.envs.rows import Rows
@@ -149,10 +157,7 @@ class Data(Environment):
             prompt.info.get("completion_ids") or [[] for _ in said],
             TrainerState(**prompt.info.get("trainer_state", {})),
         )
-        found = []
-        for function in self.functions:
-            self.tell(function.where)
-            found.append(function.rewards(asked))
+        found = rewards_of(self.functions, asked, self.tell)
         return [self._sum(i, [rewards[i] for rewards in found], log) for i in range(len(said))]
 
     def gold(self, prompt: Prompt) -> str:

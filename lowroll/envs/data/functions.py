@@ -13,7 +13,8 @@ Any other is asked about one response, and returns one reward:
 Both take what they want by name: `prompts` or `prompt`, and every column of the data. A completion
 is a text where the prompt is one, and a list of messages where the prompt is chat messages. None is
 "does not apply": the function counts neither for nor against that response. Either may be `async`,
-and a callable object, such as a `functools.partial`, that a file holds under a name.
+and is then awaited beside the other async ones; either may be a callable object, such as a
+`functools.partial`, that a file holds under a name.
 
 A function of completions may take the rest of what TRL gives: `completion_ids`, `trainer_state`
 (with `global_step` and `max_steps`), `log_extra(column, values)`, whose values are kept with the
@@ -22,12 +23,13 @@ samples, and `log_metric(name, value)`, a metric beside those of the functions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -62,6 +64,7 @@ NO_COLUMNS = ("prompt", "completion")  # of a row, which TRL does not pass to **
 MAX_EXTRA = 500_000  # characters of what is logged about the responses to one prompt
 SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))  # names of what was answered
 UNKNOWN_HERE = dict.fromkeys((*OF_ROLLOUTS, *LOGS), "only functions of completions are given it")
+UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
 
 
 @dataclass(frozen=True)
@@ -211,14 +214,45 @@ class RewardFunction:
     def prepare(self) -> None:
         """There is nothing to load."""
 
+    @property
+    def is_async(self) -> bool:
+        """Whether it is to be awaited."""
+        return inspect.iscoroutinefunction(_inner(self.function))
+
     def rewards(self, asked: Asked) -> list[float | None]:
         """One reward a response. InvalidScore for another return value, ScorerFailed for what the
         function raises; both name it, its file and line."""
+        found = [self._call(known) for known in self._calls(asked)]
+        return self._read(found, len(asked.said))
+
+    async def later(self, asked: Asked) -> list[float | None]:
+        """As `rewards`, of an async function."""
+        found = await gathered([self._await(known) for known in self._calls(asked)])
+        return self._read(found, len(asked.said))
+
+    def _calls(self, asked: Asked) -> list[dict[str, Any]]:
+        """The arguments of each call: of one for all responses, or of one a response."""
         if self.is_of_several:
-            return self._of_several(asked)
+            return [self._of_several(asked)]
         return [self._of_one(asked, i) for i in range(len(asked.said))]
 
-    def _of_several(self, asked: Asked) -> list[float | None]:
+    def _read(self, found: list[Any], count: int) -> list[float | None]:
+        """The rewards in what calls returned."""
+        if self.is_of_several:
+            (returned,) = found
+            if hasattr(returned, "tolist"):  # an array or a tensor
+                returned = returned.tolist()
+            if not isinstance(returned, (list, tuple)) or len(returned) != count:
+                is_list = isinstance(returned, (list, tuple))
+                what = f"{len(returned)}" if is_list else _kind(returned)
+                raise InvalidScore(
+                    f"{self.where} returned {what} for {count} completions; it must return a list "
+                    "with a number or None for each"
+                )
+            found = list(returned)
+        return [self._number(one) for one in found]
+
+    def _of_several(self, asked: Asked) -> dict[str, Any]:
         count = len(asked.said)
         known = {
             "completions": asked.completions,
@@ -233,18 +267,9 @@ class RewardFunction:
             for key, value in asked.columns.items()
             if key in self.wanted or key not in NO_COLUMNS
         }
-        found = self._call(rows | known)
-        if hasattr(found, "tolist"):  # an array or a tensor
-            found = found.tolist()
-        if not isinstance(found, (list, tuple)) or len(found) != count:
-            what = f"{len(found)}" if isinstance(found, (list, tuple)) else _kind(found)
-            raise InvalidScore(
-                f"{self.where} returned {what} for {count} completions; it must return a list with "
-                "a number or None for each"
-            )
-        return [self._number(one) for one in found]
+        return self._taken(rows | known)
 
-    def _of_one(self, asked: Asked, i: int) -> float | None:
+    def _of_one(self, asked: Asked, i: int) -> dict[str, Any]:
         text = asked.texts[i]
         rollout = Response(text, asked.prompt, list(asked.said[i]), asked.columns)
         known = {
@@ -253,14 +278,23 @@ class RewardFunction:
             "prompt": asked.prompt,
             "rollout": rollout,
         }
-        return self._number(self._call(asked.columns | known))
+        return self._taken(asked.columns | known)
+
+    def _taken(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in known.items() if self.takes_rest or key in self.wanted}
 
     def _call(self, known: Mapping[str, Any]) -> Any:
-        given = {
-            key: value for key, value in known.items() if self.takes_rest or key in self.wanted
-        }
+        with self._blamed():
+            return awaited(self.function(**known))
+
+    async def _await(self, known: Mapping[str, Any]) -> Any:
+        with self._blamed():
+            return await self.function(**known)
+
+    @contextlib.contextmanager
+    def _blamed(self) -> Iterator[None]:
         try:
-            return awaited(self.function(**given))
+            yield
         except MemoryError:
             raise
         except InvalidScore as error:
@@ -282,6 +316,36 @@ class RewardFunction:
                 f"{self.where} returned {number}; it must be finite, {MAX_REWARD:g} at most"
             )
         return number
+
+
+async def gathered(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of calls that run beside each other. The first error, once all have ended: none
+    goes on behind the next responses."""
+    import asyncio  # only who waits pays for it
+
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+def rewards_of(
+    functions: Sequence[RewardFunction | RewardModel], asked: Asked, tell: Callable[[str], None]
+) -> list[list[float | None]]:
+    """What each function says. Async ones are awaited together at the end, as in TRL; `tell` is told
+    who is at work."""
+    found: dict[str, list[float | None]] = {}
+    waiting = [f for f in functions if isinstance(f, RewardFunction) and f.is_async]
+    for function in functions:
+        if function not in waiting:
+            tell(function.where)
+            found[function.name] = function.rewards(asked)
+    if waiting:
+        tell(", ".join(function.where for function in waiting))
+        results = awaited(gathered([function.later(asked) for function in waiting]))
+        found |= {f.name: rewards for f, rewards in zip(waiting, results, strict=True)}
+    return [found[function.name] for function in functions]
 
 
 def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
