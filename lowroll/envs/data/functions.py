@@ -331,7 +331,7 @@ async def gathered(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def rewards_of(
-    functions: Sequence[RewardFunction | RewardModel], asked: Asked, tell: Callable[[str], None]
+    functions: Sequence[RewardFunction | RewardModel], asked: Asked, tell: Callable[[str], object]
 ) -> list[list[float | None]]:
     """What each function says. Async ones are awaited together at the end, as in TRL; `tell` is told
     who is at work."""
