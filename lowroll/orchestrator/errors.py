@@ -103,6 +103,11 @@ def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
     logger.warning("no reward function says anything of any rollout of the %s", what)
 
 
+def applies_nowhere(score: Score | ScoreError) -> bool:
+    """Whether nothing that scores says anything of a response."""
+    return isinstance(score, ScoreError) and not score.failed
+
+
 def describe(errors: list[ScoreError]) -> str:
     """The kinds with their counts, most frequent first, and the first message, clipped and without
     control marks."""

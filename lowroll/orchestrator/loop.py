@@ -45,7 +45,13 @@ from lowroll.orchestrator.client import (
     Tokenizer,
     WeightsWatch,
 )
-from lowroll.orchestrator.errors import ErrorWindow, InvalidRollout, NoSignal, check_any
+from lowroll.orchestrator.errors import (
+    ErrorWindow,
+    InvalidRollout,
+    NoSignal,
+    applies_nowhere,
+    check_any,
+)
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.harvest import REASONS, Drop, Harvest, useless
 from lowroll.orchestrator.journal import Journal
@@ -553,7 +559,10 @@ class Orchestrator:
         """Warn of numbers out of bounds and, every `canary_interval` steps, of known answers scored
         wrongly."""
         warnings = alarms(batch.stats)
-        if not any(any(sample.loss_mask) for sample in batch.samples):
+        told = all(
+            applies_nowhere(sample.score) for sample in batch.samples
+        )  # `check_any` has said it
+        if not told and not any(any(sample.loss_mask) for sample in batch.samples):
             warnings.append(
                 f"nothing is learned: all {len(batch.samples)} rollouts of the batch are flagged by "
                 "filters, or cut off and masked (rollout/flagged_*_fraction says by which)"

@@ -25,6 +25,7 @@ from lowroll.model.folder import resolve
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
+from lowroll.orchestrator.groups import for_scorer
 from lowroll.runs import hub, sft
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts, trainer
 from lowroll.runs.build.compute import Compute
@@ -89,7 +90,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         )
         found.attempt(lambda: prompts.check_stages(cfg, model.spec))
     for env in envs.values():
-        _ask(env, cfg, cfg.env, found)
+        _ask(env, cfg, cfg.env, found, chat)
     if cfg.eval.interval:
         for env in held_out.values():
             found.attempt(lambda env=env: prompts.check_tests(env))  # type: ignore[misc]
@@ -172,7 +173,13 @@ def _environments(
     return made
 
 
-def _ask(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], found: Findings) -> None:
+def _ask(
+    env: Environment,
+    cfg: RunConfig,
+    envs: tuple[EnvConfig, ...],
+    found: Findings,
+    chat: ChatTokenizer | None,
+) -> None:
     """A few tasks of an environment: prompts, its own answers, and what a real worker's scorer says
     to them."""
     try:
@@ -198,9 +205,9 @@ def _ask(env: Environment, cfg: RunConfig, envs: tuple[EnvConfig, ...], found: F
             f"env {env.name!r}: it gives no answer of its own, so its scorer was tried on the "
             f"prompts alone ({why})"
         )
-        _score_prompts(env, cfg, envs, prompts, found)
+        _score_prompts(env, cfg, envs, prompts, found, chat)
         return
-    results = _score(env, cfg, envs, golds, found)
+    results = _score(env, cfg, envs, golds, found, chat)
     errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
     if len(errors) > cfg.score.max_error_rate * len(results):
         found.problems.append(
@@ -221,10 +228,12 @@ def _score_prompts(
     envs: tuple[EnvConfig, ...],
     prompts: list[Prompt],
     found: Findings,
+    chat: ChatTokenizer | None,
 ) -> None:
     """What a scorer makes of responses that need not be good ones: a score of a wrong type is a
     problem, an exception is worth a look."""
-    results = _score(env, cfg, envs, [(prompt, "some text") for prompt in prompts], found)
+    responses = [(prompt, "some text") for prompt in prompts]
+    results = _score(env, cfg, envs, responses, found, chat)
     errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
     if errors:
         said = found.problems if any(error.kind == "invalid" for error in errors) else found.notes
@@ -240,16 +249,27 @@ def _score(
     envs: tuple[EnvConfig, ...],
     responses: list[tuple[Prompt, str]],
     found: Findings,
+    chat: ChatTokenizer | None,
 ) -> list[Score | ScoreError]:
     """What one real worker says to these responses; [] when there is none, which is a problem."""
     own = tuple(one for one in envs if one.name == env.name)
     alone = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
     try:
         with environments.scorer(alone, own) as pool:
-            return list(pool.score(responses))
+            return list(
+                pool.score([(_as_drawn(p, text, cfg, chat), text) for p, text in responses])
+            )
     except RuntimeError as error:  # no worker could build the environment
         found.problems.append(f"env {env.name!r}: {error}")
         return []
+
+
+def _as_drawn(prompt: Prompt, text: str, cfg: RunConfig, chat: ChatTokenizer | None) -> Prompt:
+    """The prompt with what those who score it are told of a rollout that says this text."""
+    if chat is None:  # which is a problem of its own
+        return prompt
+    ids = chat.tokenizer.encode(text, add_special_tokens=False)
+    return for_scorer(prompt, [ids], 1, cfg.train.max_steps)
 
 
 def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:

@@ -138,7 +138,12 @@ def right(prompts, completions, completion_ids, trainer_state, log_extra, log_me
 )
 @pytest.mark.parametrize("level", [0, 1])
 def test_what_does_not_apply_is_left_out_and_the_run_goes_on(
-    model: Path, tmp_path: Path, says: str, share: float | None, level: int
+    model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    says: str,
+    share: float | None,
+    level: int,
 ) -> None:
     (tmp_path / "rewards.py").write_text(TRL.replace("SAYS", says))
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
@@ -159,6 +164,9 @@ def test_what_does_not_apply_is_left_out_and_the_run_goes_on(
             first["reward/inapplicable_fraction"] == second["reward/inapplicable_fraction"] == share
         )
         assert "reward/mean" not in first and "eval/data/reward" not in second
+        warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert any("no reward function says anything" in line for line in warned)
+        assert not any("flagged by filters" in line for line in warned), "one warning, a true one"
         assert second["eval/data/length_mean"] > 0
     lines = (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()
     samples = [found for line in lines if (found := json.loads(line)).get("kind") != "batch"]

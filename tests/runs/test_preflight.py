@@ -211,3 +211,23 @@ def test_what_a_run_reads_beside_its_model(
     Path("bad.jsonl").write_text("{}\n")
     (problem,) = look_at_run(from_mapping(tree(model, tmp_path / "out", **changes))).problems
     assert told in problem
+
+
+IDS = """def right(completions, completion_ids, trainer_state, **rest):
+    assert len(completion_ids) == len(completions) and all(completion_ids), completion_ids
+    assert trainer_state.max_steps == 3
+    return [1.0 for _ in completions]
+"""
+
+
+def test_a_reward_function_is_tried_with_token_ids(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(IDS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "abc", "answer": "cba"}\n' * 8)
+    settings = tree(model, tmp_path / "out", train={"max_steps": 3})
+    del settings["env"]
+    settings |= {
+        "data": {"path": str(tmp_path / "rows.jsonl"), "held_out": 0},
+        "reward_funcs": [f"{tmp_path / 'rewards.py'}:right"],
+    }
+    found = look_at_run(from_mapping(settings))
+    assert found.problems == []
