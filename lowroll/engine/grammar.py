@@ -24,7 +24,7 @@ from lowroll.model.attention import upload
 
 MOST_KEPT = 32  # grammars that stay compiled
 MOST_TEXT = 1 << 18  # characters of one
-# a mask takes at most some 10 ms of the engine's thread, a compilation some 100 ms of its own
+# by the library's own word a mask ends after some 15 ms at most
 STEP_ITEMS, STEP_FUEL, LEXER_STATES = 50_000, 200_000, 50_000
 
 
