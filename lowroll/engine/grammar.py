@@ -10,6 +10,7 @@ how far it has come.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 
 from lowroll.model.attention import upload
+
+log = logging.getLogger(__name__)
 
 MOST_KEPT = 32  # grammars that stay compiled
 MOST_TEXT = 1 << 18  # characters of one
@@ -42,7 +45,7 @@ class Grammar:
         """The ids that may follow, a bit each, the lowest first, in `width` bytes.
 
         Only what differs from the last call is read, so that another draft of a sample can be tried.
-        A text that no grammar of this vocabulary can go on from may end.
+        A text that cannot go on, because the vocabulary or the limits end there, may end.
         """
         state, seen = self._states.setdefault(sample, (self._compiled.deep_copy(), []))
         same = _common(seen, token_ids)
@@ -55,6 +58,8 @@ class Grammar:
         mask = b""
         if taken == len(fresh) and not state.is_error() and not state.is_stopped():
             mask = state.compute_bitmask()
+        if state.is_error():
+            log.warning("a grammar cannot be followed further: %s", _reason(state.get_error()))
         if not any(mask):
             mask = _bits(self._eos_ids, width)
         return mask[:width].ljust(width, b"\0")

@@ -82,7 +82,9 @@ ADDED: dict[str, object] = {
 TEACHER = "train.teacher: weights"  # read long after all else that a run reads
 CONFIG = "config.json: "  # of what a key of it says
 ADVANTAGES = "advantage_function: "  # of its files
-IDLE_FILES = ("generation_config.json",)  # copied along, and never read
+IDLE_FILES = (
+    "generation_config.json",
+)  # copied along; its ends of sequence are told with the config
 
 
 def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:

@@ -172,3 +172,15 @@ def test_what_cannot_be_is_refused(model: Path, fields: dict[str, Any], message:
     with pytest.raises(ValueError, match=message):
         engine.add(Request(PROMPT, max_tokens=9, **fields))
     assert not engine.scheduler.has_work
+
+
+def test_one_that_takes_too_much_ends_with_a_line_in_the_log(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    regex = LLMatcher.grammar_from_regex("(((((a{100}){100}){100}){100}){100})")
+    engine = engine_of(model)
+    (group,) = engine.generate([Request(PROMPT, max_tokens=20, grammar=regex)])
+    assert group.rollouts[0].finish_reason == "stop"
+    assert "cannot be followed further" in caplog.text
+    (free,) = engine.generate([Request(PROMPT, max_tokens=5, ignore_eos=True)])
+    assert len(free.rollouts[0].token_ids) == 5
