@@ -37,9 +37,8 @@ class Grammar:
     def __init__(self, compiled: Any, eos_ids: Collection[int]) -> None:
         self._compiled = compiled
         self._eos_ids = tuple(eos_ids)
-        self._states: dict[
-            int, tuple[Any, list[int]]
-        ] = {}  # by sample, with the tokens it has seen
+        # by sample, with the tokens that it has seen
+        self._states: dict[int, tuple[Any, list[int]]] = {}
 
     def allowed(self, sample: int, token_ids: Many[int], width: int) -> bytes:
         """The ids that may follow, a bit each, the lowest first, in `width` bytes.
@@ -47,7 +46,9 @@ class Grammar:
         Only what differs from the last call is read, so that another draft of a sample can be tried.
         A text that cannot go on, because the vocabulary or the limits end there, may end.
         """
-        state, seen = self._states.setdefault(sample, (self._compiled.deep_copy(), []))
+        if sample not in self._states:
+            self._states[sample] = self._compiled.deep_copy(), []
+        state, seen = self._states[sample]
         same = _common(seen, token_ids)
         if same < len(seen):
             state.rollback(len(seen) - same)

@@ -78,8 +78,6 @@ class Body(BaseModel):
 class JsonSchema(Body):
     """Of `response_format`; its other fields are for people."""
 
-    model_config = ConfigDict(serialize_by_alias=True)
-
     form: dict[str, Any] = Field(alias="schema")
     name: Name = ""
     description: Text | None = None
