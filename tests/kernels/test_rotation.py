@@ -141,6 +141,14 @@ def test_long_rows_compile_for_hopper_without_spills() -> None:
     assert "LDG.E.128" in code and "STL" not in code
 
 
+def test_rows_that_no_block_divides_are_plain_int8() -> None:
+    w, x = random(8, 37), random(3, 37, seed=1)
+    plain_q, rotated_q = get_format("int8").quantize(w), get_format(ROTATED).quantize(w)
+    for name, tensor in plain_q.tensors.items():
+        assert torch.equal(tensor, rotated_q.tensors[name])
+    assert torch.equal(plain_q.linear(x), rotated_q.linear(x))
+
+
 def test_an_outlier_costs_its_neighbours_less() -> None:
     """The reason of it all: one loud channel of a row leaves the others a few codes."""
     x, w = random(64, 576), random(32, 576, seed=1)
