@@ -365,10 +365,11 @@ class NativeEngine:
     def keep_dense(self) -> None:
         """What `keep_dense=True` does, for an engine that has not decoded yet. Stacked experts are
         left as they are: their product reads the codes."""
-        if self.model.device.type != "cuda" or self.format.bits >= 8:
+        if self.model.device.type != "cuda":
             return
-        for _, linear in self.model.linears():
-            if isinstance(linear.weight, QTensor) and not isinstance(linear, StackedLinear):
+        for name, linear in self.model.linears():
+            few = self.format.of(name).bits < 8
+            if few and isinstance(linear.weight, QTensor) and not isinstance(linear, StackedLinear):
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:

@@ -126,10 +126,10 @@ def load(
     on CUDA).
 
     The linear layers of a low-bit folder are the QTensors that it holds; such a model is frozen.
-    weights: the format in which the layers of a dense folder are kept, frozen too; each is
-    quantized when it arrives, so that no more than a few of them are ever dense. A PEFT adapter
-    folder gives the base that it states (`lowroll.model.base`), or else the one that its
-    adapter_config.json names, with the adapter on top.
+    weights: the format in which the layers of a dense folder are kept, frozen too (a mixed one says
+    which for each layer); each is quantized when it arrives, so that no more than a few of them are
+    ever dense. A PEFT adapter folder gives the base that it states (`lowroll.model.base`), or else
+    the one that its adapter_config.json names, with the adapter on top.
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or
     mis-shaped tensors, non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and
@@ -171,7 +171,8 @@ def load(
         extents = checksum.amax(whole.split([len(part) for part in stored.values()]))
         amax |= dict(zip(stored, extents, strict=True))
         if weights is not None and linear is not None:
-            linear.set_weight(_quantize(weights, whole, torch.cat(extents).amax(0, keepdim=True)))
+            form = get_format(weights).of(name.removesuffix(".weight")).name
+            linear.set_weight(_quantize(form, whole, torch.cat(extents).amax(0, keepdim=True)))
         else:
             setattr(owner, leaf, nn.Parameter(whole, requires_grad=kept is None))
     for part, finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
