@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from lowroll.quant import dense
+from lowroll.quant.budget import eight_bits
 from lowroll.quant.formats import Format, QTensor, get_format, register_format
 from lowroll.quant.table import FORMATS, OWN
 
 PREFIX = "mixed-"
-EIGHT_BITS = ("int8_rotated", "int8")  # the first that the table has is the faithful one
 
 
 class Mixed(Format):
@@ -53,10 +53,7 @@ class Mixed(Format):
 
     def stated(self) -> dict[str, dict[str, int]]:
         """Return what `read` reads: of each format its layers, with their weights."""
-        found: dict[str, dict[str, int]] = {}
-        for layer, name in self.assignment.items():
-            found.setdefault(name, {})[layer] = self.sizes[layer]
-        return found
+        return stated(self.assignment, self.sizes)
 
     def slower_than_float32(self, device: torch.device) -> str:
         """Return why the products of one of its formats are slower than float32's; "" if none is."""
@@ -93,16 +90,25 @@ def register(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> str:
     return name
 
 
-def read(stated: object) -> str:
-    """Register what `Mixed.stated` gave, and return its name. ValueError for anything else."""
+def stated(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return an assignment as files hold it: of each format its layers, with their weights."""
+    found: dict[str, dict[str, int]] = {}
+    for layer, name in sorted(assignment.items()):
+        found.setdefault(name, {})[layer] = sizes[layer]
+    return found
+
+
+def read(found: object, dtype: torch.dtype | None = None) -> str:
+    """Register what `stated` gave, and return its name. dtype: of layers that it calls `dense`.
+    ValueError for anything else."""
     assignment: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    for name, layers in stated.items() if isinstance(stated, dict) else ():
+    for name, layers in found.items() if isinstance(found, dict) else ():
         for layer, size in layers.items() if isinstance(layers, dict) else ():
             if type(size) is not int or size < 1 or layer in assignment:
                 raise ValueError(f"{layer}: expected its number of weights, once; got {size!r}")
             assignment[layer], sizes[layer] = str(name), size
-    return register(assignment, sizes)
+    return register(assignment if dtype is None else in_dtype(assignment, dtype), sizes)
 
 
 def name_of(assignment: Mapping[str, str]) -> str:
@@ -124,8 +130,3 @@ def in_dtype(assignment: Mapping[str, str], dtype: torch.dtype) -> dict[str, str
     if own is None and OWN in assignment.values():
         raise ValueError(f"dtype: no dense format has {dtype}")
     return {layer: str(own) if name == OWN else name for layer, name in assignment.items()}
-
-
-def eight_bits() -> str:
-    """Return the format of 8 bits that is nearest to the dense weights."""
-    return next(name for name in EIGHT_BITS if name in FORMATS)
