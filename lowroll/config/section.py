@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 from lowroll.advantages import TABLE as ESTIMATORS
 from lowroll.config.document import Path
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS
-from lowroll.quant.table import FORMATS, OWN, is_dense, large_batch
+from lowroll.quant.table import is_dense, large_batch
 from lowroll.tool_calls import FORMATS as TOOL_FORMATS
 from lowroll.types import HUB_NAME, MAX_SAMPLES, PENALTIES, TEMPERATURES
 
@@ -72,7 +72,6 @@ Algorithm = Annotated[str, one_of(lambda: ALGORITHMS)]
 Correction = Annotated[str, one_of(lambda: ("auto", *CORRECTIONS))]
 CUSTOM = "custom"  # the advantage of a run with an advantage_function
 Advantage = Annotated[str, one_of(lambda: (*ESTIMATORS, CUSTOM))]
-Weights = Annotated[str, one_of(lambda: sorted((OWN, *FORMATS), key=is_dense))]
 ToolFormat = Annotated[str, one_of(lambda: TOOL_FORMATS)]
 LargeBatchWeights = Annotated[str, one_of(lambda: sorted(large_batch(), key=is_dense))]
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,10 @@ from lowroll.model.scoring import score
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
-from lowroll.orchestrator.source import draw_at
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import engines, environments, models, orchestrator, prompts
+from lowroll.runs.build import engines, models
 from lowroll.runs.build.compute import Compute
+from lowroll.runs.calibration import first_requests
 from lowroll.runs.monitor import fallen_to
 from lowroll.trainer.state import restore_weights
 from lowroll.types import Request, Rollout
@@ -190,7 +190,7 @@ def diagnose(
         notes.append(f"weights of step {held.step}")
     elif run is not None:
         notes.append("the run has no checkpoint yet: these are the weights that it starts from")
-    requests = _requests(cfg, model, chat, prompts, num_prompts, n)
+    requests = first_requests(cfg, model.spec, chat, prompts, num_prompts, n)
     longest = max((len(request.prompt_ids) for request in requests), default=1)
     work = Workload(len(requests), n, longest, cfg.rollout.max_tokens)
     format = compute.format(weights)
@@ -271,37 +271,6 @@ def _weights(held: Checkpoint, cfg: RunConfig) -> str:
     asked = cfg.rollout.weights
     own = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
     return (fallen_to(held.state) or asked) if asked == own else asked
-
-
-def _requests(
-    cfg: RunConfig,
-    model: Transformer,
-    chat: ChatTokenizer,
-    texts: Sequence[str],
-    num_prompts: int,
-    n: int,
-) -> list[Request]:
-    drawn = orchestrator.sampling(cfg)
-    sampling = replace(drawn, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0)
-    if texts:
-        return [
-            Request(
-                chat.encode_chat([{"role": "user", "content": text}]),
-                n=n,
-                seed=cfg.seed,
-                id=f"prompt/{i}",
-                **vars(sampling),
-            )
-            for i, text in enumerate(texts)
-        ]
-    envs = list(environments.make(cfg.env, cfg.seed).values())
-    longest = prompts.longest(cfg, model.spec)
-    chosen = [(envs[i % len(envs)], i // len(envs)) for i in range(num_prompts)]
-    draws = [
-        draw_at(env, env.name, position, "train", chat, sampling, n, cfg.seed)
-        for env, position in chosen
-    ]
-    return [draw.request for draw in draws if len(draw.request.prompt_ids) <= longest]
 
 
 def _cache_notes(able: Capabilities, evictions: float) -> list[str]:

@@ -39,6 +39,7 @@ from lowroll.quant.table import OWN
 
 SINGLE_TOKENS = 256  # that single layers are measured on; the whole is measured on all
 HEAD_TOKENS = 256  # whose logits are made at once
+LEAST_KL = 1e-15  # of a layer that is not dense: sums in float32 may come out below it
 # how a layer is rounded: (its name, the layer, the format) -> codes
 Quantize = Callable[[str, Linear, str], QTensor]
 
@@ -183,10 +184,10 @@ class _Search:
             if not found:
                 most = error
                 with _multiplying({name: (linear, codes)}):
-                    kl = reference.kl_from(block)
+                    kl = max(reference.kl_from(block), LEAST_KL)
                 found.append(_Choice(format, nbytes, kl))
             else:
-                found.append(_Choice(format, nbytes, kl * error / most if most else 0.0))
+                found.append(_Choice(format, nbytes, max(kl * error / most, LEAST_KL) if most else kl))
         return found
 
     def _fits(self, format: str, linear: Linear) -> bool:

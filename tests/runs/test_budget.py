@@ -1,0 +1,126 @@
+"""Runs whose `rollout.weights` is a budget: identities, resumption, what the folder holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowroll.quant import mixed
+from lowroll.runs import demo
+from lowroll.runs.budget import FILE
+from lowroll.transport.rollout_log import read_rollouts
+from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings, train
+
+torch.set_num_threads(1)
+
+WIDE = {"max_kl": 1e9}
+SOME = {"max_bits": 6.0, "formats": ["nvfp4", "int8", "dense"]}
+QUICK = {"train": {"max_steps": 2}, "correction": "tis"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo.build_model(tmp_path_factory.mktemp("models") / "tiny", 0, TINY)
+
+
+def tree(model: Path, out: Path, weights: object, **changes: Any) -> dict[str, Any]:
+    made = settings(model, out, **QUICK)
+    made["train"] = {**made["train"], **changes}
+    made["rollout"] = {**made["rollout"], "weights": weights}
+    return made
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / FILE).read_text())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "plain"),
+    [
+        (WIDE, "nvfp4"),
+        ({"max_kl": 0}, "dense"),
+        ({"max_kl": 1e9, "formats": ["int4", "dense"]}, "int4"),
+    ],
+)
+def test_a_budget_without_a_choice_is_the_plain_format(
+    model: Path, tmp_path: Path, weights: object, plain: str, lora: bool
+) -> None:
+    mine = train(tree(model, tmp_path / "a", weights, lora=lora)).folder
+    theirs = train(tree(model, tmp_path / "b", plain, lora=lora)).folder
+    assert set(kept(mine)["weights"]) == {plain}
+    assert fingerprint(mine) == fingerprint(theirs)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"lora": True}, {"forward": "aligned"}], ids=["all", "lora", "aligned"]
+)
+def test_a_resumed_run_has_the_same_formats_and_bits(
+    model: Path, tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tree(model, tmp_path / "whole", SOME, **changes) | {"correction": "auto"}
+    whole = train(asked).folder
+    assert len(kept(whole)["weights"]) > 1
+    assert 4.5 < kept(whole)["bits"] <= 6
+    cut = tmp_path / "cut"
+    copy_stopped_after(whole, 1, cut)
+    monkeypatch.setattr("lowroll.runs.budget.search", lambda *_: pytest.fail("searched again"))
+    again = train(asked | {"output_dir": str(cut)}, resume=True).folder
+    assert fingerprint(again) == fingerprint(whole)
+    tags = {s.rollout.behavior.weights for s in read_rollouts(_first(whole)).samples}
+    assert tags == {mixed.read(kept(whole)["weights"], torch.float32)}
+    assert "max_bits=6" in (whole / "config.yaml").read_text()
+
+
+def _first(folder: Path) -> Path:
+    return min((folder / "rollouts").iterdir())
+
+
+def test_the_search_repeats_itself(model: Path, tmp_path: Path) -> None:
+    texts = []
+    for name in "ab":
+        folder = train(tree(model, tmp_path / name, SOME)).folder
+        texts.append((folder / FILE).read_text())
+    assert texts[0] == texts[1]
+
+
+def test_a_file_that_is_missing_or_anothers_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = train(tree(model, tmp_path / "run", SOME)).folder
+    (folder / FILE).rename(folder / "away")
+    with pytest.raises(ValueError, match=rf"{FILE}: missing"):
+        train(tree(model, folder, SOME), resume=True)
+    shutil.copy(folder / "away", folder / FILE)
+    text = (folder / FILE).read_text()
+    (folder / FILE).write_text(text.replace('"budget": "max_bits=6', '"budget": "max_bits=9'))
+    with pytest.raises(ValueError, match=r"rollout\.weights: max_bits=6.* is of max_bits=9"):
+        train(tree(model, folder, SOME), resume=True)
+    (folder / FILE).write_text(text.replace('"int8"', '"int7"'))
+    with pytest.raises(ValueError, match=rf"{FILE}: weights: .*'int7' is none of"):
+        train(tree(model, folder, SOME), resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / FILE).write_text("[]")
+    with pytest.raises(ValueError, match="no budget and no weights in it"):
+        train(tree(model, tmp_path / "other", SOME))
+    assert (tmp_path / "other" / FILE).read_text() == "[]"
+
+
+def test_a_budget_that_cannot_be_kept_says_what_was_measured(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_bits=4 cannot be kept: .*4\.5 bits, .*KL"):
+        train(tree(model, tmp_path / "a", {"max_bits": 4}))
+    with pytest.raises(ValueError, match=r"cannot be kept: within it no choice"):
+        train(tree(model, tmp_path / "b", {"max_kl": 1e-12, "max_bits": 8}))
+    assert not (tmp_path / "a" / FILE).exists()
+
+
+def test_a_low_bit_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    from lowroll.runs.export import quantize_folder
+
+    low = tmp_path / "low"
+    quantize_folder(model, low, "int8")
+    with pytest.raises(ValueError, match=r"holds int8 weights, and a budget needs the dense"):
+        train(tree(low, tmp_path / "run", WIDE))
