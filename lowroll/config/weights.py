@@ -72,7 +72,9 @@ _of_name = one_of(lambda: sorted((OWN, *FORMATS), key=is_dense)).func
 Weights = Annotated[str, FormatOrBudget()]
 
 
-def budget_problems(weights: str, engine: str, large_batch_weights: str | None) -> Iterator[Problem]:
+def budget_problems(
+    weights: str, engine: str, large_batch_weights: str | None
+) -> Iterator[Problem]:
     """What a budget cannot be beside."""
     if not is_budget(weights):
         return

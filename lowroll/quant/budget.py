@@ -16,7 +16,10 @@ from dataclasses import dataclass
 
 from lowroll.quant.table import FORMATS, OWN, is_dense
 
-EIGHT_BITS = ("int8_rotated", "int8")  # the first that the table has is nearest to the dense weights
+EIGHT_BITS = (
+    "int8_rotated",
+    "int8",
+)  # the first that the table has is nearest to the dense weights
 
 
 def eight_bits() -> str:

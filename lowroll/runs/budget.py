@@ -209,7 +209,9 @@ def _text(budget: str, found: Allocation) -> str:
 def _read(path: Path) -> dict[str, object]:
     """Return what a file holds. ValueError when it is none of ours."""
     if not path.is_file():
-        raise ValueError(f"{path}: missing; the run cannot go on with the formats that it began with")
+        raise ValueError(
+            f"{path}: missing; the run cannot go on with the formats that it began with"
+        )
     found = read_json(path)
     if not isinstance(found, dict) or not {"budget", "weights"} <= found.keys():
         raise ValueError(f"{path}: no budget and no weights in it")

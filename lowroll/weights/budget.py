@@ -39,7 +39,7 @@ from lowroll.quant.table import OWN
 
 SINGLE_TOKENS = 256  # that single layers are measured on; the whole is measured on all
 HEAD_TOKENS = 256  # whose logits are made at once
-LEAST_KL = 1e-15  # of a layer that is not dense: sums in float32 may come out below it
+LEAST_KL = 1e-15  # of what is not dense: sums in float32 may come out below it
 # how a layer is rounded: (its name, the layer, the format) -> codes
 Quantize = Callable[[str, Linear, str], QTensor]
 
@@ -168,7 +168,9 @@ class _Search:
     ) -> list[_Choice]:
         """The formats that the layer's shape allows, the smallest measured and the others scaled by
         the errors of its output."""
-        sized = sorted((self._bytes(f, linear), f) for f in self.budget.candidates if self._fits(f, linear))
+        sized = sorted(
+            (self._bytes(f, linear), f) for f in self.budget.candidates if self._fits(f, linear)
+        )
         if not sized:
             raise ValueError(f"rollout.weights: no format of the budget can hold {name}")
         x_TK = reference.input_of(block, linear)
@@ -187,7 +189,9 @@ class _Search:
                     kl = max(reference.kl_from(block), LEAST_KL)
                 found.append(_Choice(format, nbytes, kl))
             else:
-                found.append(_Choice(format, nbytes, max(kl * error / most, LEAST_KL) if most else kl))
+                found.append(
+                    _Choice(format, nbytes, max(kl * error / most, LEAST_KL) if most else kl)
+                )
         return found
 
     def _fits(self, format: str, linear: Linear) -> bool:
@@ -229,7 +233,7 @@ class _Search:
                 if format != OWN
             }
             with _multiplying(codes):
-                kl = self.reference.kl_from(0)
+                kl = max(self.reference.kl_from(0), LEAST_KL) if codes else 0.0
             self.points[steps] = Point(steps, self._bits(steps), self._nbytes(steps), kl)
         return self.points[steps]
 
