@@ -57,15 +57,16 @@ Trackers = Annotated[tuple[Tracker, ...], Strict(False), AfterValidator(unique)]
 def one_of(names: Callable[[], Iterable[str]]) -> PlainValidator:
     """A validator of one word: those of a table, as it is when a file is read."""
 
-    def check(value: Any) -> Any:
-        known = list(names())
-        if value not in known:
-            *most, last = [repr(name) for name in known]
-            expected = f"{', '.join(most)} or {last}" if most else last
-            raise PydanticKnownError("literal_error", {"expected": expected})
-        return value
+    return PlainValidator(lambda value: known(value, names()))
 
-    return PlainValidator(check)
+
+def known(value: Any, names: Iterable[str]) -> Any:
+    """The value; an error of validation where it is none of the names."""
+    if value not in (listed := list(names)):
+        *most, last = [repr(name) for name in listed]
+        expected = f"{', '.join(most)} or {last}" if most else last
+        raise PydanticKnownError("literal_error", {"expected": expected})
+    return value
 
 
 Algorithm = Annotated[str, one_of(lambda: ALGORITHMS)]

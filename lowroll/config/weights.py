@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, GetCoreSchemaHandler, Strict, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
-from lowroll.config.section import Count, NotNegative, Positive, Problem, Section, one_of
+from lowroll.config.section import Count, NotNegative, Positive, Problem, Section, known
 from lowroll.quant import budget
 from lowroll.quant.budget import Budget, is_budget
 from lowroll.quant.table import FORMATS, OWN, is_dense
@@ -59,14 +59,11 @@ def _check(value: Any, as_section: core_schema.ValidatorFunctionWrapHandler) -> 
     if isinstance(value, dict | WeightBudget):
         return as_section(value)
     if not is_budget(value):
-        return _of_name(value)
+        return known(value, sorted((OWN, *FORMATS), key=is_dense))
     try:
         return str(budget.parse(value))
     except ValueError as error:
         raise PydanticCustomError("budget", "{text}", {"text": str(error)}) from None
-
-
-_of_name = one_of(lambda: sorted((OWN, *FORMATS), key=is_dense)).func
 
 
 Weights = Annotated[str, FormatOrBudget()]

@@ -74,12 +74,18 @@ class Mixed(Format):
         return ValueError(f"{self.name}: every layer has a format of its own, and none was named")
 
 
-def register(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> str:
+def register(
+    assignment: Mapping[str, str], sizes: Mapping[str, int], dtype: torch.dtype | None = None
+) -> str:
     """Make an assignment known under its name, which is returned; where all layers have one format,
-    that format's. sizes: the weights of each layer. ValueError for an empty assignment, or a format
-    that is no plain one."""
+    that format's. sizes: the weights of each layer. dtype: of layers that are `dense`. ValueError
+    for an empty assignment, or a format that is no plain one."""
     if not assignment:
         raise ValueError("an assignment of formats names no layer")
+    if dtype is not None:
+        if set(assignment.values()) == {OWN}:
+            return OWN
+        assignment = in_dtype(assignment, dtype)
     for layer, name in assignment.items():
         if name not in FORMATS:
             raise ValueError(f"{layer}: {name!r} is none of {', '.join(FORMATS)}")
@@ -108,7 +114,7 @@ def read(found: object, dtype: torch.dtype | None = None) -> str:
             if type(size) is not int or size < 1 or layer in assignment:
                 raise ValueError(f"{layer}: expected its number of weights, once; got {size!r}")
             assignment[layer], sizes[layer] = str(name), size
-    return register(assignment if dtype is None else in_dtype(assignment, dtype), sizes)
+    return register(assignment, sizes, dtype)
 
 
 def name_of(assignment: Mapping[str, str]) -> str:

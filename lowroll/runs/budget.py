@@ -91,7 +91,7 @@ def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -
         return weights
     found = search(with_weights(cfg, weights), compute, dense_model(cfg, compute), chat)
     tell(*report(weights, found))
-    return mixed.register(mixed.in_dtype(found.assignment, compute.dtype), found.sizes)
+    return mixed.register(found.assignment, found.sizes, compute.dtype)
 
 
 def with_weights(cfg: RunConfig, weights: str) -> RunConfig:

@@ -48,7 +48,6 @@ from lowroll.engine.base import Capabilities, Engine
 from lowroll.kv.capacity import Workload
 from lowroll.kv.saving import saving
 from lowroll.model.scoring import score
-from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.quant.formats import get_format

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -142,7 +143,7 @@ class _Search:
         self.model = model
         self.budget = budget
         self.quantize = quantize
-        self.sizes = {name: linear.weight.shape.numel() for name, linear in model.linears()}
+        self.sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
         self.own = next(iter(mixed.in_dtype({"": OWN}, model.dtype).values()))
         self.hulls: dict[str, list[_Choice]] = {}
         self.order: list[str] = []  # of the layer that each step widens
