@@ -19,9 +19,10 @@ tensors of one matrix W [N, K] by the suffix behind the module's name:
 
 DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
 is read only; so are `awq` and `gptq`, which `quant.packed` reads. Scales are written in float32 and
-read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). What changes
-the computation and is not one of these is refused: static activation scales, sparsity, transforms, a
-quantized KV cache, reordered columns, several formats in one folder.
+read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). Several formats
+of compressed-tensors in one folder are groups, whose `targets` are the names of modules; those that
+no group names, or that are ignored, are dense. What changes the computation and is not one of these
+is refused: static activation scales, sparsity, transforms, a quantized KV cache, reordered columns.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from lowroll.quant import nf4
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.fp8 import Float8Block
 from lowroll.quant.int4 import pack_words
+from lowroll.quant.mixed import Mixed
 from lowroll.quant.packed import Packed, read_packed
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import FORMATS
 
 FLOATS = ("F32", "BF16", "F16")
+MIXED = "mixed-precision"  # compressed-tensors' word where groups are stored in several ways
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}
 _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense one"
 
@@ -56,6 +59,10 @@ class Layout:
     format: str
     renamed: dict[str, str] = field(default_factory=dict)
     unpacked: bool = False
+
+    def of(self, module: str) -> Layout | None:
+        """That of a module; None: it is dense."""
+        return self
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
         """Everything that a file holds for a matrix, by suffix."""
@@ -101,7 +108,21 @@ class Layout:
         return None if suffix is None else self.renamed.get(suffix, suffix)
 
 
-def read_layout(config: dict[str, Any]) -> Layout | Packed:
+@dataclass(frozen=True)
+class MixedLayout:
+    """Layouts by the names of modules. rest: of those that have no name here; None: they are
+    dense."""
+
+    named: dict[str, Layout]
+    rest: Layout | None
+    ignored: frozenset[str]
+
+    def of(self, module: str) -> Layout | None:
+        """That of a module; None: it is dense."""
+        return None if module in self.ignored else self.named.get(module, self.rest)
+
+
+def read_layout(config: dict[str, Any]) -> Layout | Packed | MixedLayout:
     """The layout that a `quantization_config` describes. ValueError names the key that is not
     supported."""
     method = config.get("quant_method")
@@ -131,30 +152,57 @@ def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str
     routers: the model has experts, whose routers stay dense."""
     form = get_format(format)
     theirs = form.describe(dtype, routers)
-    scheme = form.scheme
     if theirs is not None:
         return theirs
+    group = _group(format, ["Linear"])
+    return _compressed([group], group["format"], [r"re:.*\.mlp\.gate$"] if routers else [])
+
+
+def describe_mixed(modules: dict[str, list[str]]) -> dict[str, Any]:
+    """The `quantization_config` of a folder whose linear layers have several formats. modules: the
+    names that each format has, as files call them. ValueError for a format that stands in no
+    folder beside others."""
+    dense = [
+        name for format, names in modules.items() if get_format(format).dense for name in names
+    ]
+    groups = [
+        _group(format, names) for format, names in modules.items() if not get_format(format).dense
+    ]
+    one = len({group["format"] for group in groups}) == 1
+    return _compressed(groups, groups[0]["format"] if one else MIXED, dense)
+
+
+def _compressed(
+    groups: list[dict[str, Any]], compression: str, ignored: list[str]
+) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": compression,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head", *ignored],
+    }
+
+
+def _group(format: str, targets: list[str]) -> dict[str, Any]:
+    """The layers of one format, in compressed-tensors' words."""
+    scheme = get_format(format).scheme
     if scheme is None:
-        raise ValueError(f"{format}: no other tool has a layout for it, so no folder can hold it")
+        raise ValueError(
+            f"{format}: compressed-tensors has no layout for it, so no folder can hold it"
+        )
     weights = _given(scheme.weights)
     if scheme.scale_dtype is not None:
         weights["scale_dtype"] = scheme.scale_dtype
     if not weights["symmetric"]:
         weights["zp_dtype"] = "torch.int8"
-    group = {
-        "targets": ["Linear"],
+    return {
+        "targets": targets,
         "weights": weights,
         "input_activations": None if scheme.inputs is None else _given(scheme.inputs),
         "output_activations": None,
         "format": scheme.compression,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": scheme.compression,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "kv_cache_scheme": None,
-        "ignore": ["lm_head", *([r"re:.*\.mlp\.gate$"] if routers else [])],
     }
 
 
@@ -163,6 +211,9 @@ def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str
     0.20 and bitsandbytes 0.50. lowroll reads all of them. columns: those of the quantized matrices;
     experts: whether the model has any."""
     form = get_format(format)
+    if isinstance(form, Mixed):
+        each = (unread_by_transformers(f, columns, experts) for f in set(form.assignment.values()))
+        return next(filter(None, each), None)
     block = form.group if form.whole_groups and form.group is not None else 1
     odd = sorted(count for count in columns if count % block)
     if odd:
@@ -185,9 +236,9 @@ def _schemes() -> dict[str, Scheme]:
     return found
 
 
-def _read_compressed_tensors(config: dict[str, Any]) -> Layout:
-    """The layout. Which modules are quantized is read from the files and not from targets and
-    ignore."""
+def _read_compressed_tensors(config: dict[str, Any]) -> Layout | MixedLayout:
+    """The layout. Where all layers have one, which modules are quantized is read from the files and
+    not from targets and ignore."""
     for key in ("kv_cache_scheme", "transform_config"):
         if config.get(key):
             raise ValueError(f"{key}: is not supported{_ADVICE}")
@@ -202,10 +253,30 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Layout:
         for key, group in groups.items()
     }
     first = next(iter(layouts.values()))
-    if any(other != first for other in layouts.values()):
-        words = ", ".join(f"{key} is {found.format}" for key, found in layouts.items())
-        raise ValueError(f"config_groups: {words}; one format for all layers is supported{_ADVICE}")
-    return first
+    ignored = _names("ignore", config.get("ignore") or [])
+    alike = all(other == first for other in layouts.values())
+    if alike and not any(name.startswith("model.layers.") for name in ignored):
+        return first
+    named: dict[str, Layout] = {}
+    rest = None
+    for key, layout in layouts.items():
+        where = f"config_groups.{key}.targets"
+        for target in _names(where, groups[key].get("targets")):
+            if target.startswith("re:") or target in named:
+                raise ValueError(
+                    f"{where}: {target!r}: of several formats each names its modules, once{_ADVICE}"
+                )
+            if target == "Linear":
+                rest = layout
+            else:
+                named[target] = layout
+    return MixedLayout(named, rest, frozenset(ignored))
+
+
+def _names(where: str, value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{where}: expected a list of names, got {value!r}{_ADVICE}")
+    return value
 
 
 def _read_group(where: str, group: Any, compression: object) -> Layout:

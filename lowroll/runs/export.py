@@ -105,11 +105,9 @@ def quantize_folder(
     folder = resolve(model)
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"model: {model} is an adapter folder; merge it into its base first")
-    layout = hf.read_folder_layout(folder)
-    if layout is not None:
-        raise ValueError(
-            f"model: {model} holds {layout.format or 'quantized'} weights already; quantize the dense model"
-        )
+    if hf.read_folder_layout(folder) is not None:
+        held = hf.low_bit_format(folder) or "quantized"
+        raise ValueError(f"model: {model} holds {held} weights already; quantize the dense model")
     dense = hf.load(folder, device, _stored_dtype(folder))
     if transform is not None:
         transform(dense)

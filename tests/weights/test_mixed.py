@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,3 +159,70 @@ def test_an_adapter_states_its_mixed_base(folder: Path, tmp_path: Path) -> None:
 
 def test_a_guard_leaves_a_mixture_for_eight_bits(folder: Path) -> None:
     assert get_format(register(hf.load(folder))).fallback in EIGHT_BITS
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, out: Path, formats: tuple[str, ...] = CYCLE) -> tuple[Transformer, str]:
+    """A mixed model, saved as a folder."""
+    model = hf.load(folder)
+    sizes = {name: linear.weight.shape.numel() for name, linear in model.linears()}
+    name = mixed.register(assign(model, formats), sizes)
+    hf.save(quantize_base(model, name), out)
+    return model, name
+
+
+@pytest.mark.parametrize("formats", [CYCLE, ("int8", "fp32"), ("nvfp4", "int8"), ("int8", "fp8")])
+def test_a_folder_of_several_formats_is_read_bit_for_bit(
+    folder: Path, tmp_path: Path, formats: tuple[str, ...]
+) -> None:
+    model, name = saved(folder, tmp_path / "out", formats)
+    again = hf.load(tmp_path / "out")
+    assert again.weight_format == name
+    assert digest(again) == digest(model)
+    assert hf.low_bit_format(tmp_path / "out") == name
+    engine = Engine(tmp_path / "out", device="cpu", cache_tokens=1024, page_size=4)
+    assert engine.behavior.weights == name
+    assert drawn(engine) == drawn(engine_of(hf.load(folder), name))
+
+
+def test_a_folder_names_the_modules_of_each_format(folder: Path, tmp_path: Path) -> None:
+    saved(folder, tmp_path / "out")
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert stated["format"] == "mixed-precision"
+    first = stated["config_groups"]["group_0"]
+    assert first["format"] == "nvfp4-pack-quantized"
+    assert first["targets"][:3] == [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    assert "model.layers.0.mlp.gate_proj" in stated["ignore"] and "lm_head" in stated["ignore"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda c: c["config_groups"]["group_0"]["targets"].pop(), "missing tensors: .*up_proj"),
+        (lambda c: c["config_groups"]["group_0"]["targets"].append("re:.*"), "'re:.*'"),
+        (lambda c: c["config_groups"]["group_0"].update(targets="Linear"), "a list of names"),
+        (lambda c: c.update(ignore=7), "ignore: expected a list"),
+        (lambda c: c.update(ignore=["lm_head"]) or c["config_groups"].pop("group_2"), "unexpected"),
+    ],
+)
+def test_a_folder_that_says_otherwise_is_refused(
+    folder: Path, tmp_path: Path, edit: Any, said: str
+) -> None:
+    saved(folder, tmp_path / "out", ("int4", "int8", "fp8"))
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    edit(config["quantization_config"])
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=said):
+        hf.load(tmp_path / "out")
+
+
+def test_a_format_that_no_folder_holds_beside_others_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="nf4: compressed-tensors has no layout"):
+        saved(folder, tmp_path / "out", ("nf4", "int8"))
+    with pytest.raises(ValueError, match="it is bf16, and the folder's dtype is"):
+        saved(folder, tmp_path / "out", ("bf16", "int8"))
