@@ -79,7 +79,7 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
 
 
 @cache
-def _dtype_on(device: torch.device) -> torch.dtype:
+def dtype_on(device: torch.device) -> torch.dtype:
     """Return what an engine computes in where nobody says it."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -162,7 +162,7 @@ class NativeEngine:
         if isinstance(model, Transformer) and str(device) == "auto":
             device = model.device
         device = pick_device(device)
-        weights = weights or self._own_format(model, dtype or _dtype_on(device))
+        weights = weights or self._own_format(model, dtype or dtype_on(device))
         self.format = get_format(weights)
         dtype = self._pick_dtype(weights, dtype, device)
         if isinstance(model, Transformer) and model.device != device:
@@ -604,7 +604,7 @@ class NativeEngine:
             raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")
         if fixed is not None:
             return fixed
-        return dtype or _dtype_on(device)
+        return dtype or dtype_on(device)
 
     def _schedule(
         self,

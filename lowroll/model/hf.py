@@ -280,9 +280,9 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
     layout = read_folder_layout(folder)
     if not isinstance(layout, MixedLayout):
         return None if layout is None else layout.format
-    stated = str(read_config(folder).get("dtype") or read_config(folder).get("torch_dtype"))
-    known = {name: dtype for dtype, name in _DTYPES.items()}
-    own = dtype or known.get(stated.removeprefix("torch."), torch.float32)
+    config = read_config(folder)
+    said = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    own = dtype or next((t for t, name in _DTYPES.items() if name == said), torch.float32)
     return _own_format(folder, read_spec(folder), layout, own)
 
 

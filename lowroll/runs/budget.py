@@ -18,9 +18,11 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
 from lowroll.checkpoint.files import write_file
-from lowroll.config import RunConfig
-from lowroll.engine.native import NativeEngine
+from lowroll.config import RunConfig, from_mapping
+from lowroll.engine.native import NativeEngine, dtype_on
 from lowroll.metrics.progress import phases
 from lowroll.model import hf, scaling
 from lowroll.model.folder import read_json, resolve
@@ -31,7 +33,7 @@ from lowroll.quant.budget import is_budget, parse
 from lowroll.quant.table import OWN
 from lowroll.runs.build import models
 from lowroll.runs.build.compute import Compute
-from lowroll.runs.calibration import first_requests
+from lowroll.runs.calibration import calibration_sequences, first_requests
 from lowroll.runs.folder import WEIGHTS as FILE
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.terminal import tell
@@ -40,6 +42,7 @@ from lowroll.weights.budget import Allocation, Calibration, allocate
 
 NUM_PROMPTS = 8
 RESPONSE_TOKENS = 64  # at most, of each
+TEXT_TOKENS = 128  # of each piece of a text
 NAMED = 8  # layers that a report names
 PROMPTS = (
     "Write a short story about a lighthouse.",
@@ -86,12 +89,40 @@ def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
 
 
 def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> str:
-    """Return the format that `weights` stands for, after a search where it is a budget."""
+    """Return the format that `weights` stands for; of a budget after a search on responses to the
+    prompts of the settings."""
     if not is_budget(weights):
         return weights
-    found = search(with_weights(cfg, weights), compute, dense_model(cfg, compute), chat)
+    cfg = with_weights(cfg, weights)
+    found = search(cfg, compute, dense_model(cfg, compute), chat)
     tell(*report(weights, found))
     return mixed.register(found.assignment, found.sizes, compute.dtype)
+
+
+def of_model(
+    source: str | Path,
+    weights: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    text: Path | None = None,
+) -> str:
+    """Return the format that `weights` stands for; of a budget after a search for a model of no
+    run. text: what to measure on (`calibration_sequences`), in the place of responses to PROMPTS."""
+    if not is_budget(weights):
+        return weights
+    cfg = from_mapping({"model": str(source), "rollout": {"weights": weights}})
+    compute = Compute(device, dtype or dtype_on(device))
+    chat = models.chat_of(cfg)
+    given = None
+    if text is not None:
+        rows = calibration_sequences(text, chat.tokenizer, NUM_PROMPTS, TEXT_TOKENS)
+        given = Calibration(rows, [0] * len(rows))
+    model = dense_model(cfg, compute)
+    given = given or draw(cfg, compute, model, chat, PROMPTS)
+    found = search(cfg, compute, model, chat, given)
+    tell(*report(weights, found))
+    name = mixed.register(found.assignment, found.sizes, compute.dtype)
+    return compute.format(name)
 
 
 def with_weights(cfg: RunConfig, weights: str) -> RunConfig:

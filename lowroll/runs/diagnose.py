@@ -51,6 +51,7 @@ from lowroll.model.scoring import score
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.quant.formats import get_format
+from lowroll.runs import budget
 from lowroll.runs.build import engines, models
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.calibration import first_requests
@@ -180,10 +181,17 @@ def diagnose(
     cfg = cfg.resolved()
     compute = Compute.of(cfg)
     chat = models.chat_of(cfg)
+    asked = cfg
+    if run is None:
+        cfg = budget.with_weights(cfg, budget.named(cfg.rollout.weights, cfg, compute, chat))
+    else:
+        cfg = budget.settled(cfg, run, compute)
     model = models.learner(cfg, compute)
     notes = _notes(cfg)
     held = _checkpoint(run)
-    weights = cfg.rollout.weights if held is None else _weights(held, cfg)
+    weights = cfg.rollout.weights
+    if held is not None:
+        weights = _weights(held, asked, weights)
     if held is not None:
         restore_weights(model, held.tensors["model"], held.state["trainer"])
         notes.append(f"weights of step {held.step}")
@@ -264,12 +272,11 @@ def _checkpoint(run: Path | None) -> Checkpoint | None:
     return store.load(steps[-1], only=("model",)) if steps else None
 
 
-def _weights(held: Checkpoint, cfg: RunConfig) -> str:
+def _weights(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
     """The format of the run's rollouts: what its guard fell back to, unless another than the run's
-    own is asked for."""
-    asked = cfg.rollout.weights
+    own is asked for. weights: what the settings stand for."""
     own = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
-    return (fallen_to(held.state) or asked) if asked == own else asked
+    return (fallen_to(held.state) or weights) if cfg.rollout.weights == own else weights
 
 
 def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
