@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from lowroll.model.base import Base
-from lowroll.quant.formats import stored_format
-from lowroll.quant.layouts import describe
+from lowroll.quant.formats import get_format, stored_format
 
 FILE = "README.md"
 _UNMEASURED = (
@@ -53,9 +52,10 @@ def _front(named: str) -> str:
 
 def _beside(base: Base) -> list[str]:
     """How PEFT puts the adapter on the folder `base`, as code that runs in the adapter's folder."""
-    described = describe(str(base.weights), getattr(torch, base.dtype)) if base.low_bit else {}
     # PEFT needs matrices that can be multiplied with, and packed codes are none
-    unpacked = described.get("quant_method") == "compressed-tensors"
+    unpacked = base.low_bit and (
+        get_format(str(base.weights)).describe(getattr(torch, base.dtype), False) is None
+    )
     names = ["AutoModelForCausalLM", *(["CompressedTensorsConfig"] if unpacked else [])]
     read = [f'dtype="{base.dtype}"']
     if unpacked:
