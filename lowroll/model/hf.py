@@ -37,7 +37,7 @@ from lowroll.model.folder import (
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.model.transformer import Transformer
-from lowroll.quant import mixed
+from lowroll.quant import mixed, transforms
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.layouts import (
@@ -111,6 +111,13 @@ def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]
     yield "norm.weight", ["model.norm.weight"], (hidden,)
     if not spec.tie_embeddings:
         yield "lm_head", ["lm_head.weight"], (spec.vocab_size, hidden)
+
+
+def columns(spec: ModelSpec) -> dict[str, int]:
+    """Return the features that each kind of matrix reads, by its HF name ("q_proj", ...)."""
+    wide = spec.moe_intermediate_size if spec.num_experts else spec.intermediate_size
+    reads = dict.fromkeys(_LINEARS, spec.hidden_size)
+    return reads | {"o_proj": spec.num_heads * spec.head_dim, "down_proj": wide}
 
 
 def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
@@ -209,6 +216,14 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
     as far as headers go. ValueError as `load` says, but for the values of the weights."""
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
+    if isinstance(layout, Layout | MixedLayout) and layout.rotated:
+        reads = columns(spec)
+        if isinstance(layout, MixedLayout):
+            reads = {name: reads.get(name.rpartition(".")[2], 1) for name in layout.rotating}
+        try:
+            transforms.check(layout.rotated, reads)
+        except ValueError as error:
+            raise ValueError(f"{folder / 'config.json'}: quantization_config: {error}") from None
     files = _weight_files(folder)
     stored = sum(path.stat().st_size for path in set(files.values()))
     claims.check_files(folder / "config.json", spec, len(files), stored)
@@ -569,10 +584,10 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config.pop("torch_dtype", None)
     form = None if model.weight_format is None else get_format(model.weight_format)
     if isinstance(form, Mixed):
-        config["quantization_config"] = describe_mixed(_modules(model, form))
+        config["quantization_config"] = describe_mixed(_modules(model, form), columns(model.spec))
     elif form is not None and not form.dense:
         config["quantization_config"] = describe(
-            form.name, model.dtype, bool(model.spec.num_experts)
+            form.name, model.dtype, bool(model.spec.num_experts), columns(model.spec)
         )
     return config, state(model)
 

@@ -6,6 +6,7 @@ turns that into a `Layout`, or refuses it in one line; `describe` writes it. A L
 tensors of one matrix W [N, K] by the suffix behind the module's name:
 
     int8        weight int8 [N, K], weight_scale [N, 1]                               int-quantized
+    int8_rotated   the same, and a transform_config (`quant.transforms`)               int-quantized
     fp8         weight e4m3 [N, K], weight_scale [N, 1]                               float-quantized
     fp8_block   weight e4m3 [N, K], weight_scale [N / 128, K / 128]                   float-quantized
     int4        weight_packed int32 [N, K / 8], weight_scale [N, K / 128], weight_shape      pack-quantized
@@ -22,18 +23,20 @@ is read only; so are `awq` and `gptq`, which `quant.packed` reads. Scales are wr
 read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). Several formats
 of compressed-tensors in one folder are groups, whose `targets` are the names of modules; those that
 no group names, or that are ignored, are dense. What changes the computation and is not one of these
-is refused: static activation scales, sparsity, transforms, a quantized KV cache, reordered columns.
+is refused: static activation scales, sparsity, other transforms, a quantized KV cache, reordered
+columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowroll.quant import nf4
+from lowroll.quant import nf4, transforms
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.fp8 import Float8Block
 from lowroll.quant.int4 import pack_words
@@ -53,12 +56,14 @@ class Layout:
     """The stored tensors of a format. `renamed` maps a suffix to the one that a folder uses in its
     place.
 
-    unpacked: 4-bit integers have a byte each.
+    unpacked: 4-bit integers have a byte each. rotated: the width of the blocks that the features of
+    a kind of matrix are rotated in.
     """
 
     format: str
     renamed: dict[str, str] = field(default_factory=dict)
     unpacked: bool = False
+    rotated: dict[str, int] = field(default_factory=dict)
 
     def of(self, module: str) -> Layout | None:
         """That of a module; None: it is dense."""
@@ -116,10 +121,18 @@ class MixedLayout:
     named: dict[str, Layout]
     rest: Layout | None
     ignored: frozenset[str]
+    rotated: dict[str, int]
 
     def of(self, module: str) -> Layout | None:
         """That of a module; None: it is dense."""
         return None if module in self.ignored else self.named.get(module, self.rest)
+
+    @property
+    def rotating(self) -> list[str]:
+        """The modules whose format rotates what it rounds, and those that are said to be rotated."""
+        schemes = {name: get_format(layout.format).scheme for name, layout in self.named.items()}
+        rotates = (name for name, scheme in schemes.items() if scheme and scheme.rotated)
+        return [*rotates, *(self.rotated.keys() - schemes.keys())]
 
 
 def read_layout(config: dict[str, Any]) -> Layout | Packed | MixedLayout:
@@ -145,43 +158,59 @@ def read_layout(config: dict[str, Any]) -> Layout | Packed | MixedLayout:
     )
 
 
-def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str, Any]:
+def describe(
+    format: str,
+    dtype: torch.dtype,
+    routers: bool = False,
+    columns: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """The `quantization_config` of a folder whose linear layers are in `format`. dtype: the
     model's.
 
-    routers: the model has experts, whose routers stay dense."""
+    routers: the model has experts, whose routers stay dense. columns: the features that each kind
+    of matrix reads, by its name in files."""
     form = get_format(format)
     theirs = form.describe(dtype, routers)
     if theirs is not None:
         return theirs
     group = _group(format, ["Linear"])
-    return _compressed([group], group["format"], [r"re:.*\.mlp\.gate$"] if routers else [])
+    rotated = columns or {} if form.scheme is not None and form.scheme.rotated else {}
+    return _compressed([group], [r"re:.*\.mlp\.gate$"] if routers else [], rotated)
 
 
-def describe_mixed(modules: dict[str, list[str]]) -> dict[str, Any]:
+def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) -> dict[str, Any]:
     """The `quantization_config` of a folder whose linear layers have several formats. modules: the
-    names that each format has, as files call them. ValueError for a format that stands in no
-    folder beside others."""
+    names that each format has, as files call them. columns: as `describe`'s. ValueError for a format
+    that stands in no folder beside others."""
     dense = [
         name for format, names in modules.items() if get_format(format).dense for name in names
     ]
     groups = [
         _group(format, names) for format, names in modules.items() if not get_format(format).dense
     ]
-    one = len({group["format"] for group in groups}) == 1
-    return _compressed(groups, groups[0]["format"] if one else MIXED, dense)
+    schemes = {format: get_format(format).scheme for format in modules}
+    rotated = {
+        name: columns[name.rpartition(".")[2]]
+        for format, scheme in schemes.items()
+        for name in (modules[format] if scheme is not None and scheme.rotated else ())
+    }
+    return _compressed(groups, dense, rotated)
 
 
 def _compressed(
-    groups: list[dict[str, Any]], compression: str, ignored: list[str]
+    groups: list[dict[str, Any]], ignored: list[str], rotated: Mapping[str, int]
 ) -> dict[str, Any]:
+    """rotated: the features of the matrices that are, by kind or by module."""
+    compressions = {group["format"] for group in groups}
+    rotation = {transforms.KEY: transforms.describe(rotated)} if rotated else {}
     return {
         "quant_method": "compressed-tensors",
-        "format": compression,
+        "format": compressions.pop() if len(compressions) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "kv_cache_scheme": None,
         "ignore": ["lm_head", *ignored],
+        **rotation,
     }
 
 
@@ -239,9 +268,14 @@ def _schemes() -> dict[str, Scheme]:
 def _read_compressed_tensors(config: dict[str, Any]) -> Layout | MixedLayout:
     """The layout. Where all layers have one, which modules are quantized is read from the files and
     not from targets and ignore."""
-    for key in ("kv_cache_scheme", "transform_config"):
-        if config.get(key):
-            raise ValueError(f"{key}: is not supported{_ADVICE}")
+    if config.get("kv_cache_scheme"):
+        raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
+    rotated: dict[str, int] = {}
+    if transform := config.get(transforms.KEY):
+        try:
+            rotated = transforms.read(transform)
+        except ValueError as error:
+            raise ValueError(f"{error}{_ADVICE}") from None
     sparsity = config.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
         raise ValueError(f"sparsity_config: sparse weights are not supported{_ADVICE}")
@@ -249,7 +283,9 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Layout | MixedLayout:
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config_groups: expected a group of layers, got {groups!r}{_ADVICE}")
     layouts = {
-        key: _read_group(f"config_groups.{key}", group, config.get("format"))
+        key: _read_group(
+            f"config_groups.{key}", group, config.get("format"), _rotated_in(group, rotated)
+        )
         for key, group in groups.items()
     }
     first = next(iter(layouts.values()))
@@ -270,7 +306,16 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Layout | MixedLayout:
                 rest = layout
             else:
                 named[target] = layout
-    return MixedLayout(named, rest, frozenset(ignored))
+    return MixedLayout(named, rest, frozenset(ignored), rotated)
+
+
+def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
+    """The rotations of a group: those of its modules, or of all kinds of matrices."""
+    if not any("." in name for name in rotated):
+        return rotated
+    targets = group.get("targets") if isinstance(group, dict) else None
+    named = targets if isinstance(targets, list) else []
+    return {name: rotated[name] for name in named if isinstance(name, str) and name in rotated}
 
 
 def _names(where: str, value: object) -> list[str]:
@@ -279,7 +324,7 @@ def _names(where: str, value: object) -> list[str]:
     return value
 
 
-def _read_group(where: str, group: Any, compression: object) -> Layout:
+def _read_group(where: str, group: Any, compression: object, rotated: dict[str, int]) -> Layout:
     if not isinstance(group, dict):
         raise ValueError(f"{where}: expected an object, got {group!r}")
     if group.get("output_activations"):
@@ -293,8 +338,9 @@ def _read_group(where: str, group: Any, compression: object) -> Layout:
         )
     schemes = _schemes()
     for name, scheme in schemes.items():
-        if (weights, inputs) == (scheme.weights, scheme.inputs):
-            return _named(where, name, scheme, group.get("format") or compression)
+        if (weights, inputs, bool(rotated)) == (scheme.weights, scheme.inputs, scheme.rotated):
+            found = _named(where, name, scheme, group.get("format") or compression)
+            return replace(found, rotated=rotated)
     words = ["weights " + _words(weights), "activations " + _words(inputs)]
     raise ValueError(f"{where}: {', '.join(words)}: not one of {', '.join(schemes)}{_ADVICE}")
 

@@ -22,7 +22,7 @@ from tests.fixtures.masters import nudge, pointers
 from tests.fixtures.tiny import hf_folder
 
 REQUEST = Request([5, 9, 23, 40, 7], n=3, max_tokens=12, seed=5, ignore_eos=True)
-CYCLE = ("nvfp4", "int8", "fp32", "int4", "fp8")
+CYCLE = ("nvfp4", "int8", "fp32", "int8_rotated", "fp8")
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,9 @@ def saved(folder: Path, out: Path, formats: tuple[str, ...] = CYCLE) -> tuple[Tr
     return model, name
 
 
-@pytest.mark.parametrize("formats", [CYCLE, ("int8", "fp32"), ("nvfp4", "int8"), ("int8", "fp8")])
+@pytest.mark.parametrize(
+    "formats", [CYCLE, ("int8", "fp32"), ("int8_rotated", "int8"), ("int4", "fp8")]
+)
 def test_a_folder_of_several_formats_is_read_bit_for_bit(
     folder: Path, tmp_path: Path, formats: tuple[str, ...]
 ) -> None:

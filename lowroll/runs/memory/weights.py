@@ -19,6 +19,7 @@ from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import PACK_FROM
 from lowroll.quant.formats import Format, get_format
+from lowroll.quant.int8 import Int8
 from lowroll.runs.build.compute import Compute
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import hidden_matrices
@@ -189,7 +190,7 @@ def _dense_copy(
         return 0 if known else item * _size(linear)
     if form.dense:
         return item * _size(linear) if _size(linear) >= PACK_FROM else 0
-    if form.name == "int8" and onednn.supports_device(compute.device):
+    if isinstance(form, Int8) and onednn.supports_device(compute.device):
         return _size(linear)
     return MASTER * _size(linear)
 
