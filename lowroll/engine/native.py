@@ -78,12 +78,12 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     return found
 
 
-@cache
 def dtype_on(device: torch.device) -> torch.dtype:
     """Return what an engine computes in where nobody says it."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+@cache
 def _warn_if_slow(device: torch.device, weights: str) -> None:
     """Say once that a format is slower than float32 on this device, and why."""
     if why := get_format(weights).slower_than_float32(device):

@@ -173,8 +173,10 @@ def describe(
     theirs = form.describe(dtype, routers)
     if theirs is not None:
         return theirs
+    if form.scheme is None:
+        raise ValueError(f"{format}: no other tool has a layout for it, so no folder can hold it")
     group = _group(format, ["Linear"])
-    rotated = columns or {} if form.scheme is not None and form.scheme.rotated else {}
+    rotated = columns or {} if form.scheme.rotated else {}
     return _compressed([group], [r"re:.*\.mlp\.gate$"] if routers else [], rotated)
 
 
@@ -219,7 +221,8 @@ def _group(format: str, targets: list[str]) -> dict[str, Any]:
     scheme = get_format(format).scheme
     if scheme is None:
         raise ValueError(
-            f"{format}: compressed-tensors has no layout for it, so no folder can hold it"
+            f"{format}: compressed-tensors has no layout for it, so no folder can hold it beside "
+            "others"
         )
     weights = _given(scheme.weights)
     if scheme.scale_dtype is not None:
@@ -298,7 +301,8 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Layout | MixedLayout:
     for key, layout in layouts.items():
         where = f"config_groups.{key}.targets"
         for target in _names(where, groups[key].get("targets")):
-            if target.startswith("re:") or target in named:
+            twice = target in named or (target == "Linear" and rest is not None)
+            if target.startswith("re:") or twice:
                 raise ValueError(
                     f"{where}: {target!r}: of several formats each names its modules, once{_ADVICE}"
                 )
