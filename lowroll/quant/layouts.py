@@ -244,7 +244,13 @@ def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str
     experts: whether the model has any."""
     form = get_format(format)
     if isinstance(form, Mixed):
-        each = (unread_by_transformers(f, columns, experts) for f in set(form.assignment.values()))
+        names = sorted(set(form.assignment.values()))
+        each = [unread_by_transformers(name, columns, experts) for name in names]
+        if len([name for name in names if not get_format(name).dense]) > 1:
+            each.append(
+                "transformers reads this folder as its tools run it, and not with dequantize=True, "
+                "which takes the first group's format for all layers"
+            )
         return next(filter(None, each), None)
     block = form.group if form.whole_groups and form.group is not None else 1
     odd = sorted(count for count in columns if count % block)

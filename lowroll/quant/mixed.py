@@ -37,8 +37,8 @@ class Mixed(Format):
         self.assignment = dict(sorted(assignment.items()))
         self.sizes = {layer: sizes[layer] for layer in self.assignment}
         self.name = name_of(assignment)
-        self.fallback = eight_bits()
         self.bits = mean_bits(assignment, sizes)
+        self.fallback = eight_bits() if self.bits < 8 else OWN
 
     def of(self, layer: str) -> Format:
         """Return the format of a linear layer. ValueError for one that the assignment lacks."""

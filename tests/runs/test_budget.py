@@ -16,6 +16,7 @@ from lowroll.config import from_mapping
 from lowroll.model import hf
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant import mixed
+from lowroll.quant.budget import eight_bits
 from lowroll.quant.formats import get_format
 from lowroll.quant.mixed import Mixed
 from lowroll.runs import demo, preflight, sft
@@ -26,7 +27,7 @@ from lowroll.runs.export import export_run, quantize_folder
 from lowroll.runs.roles import limits
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights.publish import digest, quantize_base
-from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings, train
+from tests.fixtures.runs import ALWAYS, TINY, copy_stopped_after, fingerprint, settings, train
 
 torch.set_num_threads(1)
 
@@ -213,3 +214,20 @@ def test_what_takes_no_budget_says_so(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lowroll sft searches for no formats"):
         sft.plain(lora)
     assert sft.plain(cfg).rollout.weights == "int8"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_guard_leaves_a_mixture_for_eight_bits_or_the_dense_base(
+    model: Path, tmp_path: Path, lora: bool
+) -> None:
+    asked = tree(model, tmp_path / "whole", SOME, lora=lora, max_steps=4)
+    asked |= {"guard": {**ALWAYS, "action": "fallback"}}
+    whole = train(asked).folder
+    files = sorted((whole / "rollouts").iterdir())
+    tags = [read_rollouts(path).samples[0].rollout.behavior.weights for path in files]
+    name = mixed.read(kept(whole)["weights"], torch.float32)
+    assert tags == [name, name, *[("fp32" if lora else eight_bits())] * 2]
+    cut = tmp_path / "cut"
+    copy_stopped_after(whole, 2, cut)
+    again = train(asked | {"output_dir": str(cut)}, resume=True).folder
+    assert fingerprint(again) == fingerprint(whole)

@@ -13,7 +13,7 @@ from lowroll import Engine, Request
 from lowroll.model import base, hf, lora
 from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
-from lowroll.quant.budget import EIGHT_BITS
+from lowroll.quant.budget import eight_bits
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.weights import aligned
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
@@ -158,7 +158,11 @@ def test_an_adapter_states_its_mixed_base(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_guard_leaves_a_mixture_for_eight_bits(folder: Path) -> None:
-    assert get_format(register(hf.load(folder))).fallback in EIGHT_BITS
+    assert get_format(register(hf.load(folder))).fallback == "dense"  # 8 bits or more already
+    model = hf.load(folder)
+    sizes = {name: linear.weight.shape.numel() for name, linear in model.linears()}
+    name = mixed.register(assign(model, ("nvfp4", "int8")), sizes)
+    assert get_format(name).fallback == eight_bits()
 
 
 # -- folders ---------------------------------------------------------------------------------------
