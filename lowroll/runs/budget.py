@@ -41,7 +41,7 @@ from lowroll.types import Request, printable
 from lowroll.weights.budget import Allocation, Calibration, allocate
 
 NUM_PROMPTS = 8
-RESPONSE_TOKENS = 64  # at most, of each
+RESPONSE_TOKENS = 48  # at most, of each
 TEXT_TOKENS = 128  # of each piece of a text
 NAMED = 8  # layers that a report names
 PROMPTS = (

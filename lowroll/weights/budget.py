@@ -38,7 +38,10 @@ from lowroll.quant.budget import Budget
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import OWN
 
-SINGLE_TOKENS = 256  # that single layers are measured on; the whole is measured on all
+# what single layers are measured on: so many tokens, from so many of each sequence; the whole is
+# measured on all
+SINGLE_TOKENS, PIECE_TOKENS = 192, 48
+FINE_BITS = 0.02  # bits a weight that are not searched for
 HEAD_TOKENS = 256  # whose logits are made at once
 LEAST_KL = 1e-15  # of what is not dense: sums in float32 may come out below it
 # how a layer is rounded: (its name, the layer, the format) -> codes
@@ -53,16 +56,13 @@ class Calibration:
     sequences: Sequence[Sequence[int]]
     starts: Sequence[int]
 
-    def cut(self, tokens: int) -> Calibration:
-        """Return the first sequences that together hold so many tokens, the last one cut."""
+    def cut(self, tokens: int, piece: int) -> Calibration:
+        """Return the beginnings, of `piece` tokens each, of the first sequences that together hold
+        so many tokens. All of their positions count."""
         kept: list[Sequence[int]] = []
-        for ids, start in zip(self.sequences, self.starts, strict=True):
-            room = tokens - sum(map(len, kept))
-            if room <= start + 1:
-                break
-            kept.append(ids[:room])
-        kept = kept or [self.sequences[0]]
-        return Calibration(kept, self.starts[: len(kept)])
+        while len(kept) < len(self.sequences) and sum(map(len, kept)) < tokens:
+            kept.append(self.sequences[len(kept)][:piece])
+        return Calibration(kept, [0] * len(kept))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def allocate(
     began = time.monotonic()
     _check(model, calibration)
     search = _Search(model, budget, quantize or _to_nearest)
-    search.choose(calibration.cut(SINGLE_TOKENS), on_progress)
+    search.choose(calibration.cut(SINGLE_TOKENS, PIECE_TOKENS), on_progress)
     search.reference = _Reference(model, calibration)
     steps = search.find()
     found = search.measure(steps)
@@ -148,6 +148,18 @@ class _Search:
         self.hulls: dict[str, list[_Choice]] = {}
         self.order: list[str] = []  # of the layer that each step widens
         self.points: dict[int, Point] = {}
+        # on a CPU rounding takes as long as a forward pass, so codes are kept
+        self.kept: dict[tuple[str, str], QTensor] = {}
+
+    def _codes(self, name: str, linear: Linear, format: str) -> QTensor:
+        """The codes of a layer, without what kernels made of them."""
+        codes = self.kept.get((name, format))
+        if codes is None:
+            codes = self.quantize(name, linear, format)
+            if codes.device.type == "cpu":
+                self.kept[name, format] = codes
+        codes.packed.clear()
+        return codes
 
     def choose(
         self, calibration: Calibration, on_progress: Callable[[int, int], None] | None
@@ -182,7 +194,7 @@ class _Search:
             if format == OWN:
                 found.append(_Choice(format, nbytes, 0.0))
                 continue
-            codes = self.quantize(name, linear, format)
+            codes = self._codes(name, linear, format)
             error = float((codes.linear(x_TK) - dense_TN).float().square().sum(dtype=torch.float64))
             if not found:
                 most = error
@@ -190,9 +202,9 @@ class _Search:
                     kl = max(reference.kl_from(block), LEAST_KL)
                 found.append(_Choice(format, nbytes, kl))
             else:
-                found.append(
-                    _Choice(format, nbytes, max(kl * error / most, LEAST_KL) if most else kl)
-                )
+                scaled = kl * error / most if most else kl
+                found.append(_Choice(format, nbytes, max(scaled, LEAST_KL)))
+            codes.packed.clear()
         return found
 
     def _fits(self, format: str, linear: Linear) -> bool:
@@ -229,7 +241,7 @@ class _Search:
         if steps not in self.points:
             linears = dict(self.model.linears())
             codes = {
-                name: (linears[name], self.quantize(name, linears[name], format))
+                name: (linears[name], self._codes(name, linears[name], format))
                 for name, format in self.after(steps).items()
                 if format != OWN
             }
@@ -251,10 +263,19 @@ class _Search:
             return most
         if self.measure(most).kl > budget.max_kl:
             raise self._cannot("within it no choice of formats is as near to the dense model")
-        few, low = most, -1  # the fewest known to be enough, the most known to be too few
-        while few - low > 1:
-            middle = (few + low) // 2
-            if self.measure(middle).kl <= budget.max_kl:
+        return self._fewest(most, budget.max_kl)
+
+    def _fewest(self, few: int, max_kl: float) -> int:
+        """The fewest steps after which the whole is near enough. few: as many as are known to be."""
+        sums = [sum(c.kl for c in self._chosen(steps).values()) for steps in range(few + 1)]
+        low = -1  # the most that are known to be too few
+        ratio = 1.0  # of a whole to the sum of its layers
+        while few - low > 1 and (low < 0 or self._bits(few) - self._bits(low) > FINE_BITS):
+            guess = next((k for k in range(few) if ratio * sums[k] <= max_kl), few)
+            middle = guess if low < guess < few else (few + low) // 2
+            kl = self.measure(middle).kl
+            ratio = kl / sums[middle]
+            if kl <= max_kl:
                 few = middle
             else:
                 low = middle
