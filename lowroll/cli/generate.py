@@ -11,6 +11,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from lowroll.cli.settings import add_server, refuse_beside_server
+from lowroll.quant.budget import is_budget
 from lowroll.quant.table import DEFAULT, FORMATS
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def parser() -> argparse.ArgumentParser:
     add_server(p)
     p.add_argument(
         "--weights",
-        help=f"format of the linear weights: {', '.join(FORMATS)} (default: what the folder holds "
-        f"if it is low-bit, else {DEFAULT})",
+        help=f"format of the linear weights: {', '.join(FORMATS)}; or a budget, such as max_kl=0.02 "
+        f"(default: what the folder holds if it is low-bit, else {DEFAULT})",
     )
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: auto")
     p.add_argument(
@@ -76,9 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
     import lowroll
     from lowroll.model.tokenizer import ChatTokenizer
 
+    weights = arguments.weights
+    if is_budget(weights):
+        from lowroll.engine.native import pick_device
+        from lowroll.runs.budget import of_model
+
+        weights = of_model(arguments.model, weights, pick_device(arguments.device or "auto"))
     engine = lowroll.Engine(
         arguments.model,
-        weights=arguments.weights,
+        weights=weights,
         device=arguments.device or "auto",
         max_batch=arguments.n,
     )

@@ -7,9 +7,12 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lowroll.quant.budget import is_budget
 from lowroll.quant.table import low_bit
 
 if TYPE_CHECKING:
+    import torch
+
     from lowroll.model.transformer import Transformer
 
 
@@ -27,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--format",
         required=True,
-        help=", ".join(low_bit()),
+        help=f"{', '.join(low_bit())}; or a budget, such as max_kl=0.02 or max_bits=5, under which "
+        "each layer gets a format",
     )
     p.add_argument(
         "--device",
@@ -36,13 +40,15 @@ def parser() -> argparse.ArgumentParser:
         help="where to calibrate and quantize",
     )
     awq = p.add_argument_group(
-        "calibration", "AWQ rescales channels that are loud on your text: they round finer"
+        "calibration",
+        "AWQ rescales channels that are loud on your text: they round finer; a budget measures on it",
     )
     awq.add_argument("--awq", action="store_true", help="calibrate before quantizing")
     awq.add_argument(
         "--calibration",
         metavar="FILE",
-        help="a .jsonl file of rows with a text or messages, or a plain text; needed with --awq",
+        help="a .jsonl file of rows with a text or messages, or a plain text; needed with --awq "
+        "(a budget without it measures on responses of the model)",
     )
     awq.add_argument(
         "--calibration-samples", type=int, metavar="N", help="sequences at most (default 128)"
@@ -61,23 +67,42 @@ def run(arguments: argparse.Namespace) -> int:
     options = [arguments.calibration, arguments.calibration_samples, arguments.calibration_length]
     if arguments.awq and arguments.calibration is None:
         raise ValueError("--awq: needs --calibration FILE, the text to calibrate on")
-    if not arguments.awq and any(option is not None for option in options):
+    chooses = is_budget(arguments.format)
+    if chooses and arguments.awq:
+        raise ValueError("--awq: it rescales for one format, and a budget chooses several")
+    unread = options[1:] if chooses else options
+    if not arguments.awq and any(option is not None for option in unread):
         raise ValueError("--calibration: without --awq nothing is calibrated")
     from lowroll.engine.native import pick_device
-    from lowroll.quant.formats import formats
+    from lowroll.quant.formats import get_format
     from lowroll.runs.export import quantize_folder
 
+    device = pick_device(arguments.device)
     transform = _awq(arguments) if arguments.awq else None
-    done = quantize_folder(
-        arguments.model, arguments.out, arguments.format, transform, pick_device(arguments.device)
-    )
+    format = _chosen(arguments, device) if chooses else arguments.format
+    done = quantize_folder(arguments.model, arguments.out, format, transform, device)
+    form = get_format(done.format)
     print(
-        f"{done.folder}: {done.format}, {formats()[done.format]}\n"
+        f"{done.folder}: {done.format}, {form.bits:g} bits a weight: {form.summary}\n"
         f"weight files: {done.bytes_before / 1e6:.1f} MB before, {done.bytes / 1e6:.1f} MB now\n"
         + (f"note: {done.note}\n" if done.note else "")
         + f"try it: lowroll generate --model {done.folder}"
     )
     return 0
+
+
+def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
+    """The format that a budget stands for. ValueError where the folder may not be written."""
+    from pathlib import Path
+
+    from lowroll.model.folder import resolve
+    from lowroll.runs.budget import of_model
+    from lowroll.runs.export import absent, stored_dtype
+
+    absent(arguments.out)
+    text = None if arguments.calibration is None else Path(arguments.calibration)
+    dtype = stored_dtype(resolve(arguments.model))
+    return of_model(arguments.model, arguments.format, device, dtype, text)
 
 
 def _awq(arguments: argparse.Namespace) -> Callable[[Transformer], None]:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lowroll.quant.budget import is_budget, parse
 from lowroll.quant.table import DEFAULT, FORMATS
 from lowroll.tool_calls import FORMATS as TOOL_FORMATS
 
@@ -76,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--weights",
-        help=f"format of the linear weights: {', '.join(FORMATS)} (default: what the folder holds "
-        f"if it is low-bit, else {DEFAULT})",
+        help=f"format of the linear weights: {', '.join(FORMATS)}; or a budget, such as max_kl=0.02 "
+        f"(default: what the folder holds if it is low-bit, else {DEFAULT})",
     )
     p.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s)")
     p.add_argument(
@@ -374,6 +375,14 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
 
     kv = KvConfig().another(arguments.kv)
     device = pick_device(arguments.device)
+    if is_budget(arguments.weights):
+        from lowroll.runs.budget import of_model
+
+        if arguments.uaq_scale is not None:
+            raise ValueError(
+                "--uaq-scale: a budget is searched for the model as it is; write a format"
+            )
+        arguments.weights = of_model(folder, arguments.weights, device)
     model: Path | Transformer = folder
     if arguments.lora_rank is not None:
         model = adapted(folder, device, arguments)
@@ -488,7 +497,12 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
-    if arguments.weights is not None and arguments.weights not in FORMATS:
+    if is_budget(arguments.weights):
+        try:
+            parse(arguments.weights)
+        except ValueError as error:
+            raise ValueError(f"--weights: {error}") from None
+    elif arguments.weights is not None and arguments.weights not in FORMATS:
         known = ", ".join(FORMATS)
         raise ValueError(f"--weights: unknown format {arguments.weights!r}; known: {known}")
     KvConfig().another(arguments.kv)

@@ -70,12 +70,12 @@ from lowroll.config.section import (
     Text,
     ToolFormat,
     Trackers,
-    Weights,
     unique,
 )
 from lowroll.config.sft import SftConfig
 from lowroll.config.stages import StageConfig, blame, order_problems, stage_notes
 from lowroll.config.vllm import EngineName, VllmConfig, vllm_notes, vllm_problems
+from lowroll.config.weights import Weights, budget_problems
 from lowroll.objectives.table import ALGORITHMS, BOUNDS, CAP, pair
 from lowroll.quant.table import DEFAULT, is_dense
 
@@ -98,7 +98,9 @@ class RolloutConfig(Section):
     # in which a batch is drawn, each by itself: then log-probs do not depend on the number of engines,
     # not even in their last bits. null: as many as there are engines
     parts: Count | None = None
-    weights: Weights = DEFAULT  # format of the linear weights; dense: the run's dtype
+    # format of the linear weights, or a budget (max_kl, max_bits, max_bytes, formats) under which each
+    # layer gets one; dense: the run's dtype
+    weights: Weights = DEFAULT
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
     min_tokens: Annotated[int, Field(ge=0)] = 0  # a response's shortest length, in tokens
@@ -493,6 +495,9 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from vllm_problems(cfg)
     yield from buffer_problems(cfg)
     yield from role_problems(cfg)
+    yield from budget_problems(
+        cfg.rollout.weights, cfg.rollout.engine, cfg.rollout.large_batch_weights
+    )
     rounds, base = cfg.forward_weights, cfg.rollout.weights
     if cfg.train.lora and rounds not in (None, base) and not is_dense(base):
         yield (

@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 from lowroll.advantages import TABLE as ESTIMATORS
 from lowroll.config.document import Path
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS
-from lowroll.quant.table import FORMATS, OWN, is_dense, large_batch
+from lowroll.quant.table import is_dense, large_batch
 from lowroll.tool_calls import FORMATS as TOOL_FORMATS
 from lowroll.types import HUB_NAME, MAX_SAMPLES, PENALTIES, TEMPERATURES
 
@@ -57,22 +57,22 @@ Trackers = Annotated[tuple[Tracker, ...], Strict(False), AfterValidator(unique)]
 def one_of(names: Callable[[], Iterable[str]]) -> PlainValidator:
     """A validator of one word: those of a table, as it is when a file is read."""
 
-    def check(value: Any) -> Any:
-        known = list(names())
-        if value not in known:
-            *most, last = [repr(name) for name in known]
-            expected = f"{', '.join(most)} or {last}" if most else last
-            raise PydanticKnownError("literal_error", {"expected": expected})
-        return value
+    return PlainValidator(lambda value: known(value, names()))
 
-    return PlainValidator(check)
+
+def known(value: Any, names: Iterable[str]) -> Any:
+    """The value; an error of validation where it is none of the names."""
+    if value not in (listed := list(names)):
+        *most, last = [repr(name) for name in listed]
+        expected = f"{', '.join(most)} or {last}" if most else last
+        raise PydanticKnownError("literal_error", {"expected": expected})
+    return value
 
 
 Algorithm = Annotated[str, one_of(lambda: ALGORITHMS)]
 Correction = Annotated[str, one_of(lambda: ("auto", *CORRECTIONS))]
 CUSTOM = "custom"  # the advantage of a run with an advantage_function
 Advantage = Annotated[str, one_of(lambda: (*ESTIMATORS, CUSTOM))]
-Weights = Annotated[str, one_of(lambda: sorted((OWN, *FORMATS), key=is_dense))]
 ToolFormat = Annotated[str, one_of(lambda: TOOL_FORMATS)]
 LargeBatchWeights = Annotated[str, one_of(lambda: sorted(large_batch(), key=is_dense))]
 

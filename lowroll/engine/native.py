@@ -78,6 +78,11 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     return found
 
 
+def dtype_on(device: torch.device) -> torch.dtype:
+    """Return what an engine computes in where nobody says it."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 @cache
 def _warn_if_slow(device: torch.device, weights: str) -> None:
     """Say once that a format is slower than float32 on this device, and why."""
@@ -154,11 +159,11 @@ class NativeEngine:
         self.kv = _policy_or_dense(kv, turn_caching, kv_dtype, large_batch_weights)
         self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else resolve(model)
-        weights = weights or self._own_format(model)
-        self.format = get_format(weights)
         if isinstance(model, Transformer) and str(device) == "auto":
             device = model.device
         device = pick_device(device)
+        weights = weights or self._own_format(model, dtype or dtype_on(device))
+        self.format = get_format(weights)
         dtype = self._pick_dtype(weights, dtype, device)
         if isinstance(model, Transformer) and model.device != device:
             raise ValueError(f"device: the model is on {model.device} and the engine on {device}")
@@ -365,10 +370,11 @@ class NativeEngine:
     def keep_dense(self) -> None:
         """What `keep_dense=True` does, for an engine that has not decoded yet. Stacked experts are
         left as they are: their product reads the codes."""
-        if self.model.device.type != "cuda" or self.format.bits >= 8:
+        if self.model.device.type != "cuda":
             return
-        for _, linear in self.model.linears():
-            if isinstance(linear.weight, QTensor) and not isinstance(linear, StackedLinear):
+        for name, linear in self.model.linears():
+            few = self.format.of(name).bits < 8
+            if few and isinstance(linear.weight, QTensor) and not isinstance(linear, StackedLinear):
                 linear.weight.keep_dense(self.model.dtype)
 
     def warm_up(self) -> None:
@@ -548,11 +554,11 @@ class NativeEngine:
         """What holds responses to grammars; for several threads. ValueError where it cannot be had."""
         return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
 
-    def _own_format(self, model: Transformer | str | Path) -> str:
+    def _own_format(self, model: Transformer | str | Path, dtype: torch.dtype) -> str:
         if isinstance(model, Transformer):
             return model.weight_format or DEFAULT
         assert self.folder is not None
-        return hf.low_bit_format(self.folder) or DEFAULT
+        return hf.low_bit_format(self.folder, dtype) or DEFAULT
 
     def _give_up(self) -> None:
         """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""
@@ -598,9 +604,7 @@ class NativeEngine:
             raise ValueError(f"dtype: weights={weights!r} computes in {fixed}, not in {dtype}")
         if fixed is not None:
             return fixed
-        if dtype is not None:
-            return dtype
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return dtype or dtype_on(device)
 
     def _schedule(
         self,

@@ -4,7 +4,8 @@ An adapter learns on the weights that the rollouts multiply with: quantized, and
 (`model.scaling`) when the run asked for it. `adapter_base.json`, beside the two files of PEFT, says
 which these were:
 
-    weights      the format of the linear weights; null: as the named model holds them
+    weights      the format of the linear weights, or which layers have which (`quant.mixed`); null: as
+                 the named model holds them
     dtype        in which the named model was read before it was quantized, and what was not quantized stayed
     uaq_scale    the s that the model was scaled by before it was quantized; null: not at all
 
@@ -25,8 +26,9 @@ from lowroll.model import hf, lora, scaling
 from lowroll.model.folder import read_json
 from lowroll.model.spec import LARGE
 from lowroll.model.transformer import Transformer
-from lowroll.quant import dense
+from lowroll.quant import dense, mixed
 from lowroll.quant.formats import formats, get_format
+from lowroll.quant.mixed import Mixed
 from lowroll.types import printable
 
 FILE = "adapter_base.json"
@@ -58,7 +60,11 @@ def of(model: Transformer, uaq_scale: float) -> Base:
 
 
 def write(base: Base, folder: Path) -> None:
-    (folder / FILE).write_text(json.dumps(asdict(base), indent=2) + "\n")
+    stated = asdict(base)
+    form = None if base.weights is None else get_format(base.weights)
+    if isinstance(form, Mixed):
+        stated["weights"] = form.stated()
+    (folder / FILE).write_text(json.dumps(stated, indent=2) + "\n")
 
 
 def read(folder: Path) -> Base | None:
@@ -72,7 +78,12 @@ def read(folder: Path) -> Base | None:
     if not isinstance(found, dict) or found.keys() != set(known):
         raise ValueError(f"{path}: expected an object with the keys {', '.join(known)}")
     weights, dtype, s = found["weights"], found["dtype"], found["uaq_scale"]
-    if weights is not None and (not isinstance(weights, str) or weights not in formats()):
+    if isinstance(weights, dict):
+        try:
+            weights = mixed.read(weights)
+        except ValueError as error:
+            raise ValueError(f"{path}: weights: {printable(error)}") from None
+    elif weights is not None and (not isinstance(weights, str) or weights not in formats()):
         raise ValueError(
             f"{path}: weights: {printable(repr(weights))} is none of {', '.join(formats())}"
         )
@@ -106,7 +117,7 @@ def load(
     model = hf.load(named, device, _DTYPES[base.dtype], early if base.uaq_scale is None else None)
     if base.uaq_scale is not None:
         scaling.scale(model, base.uaq_scale)
-    for _, linear in model.linears() if base.rounds else ():
-        linear.set_weight(linear.quantized(str(base.weights)))
+    for name, linear in model.linears() if base.rounds else ():
+        linear.set_weight(linear.quantized(get_format(str(base.weights)).of(name).name))
     model.to(dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32))
     return lora.load(model, folder, base.uaq_scale or 1.0).eval()

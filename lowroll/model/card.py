@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from lowroll.model.base import Base
-from lowroll.quant import transforms
-from lowroll.quant.formats import stored_format
-from lowroll.quant.layouts import describe
+from lowroll.quant.formats import get_format, stored_format
+from lowroll.quant.mixed import Mixed
 
 FILE = "README.md"
 _UNMEASURED = (
@@ -54,15 +53,22 @@ def _front(named: str) -> str:
 
 def _beside(base: Base) -> list[str]:
     """How PEFT puts the adapter on the folder `base`, as code that runs in the adapter's folder."""
-    described = describe(str(base.weights), getattr(torch, base.dtype)) if base.low_bit else {}
-    if transforms.KEY in described:
+    form = get_format(base.weights) if base.low_bit and base.weights else None
+    if isinstance(form, Mixed):
+        return [
+            "The very weights that it stands on are in the folder `base`, several formats in one. "
+            "PEFT needs matrices that can be multiplied with, and transformers makes none of such a "
+            "folder; lowroll reads it, and `lowroll export FOLDER OUT --as merged` makes one dense "
+            "model of both.",
+        ]
+    if form is not None and form.scheme is not None and form.scheme.rotated:
         return [
             "The very weights that it stands on are in the folder `base`, rotated as its "
             "`transform_config` says. transformers and PEFT do not read that, and would compute "
             "another model without a word; lowroll and vLLM do.",
         ]
     # PEFT needs matrices that can be multiplied with, and packed codes are none
-    unpacked = described.get("quant_method") == "compressed-tensors"
+    unpacked = form is not None and form.describe(getattr(torch, base.dtype), False) is None
     names = ["AutoModelForCausalLM", *(["CompressedTensorsConfig"] if unpacked else [])]
     read = [f'dtype="{base.dtype}"']
     if unpacked:

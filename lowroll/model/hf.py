@@ -14,6 +14,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,26 @@ from lowroll.model.folder import (
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.model.transformer import Transformer
-from lowroll.quant import transforms
+from lowroll.quant import mixed, transforms
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.quant.layouts import FLOATS, Layout, describe, read_layout
+from lowroll.quant.layouts import (
+    FLOATS,
+    Layout,
+    MixedLayout,
+    describe,
+    describe_mixed,
+    read_layout,
+)
+from lowroll.quant.mixed import Mixed
 from lowroll.quant.packed import Packed
 from lowroll.quant.scheme import Header
+from lowroll.quant.table import OWN
 from lowroll.types import printable
 
 log = logging.getLogger(__name__)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+Layouts = Layout | Packed | MixedLayout
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -134,10 +145,10 @@ def load(
     on CUDA).
 
     The linear layers of a low-bit folder are the QTensors that it holds; such a model is frozen.
-    weights: the format in which the layers of a dense folder are kept, frozen too; each is
-    quantized when it arrives, so that no more than a few of them are ever dense. A PEFT adapter
-    folder gives the base that it states (`lowroll.model.base`), or else the one that its
-    adapter_config.json names, with the adapter on top.
+    weights: the format in which the layers of a dense folder are kept, frozen too (a mixed one says
+    which for each layer); each is quantized when it arrives, so that no more than a few of them are
+    ever dense. A PEFT adapter folder gives the base that it states (`lowroll.model.base`), or else
+    the one that its adapter_config.json names, with the adapter on top.
 
     ValueError names the file, tensors or key for: an unsupported config, missing, extra or
     mis-shaped tensors, non-finite values, wrong dtypes, damaged files, `.bin`/`.pt` weights, and
@@ -151,7 +162,7 @@ def load(
     spec, layout, files = read_headers(folder)
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    own = None if layout is None else layout.format
+    own = _own_format(folder, spec, layout, dtype)
     kept = own or weights
     if isinstance(layout, Packed) and own is None:
         log.warning("%s: %s weights that no format here holds become dense", folder, layout.words)
@@ -169,17 +180,25 @@ def load(
         owner = model.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         linear = owner if isinstance(owner, Linear) and leaf == "weight" else None
+        mine = None
         if layout is not None and linear is not None:
-            parts = _decode_low_bit(stored, files, layout, shapes[name])
-            if own is not None:
-                linear.set_weight(_stack(own, parts))
+            mine = layout.of(next(iter(shapes[name])).removesuffix(".weight"))
+        if mine is not None and linear is not None:
+            parts = _decode_low_bit(stored, files, mine, shapes[name])
+            if mine.format is not None:
+                linear.set_weight(_stack(mine.format, parts))
                 continue
             stored = parts
         whole = shards.join(list(stored.values()), dtype)
         extents = checksum.amax(whole.split([len(part) for part in stored.values()]))
         amax |= dict(zip(stored, extents, strict=True))
-        if weights is not None and linear is not None:
-            linear.set_weight(_quantize(weights, whole, torch.cat(extents).amax(0, keepdim=True)))
+        if mine is None and own is not None and linear is not None:
+            linear.set_weight(
+                _quantize(get_format(own).of(name.removesuffix(".weight")).name, whole)
+            )
+        elif weights is not None and linear is not None:
+            form = get_format(weights).of(name.removesuffix(".weight")).name
+            linear.set_weight(_quantize(form, whole, torch.cat(extents).amax(0, keepdim=True)))
         else:
             setattr(owner, leaf, nn.Parameter(whole, requires_grad=kept is None))
     for part, finite in zip(amax, checksum.finite(list(amax.values())), strict=True):
@@ -192,14 +211,17 @@ def load(
     return model.eval()
 
 
-def read_headers(folder: Path) -> tuple[ModelSpec, Layout | Packed | None, dict[str, Path]]:
+def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Path]]:
     """The spec of a folder, how it stores its linear layers, and the file of each tensor, checked
     as far as headers go. ValueError as `load` says, but for the values of the weights."""
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
-    if isinstance(layout, Layout) and layout.rotated:
+    if isinstance(layout, Layout | MixedLayout) and layout.rotated:
+        reads = columns(spec)
+        if isinstance(layout, MixedLayout):
+            reads = {name: reads.get(name.rpartition(".")[2], 1) for name in layout.rotating}
         try:
-            transforms.check(layout.rotated, columns(spec))
+            transforms.check(layout.rotated, reads)
         except ValueError as error:
             raise ValueError(f"{folder / 'config.json'}: quantization_config: {error}") from None
     files = _weight_files(folder)
@@ -223,7 +245,7 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
     return spec, {name: files[name] for name in names}, {n: held[files[n]][n] for n in names}
 
 
-def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
+def _quantize(format: str, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
     """The matrix in `format`: its own storage, when that is what the format holds."""
     mine = over(w_NK)
     if mine is not None and mine.format == format:
@@ -235,9 +257,34 @@ def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
     )
 
 
-def low_bit_format(folder: Path) -> str | None:
+def _own_format(
+    folder: Path, spec: ModelSpec, layout: Layouts | None, dtype: torch.dtype
+) -> str | None:
+    """The format of a folder's linear layers; None when they are dense, or become so. dtype: of
+    layers that are dense beside others. ValueError for parts of one matrix that differ."""
+    if not isinstance(layout, MixedLayout):
+        return None if layout is None else layout.format
+    assignment, sizes = {}, {}
+    for name, parts, shape in hf_names(spec):
+        if not _is_linear(parts[0]):
+            continue
+        mine, *others = [layout.of(part.removesuffix(".weight")) for part in parts]
+        if any(other != mine for other in others):
+            raise ValueError(
+                f"{folder / 'config.json'}: quantization_config: {', '.join(parts)}: parts of one "
+                "matrix here, in several formats; quantize the dense model with `lowroll quantize`"
+            )
+        layer = name.removesuffix(".weight")
+        assignment[layer] = OWN if mine is None else mine.format
+        sizes[layer] = prod(shape)
+    own = mixed.register(assignment, sizes, dtype)
+    return None if own == OWN else own
+
+
+def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
     """The format of a folder's linear layers (of the base that it states, when it is an adapter
-    folder); None when they are dense."""
+    folder); None when they are dense. dtype: of layers that are dense beside others, the folder's
+    own unless it is given."""
     if (folder / "adapter_config.json").is_file():
         from lowroll.model import base, lora
 
@@ -246,10 +293,15 @@ def low_bit_format(folder: Path) -> str | None:
             return stated.weights if stated.low_bit else None
         folder = resolve(lora.base_of(folder))
     layout = read_folder_layout(folder)
-    return None if layout is None else layout.format
+    if not isinstance(layout, MixedLayout):
+        return None if layout is None else layout.format
+    config = read_config(folder)
+    said = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    own = dtype or next((t for t, name in _DTYPES.items() if name == said), torch.float32)
+    return _own_format(folder, read_spec(folder), layout, own)
 
 
-def read_folder_layout(folder: Path) -> Layout | Packed | None:
+def read_folder_layout(folder: Path) -> Layouts | None:
     """How a folder stores its linear layers; None when they are dense. ValueError names file and
     key."""
     config = read_config(folder).get("quantization_config")
@@ -271,7 +323,7 @@ def _is_linear(hf_name: str) -> bool:
 
 
 def _batches(
-    shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layout | Packed | None
+    shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layouts | None
 ) -> list[list[str]]:
     """The stored tensors of every parameter."""
     return [
@@ -280,16 +332,17 @@ def _batches(
     ]
 
 
-def _stored_names(
-    part: str, shape: tuple[int, ...], layout: Layout | Packed | None
-) -> dict[str, Header]:
+def _stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
     """What the files hold for one HF tensor, by name."""
     if layout is None or not _is_linear(part):
         return {part: (shape, FLOATS)}
     module = part.removesuffix(".weight")
+    mine = layout.of(module)
+    if mine is None:
+        return {part: (shape, FLOATS)}
     rows, columns = shape
     return {
-        f"{module}.{suffix}": header for suffix, header in layout.headers((rows, columns)).items()
+        f"{module}.{suffix}": header for suffix, header in mine.headers((rows, columns)).items()
     }
 
 
@@ -364,7 +417,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _check_headers(
-    folder: Path, spec: ModelSpec, files: dict[str, Path], layout: Layout | Packed | None
+    folder: Path, spec: ModelSpec, files: dict[str, Path], layout: Layouts | None
 ) -> None:
     found: Headers = {}
     for path in sorted(set(files.values())):
@@ -411,7 +464,7 @@ def _check_headers(
                 )
 
 
-def _wanted_headers(spec: ModelSpec, layout: Layout | Packed | None) -> dict[str, Header]:
+def _wanted_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header]:
     """What the files must hold, by HF tensor name."""
     wanted: dict[str, Header] = {}
     for _, parts, shape in hf_names(spec):
@@ -421,8 +474,14 @@ def _wanted_headers(spec: ModelSpec, layout: Layout | Packed | None) -> dict[str
 
 
 def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) -> None:
-    """Are exactly the decoder's linear layers quantized, in the order of their columns?"""
-    dense = [name for name in found if _is_linear(name) and found[name][1] in FLOATS]
+    """Are exactly the linear layers quantized that are said to be, in the order of their columns?"""
+    dense = [
+        name
+        for name in found
+        if _is_linear(name)
+        and found[name][1] in FLOATS
+        and (name not in wanted or found[name][1] not in wanted[name][1])
+    ]
     if dense:
         raise ValueError(
             f"{folder}: quantization_config leaves {some(dense)} dense; one format for all linear "
@@ -523,11 +582,29 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and the tensors of a folder. ValueError as `state` says."""
     config: dict[str, Any] = {**model.spec.config, "dtype": _DTYPES[model.dtype]}
     config.pop("torch_dtype", None)
-    if model.weight_format is not None and not get_format(model.weight_format).dense:
+    form = None if model.weight_format is None else get_format(model.weight_format)
+    if isinstance(form, Mixed):
+        config["quantization_config"] = describe_mixed(_modules(model, form), columns(model.spec))
+    elif form is not None and not form.dense:
         config["quantization_config"] = describe(
-            model.weight_format, model.dtype, bool(model.spec.num_experts), columns(model.spec)
+            form.name, model.dtype, bool(model.spec.num_experts), columns(model.spec)
         )
     return config, state(model)
+
+
+def _modules(model: Transformer, form: Mixed) -> dict[str, list[str]]:
+    """The modules of each format, as files call them. ValueError for a dense format that is not the
+    model's: files hold it in another dtype."""
+    found: dict[str, list[str]] = {}
+    for name, parts, _ in hf_names(model.spec):
+        if _is_linear(parts[0]):
+            mine = form.of(name.removesuffix(".weight"))
+            if mine.dense and mine.dtype != model.dtype:
+                raise ValueError(
+                    f"{name}: it is {mine.name}, and the folder's dtype is {model.dtype}"
+                )
+            found.setdefault(mine.name, []).extend(part.removesuffix(".weight") for part in parts)
+    return found
 
 
 def write(

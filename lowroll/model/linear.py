@@ -68,7 +68,7 @@ class Linear(nn.Module):
         self.aligned = self.transposed = None
 
     def quantized(self, format: str) -> QTensor:
-        """The weight in `format`: the very tensor that the learner multiplies with, when it has
+        """The weight in `format`, a plain one: the very tensor that the learner multiplies with, when it has
         one."""
         weight = self.weight
         if self.aligned is not None and self.aligned.format == format:

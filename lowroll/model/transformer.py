@@ -13,6 +13,7 @@ Legend: T tokens, D hidden size, H query heads, G key-value heads, d head size, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
 from lowroll.model.rope import inverse_frequencies, rotations
 from lowroll.model.spec import ModelSpec
+from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor
 
 Stream = Tensor | Product  # a low-bit product leaves its scales to whoever reads it
@@ -296,9 +298,15 @@ class Transformer(nn.Module):
 
     @property
     def weight_format(self) -> str | None:
-        """The format of the quantized linear weights, or None when they are plain parameters."""
-        weight = next(self.linears())[1].weight
-        return weight.format if isinstance(weight, QTensor) else None
+        """The format of the quantized linear weights (a name for all of them where they differ), or
+        None when they are plain parameters."""
+        weights = {name: linear.weight for name, linear in self.linears()}
+        held = {name: w.format for name, w in weights.items() if isinstance(w, QTensor)}
+        if len(held) < len(weights):
+            return None
+        if len(set(held.values())) == 1:
+            return next(iter(held.values()))
+        return mixed.register(held, {name: prod(w.shape) for name, w in weights.items()})
 
 
 def whole(block: Block, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:

@@ -248,6 +248,11 @@ class Format(ABC):
         """Is it plain floating point? Then there is nothing to correct for."""
         return FORMATS[self.name].dense
 
+    def of(self, layer: str) -> Format:
+        """Return the format of a linear layer, as `Transformer.linears` names it: another for each
+        one only where they differ (`quant.mixed`)."""
+        return self
+
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         """Codes and scales of a finite matrix."""
@@ -401,13 +406,18 @@ _MADE: dict[str, Format] = {}
 
 
 def get_format(name: str) -> Format:
-    """The format of that name. ValueError names the known ones."""
-    if name not in FORMATS:
+    """The format of that name: of the table, or registered. ValueError names the known ones."""
+    if name not in FORMATS and name not in _MADE:
         raise ValueError(f"unknown weight format {name!r}; known: {', '.join(FORMATS)}")
     if name not in _MADE:
         module, _, cls = FORMATS[name].home.partition(":")
         _MADE[name] = getattr(importlib.import_module(module), cls)()
     return _MADE[name]
+
+
+def register_format(format: Format) -> None:
+    """Make a format that is no row of the table known by its name."""
+    _MADE[format.name] = format
 
 
 @lru_cache(maxsize=1024)

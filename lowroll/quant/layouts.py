@@ -20,9 +20,11 @@ tensors of one matrix W [N, K] by the suffix behind the module's name:
 
 DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
 is read only; so are `awq` and `gptq`, which `quant.packed` reads. Scales are written in float32 and
-read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). What changes
-the computation and is not one of these is refused: static activation scales, sparsity, other transforms, a
-quantized KV cache, reordered columns, several formats in one folder.
+read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). Several formats
+of compressed-tensors in one folder are groups, whose `targets` are the names of modules; those that
+no group names, or that are ignored, are dense. What changes the computation and is not one of these
+is refused: static activation scales, sparsity, other transforms, a quantized KV cache, reordered
+columns.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ from lowroll.quant import nf4, transforms
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.fp8 import Float8Block
 from lowroll.quant.int4 import pack_words
+from lowroll.quant.mixed import Mixed
 from lowroll.quant.packed import Packed, read_packed
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import FORMATS
 
 FLOATS = ("F32", "BF16", "F16")
+MIXED = "mixed-precision"  # compressed-tensors' word where groups are stored in several ways
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}
 _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense one"
 
@@ -60,6 +64,10 @@ class Layout:
     renamed: dict[str, str] = field(default_factory=dict)
     unpacked: bool = False
     rotated: dict[str, int] = field(default_factory=dict)
+
+    def of(self, module: str) -> Layout | None:
+        """That of a module; None: it is dense."""
+        return self
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
         """Everything that a file holds for a matrix, by suffix."""
@@ -105,7 +113,29 @@ class Layout:
         return None if suffix is None else self.renamed.get(suffix, suffix)
 
 
-def read_layout(config: dict[str, Any]) -> Layout | Packed:
+@dataclass(frozen=True)
+class MixedLayout:
+    """Layouts by the names of modules. rest: of those that have no name here; None: they are
+    dense."""
+
+    named: dict[str, Layout]
+    rest: Layout | None
+    ignored: frozenset[str]
+    rotated: dict[str, int]
+
+    def of(self, module: str) -> Layout | None:
+        """That of a module; None: it is dense."""
+        return None if module in self.ignored else self.named.get(module, self.rest)
+
+    @property
+    def rotating(self) -> list[str]:
+        """The modules whose format rotates what it rounds, and those that are said to be rotated."""
+        schemes = {name: get_format(layout.format).scheme for name, layout in self.named.items()}
+        rotates = (name for name, scheme in schemes.items() if scheme and scheme.rotated)
+        return [*rotates, *(self.rotated.keys() - schemes.keys())]
+
+
+def read_layout(config: dict[str, Any]) -> Layout | Packed | MixedLayout:
     """The layout that a `quantization_config` describes. ValueError names the key that is not
     supported."""
     method = config.get("quant_method")
@@ -141,32 +171,70 @@ def describe(
     of matrix reads, by its name in files."""
     form = get_format(format)
     theirs = form.describe(dtype, routers)
-    scheme = form.scheme
     if theirs is not None:
         return theirs
-    if scheme is None:
+    if form.scheme is None:
         raise ValueError(f"{format}: no other tool has a layout for it, so no folder can hold it")
+    group = _group(format, ["Linear"])
+    rotated = columns or {} if form.scheme.rotated else {}
+    return _compressed([group], [r"re:.*\.mlp\.gate$"] if routers else [], rotated)
+
+
+def describe_mixed(modules: dict[str, list[str]], columns: Mapping[str, int]) -> dict[str, Any]:
+    """The `quantization_config` of a folder whose linear layers have several formats. modules: the
+    names that each format has, as files call them. columns: as `describe`'s. ValueError for a format
+    that stands in no folder beside others."""
+    dense = [
+        name for format, names in modules.items() if get_format(format).dense for name in names
+    ]
+    groups = [
+        _group(format, names) for format, names in modules.items() if not get_format(format).dense
+    ]
+    schemes = {format: get_format(format).scheme for format in modules}
+    rotated = {
+        name: columns[name.rpartition(".")[2]]
+        for format, scheme in schemes.items()
+        for name in (modules[format] if scheme is not None and scheme.rotated else ())
+    }
+    return _compressed(groups, dense, rotated)
+
+
+def _compressed(
+    groups: list[dict[str, Any]], ignored: list[str], rotated: Mapping[str, int]
+) -> dict[str, Any]:
+    """rotated: the features of the matrices that are, by kind or by module."""
+    compressions = {group["format"] for group in groups}
+    rotation = {transforms.KEY: transforms.describe(rotated)} if rotated else {}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": compressions.pop() if len(compressions) == 1 else MIXED,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head", *ignored],
+        **rotation,
+    }
+
+
+def _group(format: str, targets: list[str]) -> dict[str, Any]:
+    """The layers of one format, in compressed-tensors' words."""
+    scheme = get_format(format).scheme
+    if scheme is None:
+        raise ValueError(
+            f"{format}: compressed-tensors has no layout for it, so no folder can hold it beside "
+            "others"
+        )
     weights = _given(scheme.weights)
     if scheme.scale_dtype is not None:
         weights["scale_dtype"] = scheme.scale_dtype
     if not weights["symmetric"]:
         weights["zp_dtype"] = "torch.int8"
-    group = {
-        "targets": ["Linear"],
+    return {
+        "targets": targets,
         "weights": weights,
         "input_activations": None if scheme.inputs is None else _given(scheme.inputs),
         "output_activations": None,
         "format": scheme.compression,
-    }
-    rotation = {transforms.KEY: transforms.describe(columns or {})} if scheme.rotated else {}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": scheme.compression,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "kv_cache_scheme": None,
-        "ignore": ["lm_head", *([r"re:.*\.mlp\.gate$"] if routers else [])],
-        **rotation,
     }
 
 
@@ -175,6 +243,15 @@ def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str
     0.20 and bitsandbytes 0.50. lowroll reads all of them. columns: those of the quantized matrices;
     experts: whether the model has any."""
     form = get_format(format)
+    if isinstance(form, Mixed):
+        names = sorted(set(form.assignment.values()))
+        each = [unread_by_transformers(name, columns, experts) for name in names]
+        if len([name for name in names if not get_format(name).dense]) > 1:
+            each.append(
+                "transformers reads this folder as its tools run it, and not with dequantize=True, "
+                "which takes the first group's format for all layers"
+            )
+        return next(filter(None, each), None)
     block = form.group if form.whole_groups and form.group is not None else 1
     odd = sorted(count for count in columns if count % block)
     if odd:
@@ -197,9 +274,9 @@ def _schemes() -> dict[str, Scheme]:
     return found
 
 
-def _read_compressed_tensors(config: dict[str, Any]) -> Layout:
-    """The layout. Which modules are quantized is read from the files and not from targets and
-    ignore."""
+def _read_compressed_tensors(config: dict[str, Any]) -> Layout | MixedLayout:
+    """The layout. Where all layers have one, which modules are quantized is read from the files and
+    not from targets and ignore."""
     if config.get("kv_cache_scheme"):
         raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
     rotated: dict[str, int] = {}
@@ -215,14 +292,46 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Layout:
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config_groups: expected a group of layers, got {groups!r}{_ADVICE}")
     layouts = {
-        key: _read_group(f"config_groups.{key}", group, config.get("format"), rotated)
+        key: _read_group(
+            f"config_groups.{key}", group, config.get("format"), _rotated_in(group, rotated)
+        )
         for key, group in groups.items()
     }
     first = next(iter(layouts.values()))
-    if any(other != first for other in layouts.values()):
-        words = ", ".join(f"{key} is {found.format}" for key, found in layouts.items())
-        raise ValueError(f"config_groups: {words}; one format for all layers is supported{_ADVICE}")
-    return first
+    ignored = _names("ignore", config.get("ignore") or [])
+    alike = all(other == first for other in layouts.values())
+    if alike and not any(name.startswith("model.layers.") for name in ignored):
+        return first
+    named: dict[str, Layout] = {}
+    rest = None
+    for key, layout in layouts.items():
+        where = f"config_groups.{key}.targets"
+        for target in _names(where, groups[key].get("targets")):
+            twice = target in named or (target == "Linear" and rest is not None)
+            if target.startswith("re:") or twice:
+                raise ValueError(
+                    f"{where}: {target!r}: of several formats each names its modules, once{_ADVICE}"
+                )
+            if target == "Linear":
+                rest = layout
+            else:
+                named[target] = layout
+    return MixedLayout(named, rest, frozenset(ignored), rotated)
+
+
+def _rotated_in(group: Any, rotated: dict[str, int]) -> dict[str, int]:
+    """The rotations of a group: those of its modules, or of all kinds of matrices."""
+    if not any("." in name for name in rotated):
+        return rotated
+    targets = group.get("targets") if isinstance(group, dict) else None
+    named = targets if isinstance(targets, list) else []
+    return {name: rotated[name] for name in named if isinstance(name, str) and name in rotated}
+
+
+def _names(where: str, value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{where}: expected a list of names, got {value!r}{_ADVICE}")
+    return value
 
 
 def _read_group(where: str, group: Any, compression: object, rotated: dict[str, int]) -> Layout:

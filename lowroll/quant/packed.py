@@ -47,6 +47,10 @@ class Packed:
     ordered: bool = True
     offset: int = 0
 
+    def of(self, module: str) -> Packed:
+        """That of a module."""
+        return self
+
     @property
     def format(self) -> str | None:
         """The format that holds the same codes; None where a matrix becomes dense."""

@@ -7,7 +7,8 @@ r"""How a folder says that the features of its matrices were rotated: compressed
 
 `input` is a rotation of the activations, for whoever multiplies; `weight_input` one of the weights,
 which the stored codes have behind them. One group for each width of block
-(`kernels.quantize.rotation`); a matrix that no block divides is in none. Read is what is written here
+(`kernels.quantize.rotation`); a matrix that no block divides is in none. Where formats are mixed,
+targets are the names of modules. Read is what is written here
 and no more: any other transform is another model (compressed-tensors 0.20; vLLM 0.32 reads it,
 transformers 5.23 does not).
 """
@@ -26,7 +27,7 @@ _PLAIN = {"randomize": False, "requires_grad": False, "precision": "torch.float3
 
 def describe(columns: Mapping[str, int]) -> dict[str, Any]:
     """Return the `transform_config` of a rotated model. columns: the features that each kind of
-    matrix reads, by its name in files ("q_proj", ...)."""
+    matrix reads, by its name in files ("q_proj", ...), or each module by its whole name."""
     widths = {part: width(size) for part, size in columns.items()}
     return {
         "config_groups": {
@@ -37,7 +38,7 @@ def describe(columns: Mapping[str, int]) -> dict[str, Any]:
 
 
 def read(config: Any) -> dict[str, int]:
-    """Return the width of the blocks by kind of matrix. ValueError names what is not a rotation
+    """Return the width of the blocks by kind of matrix, or by module. ValueError names what is not a rotation
     that `describe` writes."""
     groups = config.get("config_groups") if isinstance(config, dict) else None
     if not isinstance(groups, dict):
@@ -63,7 +64,7 @@ def check(found: Mapping[str, int], columns: Mapping[str, int]) -> None:
 
 
 def _group(size: int, parts: list[str]) -> dict[str, Any]:
-    targets = [rf"re:.*\.{part}$" for part in parts]
+    targets = [part if "." in part else rf"re:.*\.{part}$" for part in parts]
     apply = [
         {"targets": targets, "location": "input", "inverse": False, "ignore": []},
         {"targets": targets, "location": "weight_input", "inverse": True, "ignore": []},
@@ -97,6 +98,8 @@ def _read_group(where: str, group: Any) -> tuple[set[str], int]:
 
 def _part(where: str, target: Any) -> str:
     text = str(target)
+    if "." in text and all(name.isalnum() or name.isidentifier() for name in text.split(".")):
+        return text
     part = text.removeprefix(r"re:.*\.").removesuffix("$")
     if text != rf"re:.*\.{part}$" or not part.isidentifier():
         raise ValueError(rf"{where}.apply.targets: {target!r} is not like 're:.*\.q_proj$'")

@@ -1,4 +1,5 @@
-"""Calibration text as token ids: what `weights.awq` measures the loudness of channels on.
+"""What is measured on before a run: calibration text as token ids, for `weights.awq` and
+`weights.budget`, and the first requests of a run.
 
 A `.jsonl` file holds one document a line, `{"text": "..."}` or `{"messages": [...]}` (through the
 chat template); each gives its first `length` tokens. Any other file is one plain text, cut into
@@ -7,13 +8,19 @@ pieces of `length`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lowroll.config import RunConfig
 from lowroll.envs.data.files import read_jsonl
+from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.orchestrator.source import draw_at
+from lowroll.runs.build import environments, orchestrator, prompts
+from lowroll.types import Request
 
 _CHARACTERS_PER_TOKEN = 32  # of a plain text no more is read than could be needed
 
@@ -73,3 +80,36 @@ def _from_text(path: Path, tokenizer: Any, length: int, characters: int) -> Iter
         raise ValueError(f"calibration: {path}: not UTF-8 text ({error})") from None
     ids = tokenizer.encode(text)
     yield from (ids[start : start + length] for start in range(0, len(ids), length))
+
+
+def first_requests(
+    cfg: RunConfig,
+    spec: ModelSpec,
+    chat: ChatTokenizer,
+    texts: Sequence[str],
+    num_prompts: int,
+    n: int,
+) -> list[Request]:
+    """Return requests of the run's own sampling, but for what cuts its distribution: for `texts`,
+    what a user says, or for the first prompts of its environments."""
+    drawn = orchestrator.sampling(cfg)
+    sampling = replace(drawn, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0)
+    if texts:
+        return [
+            Request(
+                chat.encode_chat([{"role": "user", "content": text}]),
+                n=n,
+                seed=cfg.seed,
+                id=f"prompt/{i}",
+                **vars(sampling),
+            )
+            for i, text in enumerate(texts)
+        ]
+    envs = list(environments.make(cfg.env, cfg.seed).values())
+    longest = prompts.longest(cfg, spec)
+    chosen = [(envs[i % len(envs)], i // len(envs)) for i in range(num_prompts)]
+    draws = [
+        draw_at(env, env.name, position, "train", chat, sampling, n, cfg.seed)
+        for env, position in chosen
+    ]
+    return [draw.request for draw in draws if len(draw.request.prompt_ids) <= longest]

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,13 @@ from lowroll.engine.base import Capabilities, Engine
 from lowroll.kv.capacity import Workload
 from lowroll.kv.saving import saving
 from lowroll.model.scoring import score
-from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
-from lowroll.orchestrator.source import draw_at
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import engines, environments, models, orchestrator, prompts
+from lowroll.runs import budget
+from lowroll.runs.build import engines, models
 from lowroll.runs.build.compute import Compute
+from lowroll.runs.calibration import first_requests
 from lowroll.runs.monitor import fallen_to
 from lowroll.trainer.state import restore_weights
 from lowroll.types import Request, Rollout
@@ -181,16 +181,23 @@ def diagnose(
     cfg = cfg.resolved()
     compute = Compute.of(cfg)
     chat = models.chat_of(cfg)
+    asked = cfg
+    if run is None:
+        cfg = budget.with_weights(cfg, budget.named(cfg.rollout.weights, cfg, compute, chat))
+    else:
+        cfg = budget.settled(cfg, run, compute)
     model = models.learner(cfg, compute)
     notes = _notes(cfg)
     held = _checkpoint(run)
-    weights = cfg.rollout.weights if held is None else _weights(held, cfg)
+    weights = cfg.rollout.weights
+    if held is not None:
+        weights = _weights(held, asked, weights)
     if held is not None:
         restore_weights(model, held.tensors["model"], held.state["trainer"])
         notes.append(f"weights of step {held.step}")
     elif run is not None:
         notes.append("the run has no checkpoint yet: these are the weights that it starts from")
-    requests = _requests(cfg, model, chat, prompts, num_prompts, n)
+    requests = first_requests(cfg, model.spec, chat, prompts, num_prompts, n)
     longest = max((len(request.prompt_ids) for request in requests), default=1)
     work = Workload(len(requests), n, longest, cfg.rollout.max_tokens)
     format = compute.format(weights)
@@ -265,43 +272,11 @@ def _checkpoint(run: Path | None) -> Checkpoint | None:
     return store.load(steps[-1], only=("model",)) if steps else None
 
 
-def _weights(held: Checkpoint, cfg: RunConfig) -> str:
+def _weights(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
     """The format of the run's rollouts: what its guard fell back to, unless another than the run's
-    own is asked for."""
-    asked = cfg.rollout.weights
+    own is asked for. weights: what the settings stand for."""
     own = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
-    return (fallen_to(held.state) or asked) if asked == own else asked
-
-
-def _requests(
-    cfg: RunConfig,
-    model: Transformer,
-    chat: ChatTokenizer,
-    texts: Sequence[str],
-    num_prompts: int,
-    n: int,
-) -> list[Request]:
-    drawn = orchestrator.sampling(cfg)
-    sampling = replace(drawn, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0)
-    if texts:
-        return [
-            Request(
-                chat.encode_chat([{"role": "user", "content": text}]),
-                n=n,
-                seed=cfg.seed,
-                id=f"prompt/{i}",
-                **vars(sampling),
-            )
-            for i, text in enumerate(texts)
-        ]
-    envs = list(environments.make(cfg.env, cfg.seed).values())
-    longest = prompts.longest(cfg, model.spec)
-    chosen = [(envs[i % len(envs)], i // len(envs)) for i in range(num_prompts)]
-    draws = [
-        draw_at(env, env.name, position, "train", chat, sampling, n, cfg.seed)
-        for env, position in chosen
-    ]
-    return [draw.request for draw in draws if len(draw.request.prompt_ids) <= longest]
+    return (fallen_to(held.state) or weights) if cfg.rollout.weights == own else weights
 
 
 def _cache_notes(able: Capabilities, evictions: float) -> list[str]:

@@ -30,6 +30,7 @@ from lowroll.orchestrator.client import PhaseProgress
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.evaluate import check_errors, plan
+from lowroll.runs import budget
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.comparison import Measured, rows_of
@@ -53,7 +54,7 @@ def evaluate(
     """One row an environment, format and cache, with its numbers (`comparison.rows_of`); where there
     are several environments, also their average.
 
-    `weights` are formats; "dense" is the run's own dtype. Without any they are dense and
+    `weights` are formats or budgets; "dense" is the run's own dtype. Without any they are dense and
     rollout.weights or, where that is not set, the low-bit format that the model holds. `kv` are
     caches; without any they are dense and rollout.kv. All see the same prompts and the same seeds,
     caches that keep every key first: the first one's tokens are the size of all. A run with stages
@@ -69,6 +70,7 @@ def evaluate(
     caches = sorted(distinct.values(), key=lambda cache: cache.evicts)
     compute = Compute.of(cfg)
     chat = models.chat_of(cfg)
+    weights = [budget.named(name, cfg, compute, chat) for name in weights]
     model = hf.load(cfg.model, compute.device, compute.dtype)
     chosen = cfg.eval.env or cfg.env
     envs = environments.make(chosen, cfg.seed)
@@ -239,5 +241,5 @@ def _rollouts(cfg: RunConfig) -> str:
     if "weights" in cfg.rollout.model_fields_set:
         own = None
     else:
-        own = hf.low_bit_format(resolve(cfg.model))
+        own = hf.low_bit_format(resolve(cfg.model), Compute.of(cfg).dtype)
     return own or cfg.rollout.weights

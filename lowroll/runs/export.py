@@ -39,6 +39,7 @@ from lowroll.objectives.mismatch import mismatch
 from lowroll.quant import dense
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.quant.layouts import unread_by_transformers
+from lowroll.runs import budget
 from lowroll.runs.build import models
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.monitor import fallen_to
@@ -101,16 +102,14 @@ def quantize_folder(
     """
     if get_format(format).dense:
         raise ValueError(f"format: {format} is dense; choose a low-bit format")
-    out = _absent(out)
+    out = absent(out)
     folder = resolve(model)
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"model: {model} is an adapter folder; merge it into its base first")
-    layout = hf.read_folder_layout(folder)
-    if layout is not None:
-        raise ValueError(
-            f"model: {model} holds {layout.format or 'quantized'} weights already; quantize the dense model"
-        )
-    dense = hf.load(folder, device, _stored_dtype(folder))
+    if hf.read_folder_layout(folder) is not None:
+        held = hf.low_bit_format(folder) or "quantized"
+        raise ValueError(f"model: {model} holds {held} weights already; quantize the dense model")
+    dense = hf.load(folder, device, stored_dtype(folder))
     if transform is not None:
         transform(dense)
     hf.save(quantize_base(dense, format), out, tokenizer_from=folder)
@@ -127,7 +126,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     """
     if kind not in KINDS:
         raise ValueError(f"--as: {kind!r} is not one of {', '.join(KINDS)}")
-    out = _absent(out)
+    out = absent(out)
     run = Path(run)
     if (run / "adapter_config.json").is_file():
         return _export_adapter(run, out, kind, step)
@@ -141,7 +140,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
             f"--as: {run} trains all weights and has no adapter; export it as merged or rollout"
         )
     saved = Store(run / "checkpoints").load(step)
-    model, compute = _learner(cfg, saved)
+    model, compute = _learner(cfg, saved, run)
     source = resolve(cfg.model)
     gap = note = None
     if kind == "adapter":
@@ -152,7 +151,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         gap = _save_merged(model, out, source, batch)
         form = _format_of(model)
     else:
-        form = compute.format(fallen_to(saved.state) or cfg.rollout.weights)
+        settled = budget.settled(cfg, run, compute)
+        form = compute.format(fallen_to(saved.state) or settled.rollout.weights)
         dtype = get_format(form).dtype or compute.dtype
         note = _save_rollout(rollout_copy(model, form, dtype), out, source)
     return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap, note)
@@ -214,7 +214,7 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
         )
     stated = base.read(folder)
     source = resolve(lora.base_of(folder))
-    dtype = _stored_dtype(source) if stated is None else _STORED[stated.dtype]
+    dtype = stored_dtype(source) if stated is None else _STORED[stated.dtype]
     model = hf.load(folder, dtype=dtype)
     note = None
     if kind == "merged":
@@ -225,14 +225,14 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
     return Exported(out, _format_of(model), _weight_bytes(out), _weight_bytes(source), note=note)
 
 
-def _learner(cfg: RunConfig, saved: Checkpoint) -> tuple[Transformer, Compute]:
+def _learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer, Compute]:
     """The learner as it was after the checkpoint's step, on the CPU in the dtype that the run
     had."""
     cfg = cfg.model_copy(update={"device": "cpu"})
     first = Compute.of(cfg)
     dtypes = [first.dtype] if cfg.dtype != "auto" else [torch.float32, torch.bfloat16]
     for compute in (replace(first, dtype=dtype) for dtype in dtypes):
-        model = models.learner(cfg, compute)
+        model = models.learner(budget.settled(cfg, run, compute), compute)
         if digest(model) == saved.meta["base"]:
             restore_weights(model, saved.tensors["model"], saved.state["trainer"])
             return model, compute
@@ -334,14 +334,15 @@ def _format_of(model: Transformer) -> str:
     return model.weight_format or dense.of(model.dtype) or str(model.dtype)
 
 
-def _absent(out: str | Path) -> Path:
+def absent(out: str | Path) -> Path:
+    """Return the path of a folder to write. FileExistsError when there is something."""
     out = Path(out)
     if out.is_symlink() or out.exists():
         raise FileExistsError(f"{out}: exists already; name a new folder")
     return out
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
+def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype that a folder's config.json names, else float32."""
     config = read_config(folder)
     name = str(config.get("dtype") or config.get("torch_dtype"))

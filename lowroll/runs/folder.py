@@ -3,6 +3,7 @@ on and is saved.
 
     config.yaml     the settings; its first line says which command's run the folder holds
     about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, environments/, .lock, report.html
+    rollout_weights.json    of a run whose rollout.weights is a budget
 
 Nothing that a run did not make is removed or written over. Files are a run's by their names, in a
 folder whose config.yaml a run wrote; checkpoints and final/ by their manifests. What is in the way
@@ -56,6 +57,7 @@ from lowroll.types import Batch
 log = logging.getLogger(__name__)
 
 CONFIG, FINAL, LOGS, ENVIRONMENTS = "config.yaml", "final", "logs", "environments"
+WEIGHTS = "rollout_weights.json"  # which layers have which format (`runs.budget`)
 BATCHES = ("rollouts", "offending")
 ROLES = ("roles", "orchestrator", "broadcasts")  # of a run with roles
 META = ("command", "config", "base", "read", "step", "tensors")  # beside the state of a checkpoint
@@ -421,7 +423,7 @@ class RunFolder:
         stays = sorted(
             path.name
             for path in self.path.iterdir()
-            if path.name not in (LOCK, CONFIG, LOGS, ENVIRONMENTS, *ROLES)
+            if path.name not in (LOCK, CONFIG, LOGS, ENVIRONMENTS, WEIGHTS, *ROLES)
         )
         if stays:
             log.warning(

@@ -28,6 +28,7 @@ from lowroll.metrics.record import Record, read
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.errors import NoSignal
+from lowroll.runs import budget
 from lowroll.runs.attempt import RunResult, attempt, drive
 from lowroll.runs.batches import Batches, Tasks
 from lowroll.runs.build import configuration, engines, models, prompts
@@ -111,6 +112,7 @@ class Run:
         spec = outline.spec
         prompts.check_stages(given, spec)
         chat = models.chat_of(given)
+        given = budget.settle(home, self.compute, chat, resume)
         tasks = Tasks(given)
         planner = self._planner(given, outline, chat, tasks)
         cached = self.checkpoints.cache_tokens

@@ -26,7 +26,8 @@ from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.groups import for_scorer
-from lowroll.runs import hub, sft
+from lowroll.quant.budget import eight_bits, is_budget
+from lowroll.runs import budget, hub, sft
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
@@ -76,6 +77,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         found.problems.extend(one_process_problems(cfg))
         found.notes.extend(one_process_notes(cfg))
         placed = devices.Placement()
+    cfg = _planned(cfg, found)
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
     chat = found.attempt(lambda: models.chat_of(cfg)) if model else None
@@ -105,6 +107,17 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         planner = Planner.now(compute, model, works, beside, _share(cfg, placed))
         _memory(found, found.attempt(lambda: planner.plan(cfg)), lambda _: fit.advice(planner, cfg))
     return found
+
+
+def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
+    """The settings with 8 bits in the place of a budget, whose formats a run alone searches for."""
+    if not is_budget(cfg.rollout.weights):
+        return cfg
+    found.notes.append(
+        f"rollout.weights: {cfg.rollout.weights}: the formats are searched for when the run starts; "
+        f"the memory is that of {eight_bits()}"
+    )
+    return budget.with_weights(cfg, eight_bits())
 
 
 def _share(cfg: RunConfig, placed: devices.Placement) -> Share:

@@ -21,6 +21,8 @@ from lowroll.metrics.progress import phases
 from lowroll.metrics.record import Record, read
 from lowroll.model import hf, lora
 from lowroll.model.folder import resolve
+from lowroll.quant.budget import is_budget
+from lowroll.quant.table import DEFAULT
 from lowroll.runs.attempt import RunResult, attempt, drive
 from lowroll.runs.build import environments, models, trainer
 from lowroll.runs.build.about import about, learned
@@ -185,8 +187,18 @@ def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str
 
 def plain(cfg: RunConfig) -> RunConfig:
     """The settings without update-aware scaling, the aligned forward and low-bit gradients, which
-    belong to the run that follows."""
+    belong to the run that follows; so does a budget of its rollouts. ValueError for an adapter on
+    the base of a budget."""
     dense = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
+    if is_budget(cfg.rollout.weights):
+        if cfg.train.lora:
+            raise ValueError(
+                f"rollout.weights: {cfg.rollout.weights}: lowroll sft searches for no formats, and "
+                "its adapter needs their base; write a format"
+            )
+        cfg = cfg.model_copy(
+            update={"rollout": cfg.rollout.model_copy(update={"weights": DEFAULT})}
+        )
     return cfg.model_copy(update={"train": cfg.train.model_copy(update=dense)})
 
 

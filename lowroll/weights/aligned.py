@@ -37,9 +37,10 @@ def align(model: Transformer, format: str) -> Transformer:
     in that format; of a dense one (LoRA) the codes are made once."""
     for name, linear in model.linears():
         base = linear.weight if isinstance(linear.weight, QTensor) else None
-        if base is not None and base.format != format and not get_format(base.format).dense:
+        wanted = get_format(format).of(name).name
+        if base is not None and base.format != wanted and not get_format(base.format).dense:
             raise ValueError(
-                f"{name}: the base is {base.format}, and the forward is to be {format}"
+                f"{name}: the base is {base.format}, and the forward is to be {wanted}"
             )
     for name, linear in model.linears():
         linear.aligned = _quantize(name, linear, format)
@@ -120,7 +121,7 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
 
 def _quantize(name: str, linear: Linear, format: str) -> QTensor:
     try:
-        return linear.quantized(format)
+        return linear.quantized(get_format(format).of(name).name)
     except ValueError as error:
         raise ValueError(f"{name}.weight: {error}") from None
 

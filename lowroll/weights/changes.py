@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowroll.kernels import checksum
 from lowroll.model.transformer import Transformer
-from lowroll.quant.formats import QTensor
+from lowroll.quant.formats import QTensor, get_format
 from lowroll.transport.broadcasts import Gap
 from lowroll.weights.noise import noisy_norms
 from lowroll.weights.publish import fingerprint
@@ -47,7 +47,7 @@ class Shadow:
 
     def __init__(self, model: Transformer, format: str, dtype: torch.dtype) -> None:
         for name, linear in model.linears():
-            if linear.aligned is None or linear.aligned.format != format:
+            if linear.aligned is None or linear.aligned.format != get_format(format).of(name).name:
                 raise ValueError(
                     f"{name}: changed codes are those of a learner aligned to {format}"
                 )

@@ -281,7 +281,7 @@ _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "o", "gate_up", "do
 
 def _quantize(name: str, linear: Linear, format: str) -> QTensor:
     try:
-        return linear.quantized(format)
+        return linear.quantized(get_format(format).of(name).name)
     except ValueError as error:
         raise ValueError(f"{name}.weight: {error}") from None
 
@@ -318,7 +318,12 @@ def _note_conversion(model: Transformer, format: str) -> None:
     before = model.weight_format
     if before is None or get_format(before).dense:
         return
-    if stored_format(before) != stored_format(format):
+    forms = get_format(before), get_format(format)
+    if any(
+        stored_format(forms[0].of(name).name) != stored_format(forms[1].of(name).name)
+        for name, _ in model.linears()
+        if not forms[0].of(name).dense
+    ):
         log.warning(
             "the model's weights are %s: %s is made from their dequantized values; with %s they "
             "would be used as they are",

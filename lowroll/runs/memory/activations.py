@@ -19,6 +19,7 @@ vocabulary, C rows of logits at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -245,8 +246,10 @@ def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -
 def _dequantized(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """The matrix that a product of many rows dequantizes in the engine, on CUDA."""
     format = get_format(compute.format(cfg.rollout.weights))
-    if compute.device.type != "cuda" or format.bits >= 8 or cfg.rollout.keep_dense:
+    if compute.device.type != "cuda" or cfg.rollout.keep_dense:
         return 0
     if model.spec.num_experts:  # kernels read experts' codes
         return 0
-    return largest(model) * torch.bfloat16.itemsize
+    few = [linear for name, linear in model.linears() if format.of(name).bits < 8]
+    most = max((prod(linear.weight.shape) for linear in few), default=0)
+    return most * torch.bfloat16.itemsize

@@ -18,7 +18,7 @@ from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import PACK_FROM
-from lowroll.quant.formats import get_format
+from lowroll.quant.formats import Format, get_format
 from lowroll.quant.int8 import Int8
 from lowroll.runs.build.compute import Compute
 from lowroll.trainer import adamw8bit
@@ -42,15 +42,14 @@ def other_size(model: Transformer) -> int:
 def linear_bytes(model: Transformer, format: str) -> int:
     """Bytes of the linear layers in a format, with scales. ValueError as the format says of a shape
     that it has not."""
-    sizes: dict[tuple[int, ...], int] = {}
+    total = 0
     for name, linear in model.linears():
-        shape = tuple(linear.weight.shape)
-        if shape not in sizes:
-            try:
-                sizes[shape] = get_format(format).empty((shape[0], shape[1]), META).nbytes
-            except ValueError as error:
-                raise ValueError(f"rollout.weights: {name}: {error}") from None
-    return sum(sizes[tuple(linear.weight.shape)] for _, linear in model.linears())
+        rows, columns = linear.weight.shape
+        try:
+            total += get_format(format).of(name).empty((rows, columns), META).nbytes
+        except ValueError as error:
+            raise ValueError(f"rollout.weights: {name}: {error}") from None
+    return total
 
 
 def largest(model: Transformer) -> int:
@@ -174,24 +173,26 @@ def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     what its products want (`quant`)."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
+    layers = ((format.of(name), linear) for name, linear in model.linears())
+    return sum(_dense_copy(cfg, compute, model, form, linear, item) for form, linear in layers)
+
+
+def _dense_copy(
+    cfg: RunConfig, compute: Compute, model: Transformer, form: Format, linear: Linear, item: int
+) -> int:
+    """That of one layer. item: bytes of an activation."""
     if compute.device.type == "cuda":
-        if not cfg.rollout.keep_dense or format.bits >= 8:
-            return 0
-        return item * sum(
-            _size(linear) for _, linear in model.linears() if not isinstance(linear, StackedLinear)
-        )
-    if format.bits < 8:
-        return item * sum(
-            _size(linear)
-            for _, linear in model.linears()
-            if not avx2.supports_matrix(format.kernel, _matrix(linear, model), compute.device)
-        )
-    if format.dense:
-        sizes = [_size(linear) for _, linear in model.linears()]
-        return item * sum(size for size in sizes if size >= PACK_FROM)
-    if isinstance(format, Int8) and onednn.supports_device(compute.device):
-        return linear_size(model)
-    return MASTER * linear_size(model)
+        kept = cfg.rollout.keep_dense and form.bits < 8 and not isinstance(linear, StackedLinear)
+        return item * _size(linear) if kept else 0
+    if form.bits < 8:
+        matrix = _matrix(linear, model)
+        known = avx2.supports_matrix(form.kernel, matrix, compute.device)
+        return 0 if known else item * _size(linear)
+    if form.dense:
+        return item * _size(linear) if _size(linear) >= PACK_FROM else 0
+    if isinstance(form, Int8) and onednn.supports_device(compute.device):
+        return _size(linear)
+    return MASTER * _size(linear)
 
 
 def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
@@ -202,8 +203,10 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
         return MASTER * sum(adapter_sizes(cfg, model))
     format = get_format(compute.format(cfg.rollout.weights))
     codes = sum(
-        max(t.nbytes for t in format.empty((rows, columns), META).tensors.values())
-        for rows, columns in (linear.weight.shape for _, linear in model.linears())
+        max(t.nbytes for t in format.of(name).empty((rows, columns), META).tensors.values())
+        for name, rows, columns in (
+            (name, *linear.weight.shape) for name, linear in model.linears()
+        )
     )
     return linear_size(model) * compute.dtype.itemsize + codes
 

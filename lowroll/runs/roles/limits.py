@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowroll.config import RunConfig
+from lowroll.quant.budget import is_budget
 from lowroll.quant.table import is_dense
 
 
@@ -33,9 +34,19 @@ def refuse(cfg: RunConfig) -> None:
             "eval.skip_eval_on_resume: roles evaluate each policy once, however often one is "
             "started again; evaluate at a resumption in one process"
         )
+    refuse_budget(cfg)
     if cfg.rollout.release_cache:
         raise ValueError("rollout.release_cache: engines of other processes keep their memory")
     refuse_engine(cfg)
+
+
+def refuse_budget(cfg: RunConfig) -> None:
+    """ValueError for a budget, whose formats only the process that searched for them knows."""
+    if is_budget(cfg.rollout.weights):
+        raise ValueError(
+            f"rollout.weights: {cfg.rollout.weights}: the formats of a budget are for one process; "
+            "with roles write a format"
+        )
 
 
 def refuse_engine(cfg: RunConfig) -> None:

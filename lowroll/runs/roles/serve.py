@@ -43,7 +43,9 @@ def engine(cfg: RunConfig) -> NativeEngine:
     from lowroll.engine.native import NativeEngine
     from lowroll.runs.build import engines, models
     from lowroll.runs.build.compute import Compute
+    from lowroll.runs.roles.limits import refuse_budget
 
+    refuse_budget(cfg)
     compute = Compute.of(cfg)
     chat = models.chat_of(cfg)
     made = engines.make(cfg, compute, models.learner(cfg, compute), chat)

@@ -1,0 +1,111 @@
+"""Budgets in the place of a format: how far rollouts may be from the dense model, or how much they
+may take. Readable without torch.
+
+    max_kl=0.02                    the fewest bits whose measured KL to the dense model is at most that
+    max_bits=5                     the least KL with so many bits a weight of the linear layers
+    max_bytes=400000000            the same, in bytes of the linear layers with their scales
+    max_kl=0.02,formats=int4+int8  of these formats alone, which every layer has one of
+
+The search is `weights.budget`. Words that are a format's name stay one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowroll.quant.table import FORMATS, OWN, is_dense
+
+EIGHT_BITS = (
+    "int8_rotated",
+    "int8",
+)  # the first that the table has is nearest to the dense weights
+
+
+def eight_bits() -> str:
+    """Return the format of 8 bits that is nearest to the dense weights."""
+    return next(name for name in EIGHT_BITS if name in FORMATS)
+
+
+def default_formats() -> tuple[str, ...]:
+    """Return the formats that a budget chooses from where it names none: 4, 8 and 16 bits."""
+    return ("nvfp4", eight_bits(), OWN)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the linear weights of the rollouts may cost. A bound of None is none."""
+
+    max_kl: float | None = None
+    max_bits: float | None = None
+    max_bytes: int | None = None
+    formats: tuple[str, ...] = ()
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The formats that every layer may have."""
+        return self.formats or default_formats()
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """What is wrong with it: keys, and why."""
+        bounds = (self.max_kl, self.max_bits, self.max_bytes)
+        if all(bound is None for bound in bounds):
+            yield "max_kl", "a budget has max_kl, max_bits or max_bytes"
+        for key, bound in (("max_kl", self.max_kl), ("max_bits", self.max_bits)):
+            if bound is not None and not 0 <= bound < float("inf"):
+                yield key, f"must be a number of at least 0, got {bound}"
+        if self.max_bytes is not None and self.max_bytes < 1:
+            yield "max_bytes", f"must be >= 1, got {self.max_bytes}"
+        for name in self.formats:
+            if name != OWN and name not in FORMATS:
+                known = ", ".join((OWN, *FORMATS))
+                yield "formats", f"{name!r} is none of {known}"
+            elif name != OWN and is_dense(name):
+                yield "formats", f"{name}: write {OWN}, the run's own dtype"
+        if len(set(self.formats)) < len(self.formats):
+            yield "formats", "the same format stands twice"
+        if len(self.formats) == 1:
+            yield "formats", f"there is nothing to choose; write {self.formats[0]} as the format"
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        parts = [
+            f"{key}={value:.12g}"
+            for key, value in (("max_kl", self.max_kl), ("max_bits", self.max_bits))
+            if value is not None
+        ]
+        parts += [] if self.max_bytes is None else [f"max_bytes={self.max_bytes}"]
+        parts += [f"formats={'+'.join(self.formats)}"] if self.formats else []
+        return ",".join(parts)
+
+
+def is_budget(weights: object) -> bool:
+    """Is it the text of a budget, and no name of a format?"""
+    return isinstance(weights, str) and "=" in weights
+
+
+def parse(text: str) -> Budget:
+    """Return the budget of a text. ValueError names what is wrong with it."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key not in ("max_kl", "max_bits", "max_bytes", "formats") or not value:
+            raise ValueError(
+                f"{part!r}: a budget is max_kl=0.02, max_bits=5, max_bytes=N, formats=A+B, or "
+                "several of them with commas"
+            )
+        if key in found:
+            raise ValueError(f"{key}: it stands twice")
+        found[key] = value
+    try:
+        budget = Budget(
+            float(found["max_kl"]) if "max_kl" in found else None,
+            float(found["max_bits"]) if "max_bits" in found else None,
+            int(found["max_bytes"]) if "max_bytes" in found else None,
+            tuple(found["formats"].split("+")) if "formats" in found else (),
+        )
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
+    for key, why in budget.problems():
+        raise ValueError(f"{key}: {why}")
+    return budget

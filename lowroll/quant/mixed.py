@@ -1,0 +1,138 @@
+"""A format of its own for each linear layer, under one name.
+
+    name = mixed.register({"blocks.0.qkv": "int8", "blocks.0.o": "nvfp4", ...}, sizes)
+    get_format(name).of("blocks.0.qkv").name     "int8"
+
+An assignment maps every linear layer, by the name that `Transformer.linears` gives it, to the name
+of a plain format. Its own name is `mixed-` and eight hex digits of a digest of it, so that it
+travels as a string like every other format. A process knows the name once it has registered the
+assignment: from a model that has such layers, from a folder that stores them, or from the file of a
+run (`weights.budget`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from lowroll.quant import dense
+from lowroll.quant.budget import eight_bits
+from lowroll.quant.formats import Format, QTensor, get_format, register_format
+from lowroll.quant.table import FORMATS, OWN
+
+PREFIX = "mixed-"
+
+
+class Mixed(Format):
+    """The formats of a model's linear layers. sizes: the weights of each layer, for the mean number
+    of bits."""
+
+    summary = "a format for each linear layer"
+
+    def __init__(self, assignment: Mapping[str, str], sizes: Mapping[str, int]) -> None:
+        self.assignment = dict(sorted(assignment.items()))
+        self.sizes = {layer: sizes[layer] for layer in self.assignment}
+        self.name = name_of(assignment)
+        self.bits = mean_bits(assignment, sizes)
+        self.fallback = eight_bits() if self.bits < 8 else OWN
+
+    def of(self, layer: str) -> Format:
+        """Return the format of a linear layer. ValueError for one that the assignment lacks."""
+        if layer not in self.assignment:
+            raise ValueError(f"{self.name}: it assigns no format to {layer}")
+        return get_format(self.assignment[layer])
+
+    @property
+    def dense(self) -> bool:
+        """Are all layers plain floating point?"""
+        return all(FORMATS[name].dense for name in self.assignment.values())
+
+    def stated(self) -> dict[str, dict[str, int]]:
+        """Return what `read` reads: of each format its layers, with their weights."""
+        return stated(self.assignment, self.sizes)
+
+    def slower_than_float32(self, device: torch.device) -> str:
+        """Return why the products of one of its formats are slower than float32's; "" if none is."""
+        held = [get_format(name) for name in sorted(set(self.assignment.values()))]
+        found = ((form.name, form.slower_than_float32(device)) for form in held)
+        return "; ".join(f"{name}: {why}" for name, why in found if why)
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        raise self._no_layer()
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        raise self._no_layer()
+
+    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+        raise self._no_layer()
+
+    def _no_layer(self) -> ValueError:
+        return ValueError(f"{self.name}: every layer has a format of its own, and none was named")
+
+
+def register(
+    assignment: Mapping[str, str], sizes: Mapping[str, int], dtype: torch.dtype | None = None
+) -> str:
+    """Make an assignment known under its name, which is returned; where all layers have one format,
+    that format's. sizes: the weights of each layer. dtype: of layers that are `dense`. ValueError
+    for an empty assignment, or a format that is no plain one."""
+    if not assignment:
+        raise ValueError("an assignment of formats names no layer")
+    if dtype is not None:
+        if set(assignment.values()) == {OWN}:
+            return OWN
+        assignment = in_dtype(assignment, dtype)
+    for layer, name in assignment.items():
+        if name not in FORMATS:
+            raise ValueError(f"{layer}: {name!r} is none of {', '.join(FORMATS)}")
+    if len(set(assignment.values())) == 1:
+        return next(iter(assignment.values()))
+    name = name_of(assignment)
+    register_format(Mixed(assignment, sizes))
+    return name
+
+
+def stated(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return an assignment as files hold it: of each format its layers, with their weights."""
+    found: dict[str, dict[str, int]] = {}
+    for layer, name in sorted(assignment.items()):
+        found.setdefault(name, {})[layer] = sizes[layer]
+    return found
+
+
+def read(found: object, dtype: torch.dtype | None = None) -> str:
+    """Register what `stated` gave, and return its name. dtype: of layers that it calls `dense`.
+    ValueError for anything else."""
+    assignment: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for name, layers in found.items() if isinstance(found, dict) else ():
+        for layer, size in layers.items() if isinstance(layers, dict) else ():
+            if type(size) is not int or size < 1 or layer in assignment:
+                raise ValueError(f"{layer}: expected its number of weights, once; got {size!r}")
+            assignment[layer], sizes[layer] = str(name), size
+    return register(assignment, sizes, dtype)
+
+
+def name_of(assignment: Mapping[str, str]) -> str:
+    """Return the name of an assignment: a function of what it says."""
+    text = json.dumps(sorted(assignment.items()))
+    return PREFIX + blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def mean_bits(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> float:
+    """Return the bits of a weight of the linear layers, with the scales of its group."""
+    total = sum(sizes[layer] for layer in assignment)
+    return sum(sizes[layer] * get_format(name).bits for layer, name in assignment.items()) / total
+
+
+def in_dtype(assignment: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
+    """Return the assignment with `dense` layers in the dense format of a dtype. ValueError when
+    there is none."""
+    own = dense.of(dtype)
+    if own is None and OWN in assignment.values():
+        raise ValueError(f"dtype: no dense format has {dtype}")
+    return {layer: str(own) if name == OWN else name for layer, name in assignment.items()}

@@ -1,0 +1,249 @@
+"""`rollout.weights: {max_kl: ...}`: from a budget to the format of each layer, once a run.
+
+    rollout_weights.json    in the run folder: the budget, which layers have which format, and what
+                            was measured
+
+The search (`weights.budget`) measures on responses that the dense model draws to the first prompts
+of the run's environments, by the run's seed; where there are none, to PROMPTS. A run that goes on
+reads its file, so that its layers keep their formats. From there the settings name a mixed format
+(`quant.mixed`), as any other; config.yaml keeps what the user wrote.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from lowroll.checkpoint.files import write_file
+from lowroll.config import RunConfig, from_mapping
+from lowroll.engine.native import NativeEngine, dtype_on
+from lowroll.metrics.progress import phases
+from lowroll.model import hf, scaling
+from lowroll.model.folder import read_json, resolve
+from lowroll.model.tokenizer import ChatTokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.quant import mixed
+from lowroll.quant.budget import is_budget, parse
+from lowroll.quant.table import OWN
+from lowroll.runs.build import models
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.calibration import calibration_sequences, first_requests
+from lowroll.runs.folder import WEIGHTS as FILE
+from lowroll.runs.folder import RunFolder
+from lowroll.runs.terminal import tell
+from lowroll.types import Request, printable
+from lowroll.weights.budget import Allocation, Calibration, allocate
+
+NUM_PROMPTS = 8
+RESPONSE_TOKENS = 48  # at most, of each
+TEXT_TOKENS = 128  # of each piece of a text
+NAMED = 8  # layers that a report names
+PROMPTS = (
+    "Write a short story about a lighthouse.",
+    "Natalia sold clips to 48 friends in April, and half as many in May. How many in all?",
+    "Explain to a child why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Name three causes of the French Revolution.",
+    "Translate into French: Where is the nearest railway station?",
+    "What are the steps to bake bread?",
+    "Summarize how vaccines work in two sentences.",
+)
+
+
+def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool) -> RunConfig:
+    """Return a run's settings with a format in the place of a budget: of the run's file when it
+    goes on, else searched for and written there. ValueError for a file that is not this budget's."""
+    cfg, path = home.cfg, home.path / FILE
+    if not is_budget(cfg.rollout.weights):
+        return cfg
+    if not (resume and (path.is_file() or home.has_steps())):
+        if path.exists():
+            _read(path)  # of an earlier run; what is not is not written over
+        found = search(cfg, compute, dense_model(cfg, compute), chat)
+        text = _text(cfg.rollout.weights, found)
+        home.space.write(path, lambda: write_file(path, text.encode()))
+        tell(*report(cfg.rollout.weights, found), f"rollout.weights: kept in {path}")
+    return settled(cfg, home.path, compute)
+
+
+def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
+    """Return the settings of a run that has begun, with the formats of its file. ValueError when it
+    is missing, damaged or of another budget."""
+    budget = cfg.rollout.weights
+    if not is_budget(budget):
+        return cfg
+    path = folder / FILE
+    kept = _read(path)
+    if kept["budget"] != budget:
+        raise ValueError(f"rollout.weights: {budget}, and {path} is of {printable(kept['budget'])}")
+    try:
+        return with_weights(cfg, mixed.read(kept["weights"], compute.dtype))
+    except ValueError as error:
+        raise ValueError(f"{path}: weights: {printable(error)}") from None
+
+
+def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> str:
+    """Return the format that `weights` stands for; of a budget after a search on responses to the
+    prompts of the settings."""
+    if not is_budget(weights):
+        return weights
+    cfg = with_weights(cfg, weights)
+    found = search(cfg, compute, dense_model(cfg, compute), chat)
+    tell(*report(weights, found))
+    return mixed.register(found.assignment, found.sizes, compute.dtype)
+
+
+def of_model(
+    source: str | Path,
+    weights: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    text: Path | None = None,
+) -> str:
+    """Return the format that `weights` stands for; of a budget after a search for a model of no
+    run. text: what to measure on (`calibration_sequences`), in the place of responses to PROMPTS."""
+    if not is_budget(weights):
+        return weights
+    cfg = from_mapping({"model": str(source), "rollout": {"weights": weights}})
+    compute = Compute(device, dtype or dtype_on(device))
+    chat = models.chat_of(cfg)
+    given = None
+    if text is not None:
+        rows = calibration_sequences(text, chat.tokenizer, NUM_PROMPTS, TEXT_TOKENS)
+        given = Calibration(rows, [0] * len(rows))
+    model = dense_model(cfg, compute)
+    given = given or draw(cfg, compute, model, chat, PROMPTS)
+    found = search(cfg, compute, model, chat, given)
+    tell(*report(weights, found))
+    name = mixed.register(found.assignment, found.sizes, compute.dtype)
+    return compute.format(name)
+
+
+def with_weights(cfg: RunConfig, weights: str) -> RunConfig:
+    """Return the same settings with other rollout weights."""
+    rollout = cfg.rollout.model_copy(update={"weights": weights})
+    return cfg.model_copy(update={"rollout": rollout})
+
+
+def dense_model(cfg: RunConfig, compute: Compute) -> Transformer:
+    """Return the run's model as its weights are rounded. ValueError for a low-bit folder."""
+    models.refuse_adapter("model", cfg.model)
+    held = hf.low_bit_format(resolve(cfg.model))
+    if held is not None:
+        raise ValueError(
+            f"rollout.weights: {cfg.model} holds {held} weights, and a budget needs the dense model; "
+            f"write {held}"
+        )
+    model = hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
+    if cfg.train.uaq_scale is not None:
+        scaling.scale(model, cfg.train.uaq_scale)
+    return model
+
+
+def search(
+    cfg: RunConfig,
+    compute: Compute,
+    model: Transformer,
+    chat: ChatTokenizer,
+    calibration: Calibration | None = None,
+) -> Allocation:
+    """Search the formats of a dense model's layers for the budget of the settings. calibration: the
+    text, where it is given."""
+    with phases() as on_phase:
+        if calibration is None:
+            on_phase("budget: draw", 0, 1)
+            calibration = draw(cfg, compute, model, chat)
+        return allocate(
+            model,
+            parse(cfg.rollout.weights),
+            calibration,
+            on_progress=lambda done, total: on_phase("budget: layers", done, total),
+        )
+
+
+def draw(
+    cfg: RunConfig,
+    compute: Compute,
+    model: Transformer,
+    chat: ChatTokenizer,
+    texts: Sequence[str] = (),
+) -> Calibration:
+    """Return responses of the dense model with their prompts: `texts`, or those of the run's
+    environments."""
+    asked = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, 1)
+    most = min(RESPONSE_TOKENS, cfg.rollout.max_tokens)
+    requests = [replace(one, max_tokens=most) for one in asked]
+    engine = NativeEngine(
+        model,
+        weights=compute.format(OWN),
+        tokenizer=chat.tokenizer,
+        cache_tokens=sum(_room(one, cfg.rollout.page_size) for one in requests),
+        page_size=cfg.rollout.page_size,
+        max_batch=len(requests),
+    )
+    with closing(engine):
+        groups = engine.generate(requests)
+    del engine
+    gc.collect()  # the engine and its scheduler hold each other
+    rows = [(group.request.prompt_ids, group.rollouts[0].token_ids) for group in groups]
+    if not any(response for _, response in rows):
+        raise ValueError("rollout.weights: the model says nothing that a KL could be measured on")
+    kept = [(prompt, response) for prompt, response in rows if response]
+    return Calibration([p + r for p, r in kept], [len(p) for p, _ in kept])
+
+
+def _room(request: Request, page_size: int) -> int:
+    tokens = len(request.prompt_ids) + request.max_tokens
+    return (-(-tokens // page_size) + 1) * page_size
+
+
+def report(budget: str, found: Allocation) -> list[str]:
+    """Return what a search has found, for people."""
+    total = sum(found.sizes.values())
+    shares: dict[str, int] = {}
+    for layer, name in found.assignment.items():
+        shares[name] = shares.get(name, 0) + found.sizes[layer]
+    parts = ", ".join(
+        f"{name} {size / total:.0%}" for name, size in sorted(shares.items(), key=lambda s: -s[1])
+    )
+    wide = [layer for layer, name in found.assignment.items() if name == OWN]
+    lines = [
+        f"rollout.weights: {budget}: {found.bits:.3g} bits a weight, {found.nbytes / 1e6:.1f} MB of "
+        f"linear weights, a KL of {found.kl:.2g} to the dense model on {found.tokens} tokens "
+        f"({found.seconds:.0f} s); of the weights {parts}"
+    ]
+    if wide:
+        more = f" and {len(wide) - NAMED} more" if len(wide) > NAMED else ""
+        lines.append(f"rollout.weights: dense stay {', '.join(wide[:NAMED])}{more}")
+    return lines
+
+
+def _text(budget: str, found: Allocation) -> str:
+    kept = {
+        "budget": budget,
+        "kl": found.kl,
+        "bits": found.bits,
+        "bytes": found.nbytes,
+        "tokens": found.tokens,
+        "weights": mixed.stated(found.assignment, found.sizes),
+        "measured": [asdict(point) for point in found.measured],
+    }
+    return json.dumps(kept, indent=1) + "\n"
+
+
+def _read(path: Path) -> dict[str, object]:
+    """Return what a file holds. ValueError when it is none of ours."""
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: missing; the run cannot go on with the formats that it began with"
+        )
+    found = read_json(path)
+    if not isinstance(found, dict) or not {"budget", "weights"} <= found.keys():
+        raise ValueError(f"{path}: no budget and no weights in it")
+    return found

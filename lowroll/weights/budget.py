@@ -1,0 +1,410 @@
+"""The search for formats under a budget: each linear layer gets as few bits as the fidelity that is
+asked for allows.
+
+    1  single    every layer alone in its smallest format: the KL of the dense model to it, on
+                 calibration tokens. In the other formats the KL is taken to be smaller by as much
+                 as the squared error of the layer's own output is.
+    2  order     from all layers in their smallest format, steps to larger ones, those first that
+                 save most KL a bit (the lower convex hull of each layer's choices)
+    3  whole     the model after so many steps is measured, and the number of steps is bisected
+
+Errors of single layers add up nearly (on SmolLM2 0.67 for a whole of 0.63), so the order can be
+planned from them; only what was measured of the whole is said. A layer alone is measured from its
+own block on, over the residual stream that the dense model left there. Formats multiply in their own
+arithmetic, so the rounding of activations counts. The result is a function of the weights, the
+tokens and the budget, and of the machine's sums.
+
+Legend: T calibration tokens, D hidden size, K in features, N out features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from lowroll.model.attention import Attend, varlen
+from lowroll.model.linear import Linear
+from lowroll.model.rope import rotations
+from lowroll.model.transformer import Block, Transformer, whole
+from lowroll.quant import mixed
+from lowroll.quant.budget import Budget
+from lowroll.quant.formats import QTensor, get_format
+from lowroll.quant.table import OWN
+
+# what single layers are measured on: so many tokens, from so many of each sequence; the whole is
+# measured on all
+SINGLE_TOKENS, PIECE_TOKENS = 192, 48
+FINE_BITS = 0.02  # bits a weight that are not searched for
+HEAD_TOKENS = 256  # whose logits are made at once
+LEAST_KL = 1e-15  # of what is not dense: sums in float32 may come out below it
+# how a layer is rounded: (its name, the layer, the format) -> codes
+Quantize = Callable[[str, Linear, str], QTensor]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Token ids of sequences, and where what counts begins in each: the KL is of the positions that
+    predict the tokens from there on."""
+
+    sequences: Sequence[Sequence[int]]
+    starts: Sequence[int]
+
+    def cut(self, tokens: int, piece: int) -> Calibration:
+        """Return the beginnings, of `piece` tokens each, of the first sequences that together hold
+        so many tokens. All of their positions count."""
+        kept: list[Sequence[int]] = []
+        while len(kept) < len(self.sequences) and sum(map(len, kept)) < tokens:
+            kept.append(self.sequences[len(kept)][:piece])
+        return Calibration(kept, [0] * len(kept))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of steps, and what the whole model was measured to be after them."""
+
+    steps: int
+    bits: float
+    nbytes: int
+    kl: float
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The formats of a model's linear layers under a budget; `dense` is the run's own dtype.
+
+    kl: of the dense model to it, in nats a token, on `tokens` tokens. bits: a weight of the linear
+    layers, with scales; nbytes: theirs. measured: all that was, by bits."""
+
+    assignment: dict[str, str]
+    sizes: dict[str, int]
+    kl: float
+    bits: float
+    nbytes: int
+    tokens: int
+    measured: tuple[Point, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A format that a layer may have: its bytes, and the KL of the layer alone."""
+
+    format: str
+    nbytes: int
+    kl: float
+
+
+@torch.no_grad()
+def allocate(
+    model: Transformer,
+    budget: Budget,
+    calibration: Calibration,
+    quantize: Quantize | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Allocation:
+    """Choose the format of every linear layer of a dense model; the model stays as it is.
+
+    quantize: rounds a layer, to nearest unless it is given. on_progress(done, total) counts layers.
+    ValueError for a model that has adapters, experts or quantized weights, and for a budget that
+    nothing keeps, with the points that were measured.
+    """
+    began = time.monotonic()
+    _check(model, calibration)
+    search = _Search(model, budget, quantize or _to_nearest)
+    search.choose(calibration.cut(SINGLE_TOKENS, PIECE_TOKENS), on_progress)
+    search.reference = _Reference(model, calibration)
+    steps = search.find()
+    found = search.measure(steps)
+    return Allocation(
+        search.after(steps),
+        search.sizes,
+        found.kl,
+        found.bits,
+        found.nbytes,
+        int(search.reference.counted_T.numel()),
+        tuple(sorted(search.points.values(), key=lambda point: point.bits)),
+        time.monotonic() - began,
+    )
+
+
+class _Search:
+    """The layers' choices, the order of steps, and what was measured of the whole."""
+
+    reference: _Reference
+
+    def __init__(self, model: Transformer, budget: Budget, quantize: Quantize) -> None:
+        self.model = model
+        self.budget = budget
+        self.quantize = quantize
+        self.sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
+        self.own = next(iter(mixed.in_dtype({"": OWN}, model.dtype).values()))
+        self.hulls: dict[str, list[_Choice]] = {}
+        self.order: list[str] = []  # of the layer that each step widens
+        self.points: dict[int, Point] = {}
+        # on a CPU rounding takes as long as a forward pass, so codes are kept
+        self.kept: dict[tuple[str, str], QTensor] = {}
+
+    def _codes(self, name: str, linear: Linear, format: str) -> QTensor:
+        """The codes of a layer, without what kernels made of them."""
+        codes = self.kept.get((name, format))
+        if codes is None:
+            codes = self.quantize(name, linear, format)
+            if codes.device.type == "cpu":
+                self.kept[name, format] = codes
+        codes.packed.clear()
+        return codes
+
+    def choose(
+        self, calibration: Calibration, on_progress: Callable[[int, int], None] | None
+    ) -> None:
+        """Measure every layer alone, and put the steps in order."""
+        reference = _Reference(self.model, calibration)
+        gains: list[tuple[float, str, int]] = []
+        for done, (block, name, linear) in enumerate(_layers(self.model)):
+            hull = _hull(self._choices(reference, block, name, linear))
+            self.hulls[name] = hull
+            for i, (less, more) in enumerate(zip(hull, hull[1:], strict=False)):
+                gains.append((-(less.kl - more.kl) / (more.nbytes - less.nbytes), name, i))
+            if on_progress is not None:
+                on_progress(done + 1, len(self.sizes))
+        self.order = [name for _, name, _ in sorted(gains)]
+
+    def _choices(
+        self, reference: _Reference, block: int, name: str, linear: Linear
+    ) -> list[_Choice]:
+        """The formats that the layer's shape allows, the smallest measured and the others scaled by
+        the errors of its output."""
+        sized = sorted(
+            (self._bytes(f, linear), f) for f in self.budget.candidates if self._fits(f, linear)
+        )
+        if not sized:
+            raise ValueError(f"rollout.weights: no format of the budget can hold {name}")
+        x_TK = reference.input_of(block, linear)
+        dense_TN = linear(x_TK)
+        found: list[_Choice] = []
+        most = kl = 0.0
+        for nbytes, format in sized:
+            if format == OWN:
+                found.append(_Choice(format, nbytes, 0.0))
+                continue
+            codes = self._codes(name, linear, format)
+            error = float((codes.linear(x_TK) - dense_TN).float().square().sum(dtype=torch.float64))
+            if not found:
+                most = error
+                with _multiplying({name: (linear, codes)}):
+                    kl = max(reference.kl_from(block), LEAST_KL)
+                found.append(_Choice(format, nbytes, kl))
+            else:
+                scaled = kl * error / most if most else kl
+                found.append(_Choice(format, nbytes, max(scaled, LEAST_KL)))
+            codes.packed.clear()
+        return found
+
+    def _fits(self, format: str, linear: Linear) -> bool:
+        try:
+            self._bytes(format, linear)
+        except ValueError:
+            return False
+        return True
+
+    def _bytes(self, format: str, linear: Linear) -> int:
+        rows, columns = linear.weight.shape
+        name = self.own if format == OWN else format
+        return get_format(name).empty((rows, columns), torch.device("meta")).nbytes
+
+    def after(self, steps: int) -> dict[str, str]:
+        """The assignment after so many steps."""
+        return {name: choice.format for name, choice in self._chosen(steps).items()}
+
+    def _chosen(self, steps: int) -> dict[str, _Choice]:
+        at = dict.fromkeys(self.hulls, 0)
+        for name in self.order[:steps]:
+            at[name] += 1
+        return {name: self.hulls[name][i] for name, i in at.items()}
+
+    def _bits(self, steps: int) -> float:
+        assignment = mixed.in_dtype(self.after(steps), self.model.dtype)
+        return mixed.mean_bits(assignment, self.sizes)
+
+    def _nbytes(self, steps: int) -> int:
+        return sum(choice.nbytes for choice in self._chosen(steps).values())
+
+    def measure(self, steps: int) -> Point:
+        """The whole model after so many steps."""
+        if steps not in self.points:
+            linears = dict(self.model.linears())
+            codes = {
+                name: (linears[name], self._codes(name, linears[name], format))
+                for name, format in self.after(steps).items()
+                if format != OWN
+            }
+            with _multiplying(codes):
+                kl = max(self.reference.kl_from(0), LEAST_KL) if codes else 0.0
+            self.points[steps] = Point(steps, self._bits(steps), self._nbytes(steps), kl)
+        return self.points[steps]
+
+    def find(self) -> int:
+        """The number of steps that keeps the budget. ValueError when none does."""
+        budget, last = self.budget, len(self.order)
+        most = last
+        while most >= 0 and not self._small_enough(most):
+            most -= 1
+        if most < 0:
+            self.measure(0)
+            raise self._cannot("in their smallest formats the layers are larger than that")
+        if budget.max_kl is None:
+            return most
+        if self.measure(most).kl > budget.max_kl:
+            raise self._cannot("within it no choice of formats is as near to the dense model")
+        return self._fewest(most, budget.max_kl)
+
+    def _fewest(self, few: int, max_kl: float) -> int:
+        """The fewest steps after which the whole is near enough. few: as many as are known to be."""
+        sums = [sum(c.kl for c in self._chosen(steps).values()) for steps in range(few + 1)]
+        low = -1  # the most that are known to be too few
+        ratio = 1.0  # of a whole to the sum of its layers
+        while few - low > 1 and (low < 0 or self._bits(few) - self._bits(low) > FINE_BITS):
+            guess = next((k for k in range(few) if ratio * sums[k] <= max_kl), few)
+            middle = guess if low < guess < few else (few + low) // 2
+            kl = self.measure(middle).kl
+            ratio = kl / sums[middle]
+            if kl <= max_kl:
+                few = middle
+            else:
+                low = middle
+        return few
+
+    def _small_enough(self, steps: int) -> bool:
+        bits, nbytes = self.budget.max_bits, self.budget.max_bytes
+        return (bits is None or self._bits(steps) <= bits) and (
+            nbytes is None or self._nbytes(steps) <= nbytes
+        )
+
+    def _cannot(self, why: str) -> ValueError:
+        points = sorted(self.points.values(), key=lambda point: point.bits)
+        rows = [f"{p.bits:.3g} bits, {p.nbytes} bytes: KL {p.kl:.3g}" for p in points]
+        return ValueError(
+            f"rollout.weights: {self.budget} cannot be kept: {why} ({'; '.join(rows)})"
+        )
+
+
+class _Reference:
+    """The dense model on calibration tokens: its residual stream before each block, and the
+    log-probs at the positions that count."""
+
+    def __init__(self, model: Transformer, calibration: Calibration) -> None:
+        lengths = [len(ids) for ids in calibration.sequences]
+        self.model = model
+        device = model.device
+        ids_T = torch.tensor([i for ids in calibration.sequences for i in ids], device=device)
+        pos_T = torch.tensor([pos for n in lengths for pos in range(n)], device=device)
+        self.cos, self.sin = rotations(pos_T, model.freqs.to(device))
+        self.attend: Attend = varlen(lengths, device)
+        counted: list[int] = []
+        first = 0
+        for length, start in zip(lengths, calibration.starts, strict=True):
+            counted += range(first + max(start, 1) - 1, first + max(length - 1, 1))
+            first += length
+        self.counted_T = torch.tensor(counted, device=device)
+        self.streams = [embedding(ids_T, model.embedding)]
+        for block in model.blocks:
+            self.streams.append(self._run(block, self.streams[-1]))
+        self.logprobs = [self._logprobs(part_TD) for part_TD in self._ends(self.streams[-1])]
+
+    def _run(self, block: torch.nn.Module, x_TD: Tensor) -> Tensor:
+        assert isinstance(block, Block)
+        return whole(block, x_TD, self.cos, self.sin, self.attend)
+
+    def _ends(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        """Normed hidden states of the positions that count, some at a time."""
+        return self.model.norm(x_TD[self.counted_T]).split(HEAD_TOKENS)
+
+    def _logprobs(self, x_TD: Tensor) -> Tensor:
+        return self.model.logits(x_TD).float().log_softmax(-1)
+
+    def input_of(self, block: int, linear: Linear) -> Tensor:
+        """What a linear layer of a block reads in the dense model."""
+        seen: list[Tensor] = []
+        hook = linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            self._run(self.model.blocks[block], self.streams[block])
+        finally:
+            hook.remove()
+        return seen[0]
+
+    def kl_from(self, block: int) -> float:
+        """KL of the dense model to the model as it is now, of which the blocks before this one are
+        dense: the mean over the positions that count."""
+        x_TD = self.streams[block]
+        for later in self.model.blocks[block:]:
+            x_TD = self._run(later, x_TD)
+        total = 0.0
+        for part_TD, dense_TV in zip(self._ends(x_TD), self.logprobs, strict=True):
+            moved_TV = dense_TV - self._logprobs(part_TD)
+            total += float((dense_TV.exp() * moved_TV).sum(dtype=torch.float64))
+        return total / len(self.counted_T)
+
+
+def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
+    """The lower convex hull of a layer's choices, smallest first: those that no mix of two others
+    is better than."""
+    hull: list[_Choice] = []
+    for choice in choices:
+        if hull and choice.kl >= hull[-1].kl:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):
+            hull.pop()
+        hull.append(choice)
+    return hull
+
+
+def _slope(a: _Choice, b: _Choice) -> float:
+    return (b.kl - a.kl) / (b.nbytes - a.nbytes)
+
+
+def _layers(model: Transformer) -> Iterator[tuple[int, str, Linear]]:
+    """Every linear layer with the number of its block."""
+    for name, linear in model.linears():
+        yield int(name.split(".")[1]), name, linear
+
+
+def _to_nearest(name: str, linear: Linear, format: str) -> QTensor:
+    try:
+        return linear.quantized(format)
+    except ValueError as error:
+        raise ValueError(f"{name}.weight: {error}") from None
+
+
+@contextmanager
+def _multiplying(codes: dict[str, tuple[Linear, QTensor]]) -> Iterator[None]:
+    """The layers multiply in the arithmetic of their codes inside the block."""
+    for linear, q in codes.values():
+        linear.aligned = q
+    try:
+        yield
+    finally:
+        for linear, _ in codes.values():
+            linear.aligned = None
+
+
+def _check(model: Transformer, calibration: Calibration) -> None:
+    if model.spec.num_experts:
+        raise ValueError(
+            f"rollout.weights: {model.spec.architecture} has experts, whose matrices are not chosen "
+            "for one by one; write a format"
+        )
+    for name, linear in model.linears():
+        if isinstance(linear.weight, QTensor) or linear.adapter is not None:
+            raise ValueError(
+                f"rollout.weights: {name} is quantized already or has an adapter; a budget needs "
+                "the dense model"
+            )
+    if not calibration.sequences or min(map(len, calibration.sequences)) < 2:
+        raise ValueError("rollout.weights: the calibration has no tokens to measure a KL on")

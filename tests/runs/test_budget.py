@@ -1,0 +1,233 @@
+"""Runs whose `rollout.weights` is a budget: identities, resumption, what the folder holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowroll.cli import serve
+from lowroll.cli.main import main
+from lowroll.config import from_mapping
+from lowroll.model import hf
+from lowroll.model.tokenizer import load_tokenizer
+from lowroll.quant import mixed
+from lowroll.quant.budget import eight_bits
+from lowroll.quant.formats import get_format
+from lowroll.quant.mixed import Mixed
+from lowroll.runs import demo, preflight, sft
+from lowroll.runs.budget import FILE
+from lowroll.runs.diagnose import diagnose
+from lowroll.runs.evaluate import evaluate
+from lowroll.runs.export import export_run, quantize_folder
+from lowroll.runs.roles import limits
+from lowroll.transport.rollout_log import read_rollouts
+from lowroll.weights.publish import digest, quantize_base
+from tests.fixtures.runs import ALWAYS, TINY, copy_stopped_after, fingerprint, settings, train
+
+torch.set_num_threads(1)
+
+WIDE = {"max_kl": 1e9}
+SOME = {"max_bits": 6.0, "formats": ["nvfp4", "int8", "dense"]}
+QUICK = {"train": {"max_steps": 2}, "correction": "tis"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo.build_model(tmp_path_factory.mktemp("models") / "tiny", 0, TINY)
+
+
+def tree(model: Path, out: Path, weights: object, **changes: Any) -> dict[str, Any]:
+    made = settings(model, out, **QUICK)
+    made["train"] = {**made["train"], **changes}
+    made["rollout"] = {**made["rollout"], "weights": weights}
+    return made
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / FILE).read_text())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "plain"),
+    [
+        (WIDE, "nvfp4"),
+        ({"max_kl": 0}, "dense"),
+        ({"max_kl": 1e9, "formats": ["int4", "dense"]}, "int4"),
+    ],
+)
+def test_a_budget_without_a_choice_is_the_plain_format(
+    model: Path, tmp_path: Path, weights: object, plain: str, lora: bool
+) -> None:
+    mine = train(tree(model, tmp_path / "a", weights, lora=lora)).folder
+    theirs = train(tree(model, tmp_path / "b", plain, lora=lora)).folder
+    assert set(kept(mine)["weights"]) == {plain}
+    assert fingerprint(mine) == fingerprint(theirs)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"lora": True}, {"forward": "aligned"}], ids=["all", "lora", "aligned"]
+)
+def test_a_resumed_run_has_the_same_formats_and_bits(
+    model: Path, tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tree(model, tmp_path / "whole", SOME, **changes) | {"correction": "auto"}
+    whole = train(asked).folder
+    assert len(kept(whole)["weights"]) > 1
+    assert 4.5 < kept(whole)["bits"] <= 6
+    cut = tmp_path / "cut"
+    copy_stopped_after(whole, 1, cut)
+    monkeypatch.setattr("lowroll.runs.budget.search", lambda *_: pytest.fail("searched again"))
+    again = train(asked | {"output_dir": str(cut)}, resume=True).folder
+    assert fingerprint(again) == fingerprint(whole)
+    tags = {s.rollout.behavior.weights for s in read_rollouts(_first(whole)).samples}
+    assert tags == {mixed.read(kept(whole)["weights"], torch.float32)}
+    assert "max_bits=6" in (whole / "config.yaml").read_text()
+
+
+def _first(folder: Path) -> Path:
+    return min((folder / "rollouts").iterdir())
+
+
+def test_the_search_repeats_itself(model: Path, tmp_path: Path) -> None:
+    texts = []
+    for name in "ab":
+        folder = train(tree(model, tmp_path / name, SOME)).folder
+        texts.append((folder / FILE).read_text())
+    assert texts[0] == texts[1]
+
+
+def test_a_file_that_is_missing_or_anothers_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = train(tree(model, tmp_path / "run", SOME)).folder
+    (folder / FILE).rename(folder / "away")
+    with pytest.raises(ValueError, match=rf"{FILE}: missing"):
+        train(tree(model, folder, SOME), resume=True)
+    shutil.copy(folder / "away", folder / FILE)
+    text = (folder / FILE).read_text()
+    (folder / FILE).write_text(text.replace('"budget": "max_bits=6', '"budget": "max_bits=9'))
+    with pytest.raises(ValueError, match=r"rollout\.weights: max_bits=6.* is of max_bits=9"):
+        train(tree(model, folder, SOME), resume=True)
+    (folder / FILE).write_text(text.replace('"int8"', '"int7"'))
+    with pytest.raises(ValueError, match=rf"{FILE}: weights: .*'int7' is none of"):
+        train(tree(model, folder, SOME), resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / FILE).write_text("[]")
+    with pytest.raises(ValueError, match="no budget and no weights in it"):
+        train(tree(model, tmp_path / "other", SOME))
+    assert (tmp_path / "other" / FILE).read_text() == "[]"
+
+
+def test_a_budget_that_cannot_be_kept_says_what_was_measured(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_bits=4 cannot be kept: .*4\.5 bits, .*KL"):
+        train(tree(model, tmp_path / "a", {"max_bits": 4}))
+    with pytest.raises(ValueError, match=r"cannot be kept: within it no choice"):
+        train(tree(model, tmp_path / "b", {"max_kl": 1e-12, "max_bits": 8}))
+    assert not (tmp_path / "a" / FILE).exists()
+
+
+def test_a_low_bit_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    low = tmp_path / "low"
+    quantize_folder(model, low, "int8")
+    with pytest.raises(ValueError, match=r"holds int8 weights, and a budget needs the dense"):
+        train(tree(low, tmp_path / "run", WIDE))
+
+
+# -- what comes after a run, and beside it -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_a_run_has_drawn_from_is_exported_bit_for_bit(
+    model: Path, tmp_path: Path, lora: bool
+) -> None:
+    folder = train(tree(model, tmp_path / "run", SOME, lora=lora)).folder
+    name = mixed.read(kept(folder)["weights"], torch.float32)
+    done = export_run(folder, tmp_path / "out", "rollout")
+    assert done.format == name
+    base = tmp_path / "out" / ("base" if lora else "")
+    assert hf.load(base).weight_format == name
+    if not lora:
+        learner = hf.load(export_run(folder, tmp_path / "merged", "merged").folder)
+        assert digest(hf.load(base)) == digest(quantize_base(learner, name))
+    if lora:
+        export_run(folder, tmp_path / "adapter", "adapter")
+        assert hf.load(tmp_path / "adapter").weight_format == name
+
+
+def test_a_run_is_diagnosed_in_its_formats(model: Path, tmp_path: Path) -> None:
+    asked = tree(model, tmp_path / "run", SOME)
+    folder = train(asked).folder
+    found = diagnose(from_mapping(asked), folder, num_prompts=2, n=2)
+    assert found.format == mixed.read(kept(folder)["weights"], torch.float32)
+    assert diagnose(from_mapping(asked), None, num_prompts=2, n=2).format == found.format
+
+
+def test_an_evaluation_takes_a_budget(model: Path, tmp_path: Path) -> None:
+    cfg = from_mapping(tree(model, tmp_path / "run", SOME) | {"eval": {"num_examples": 2}})
+    rows = evaluate(cfg, ["dense", "max_kl=1000000", "max_bits=6"])
+    assert [row["weights"] for row in rows][:2] == ["fp32", "nvfp4"]
+    assert rows[2]["weights"].startswith("mixed-")
+    assert evaluate(cfg)[1]["weights"].startswith("mixed-")
+
+
+def test_a_budget_is_quantized_into_a_folder(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 20)
+    for i, options in enumerate(([], ["--calibration", str(text)])):
+        out = tmp_path / f"out{i}"
+        arguments = ["quantize", str(model), str(out), "--format", "max_bits=6", "--device", "cpu"]
+        assert main([*arguments, *options]) == 0
+        assert "bits a weight, " in capsys.readouterr().err
+        form = get_format(str(hf.load(out).weight_format))
+        assert isinstance(form, Mixed) and form.bits <= 6
+    assert main([*arguments, "--awq", "--calibration", str(text)]) != 0
+    assert "--awq: it rescales for one format" in capsys.readouterr().err
+
+
+def test_a_server_and_a_terminal_take_a_budget(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = serve.parser().parse_args([str(model), "--weights", "max_bits=6"])
+    engine = serve.make_engine(arguments, model, load_tokenizer(model))
+    assert engine.stats().weights.startswith("mixed-") and engine.stats().weight_bits <= 6
+    told = ["generate", "--model", str(model), "--weights", "max_kl=9", "--prompt", "a"]
+    assert main([*told, "--max-tokens", "2", "--device", "cpu"]) == 0
+    assert "nvfp4 100%" in capsys.readouterr().err
+    assert main(["serve", str(model), "--weights", "max_bit=6"]) != 0
+    assert "--weights: 'max_bit=6': a budget is max_kl=0.02" in capsys.readouterr().err
+
+
+def test_what_takes_no_budget_says_so(model: Path, tmp_path: Path) -> None:
+    cfg = from_mapping(tree(model, tmp_path / "run", SOME))
+    with pytest.raises(ValueError, match=r"rollout\.weights: max_bits=6.*: with roles|for one"):
+        limits.refuse(cfg)
+    found = preflight.look_at_run(cfg)
+    assert any("searched for when the run starts" in note for note in found.notes)
+    assert not found.problems
+    lora = from_mapping(tree(model, tmp_path / "run", SOME, lora=True))
+    with pytest.raises(ValueError, match="lowroll sft searches for no formats"):
+        sft.plain(lora)
+    assert sft.plain(cfg).rollout.weights == "int8"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_guard_leaves_a_mixture_for_eight_bits_or_the_dense_base(
+    model: Path, tmp_path: Path, lora: bool
+) -> None:
+    asked = tree(model, tmp_path / "whole", SOME, lora=lora, max_steps=4)
+    asked |= {"guard": {**ALWAYS, "action": "fallback"}}
+    whole = train(asked).folder
+    files = sorted((whole / "rollouts").iterdir())
+    tags = [read_rollouts(path).samples[0].rollout.behavior.weights for path in files]
+    name = mixed.read(kept(whole)["weights"], torch.float32)
+    assert tags == [name, name, *[("fp32" if lora else eight_bits())] * 2]
+    cut = tmp_path / "cut"
+    copy_stopped_after(whole, 2, cut)
+    again = train(asked | {"output_dir": str(cut)}, resume=True).folder
+    assert fingerprint(again) == fingerprint(whole)
