@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowroll.kernels import checksum
-from lowroll.model import claims, shards
+from lowroll.model import claims, gguf, shards
 from lowroll.model.folder import (
     TOKENIZER_FILES,
     Headers,
@@ -234,6 +234,12 @@ def low_bit_format(folder: Path) -> str | None:
         folder = resolve(lora.base_of(folder))
     layout = read_folder_layout(folder)
     return None if layout is None else layout.format
+
+
+def exact_format(folder: Path) -> str | None:
+    """The low-bit format that holds the folder's linear layers exactly: that of `low_bit_format`, or
+    of the GGUF file that a dense folder was made of. None when there is none."""
+    return low_bit_format(folder) or gguf.format_of(folder)
 
 
 def read_folder_layout(folder: Path) -> Layout | Packed | None:

@@ -239,5 +239,5 @@ def _rollouts(cfg: RunConfig) -> str:
     if "weights" in cfg.rollout.model_fields_set:
         own = None
     else:
-        own = hf.low_bit_format(resolve(cfg.model))
+        own = hf.exact_format(resolve(cfg.model))
     return own or cfg.rollout.weights
