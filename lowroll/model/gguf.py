@@ -126,7 +126,9 @@ def _write(file: Path, target: Path) -> None:
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(home, gguf_file=name).save_pretrained(target)
     if kind is not None and all(keeps(kind, w_NK) for w_NK in _linears(model)):
-        log.warning("%s: its weights are exactly %s, the format where none is asked for", name, kind)
+        log.warning(
+            "%s: its weights are exactly %s, the format where none is asked for", name, kind
+        )
         (target / NOTE).write_text(json.dumps({"format": kind}) + "\n")
 
 

