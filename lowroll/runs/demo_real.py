@@ -1,7 +1,7 @@
 """`lowroll demo --real`: a pretrained model learns to answer in plain JSON, by GRPO with INT8 rollouts
 and LoRA, in minutes on two cores.
 
-1. SmolLM2-135M-Instruct, as `lowroll fetch smollm2` made it, evaluated on 64 held-out sentences of
+1. SmolLM2-135M-Instruct, as `lowroll fetch smollm2` made it, evaluated on 48 held-out sentences of
    the environment `records`. It knows what JSON is, and mostly writes something around it.
 2. GRPO; evaluate again, as sampled in training and sharpened. Some answers are shown before and
    after.
@@ -46,15 +46,15 @@ SETTINGS: dict[str, Any] = {
     "correction": "tis",
     "rollout": {"weights": ROLLOUTS, "max_tokens": 36},
     "train": {
-        "max_steps": 16,
-        "learning_rate": 5e-4,
+        "max_steps": 12,
+        "learning_rate": 1e-3,
         "warmup_steps": 2,
         "lora": True,
         "lora_rank": 16,
         "tokens_per_microbatch": 1024,
     },
-    "eval": {"num_examples": 64, "interval": None},
-    "ckpt": {"interval": 8, "keep_last": 1},
+    "eval": {"num_examples": 48, "interval": None},
+    "ckpt": {"interval": 6, "keep_last": 1},
 }
 
 
