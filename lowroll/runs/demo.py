@@ -37,6 +37,7 @@ from lowroll.metrics.progress import phases
 from lowroll.metrics.report import write_report
 from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
+from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.evaluate import evaluate
 from lowroll.runs.attempt import RunResult
@@ -178,27 +179,18 @@ def settings(folder: Path, seed: int, device: str) -> RunConfig:
     )
 
 
-def held_out(
-    cfg: RunConfig,
-    model: Path,
-    weights: str,
-    temperature: float = 1.0,
-    num_examples: int = HELD_OUT,
-) -> float:
-    """Mean reward of a model folder on held-out prompts, in a weight format: the policy as it
-    samples (1.0), or its most likely responses (0.0)."""
-    compute = Compute.of(cfg)
-    chat = models.tokenizer(model)
-    master = hf.load(model, compute.device, compute.dtype)
+def held_out(cfg: RunConfig, engine: Engine, chat: ChatTokenizer, temperature: float) -> float:
+    """Mean reward on held-out prompts: of the policy as it samples (1.0), or of its most likely
+    responses (0.0)."""
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
     with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
         metrics = evaluate(
             env,
-            engines.make(cfg, compute, master, chat, weights),
+            engine,
             scorer,
             chat,
-            num_examples=num_examples,
+            num_examples=cfg.eval.num_examples or HELD_OUT,
             sampling=sampling,
             seed=cfg.seed,
             on_phase=on_phase,
@@ -371,14 +363,17 @@ def clear(folder: Path, cfg: RunConfig) -> None:
 
 
 def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
-    """Held-out rewards by the rollouts' engine, by the fp32 engine, and of the rollouts' sharpened
-    policy: T = 0.5 and greedy."""
-    weights, n = cfg.rollout.weights, cfg.eval.num_examples or HELD_OUT
+    """Held-out rewards of a model folder by the rollouts' engine, by the fp32 engine, and of the
+    rollouts' sharpened policy: T = 0.5 and greedy."""
+    compute, chat = Compute.of(cfg), models.tokenizer(model)
+    master = hf.load(model, compute.device, compute.dtype)
+    dense = engines.make(cfg, compute, master, chat, "fp32")
+    low = engines.make(cfg, compute, master, chat, cfg.rollout.weights)
     return {
-        "sampled": held_out(cfg, model, weights, 1.0, n),
-        "fp32": held_out(cfg, model, "fp32", 1.0, n),
-        "sharper": held_out(cfg, model, weights, SHARPER, n),
-        "greedy": held_out(cfg, model, weights, 0.0, n),
+        "sampled": held_out(cfg, low, chat, 1.0),
+        "fp32": held_out(cfg, dense, chat, 1.0),
+        "sharper": held_out(cfg, low, chat, SHARPER),
+        "greedy": held_out(cfg, low, chat, 0.0),
     }
 
 
