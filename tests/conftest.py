@@ -52,6 +52,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo.build_model(tmp_path_factory.mktemp("run") / "model", 0, TINY)
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct's folder, for tests marked `real_model`: what `lowroll fetch smollm2` left
+    on this machine. LOWROLL_FETCH=1 has it fetched here; otherwise nothing is downloaded."""
+    from lowroll.model import known
+
+    folder = known.place_of("smollm2")
+    if not folder.is_dir() and os.environ.get("LOWROLL_FETCH") != "1":
+        pytest.skip("needs `lowroll fetch smollm2`, or LOWROLL_FETCH=1, which downloads 93 MB")
+    return known.fetch("smollm2")
+
+
 @pytest.fixture(autouse=True)
 def paths() -> Iterator[None]:
     """A user's file brings its folder to the path: modules beside it would be found for others.

@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": "serve a low-bit model to OpenAI clients, or a run's engine",
     "orchestrate": "make the batches of a run whose engine and trainer are processes of their own",
     "train": "learn from the batches of lowroll orchestrate",
+    "fetch": "get a small pretrained model, which settings then name: `model: smollm2`",
     "quantize": "write a dense model as a low-bit folder",
     "export": "write a run's checkpoint as a model folder: merged, adapter or the rollouts' exact "
     "policy",
@@ -60,6 +61,8 @@ MEANT = {
     "plot": "report",
     "check": "doctor",
     "env": "doctor",
+    "download": "fetch",
+    "pull": "fetch",
     "resume": "grpo run.yaml --resume",
 }
 

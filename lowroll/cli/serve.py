@@ -423,7 +423,7 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
         raise ValueError(f"--lora-rank: {folder} is an adapter folder, and brings its own")
     rank = arguments.lora_rank
     alpha = LORA_ALPHA if arguments.lora_alpha is None else arguments.lora_alpha
-    format = arguments.weights or hf.low_bit_format(folder) or DEFAULT
+    format = arguments.weights or hf.exact_format(folder) or DEFAULT
     if arguments.uaq_scale is not None:  # before it is quantized
         model = quantize_base(scaled(folder, device, arguments), format)
     else:

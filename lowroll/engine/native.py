@@ -558,7 +558,7 @@ class NativeEngine:
         if isinstance(model, Transformer):
             return model.weight_format or DEFAULT
         assert self.folder is not None
-        return hf.low_bit_format(self.folder, dtype) or DEFAULT
+        return hf.exact_format(self.folder, dtype) or DEFAULT
 
     def _give_up(self) -> None:
         """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""

@@ -29,6 +29,7 @@ TABLE = {
     "arithmetic": "lowroll.envs.arithmetic:Arithmetic",
     "chain": "lowroll.envs.chain:Chain",
     "guess": "lowroll.envs.guess:Guess",
+    "records": "lowroll.envs.records:Records",
     "gsm8k": "lowroll.envs.gsm8k:GSM8K",
     "math": "lowroll.envs.math:Math",
     "code": "lowroll.envs.code:Code",

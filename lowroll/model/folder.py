@@ -159,7 +159,8 @@ def resolve(
 ) -> Path:
     """A local model folder, downloading a hub id (its newest commit, or the revision) when the path
     does not exist; without its weights when they are not wanted. A GGUF file gives the folder that
-    is made of it (`model.gguf`).
+    is made of it (`model.gguf`), the name of a known model the one that was fetched
+    (`model.known`); a folder of that name comes first.
 
     connect: whether a connection may be made; without, the hub's cache on this machine is all that
     is looked into. key: the setting that names it. ValueError says what was tried."""
@@ -171,8 +172,16 @@ def resolve(
 
         return gguf.folder_of(folder)
     name = str(source)
+    if "/" not in name:
+        from lowroll.model import known
+
+        if name in known.KNOWN:
+            return known.folder_of(name, key)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"{key}: {name!r} is neither a folder nor a hub id of the form owner/name")
+        raise ValueError(
+            f"{key}: {name!r} is neither a folder, nor a hub id of the form owner/name, "
+            f"nor the name of a model that `lowroll fetch` gets"
+        )
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowroll.kernels import checksum
-from lowroll.model import claims, shards
+from lowroll.model import claims, gguf, shards
 from lowroll.model.folder import (
     TOKENIZER_FILES,
     Headers,
@@ -299,6 +299,12 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
     said = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     own = dtype or next((t for t, name in _DTYPES.items() if name == said), torch.float32)
     return _own_format(folder, read_spec(folder), layout, own)
+
+
+def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
+    """The low-bit format that holds the folder's linear layers exactly: that of `low_bit_format`, or
+    of the GGUF file that a dense folder was made of. None when there is none."""
+    return low_bit_format(folder, dtype) or gguf.format_of(folder)
 
 
 def read_folder_layout(folder: Path) -> Layouts | None:

@@ -24,6 +24,7 @@ from lowroll.model.adapter import Adapter
 from lowroll.model.claims import total_memory
 from lowroll.model.folder import Headers, read_json, resolve, some, tensor_headers
 from lowroll.model.hf import copy_tokenizer, low_bit_format
+from lowroll.model.known import KNOWN
 from lowroll.model.spec import LARGE, ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, all_finite
@@ -292,8 +293,9 @@ def write_tensors(
 
 
 def _absolute(base: str) -> str:
-    """The name of a model; of a folder, one that means the same folder elsewhere, and no hub id."""
-    folder = Path(base).expanduser()
+    """The name of a model; of a folder, one that means the same folder elsewhere, and no hub id. A
+    short name (`model.known`) means nothing to other tools: the folder does."""
+    folder = resolve(base) if base in KNOWN else Path(base).expanduser()
     return str(folder.resolve()) if base and folder.is_dir() else base
 
 

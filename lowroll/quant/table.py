@@ -37,6 +37,9 @@ FORMATS: dict[str, Row] = {
     "mxfp4_floor": Row("lowroll.quant.mxfp4:MXFloat4Floor"),
     "nf4": Row("lowroll.quant.nf4:NormalFloat4"),
     "nf4_dq": Row("lowroll.quant.nf4:NormalFloat4Double"),
+    "q4_0": Row("lowroll.quant.blocks:Q4_0"),
+    "q4_1": Row("lowroll.quant.blocks:Q4_1"),
+    "q8_0": Row("lowroll.quant.blocks:Q8_0"),
 }
 
 

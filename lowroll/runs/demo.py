@@ -37,8 +37,10 @@ from lowroll.metrics.progress import phases
 from lowroll.metrics.report import write_report
 from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
+from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.evaluate import evaluate
+from lowroll.runs.attempt import RunResult
 from lowroll.runs.build import engines, environments, models, orchestrator
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
@@ -177,27 +179,18 @@ def settings(folder: Path, seed: int, device: str) -> RunConfig:
     )
 
 
-def held_out(
-    cfg: RunConfig,
-    model: Path,
-    weights: str,
-    temperature: float = 1.0,
-    num_examples: int = HELD_OUT,
-) -> float:
-    """Mean reward of a model folder on held-out prompts, in a weight format: the policy as it
-    samples (1.0), or its most likely responses (0.0)."""
-    compute = Compute.of(cfg)
-    chat = models.tokenizer(model)
-    master = hf.load(model, compute.device, compute.dtype)
+def held_out(cfg: RunConfig, engine: Engine, chat: ChatTokenizer, temperature: float) -> float:
+    """Mean reward on held-out prompts: of the policy as it samples (1.0), or of its most likely
+    responses (0.0)."""
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
     with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
         metrics = evaluate(
             env,
-            engines.make(cfg, compute, master, chat, weights),
+            engine,
             scorer,
             chat,
-            num_examples=num_examples,
+            num_examples=cfg.eval.num_examples or HELD_OUT,
             sampling=sampling,
             seed=cfg.seed,
             on_phase=on_phase,
@@ -286,7 +279,7 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     began = time.monotonic()
     folder = Path(output_dir)
     cfg = settings(folder, seed, device)
-    _clear(folder, cfg)
+    clear(folder, cfg)
     untrained = build_model(folder / "untrained", seed, CONFIG)
     console.print(
         f"[bold]1[/] built {untrained}: {hf.load(untrained).spec.num_parameters / 1e6:.2f} M "
@@ -294,23 +287,19 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
     )
     loss = warm_start(cfg, untrained, folder / "model")["sft/loss"]
     console.print(f"[bold]2[/] warm start: {cfg.sft.steps} SFT steps, loss {loss:.3f} nats a token")
-    before = _rewards(cfg, folder / "model")
+    before = rewards(cfg, folder / "model")
     console.print(
-        f"[bold]3[/] held-out reward before: {before['int8']:.3f}; {cfg.train.max_steps} steps of "
-        "GRPO with INT8 rollouts and ACR"
+        f"[bold]3[/] held-out reward before: {before['sampled']:.3f}; {cfg.train.max_steps} steps "
+        "of GRPO with INT8 rollouts and ACR"
     )
     result = run(cfg, overwrite=True)
     if result.signal:
-        console.print(
-            "interrupted: nothing is measured; `lowroll demo` begins anew, `lowroll grpo "
-            f"{result.folder / 'config.yaml'} --resume` goes on with the run alone"
-        )
-        return 128 + result.signal
-    after = _rewards(cfg, result.folder / "final")
+        return interrupted(console, result, "lowroll demo")
+    after = rewards(cfg, result.folder / "final")
     console.print("[bold]4[/] measuring the engines")
     speed = engine_speed(cfg, result.folder / "final", ("int8", "fp32"))
     size, larger = larger_speed(cfg, ("int8", "fp32", "bf16"))
-    _summary(console, result.records, before, after)
+    summary(console, cfg, result.records, before, after)
     _speeds(
         console,
         f"this model of {hf.load(untrained).spec.num_parameters / 1e6:.1f} M parameters",
@@ -322,17 +311,39 @@ def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") 
         "random weights), 64 sequences",
         larger,
     )
-    gain, learnt = after["int8"] - before["int8"], after["greedy"] - before["greedy"]
     console.print(f"report: {write_report(result.folder)}", soft_wrap=True)
+    return verdict(console, before, after, MIN_GAIN, MIN_GREEDY_GAIN, began)
+
+
+def interrupted(console: Console, result: RunResult, command: str) -> int:
+    """Say how to go on; returns the exit code."""
     console.print(
-        f"the held-out reward rose by {gain:.3f} as sampled and by {learnt:.3f} greedily (at least "
-        f"{MIN_GAIN} and {MIN_GREEDY_GAIN} are required) in {time.monotonic() - began:.0f} s",
+        f"interrupted: nothing is measured; `{command}` begins anew, `lowroll grpo "
+        f"{result.folder / 'config.yaml'} --resume` goes on with the run alone"
+    )
+    return 128 + result.signal
+
+
+def verdict(
+    console: Console,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    gain: float,
+    greedy: float,
+    began: float,
+) -> int:
+    """Say how far the held-out reward rose; returns the exit code: 1 unless it rose by `gain` as
+    sampled and by `greedy` of the most likely responses. began: on the monotonic clock."""
+    rose, learnt = (after[name] - before[name] for name in ("sampled", "greedy"))
+    console.print(
+        f"the held-out reward rose by {rose:.3f} as sampled and by {learnt:.3f} greedily (at least "
+        f"{gain} and {greedy} are required) in {time.monotonic() - began:.0f} s",
         soft_wrap=True,
     )
-    return 0 if gain >= MIN_GAIN and learnt >= MIN_GREEDY_GAIN else 1
+    return 0 if rose >= gain and learnt >= greedy else 1
 
 
-def _clear(folder: Path, cfg: RunConfig) -> None:
+def clear(folder: Path, cfg: RunConfig) -> None:
     """A folder that is marked as the demo's, without the models of an earlier one."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ValueError(
@@ -351,31 +362,38 @@ def _clear(folder: Path, cfg: RunConfig) -> None:
     (folder / MARK).touch()
 
 
-def _rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
-    """Held-out rewards by the INT8 engine, by the fp32 engine, and of INT8's sharpened policy: T =
-    0.5 and greedy."""
+def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
+    """Held-out rewards of a model folder by the rollouts' engine, by the fp32 engine, and of the
+    rollouts' sharpened policy: T = 0.5 and greedy."""
+    compute, chat = Compute.of(cfg), models.tokenizer(model)
+    master = hf.load(model, compute.device, compute.dtype)
+    dense = engines.make(cfg, compute, master, chat, "fp32")
+    low = engines.make(cfg, compute, master, chat, cfg.rollout.weights)
     return {
-        "int8": held_out(cfg, model, "int8"),
-        "fp32": held_out(cfg, model, "fp32"),
-        "sharper": held_out(cfg, model, "int8", temperature=SHARPER),
-        "greedy": held_out(cfg, model, "int8", temperature=0.0),
+        "sampled": held_out(cfg, low, chat, 1.0),
+        "fp32": held_out(cfg, dense, chat, 1.0),
+        "sharper": held_out(cfg, low, chat, SHARPER),
+        "greedy": held_out(cfg, low, chat, 0.0),
     }
 
 
-def _summary(
+def summary(
     console: Console,
+    cfg: RunConfig,
     records: list[dict[str, Any]],
-    before: dict[str, float],
-    after: dict[str, float],
+    before: Mapping[str, float],
+    after: Mapping[str, float],
 ) -> None:
+    """Print the table of what was measured."""
+    low = cfg.rollout.weights.upper()
     table = Table(title="What was measured in this run")
     for name in ("", "before", "after"):
         table.add_column(name)
     for name, label in (
-        ("int8", f"held-out reward, {HELD_OUT} strings, sampled at T = 1"),
+        ("sampled", f"held-out reward, {cfg.eval.num_examples} prompts, sampled at T = 1"),
         ("fp32", "the same, fp32 engine"),
-        ("sharper", f"the same, INT8, sampled at T = {SHARPER}"),
-        ("greedy", "the same, INT8, greedy"),
+        ("sharper", f"the same, {low}, sampled at T = {SHARPER}"),
+        ("greedy", f"the same, {low}, greedy"),
     ):
         table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}")
     table.add_row(
@@ -394,8 +412,8 @@ def _summary(
     )
     console.print(table)
     console.print(
-        f"Sharpness alone would give {before['sharper'] - before['int8']:.3f} of the rise at T = "
-        f"1: the warm start, sampled at T = {SHARPER}, scores {before['sharper']:.3f}. Learnt "
+        f"Sharpness alone would give {before['sharper'] - before['sampled']:.3f} of the rise at T = "
+        f"1: the model before, sampled at T = {SHARPER}, scores {before['sharper']:.3f}. Learnt "
         f"beside it is what rose at T = {SHARPER}, {after['sharper'] - before['sharper']:+.3f}, "
         f"and greedily, {after['greedy'] - before['greedy']:+.3f}.",
         soft_wrap=True,

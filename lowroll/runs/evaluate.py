@@ -241,5 +241,5 @@ def _rollouts(cfg: RunConfig) -> str:
     if "weights" in cfg.rollout.model_fields_set:
         own = None
     else:
-        own = hf.low_bit_format(resolve(cfg.model), Compute.of(cfg).dtype)
+        own = hf.exact_format(resolve(cfg.model), Compute.of(cfg).dtype)
     return own or cfg.rollout.weights

@@ -117,7 +117,7 @@ def test_reverse_text_of_a_file(tmp_path):
 # ---- generated environments
 
 
-@pytest.mark.parametrize("id", ["reverse-text", "arithmetic", "chain", EXAMPLE])
+@pytest.mark.parametrize("id", ["reverse-text", "arithmetic", "chain", "records", EXAMPLE])
 def test_generated_prompts_are_pure_and_held_out(id):
     def texts(seed, split, order):
         env = make(id, name="e", seed=seed, args=None)

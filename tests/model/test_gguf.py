@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ import torch
 from huggingface_hub import constants
 from torch import Tensor
 
+import lowroll
+from lowroll.config import from_mapping
 from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.folder import resolve
+from lowroll.model.gguf import NOTE
 from lowroll.model.tokenizer import load_tokenizer
+from lowroll.runs.evaluate import _rollouts
+from lowroll.runs.export import quantize_folder
 from tests.fixtures.tiny import hf_model
 
 TOKENS = ["<unk>", "<s>", "</s>", "a", "b", "ab", "\u0120", "\u0120a"]
@@ -36,8 +42,17 @@ def interleaved(w: np.ndarray, heads: int) -> np.ndarray:
     return w.reshape(heads, 2, -1, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
 
 
-def write(path: Path, family: str, kind: Kind, **keys: str) -> Any:
-    """A file of a random model; the transformers model with the numbers that the file stands for."""
+def write(
+    path: Path,
+    family: str,
+    kind: Kind,
+    special: Mapping[str, Kind] = {},
+    moved: bool = False,
+    **keys: str,
+) -> Any:
+    """A file of a random model; the transformers model with the numbers that the file stands for.
+
+    special: other kinds of single parts. moved: blocks that leave the ends of their grid free."""
     # transformers takes qwen3's heads to have 128 columns, as all published ones have
     model = hf_model(family, **{**SIZES, "head_dim": 128 if family == "qwen3" else 16})
     config, architecture = model.config, ARCHITECTURES[family]
@@ -72,10 +87,14 @@ def write(path: Path, family: str, kind: Kind, **keys: str) -> Any:
         stem, _, leaf = name.rpartition(".")
         values = tensor.numpy()
         how = kind if values.ndim == 2 and "embed" not in name else Kind.F32
+        how = special.get(stem.rpartition(".")[2], how)
         for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", 2)):
             if family == "llama" and stem.endswith(part):
                 values = interleaved(values, heads)
         data = values if how == Kind.F32 else gguf.quants.quantize(values, how)
+        if moved and how == Kind.Q4_1:
+            codes = data.reshape(-1, 20)[:, 4:]
+            codes[:] = np.maximum(codes & 15, 1) | np.maximum(codes >> 4, 1) << 4
         writer.add_tensor(f"{names.get_name(stem)}.{leaf}", data, raw_dtype=how)
         stored = values if how == Kind.F32 else gguf.quants.dequantize(data, how)
         for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", 2)):
@@ -109,12 +128,47 @@ def test_a_file_gives_the_numbers_that_it_stands_for(
     theirs = write(tmp_path / "tiny.gguf", family, kind)
     ours = hf.load(tmp_path / "tiny.gguf", dtype=torch.float32)
     assert ours.weight_format is None
+    noted = {Kind.Q4_0: "q4_0", Kind.Q4_1: "q4_1", Kind.Q8_0: "q8_0"}.get(kind)
+    folder = resolve(tmp_path / "tiny.gguf")
+    assert hf.exact_format(folder) == noted and hf.low_bit_format(folder) is None
     ids = torch.arange(len(TOKENS))
     with torch.no_grad():
         wanted: Tensor = theirs(ids[None]).logits[0].log_softmax(-1)
         hidden = ours(ids, torch.arange(len(ids)), varlen([len(ids)]))
         got = ours.logits(hidden).log_softmax(-1)
     assert float((got - wanted).abs().max()) < 1e-4
+    held = hf.load(folder, dtype=torch.float32, weights=noted)
+    for (name, dense), (_, low) in zip(ours.linears(), held.linears(), strict=True):
+        low_NK = low.weight if noted is None else low.weight.dequantize()
+        assert torch.equal(low_NK, dense.weight), name
+
+
+def test_its_own_format_is_that_of_rollouts_for_which_none_is_asked(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", "qwen3", Kind.Q4_1)
+    path = str(tmp_path / "tiny.gguf")
+    assert lowroll.Engine(path, cache_tokens=64).behavior.weights == "q4_1"
+    assert lowroll.Engine(path, weights="int8", cache_tokens=64).behavior.weights == "int8"
+    assert _rollouts(from_mapping({"model": path})) == "q4_1"
+    assert _rollouts(from_mapping({"model": path, "rollout": {"weights": "int8"}})) == "int8"
+
+
+def test_no_format_is_noted_where_layers_have_several_or_codes_would_change(tmp_path: Path) -> None:
+    write(tmp_path / "mixed.gguf", "qwen3", Kind.Q4_1, special={"v_proj": Kind.Q8_0})
+    write(tmp_path / "moved.gguf", "qwen3", Kind.Q4_1, moved=True)
+    for name in ("mixed", "moved"):
+        folder = resolve(tmp_path / f"{name}.gguf")
+        assert hf.exact_format(folder) is None and not (folder / NOTE).exists()
+    (folder / NOTE).write_text('{"format": "int3"}')
+    with pytest.raises(ValueError, match=r"gguf\.json: format: 'int3' is unknown"):
+        hf.exact_format(folder)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
+def test_no_folder_holds_its_blocks(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", "qwen3", Kind.Q4_1)
+    with pytest.raises(ValueError, match=f"^{name}: no other tool has a layout"):
+        quantize_folder(tmp_path / "tiny.gguf", tmp_path / "out", name)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_folder_has_its_tokenizer_and_is_made_once(

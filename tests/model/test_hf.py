@@ -505,7 +505,7 @@ def test_a_model_that_is_neither_folder_nor_hub_id(
         "a/b/c",
         "~/surely-not-here",
     ):
-        refused(name, name, "neither a folder nor a hub id")
+        refused(name, name, "neither a folder, nor a hub id")
 
     def unreachable(*_args: object, **_options: object) -> str:
         raise OSError("no route to the hub\nsecond line")

