@@ -61,6 +61,16 @@ def encode_e2m1(x: Tensor) -> Tensor:
     return codes
 
 
+def nearest_e2m1(x: Tensor) -> Tensor:
+    """The nearest e2m1 levels, as `encode_e2m1` chooses them: float32."""
+    return _table(E2M1_LEVELS, x.device)[encode_e2m1(x).int()]
+
+
+@cache
+def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(levels, device=device)
+
+
 @cache
 def _pairs(levels: tuple[float, ...], first_high: bool, device: torch.device) -> Tensor:
     """The two levels of every byte, float32 [256, 2]: one look-up unpacks two codes."""

@@ -19,7 +19,7 @@ from lowroll.model.transformer import Transformer, whole
 from lowroll.quant.formats import get_format
 from lowroll.runs.calibration import calibration_sequences
 from lowroll.runs.demo import build_tokenizer
-from lowroll.weights import awq
+from lowroll.weights import awq, blockwise
 from lowroll.weights.publish import quantize_base, rollout_copy
 from tests.fixtures.tiny import FAMILIES, hf_folder
 
@@ -196,7 +196,7 @@ def test_chunks_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     first = awq.calibrate(
         one, "nvfp4", TEXT, on_progress=lambda done, total: seen.append((done, total))
     )
-    monkeypatch.setattr(awq, "CHUNK_TOKENS", 45)
+    monkeypatch.setattr(blockwise, "CHUNK_TOKENS", 45)
     second = awq.calibrate(many, "nvfp4", TEXT)
     assert [r.ratios for r in first] == [r.ratios for r in second] and seen == [(1, 2), (2, 2)]
     torch.testing.assert_close(logits(one), logits(many), rtol=1e-4, atol=1e-4)

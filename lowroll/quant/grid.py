@@ -1,0 +1,62 @@
+"""Formats whose codes are the nearest levels under scales that were chosen before.
+
+    w^ = (level - zero) step        a step, and maybe a zero point, for the weights of a group
+
+`encode` chooses the scales by the weights and takes the nearest level of each. A rounding that
+knows more (`weights.gptq`) keeps the scales and moves the weights before they are rounded: it asks
+what a column would become (`Grid.nearest`), and for the codes of the moved matrix at the end
+(`Gridded.codes`), so what it makes are codes of the format like any others.
+
+Legend: N out features, K in features, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lowroll.quant.formats import Format
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values that the codes of a matrix can stand for. `level(x)` gives the nearest levels of
+    numbers in steps, with the format's own choice in a tie. size: the columns of a group."""
+
+    step_NG: Tensor
+    level: Callable[[Tensor], Tensor]
+    size: int
+    zero_NG: Tensor | None = None
+
+    def nearest(self, w_N: Tensor, column: int) -> Tensor:
+        """The values nearest to the weights of a column."""
+        group = column // self.size
+        step_N = self.step_NG[:, group]
+        if self.zero_NG is None:
+            return self.level(w_N / step_N) * step_N
+        zero_N = self.zero_NG[:, group]
+        return (self.level(w_N / step_N + zero_N) - zero_N) * step_N
+
+
+class Gridded(Format):
+    """A format of such a grid."""
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        scales = self.scales(w_NK)
+        return self.codes(w_NK, scales) | scales
+
+    @abstractmethod
+    def scales(self, w_NK: Tensor) -> dict[str, Tensor]:
+        """What is kept beside the codes of a finite matrix."""
+
+    @abstractmethod
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The codes of the nearest values under these scales."""
+
+    @abstractmethod
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        """What a matrix [N, K] can become under these scales. ValueError where a row ends within a
+        group that the next one shares."""
