@@ -20,6 +20,8 @@ from torch import Tensor
 
 from lowroll.quant.formats import Format
 
+Stretch = Tensor | float
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -49,8 +51,9 @@ class Gridded(Format):
         return self.codes(w_NK, scales) | scales
 
     @abstractmethod
-    def scales(self, w_NK: Tensor) -> dict[str, Tensor]:
-        """What is kept beside the codes of a finite matrix."""
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        """What is kept beside the codes of a finite matrix. stretch: of the range that the codes of
+        a group cover; 1: that of its weights."""
 
     @abstractmethod
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:

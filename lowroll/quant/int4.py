@@ -28,7 +28,7 @@ from lowroll.kernels.matmul import avx2, w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.quant.formats import QTensor, WeightOnly, divide, multiplicand, nonzero
-from lowroll.quant.grid import Grid, Gridded
+from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import join, pack, split, unpack
 from lowroll.quant.int8 import KIND as ROWS
 from lowroll.quant.scheme import INT8_TOKENS, Header, Scheme, arguments
@@ -77,10 +77,9 @@ class Symmetric(Words):
     bits = 4.25
     kernel = "int4"
 
-    def scales(self, w_NK: Tensor) -> dict[str, Tensor]:
-        return {
-            "weight_scale": nonzero(divide(split(w_NK, GROUP).abs().amax(dim=-1), 7.5)),
-        }
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        amax_NG = split(w_NK, GROUP).abs().amax(dim=-1) * stretch_NG
+        return {"weight_scale": nonzero(divide(amax_NG, 7.5))}
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
         q_NGS = _level(split(w_NK, GROUP) / scales["weight_scale"][..., None])
@@ -120,9 +119,10 @@ class Int4Asymmetric(Words, WeightOnly):
         "not run packed zero points"
     )
 
-    def scales(self, w_NK: Tensor) -> dict[str, Tensor]:
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
         w_NGS = split(w_NK, GROUP)
         low_NG, high_NG = w_NGS.amin(dim=-1).clamp_max(0), w_NGS.amax(dim=-1).clamp_min(0)
+        low_NG, high_NG = low_NG * stretch_NG, high_NG * stretch_NG
         scale_NG = nonzero(divide(high_NG - low_NG, 15.0))
         zero_NG = torch.round((-8 - low_NG / scale_NG).clamp(-8, 7))
         return {"weight_scale": scale_NG, "weight_zero_point": pack_zeros(zero_NG)}

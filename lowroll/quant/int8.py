@@ -28,7 +28,7 @@ from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.quant.formats import QTensor, divide, nonzero
-from lowroll.quant.grid import Grid, Gridded
+from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.scheme import INT8_TOKENS, Scheme, arguments
 
 KIND = "int8"  # of the codes of activations
@@ -44,8 +44,9 @@ class Int8(Gridded):
     suffixes = {"codes": "weight", "scale": "weight_scale"}
     read_experts = False
 
-    def scales(self, w_NK: Tensor) -> dict[str, Tensor]:
-        return {"scale": nonzero(divide(w_NK.float().abs().amax(dim=-1, keepdim=True), 127.5))}
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        amax_N1 = w_NK.float().abs().amax(dim=-1, keepdim=True) * stretch_NG
+        return {"scale": nonzero(divide(amax_N1, 127.5))}
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"codes": _level(w_NK.float() / scales["scale"]).to(torch.int8)}

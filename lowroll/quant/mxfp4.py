@@ -23,7 +23,7 @@ from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.quant.formats import QTensor, WeightOnly
-from lowroll.quant.grid import Grid, Gridded
+from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, nearest_e2m1, pack, split, unpack
 from lowroll.quant.scheme import Scheme, arguments
 
@@ -47,8 +47,8 @@ class MXFloat4(Gridded, WeightOnly):
     )
     whole_groups = True
 
-    def scales(self, w_NK: Tensor) -> dict[str, Tensor]:
-        bits_NG = split(w_NK, BLOCK).abs().amax(dim=-1).view(torch.int32)
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        bits_NG = (split(w_NK, BLOCK).abs().amax(dim=-1) * stretch_NG).view(torch.int32)
         exponent_NG = ((bits_NG + self.bump >> 23) - 2).clamp(0, 254).to(torch.uint8)
         return {"weight_scale": exponent_NG}
 

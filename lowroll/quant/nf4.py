@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.quant.formats import QTensor, WeightOnly
-from lowroll.quant.grid import Grid, Gridded
+from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import pack, unpack
 from lowroll.quant.scheme import Header
 
@@ -76,8 +76,11 @@ class NormalFloat4(Gridded, WeightOnly):
     whole_groups = True
     read_experts = False
 
-    def scales(self, w_NK: Tensor) -> dict[str, Tensor]:
-        return self.encode_absmax(_blocks(w_NK.float().reshape(-1), BLOCK).abs().amax(dim=-1))
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        absmax_B = _blocks(w_NK.float().reshape(-1), BLOCK).abs().amax(dim=-1)
+        if isinstance(stretch_NG, Tensor):
+            stretch_NG = stretch_NG.flatten()
+        return self.encode_absmax(absmax_B * stretch_NG)
 
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
         blocks_BS = _blocks(w_NK.float().reshape(-1), BLOCK)

@@ -27,7 +27,7 @@ from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.quant.formats import QTensor, WeightOnly, divide
 from lowroll.quant.fp8 import MAX, to_e4m3
-from lowroll.quant.grid import Grid, Gridded
+from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, nearest_e2m1, pack, split, unpack
 from lowroll.quant.scheme import Scheme, arguments
 
@@ -49,10 +49,10 @@ class NVFloat4(Gridded, WeightOnly):
     )
     read_experts = False  # they load, without the global scales: other numbers
 
-    def scales(self, w_NK: Tensor) -> dict[str, Tensor]:
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
         amax_NG = split(w_NK, BLOCK).abs().amax(dim=-1)
         global_1 = _global(amax_NG.amax().reshape(1))
-        scale_NG = to_e4m3(global_1 * divide(amax_NG, 6.0))
+        scale_NG = to_e4m3(global_1 * divide(amax_NG * stretch_NG, 6.0))
         scale_NG = torch.where(scale_NG.float() > 0, scale_NG.float(), 0.125).to(scale_NG.dtype)
         return {"weight_scale": scale_NG, "weight_global_scale": global_1}
 
