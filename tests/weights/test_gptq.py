@@ -19,8 +19,8 @@ from lowroll.runs.calibration import calibration_sequences
 from lowroll.runs.demo import build_tokenizer
 from lowroll.weights import blockwise, gptq
 from lowroll.weights.publish import quantize_base
+from tests.fixtures.loud import HELD_OUT, TEXT, logits, loud
 from tests.fixtures.tiny import FAMILIES, hf_folder
-from tests.weights.test_awq import HELD_OUT, TEXT, logits, loud
 
 GRIDDED = [name for name in lowroll.formats() if isinstance(get_format(name), Gridded)]
 
