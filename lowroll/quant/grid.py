@@ -36,11 +36,18 @@ class Grid:
     def nearest(self, w_N: Tensor, column: int) -> Tensor:
         """The values nearest to the weights of a column."""
         group = column // self.size
-        step_N = self.step_NG[:, group]
-        if self.zero_NG is None:
-            return self.level(w_N / step_N) * step_N
-        zero_N = self.zero_NG[:, group]
-        return (self.level(w_N / step_N + zero_N) - zero_N) * step_N
+        zero_N = None if self.zero_NG is None else self.zero_NG[:, group]
+        return self._values(w_N, self.step_NG[:, group], zero_N)
+
+    def nearest_groups(self, w_NGS: Tensor) -> Tensor:
+        """The values nearest to weights in groups (`groups.split`)."""
+        zero_NG1 = None if self.zero_NG is None else self.zero_NG[..., None]
+        return self._values(w_NGS, self.step_NG[..., None], zero_NG1)
+
+    def _values(self, w: Tensor, step: Tensor, zero: Tensor | None) -> Tensor:
+        if zero is None:
+            return self.level(w / step) * step
+        return (self.level(w / step + zero) - zero) * step
 
 
 class Gridded(Format):

@@ -63,12 +63,9 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def nearest_e2m1(x: Tensor) -> Tensor:
     """The nearest e2m1 levels, as `encode_e2m1` chooses them: float32."""
-    return _table(E2M1_LEVELS, x.device)[encode_e2m1(x).int()]
-
-
-@cache
-def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(levels, device=device)
+    size = x.abs()
+    unit = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # between levels
+    return (torch.round(x / unit) * unit).clamp_(-6, 6)
 
 
 @cache

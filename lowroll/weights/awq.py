@@ -38,9 +38,9 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.model.linear import Linear
-from lowroll.model.transformer import Block, RMSNorm, Stream, Transformer, whole
+from lowroll.model.transformer import Block, RMSNorm, Transformer, whole
 from lowroll.quant.formats import Format, QTensor, get_format
-from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of
+from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of, plain
 
 RATIOS = tuple(i / 20 for i in range(20))
 
@@ -194,7 +194,7 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
         return block.input_norm(x_TD[c.rows])
 
     def attention(x_TD: Tensor, c: Chunk) -> Tensor:
-        return _dense(block.attention(x_TD, c.cos, c.sin, c.attend))
+        return plain(block.attention(x_TD, c.cos, c.sin, c.attend))
 
     def heads(c: Chunk) -> Tensor:
         return input_of(block.o, lambda: attention(normed(c), c))
@@ -207,29 +207,23 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
 
     mappings = [
         Mapping("qkv", block.qkv, _norm(block.input_norm), normed, attention),
-        Mapping("o", block.o, _rows(block.qkv, "v_proj"), heads, lambda x, c: _dense(block.o(x))),
+        Mapping("o", block.o, _rows(block.qkv, "v_proj"), heads, lambda x, c: plain(block.o(x))),
         Mapping(
             "gate_up",
             block.gate_up,
             _norm(block.post_attention_norm),
             mlp_input,
-            lambda x, c: _dense(block.mlp(x)),
+            lambda x, c: plain(block.mlp(x)),
         ),
         Mapping(
             "down",
             block.down,
             _rows(block.gate_up, "up_proj"),
             hidden,
-            lambda x, c: _dense(block.down(x)),
+            lambda x, c: plain(block.down(x)),
         ),
     ]
     return mappings if block.heads == block.kv_heads else [m for m in mappings if m.name != "o"]
-
-
-def _dense(stream: Stream) -> Tensor:
-    """What a linear makes of a tensor, while its weight is plain or multiplied in one step."""
-    assert isinstance(stream, Tensor)
-    return stream
 
 
 def _norm(norm: RMSNorm) -> Callable[[Tensor], None]:

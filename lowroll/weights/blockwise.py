@@ -56,6 +56,12 @@ def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
     return seen[0]
 
 
+def plain(stream: Stream) -> Tensor:
+    """What a learner's linear makes, as the tensor that it is."""
+    assert isinstance(stream, Tensor)
+    return stream
+
+
 def check(
     method: str, model: Transformer, format: Format, sequences: Sequence[Sequence[int]]
 ) -> None:

@@ -25,20 +25,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lowroll.model.linear import Linear
-from lowroll.model.transformer import Block, Transformer
+from lowroll.model.transformer import Block, Stream, Transformer
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.grid import Grid, Gridded
 from lowroll.quant.groups import split
-from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of
+from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of, plain
 
 DAMPING = 0.01  # of the mean of H's diagonal
 # of the range of a group, its own first: e2m1 gains where its largest weight becomes 4 instead of 6
-STRETCHES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 1.1, 1.2, 1.35, 1.5)
+STRETCHES = (1.0, 0.9, 0.8, 0.7, 1.1, 1.2, 1.35, 1.5)
 PANEL = 128  # columns whose errors reach the ones behind them in one product
 
 
@@ -99,18 +100,15 @@ def fitted(
     if len(stretches) == 1:
         return stretches[0]
     shape = (w_NK.shape[0], w_NK.shape[1])
-    least_NG = best_NG = None
+    size = form.grid(form.scales(w_NK), shape).size
+    w_NGS, loudness_1GS = split(w_NK, size), split(loudness_K[None], size)
+    best_NG = torch.ones(w_NGS.shape[:2], device=w_NK.device)
+    least_NG = torch.full_like(best_NG, torch.inf)
     for stretch in stretches:
-        scales = form.scales(w_NK, stretch)
-        found = QTensor(form.name, shape, form.codes(w_NK, scales) | scales).dequantize()
-        lost_NK = (found - w_NK).square() * loudness_K
-        lost_NG = split(lost_NK, form.grid(scales, shape).size).sum(-1)
-        if least_NG is None or best_NG is None:
-            least_NG, best_NG = lost_NG, torch.full_like(lost_NG, stretch)
-            continue
+        found_NGS = form.grid(form.scales(w_NK, stretch), shape).nearest_groups(w_NGS)
+        lost_NG = ((found_NGS - w_NGS).square() * loudness_1GS).sum(-1)
         best_NG = torch.where(lost_NG < least_NG, stretch, best_NG)
         least_NG = torch.minimum(lost_NG, least_NG)
-    assert best_NG is not None
     return best_NG
 
 
@@ -160,21 +158,21 @@ def _round_block(
     """Round the linears of a block in the order of its forward pass. x_TD: the rounded model's
     residual stream before the block. Returns that behind it."""
 
-    def attention(c: Chunk) -> Tensor:
+    def attention(c: Chunk) -> Stream:
         return block.attention(block.input_norm(x_TD[c.rows]), c.cos, c.sin, c.attend)
 
     settle(block.qkv, (block.input_norm(x_TD[c.rows]) for c in chunks))
-    heads_TQ = torch.cat([input_of(block.o, lambda c=c: attention(c)) for c in chunks])
+    heads_TQ = torch.cat([input_of(block.o, partial(attention, c)) for c in chunks])
     settle(block.o, (heads_TQ[c.rows] for c in chunks))
-    x_TD = torch.cat([x_TD[c.rows] + block.o(heads_TQ[c.rows]) for c in chunks])
+    x_TD = torch.cat([x_TD[c.rows] + plain(block.o(heads_TQ[c.rows])) for c in chunks])
     del heads_TQ
 
-    def mlp(c: Chunk) -> Tensor:
+    def mlp(c: Chunk) -> Stream:
         return block.mlp(block.post_attention_norm(x_TD[c.rows]))
 
     settle(block.gate_up, (block.post_attention_norm(x_TD[c.rows]) for c in chunks))
-    settle(block.down, (input_of(block.down, lambda c=c: mlp(c)) for c in chunks))
-    return torch.cat([x_TD[c.rows] + mlp(c) for c in chunks])
+    settle(block.down, (input_of(block.down, partial(mlp, c)) for c in chunks))
+    return torch.cat([x_TD[c.rows] + plain(mlp(c)) for c in chunks])
 
 
 def _round(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) -> Rounded:
@@ -186,8 +184,8 @@ def _round(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) ->
     size = _square(w_NK, gram_KK)
     try:
         best = form.quantize(weight.detach())
-    except ValueError as error:
-        raise ValueError(f"{name}.weight: {error}") from None
+    except ValueError as refused:
+        raise ValueError(f"{name}.weight: {refused}") from None
     nearest_error = error = _square(best.dequantize() - w_NK, gram_KK)
     if isinstance(form, Gridded):
         rounded = encode(w_NK, gram_KK, form)

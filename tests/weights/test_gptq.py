@@ -13,8 +13,10 @@ from torch import Tensor
 import lowroll
 from lowroll.cli.main import main
 from lowroll.model import hf, lora
+from lowroll.quant import nf4
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.grid import Gridded
+from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, nearest_e2m1
 from lowroll.runs.calibration import calibration_sequences
 from lowroll.runs.demo import build_tokenizer
 from lowroll.weights import blockwise, gptq
@@ -67,6 +69,14 @@ def test_products_lose_less_with_the_scales_of_the_format(format: str) -> None:
         assert torch.equal(rounded.tensors[name], nearest.tensors[name])
     again = form.codes(rounded.dequantize(), form.scales(w_NK)) | form.scales(w_NK)
     assert torch.equal(QTensor(format, (48, 192), again).dequantize(), rounded.dequantize())
+
+
+def test_levels_are_those_of_the_codes() -> None:
+    """Ties too, of which the steps of 1/8 have all."""
+    x = torch.arange(-8, 8, 1 / 8)
+    assert torch.equal(nearest_e2m1(x), torch.tensor(E2M1_LEVELS)[encode_e2m1(x).int()])
+    y = torch.linspace(-1.2, 1.2, 999)
+    assert torch.equal(nf4.nearest_normal(y), torch.tensor(nf4.LEVELS)[nf4.encode_normal(y).int()])
 
 
 def test_the_formula_by_plain_loops() -> None:
