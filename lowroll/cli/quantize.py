@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from lowroll.model.transformer import Transformer
 
+GPTQ = "gptq"
+ROUNDINGS = ("nearest", GPTQ)
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
@@ -39,21 +42,30 @@ def parser() -> argparse.ArgumentParser:
         choices=("auto", "cpu", "cuda"),
         help="where to calibrate and quantize",
     )
-    awq = p.add_argument_group(
-        "calibration",
-        "AWQ rescales channels that are loud on your text: they round finer; a budget measures on it",
+    p.add_argument(
+        "--rounding",
+        default="nearest",
+        choices=ROUNDINGS,
+        help="nearest, or gptq: each column makes up for what the ones before it lost, on your "
+        "text (default nearest)",
     )
-    awq.add_argument("--awq", action="store_true", help="calibrate before quantizing")
-    awq.add_argument(
+    p.add_argument(
+        "--awq",
+        action="store_true",
+        help="before that, rescale channels that are loud on your text: they round finer",
+    )
+    text = p.add_argument_group("calibration", "the text that --rounding gptq and --awq look at")
+    text.add_argument(
         "--calibration",
         metavar="FILE",
-        help="a .jsonl file of rows with a text or messages, or a plain text; needed with --awq "
-        "(a budget without it measures on responses of the model)",
+        help="a .jsonl file of rows with a text or messages, or a plain text; best of what the "
+        "model itself writes (the samples of a run). A budget without it measures on responses of "
+        "the model",
     )
-    awq.add_argument(
+    text.add_argument(
         "--calibration-samples", type=int, metavar="N", help="sequences at most (default 128)"
     )
-    awq.add_argument(
+    text.add_argument(
         "--calibration-length",
         type=int,
         metavar="L",
@@ -65,21 +77,22 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     options = [arguments.calibration, arguments.calibration_samples, arguments.calibration_length]
-    if arguments.awq and arguments.calibration is None:
-        raise ValueError("--awq: needs --calibration FILE, the text to calibrate on")
+    asked = ["--awq"] * arguments.awq + [f"--rounding {GPTQ}"] * (arguments.rounding == GPTQ)
+    if asked and arguments.calibration is None:
+        raise ValueError(f"{asked[0]}: needs --calibration FILE, the text to calibrate on")
     chooses = is_budget(arguments.format)
     if chooses and arguments.awq:
         raise ValueError("--awq: it rescales for one format, and a budget chooses several")
     unread = options[1:] if chooses else options
-    if not arguments.awq and any(option is not None for option in unread):
-        raise ValueError("--calibration: without --awq nothing is calibrated")
+    if not asked and any(option is not None for option in unread):
+        raise ValueError(f"--calibration: without --awq or --rounding {GPTQ} nothing is calibrated")
     from lowroll.engine.native import pick_device
     from lowroll.quant.formats import get_format
     from lowroll.runs.export import quantize_folder
 
     device = pick_device(arguments.device)
-    transform = _awq(arguments) if arguments.awq else None
     format = _chosen(arguments, device) if chooses else arguments.format
+    transform = _calibration(arguments, format) if asked else None
     done = quantize_folder(arguments.model, arguments.out, format, transform, device)
     form = get_format(done.format)
     print(
@@ -105,14 +118,12 @@ def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
     return of_model(arguments.model, arguments.format, device, dtype, text)
 
 
-def _awq(arguments: argparse.Namespace) -> Callable[[Transformer], None]:
+def _calibration(arguments: argparse.Namespace, format: str) -> Callable[[Transformer], None]:
     """What calibrates the loaded model. The text is read here, before the weights are."""
-    from lowroll.metrics.progress import phases
     from lowroll.model.folder import resolve
     from lowroll.model.spec import read_spec
     from lowroll.model.tokenizer import load_tokenizer
     from lowroll.runs.calibration import calibration_sequences
-    from lowroll.weights import awq
 
     folder = resolve(arguments.model)
     length = arguments.calibration_length
@@ -124,20 +135,54 @@ def _awq(arguments: argparse.Namespace) -> Callable[[Transformer], None]:
     )
 
     def calibrate(model: Transformer) -> None:
-        with phases() as on_phase:
-            blocks = awq.calibrate(
-                model,
-                arguments.format,
-                sequences,
-                on_progress=lambda done, total: on_phase("AWQ, blocks", done, total),
-            )
-        before, after = (
-            sum(errors) for errors in zip(*((b.plain_error, b.error) for b in blocks), strict=True)
-        )
-        print(
-            f"AWQ on {len(sequences)} sequences, {sum(map(len, sequences))} tokens: squared error "
-            f"of the quantized blocks {before:.3g} before, {after:.3g} now; "
-            f"{sum(b.kept for b in blocks)} of {len(blocks)} rescaled"
-        )
+        if arguments.awq:
+            _rescale(model, format, sequences)
+        if arguments.rounding == GPTQ:
+            _round(model, format, sequences)
 
     return calibrate
+
+
+def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> None:
+    from lowroll.metrics.progress import phases
+    from lowroll.weights import awq
+
+    with phases() as on_phase:
+        blocks = awq.calibrate(
+            model,
+            format,
+            sequences,
+            on_progress=lambda done, total: on_phase("AWQ, blocks", done, total),
+        )
+    before, after = (
+        sum(errors) for errors in zip(*((b.plain_error, b.error) for b in blocks), strict=True)
+    )
+    print(
+        f"AWQ on {_size(sequences)}: squared error of the quantized blocks {before:.3g} before, "
+        f"{after:.3g} now; {sum(b.kept for b in blocks)} of {len(blocks)} rescaled"
+    )
+
+
+def _round(model: Transformer, format: str, sequences: list[list[int]]) -> None:
+    from lowroll.metrics.progress import phases
+    from lowroll.weights import gptq
+
+    with phases() as on_phase:
+        matrices = gptq.round_base(
+            model,
+            format,
+            sequences,
+            on_progress=lambda done, total: on_phase("GPTQ, blocks", done, total),
+        )
+    nearest, now = (
+        sum(errors) / len(matrices)
+        for errors in zip(*((m.nearest_error, m.error) for m in matrices), strict=True)
+    )
+    print(
+        f"GPTQ on {_size(sequences)}: squared error of a product {nearest:.2%} rounded to nearest, "
+        f"{now:.2%} now (means over {len(matrices)} matrices)"
+    )
+
+
+def _size(sequences: list[list[int]]) -> str:
+    return f"{len(sequences)} sequences, {sum(map(len, sequences))} tokens"

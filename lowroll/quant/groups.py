@@ -61,6 +61,13 @@ def encode_e2m1(x: Tensor) -> Tensor:
     return codes
 
 
+def nearest_e2m1(x: Tensor) -> Tensor:
+    """The nearest e2m1 levels, as `encode_e2m1` chooses them: float32."""
+    size = x.abs()
+    unit = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # between levels
+    return (torch.round(x / unit) * unit).clamp_(-6, 6)
+
+
 @cache
 def _pairs(levels: tuple[float, ...], first_high: bool, device: torch.device) -> Tensor:
     """The two levels of every byte, float32 [256, 2]: one look-up unpacks two codes."""

@@ -27,7 +27,8 @@ from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import avx2, w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.kernels.quantize.rows import quantize_rows
-from lowroll.quant.formats import Format, QTensor, WeightOnly, divide, multiplicand, nonzero
+from lowroll.quant.formats import QTensor, WeightOnly, divide, multiplicand, nonzero
+from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import join, pack, split, unpack
 from lowroll.quant.int8 import KIND as ROWS
 from lowroll.quant.scheme import INT8_TOKENS, Header, Scheme, arguments
@@ -49,7 +50,7 @@ def unpack_words(words: Tensor, num_in: int) -> Tensor:
     return unpack(_in_order(words).view(torch.uint8), LEVELS, num_in)
 
 
-class Words(Format):
+class Words(Gridded):
     """What int4 in words has in common: files hold the matrix' shape beside it."""
 
     group = GROUP
@@ -76,11 +77,16 @@ class Symmetric(Words):
     bits = 4.25
     kernel = "int4"
 
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        w_NGS = split(w_NK, GROUP)
-        scale_NG = nonzero(divide(w_NGS.abs().amax(dim=-1), 7.5))
-        q_NGS = torch.round(w_NGS / scale_NG[..., None]).clamp_(-8, 7)
-        return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1])), "weight_scale": scale_NG}
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        amax_NG = split(w_NK, GROUP).abs().amax(dim=-1) * stretch_NG
+        return {"weight_scale": nonzero(divide(amax_NG, 7.5))}
+
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        q_NGS = _level(split(w_NK, GROUP) / scales["weight_scale"][..., None])
+        return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1]))}
+
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        return Grid(scales["weight_scale"], _level, GROUP)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):
@@ -113,17 +119,22 @@ class Int4Asymmetric(Words, WeightOnly):
         "not run packed zero points"
     )
 
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
         w_NGS = split(w_NK, GROUP)
         low_NG, high_NG = w_NGS.amin(dim=-1).clamp_max(0), w_NGS.amax(dim=-1).clamp_min(0)
+        low_NG, high_NG = low_NG * stretch_NG, high_NG * stretch_NG
         scale_NG = nonzero(divide(high_NG - low_NG, 15.0))
         zero_NG = torch.round((-8 - low_NG / scale_NG).clamp(-8, 7))
-        q_NGS = torch.round(w_NGS / scale_NG[..., None] + zero_NG[..., None]).clamp_(-8, 7)
-        return {
-            "weight_packed": pack_words(join(q_NGS, w_NK.shape[1])),
-            "weight_scale": scale_NG,
-            "weight_zero_point": pack_zeros(zero_NG),
-        }
+        return {"weight_scale": scale_NG, "weight_zero_point": pack_zeros(zero_NG)}
+
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        zero_NG = unpack_zeros(scales["weight_zero_point"], w_NK.shape[0])
+        q_NGS = _level(split(w_NK, GROUP) / scales["weight_scale"][..., None] + zero_NG[..., None])
+        return {"weight_packed": pack_words(join(q_NGS, w_NK.shape[1]))}
+
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        zero_NG = unpack_zeros(scales["weight_zero_point"], shape[0])
+        return Grid(scales["weight_scale"], _level, GROUP, zero_NG)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):
@@ -137,7 +148,7 @@ class Int4Asymmetric(Words, WeightOnly):
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         if w4a16.supports_dequantize(self.kernel, q.tensors, q.shape, dtype):
             return w4a16.dequantize(self.kernel, q.tensors, q.shape, dtype)
-        zero_NG = unpack_words(q.tensors["weight_zero_point"].t(), q.shape[0]).t()
+        zero_NG = unpack_zeros(q.tensors["weight_zero_point"], q.shape[0])
         q_NGS = split(unpack_words(q.tensors["weight_packed"], q.shape[1]), GROUP)
         return join(
             (q_NGS - zero_NG[..., None]) * q.tensors["weight_scale"][..., None], q.shape[1]
@@ -179,6 +190,15 @@ class Int4Int8(Symmetric):
 def pack_zeros(zero_NG: Tensor) -> Tensor:
     """Zero points -8..7, eight rows a word."""
     return _in_order(pack_words(zero_NG.t()).t())
+
+
+def unpack_zeros(words: Tensor, num_out: int) -> Tensor:
+    """The zero points of `pack_zeros`: float32 [N, G]."""
+    return unpack_words(words.t(), num_out).t()
+
+
+def _level(x: Tensor) -> Tensor:
+    return torch.round(x).clamp_(-8, 7)
 
 
 def _in_order(x: Tensor) -> Tensor:

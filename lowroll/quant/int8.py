@@ -27,13 +27,14 @@ from lowroll.kernels.matmul import exact, onednn
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
-from lowroll.quant.formats import Format, QTensor, divide, nonzero
+from lowroll.quant.formats import QTensor, divide, nonzero
+from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.scheme import INT8_TOKENS, Scheme, arguments
 
 KIND = "int8"  # of the codes of activations
 
 
-class Int8(Format):
+class Int8(Gridded):
     name = "int8"
     summary = "W8A8, per-channel weights, per-token activations, int32 accumulation"
     bits = 8
@@ -43,11 +44,15 @@ class Int8(Format):
     suffixes = {"codes": "weight", "scale": "weight_scale"}
     read_experts = False
 
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        w_NK = w_NK.float()
-        scale_N1 = nonzero(divide(w_NK.abs().amax(dim=-1, keepdim=True), 127.5))
-        codes_NK = torch.clamp(torch.round(w_NK / scale_N1), -128, 127).to(torch.int8)
-        return {"codes": codes_NK, "scale": scale_N1}
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        amax_N1 = w_NK.float().abs().amax(dim=-1, keepdim=True) * stretch_NG
+        return {"scale": nonzero(divide(amax_N1, 127.5))}
+
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"codes": _level(w_NK.float() / scales["scale"]).to(torch.int8)}
+
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        return Grid(scales["scale"], _level, shape[1])
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):
@@ -75,6 +80,10 @@ class Int8(Format):
         else:
             return multiply(rows, q.tensors["codes"], q.tensors["scale"], bias_N)
         return Product(sums_MN, rows.scale_M1, None, bias_N, rows.dtype)
+
+
+def _level(x: Tensor) -> Tensor:
+    return torch.round(x).clamp_(-128, 127)
 
 
 def _pack(q: QTensor) -> onednn.Packed:

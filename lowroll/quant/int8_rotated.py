@@ -37,8 +37,8 @@ class Int8Rotated(Int8):
         "model without a word"
     )
 
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        return super().encode(rotate(w_NK))
+    def turned(self, w_NK: Tensor) -> Tensor:
+        return rotate(w_NK)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return rotate(super().dequantize(q, torch.float32)).to(dtype)

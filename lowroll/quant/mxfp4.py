@@ -23,7 +23,8 @@ from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.quant.formats import QTensor, WeightOnly
-from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
+from lowroll.quant.grid import Grid, Gridded, Stretch
+from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, nearest_e2m1, pack, split, unpack
 from lowroll.quant.scheme import Scheme, arguments
 
 BLOCK = 32
@@ -31,7 +32,7 @@ BLOCK = 32
 QUARTER_OCTAVE = 1 << 21
 
 
-class MXFloat4(WeightOnly):
+class MXFloat4(Gridded, WeightOnly):
     name = "mxfp4"
     summary = "W4A16, e2m1 in blocks of 32 with powers of two as scales, rounded EVEN"
     bits = 4.25
@@ -46,12 +47,18 @@ class MXFloat4(WeightOnly):
     )
     whole_groups = True
 
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        w_NGS = split(w_NK, BLOCK)
-        bits_NG = w_NGS.abs().amax(dim=-1).view(torch.int32)
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        bits_NG = (split(w_NK, BLOCK).abs().amax(dim=-1) * stretch_NG).view(torch.int32)
         exponent_NG = ((bits_NG + self.bump >> 23) - 2).clamp(0, 254).to(torch.uint8)
-        codes_NGS = encode_e2m1(w_NGS / power_of_two(exponent_NG)[..., None])
-        return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1])), "weight_scale": exponent_NG}
+        return {"weight_scale": exponent_NG}
+
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        step_NG1 = power_of_two(scales["weight_scale"])[..., None]
+        codes_NGS = encode_e2m1(split(w_NK, BLOCK) / step_NG1)
+        return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1]))}
+
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        return Grid(power_of_two(scales["weight_scale"]), nearest_e2m1, BLOCK)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):

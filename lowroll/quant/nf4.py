@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.quant.formats import QTensor, WeightOnly
+from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import pack, unpack
 from lowroll.quant.scheme import Header
 
@@ -44,6 +45,7 @@ NESTED_BLOCK = 256
 TYPE = "nf4"  # bitsandbytes' word for the levels
 STATE = "weight.quant_state.bitsandbytes__nf4"
 MOST_STATE = 1 << 14  # bytes of JSON
+TINY = 1e-38  # the divisor of a block of zeros
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -64,7 +66,7 @@ LEVELS = (
 )
 
 
-class NormalFloat4(WeightOnly):
+class NormalFloat4(Gridded, WeightOnly):
     name = "nf4"
     summary = "W4A16, QLoRA's normal levels in blocks of 64"
     bits = 4.5
@@ -74,13 +76,23 @@ class NormalFloat4(WeightOnly):
     whole_groups = True
     read_experts = False
 
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        scaled_BS, absmax_B = _scale(w_NK.float().reshape(-1), BLOCK)
-        codes_L = encode_normal(scaled_BS).flatten()[: w_NK.numel() + w_NK.numel() % 2]
-        return {
-            "weight": pack(codes_L[None], first_high=True).t().contiguous(),
-            **self.encode_absmax(absmax_B),
-        }
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        absmax_B = _blocks(w_NK.float().reshape(-1), BLOCK).abs().amax(dim=-1)
+        if isinstance(stretch_NG, Tensor):
+            stretch_NG = stretch_NG.flatten()
+        return self.encode_absmax(absmax_B * stretch_NG)
+
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        blocks_BS = _blocks(w_NK.float().reshape(-1), BLOCK)
+        return _packed(_unit(blocks_BS, self.decode_absmax(scales)), w_NK.numel())
+
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        if shape[1] % BLOCK:
+            raise ValueError(
+                f"{self.name}: rows of {shape[1]} weights end within its blocks of {BLOCK}"
+            )
+        absmax_NG = self.decode_absmax(scales).clamp_min(TINY).view(shape[0], -1)
+        return Grid(absmax_NG, nearest_normal, BLOCK)
 
     def encode_absmax(self, absmax_B: Tensor) -> dict[str, Tensor]:
         return {"absmax": absmax_B}
@@ -171,6 +183,11 @@ class NormalFloat4Double(NormalFloat4):
         "nested_offset": None,  # in the JSON
     }
 
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        # as bitsandbytes does: the codes are those under the absmax that is rounded afterwards
+        scaled_BS, absmax_B = _scale(w_NK.float().reshape(-1), BLOCK)
+        return _packed(scaled_BS, w_NK.numel()) | self.encode_absmax(absmax_B)
+
     def encode_absmax(self, absmax_B: Tensor) -> dict[str, Tensor]:
         offset = absmax_B.double().mean().float()
         scaled, nested_absmax = _scale(absmax_B - offset, NESTED_BLOCK)
@@ -247,6 +264,11 @@ def encode_normal(x: Tensor) -> Tensor:
     return codes
 
 
+def nearest_normal(x: Tensor) -> Tensor:
+    """The nearest levels, as `encode_normal` chooses them: float32."""
+    return _level_table(x.device)[encode_normal(x).int()]
+
+
 def midpoints(levels: tuple[float, ...]) -> Tensor:
     """Between neighbouring levels, in float32."""
     table = torch.tensor(levels)
@@ -264,12 +286,31 @@ def dynamic_levels() -> tuple[float, ...]:
 
 
 @cache
+def _level_table(device: torch.device) -> Tensor:
+    return torch.tensor(LEVELS, device=device)
+
+
+@cache
 def _dynamic_table(device: torch.device) -> Tensor:
     return torch.tensor(dynamic_levels(), device=device)
 
 
 def _scale(x_L: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Blocks in [-1, 1] and their absmax: float32 [B, S], [B]."""
-    x_BS = F.pad(x_L, (0, -len(x_L) % size)).view(-1, size)
+    x_BS = _blocks(x_L, size)
     absmax_B = x_BS.abs().amax(dim=-1)
-    return x_BS * (1 / absmax_B.clamp_min(1e-38))[:, None], absmax_B
+    return _unit(x_BS, absmax_B), absmax_B
+
+
+def _blocks(x_L: Tensor, size: int) -> Tensor:
+    return F.pad(x_L, (0, -len(x_L) % size)).view(-1, size)
+
+
+def _unit(x_BS: Tensor, absmax_B: Tensor) -> Tensor:
+    return x_BS * (1 / absmax_B.clamp_min(TINY))[:, None]
+
+
+def _packed(scaled_BS: Tensor, weights: int) -> dict[str, Tensor]:
+    """The codes of scaled blocks, as files hold them."""
+    codes_L = encode_normal(scaled_BS).flatten()[: weights + weights % 2]
+    return {"weight": pack(codes_L[None], first_high=True).t().contiguous()}

@@ -27,13 +27,14 @@ from lowroll.kernels.matmul import w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.quant.formats import QTensor, WeightOnly, divide
 from lowroll.quant.fp8 import MAX, to_e4m3
-from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, pack, split, unpack
+from lowroll.quant.grid import Grid, Gridded, Stretch
+from lowroll.quant.groups import E2M1_LEVELS, encode_e2m1, join, nearest_e2m1, pack, split, unpack
 from lowroll.quant.scheme import Scheme, arguments
 
 BLOCK = 16
 
 
-class NVFloat4(WeightOnly):
+class NVFloat4(Gridded, WeightOnly):
     name = "nvfp4"
     summary = "W4A16, e2m1 in blocks of 16 with e4m3 scales, a global scale a matrix"
     bits = 4.5
@@ -48,18 +49,21 @@ class NVFloat4(WeightOnly):
     )
     read_experts = False  # they load, without the global scales: other numbers
 
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        w_NGS = split(w_NK, BLOCK)
-        amax_NG = w_NGS.abs().amax(dim=-1)
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        amax_NG = split(w_NK, BLOCK).abs().amax(dim=-1)
         global_1 = _global(amax_NG.amax().reshape(1))
-        scale_NG = to_e4m3(global_1 * divide(amax_NG, 6.0))
+        scale_NG = to_e4m3(global_1 * divide(amax_NG * stretch_NG, 6.0))
         scale_NG = torch.where(scale_NG.float() > 0, scale_NG.float(), 0.125).to(scale_NG.dtype)
-        codes_NGS = encode_e2m1(w_NGS / _multiplier(scale_NG, global_1))
-        return {
-            "weight_packed": pack(join(codes_NGS, w_NK.shape[1])),
-            "weight_scale": scale_NG,
-            "weight_global_scale": global_1,
-        }
+        return {"weight_scale": scale_NG, "weight_global_scale": global_1}
+
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        step_NG1 = _multiplier(scales["weight_scale"], scales["weight_global_scale"])
+        codes_NGS = encode_e2m1(split(w_NK, BLOCK) / step_NG1)
+        return {"weight_packed": pack(join(codes_NGS, w_NK.shape[1]))}
+
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        step_NG1 = _multiplier(scales["weight_scale"], scales["weight_global_scale"])
+        return Grid(step_NG1[..., 0], nearest_e2m1, BLOCK)
 
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):

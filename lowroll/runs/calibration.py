@@ -1,9 +1,10 @@
-"""What is measured on before a run: calibration text as token ids, for `weights.awq` and
-`weights.budget`, and the first requests of a run.
+"""What is measured on before a run: calibration text as token ids, for `weights.awq`, `weights.gptq`
+and `weights.budget`, and the first requests of a run.
 
 A `.jsonl` file holds one document a line, `{"text": "..."}` or `{"messages": [...]}` (through the
-chat template); each gives its first `length` tokens. Any other file is one plain text, cut into
-pieces of `length`.
+chat template); each gives its first `length` tokens. So do the responses that `lowroll eval` keeps
+and the samples that a run writes: what a policy says itself is the text that its rollouts will see.
+Any other file is one plain text, cut into pieces of `length`.
 """
 
 from __future__ import annotations
@@ -54,22 +55,45 @@ def calibration_sequences(
 def _from_lines(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
     for where, row in read_jsonl(str(path)):
         text = row.get("text")
-        messages = row.get("messages")
-        if isinstance(text, str):
+        if (drawn := _drawn(row)) is not None:
+            chats = drawn
+        elif isinstance(text, str):
             yield tokenizer.encode(text)[:length]
-        elif isinstance(messages, list) and messages:
-            try:
-                yield ChatTokenizer(tokenizer).encode_chat(messages, open_turn=False)[:length]
-            # of the template; of messages that are no objects
-            except (ValueError, AttributeError) as error:
-                raise ValueError(
-                    f"calibration: {where}: messages: the chat template refuses them ({error})"
-                ) from error
+            continue
+        elif isinstance(messages := row.get("messages"), list) and messages:
+            chats = [messages]
         else:
             raise ValueError(
                 f"calibration: {where}: expected a 'text' or a list of 'messages', found "
                 f"{', '.join(sorted(row)) or 'nothing'}"
             )
+        for chat in chats:
+            try:
+                yield ChatTokenizer(tokenizer).encode_chat(chat, open_turn=False)[:length]
+            # of the template; of messages that are no objects
+            except (ValueError, AttributeError) as error:
+                raise ValueError(
+                    f"calibration: {where}: messages: the chat template refuses them ({error})"
+                ) from error
+
+
+def _drawn(row: dict[str, Any]) -> list[list[Any]] | None:
+    """The conversations in a line of `lowroll eval`'s responses (`runs.responses`), or of a run's
+    samples; None: it is neither. A line that says something else about them has none."""
+    prompt, responses = row.get("prompt"), row.get("responses")
+    if row.get("kind") in ("asked", "scored", "batch"):
+        return []
+    if isinstance(responses, list) and isinstance(row.get("messages"), list):
+        asked = row["messages"]
+    elif isinstance(prompt, dict) and isinstance(prompt.get("messages"), list):
+        asked, responses = prompt["messages"], [row]
+    else:
+        return None
+    return [
+        [*asked, *(one.get("messages") or [{"role": "assistant", "content": one.get("text", "")}])]
+        for one in responses
+        if isinstance(one, dict)
+    ]
 
 
 def _from_text(path: Path, tokenizer: Any, length: int, characters: int) -> Iterator[list[int]]:

@@ -37,14 +37,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowroll.model.attention import Attend, varlen
 from lowroll.model.linear import Linear
-from lowroll.model.rope import rotations
-from lowroll.model.transformer import Block, RMSNorm, Stream, Transformer, whole
+from lowroll.model.transformer import Block, RMSNorm, Transformer, whole
 from lowroll.quant.formats import Format, QTensor, get_format
+from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of, plain
 
 RATIOS = tuple(i / 20 for i in range(20))
-CHUNK_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,6 @@ class Calibrated:
     error: float
     ratios: dict[str, float | None]
     kept: bool
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some calibration sequences: where they lie among the T tokens, and how they attend."""
-
-    rows: slice
-    cos: Tensor
-    sin: Tensor
-    attend: Attend
 
 
 @dataclass(frozen=True)
@@ -100,10 +88,10 @@ def calibrate(
     channels as they were), and sequences that are empty or outside the vocabulary or context.
     """
     chosen = get_format(format)
-    _check(model, chosen, sequences)
+    check("awq", model, chosen, sequences)
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     x_TD = nn.functional.embedding(ids_T, model.embedding)
-    chunks = list(_chunks(model, [len(ids) for ids in sequences]))
+    chunks = list(in_chunks(model, [len(ids) for ids in sequences]))
     records = []
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
@@ -206,42 +194,36 @@ def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
         return block.input_norm(x_TD[c.rows])
 
     def attention(x_TD: Tensor, c: Chunk) -> Tensor:
-        return _dense(block.attention(x_TD, c.cos, c.sin, c.attend))
+        return plain(block.attention(x_TD, c.cos, c.sin, c.attend))
 
     def heads(c: Chunk) -> Tensor:
-        return _input_of(block.o, lambda: attention(normed(c), c))
+        return input_of(block.o, lambda: attention(normed(c), c))
 
     def mlp_input(c: Chunk) -> Tensor:
         return block.post_attention_norm(x_TD[c.rows] + attention(normed(c), c))
 
     def hidden(c: Chunk) -> Tensor:
-        return _input_of(block.down, lambda: block.mlp(mlp_input(c)))
+        return input_of(block.down, lambda: block.mlp(mlp_input(c)))
 
     mappings = [
         Mapping("qkv", block.qkv, _norm(block.input_norm), normed, attention),
-        Mapping("o", block.o, _rows(block.qkv, "v_proj"), heads, lambda x, c: _dense(block.o(x))),
+        Mapping("o", block.o, _rows(block.qkv, "v_proj"), heads, lambda x, c: plain(block.o(x))),
         Mapping(
             "gate_up",
             block.gate_up,
             _norm(block.post_attention_norm),
             mlp_input,
-            lambda x, c: _dense(block.mlp(x)),
+            lambda x, c: plain(block.mlp(x)),
         ),
         Mapping(
             "down",
             block.down,
             _rows(block.gate_up, "up_proj"),
             hidden,
-            lambda x, c: _dense(block.down(x)),
+            lambda x, c: plain(block.down(x)),
         ),
     ]
     return mappings if block.heads == block.kv_heads else [m for m in mappings if m.name != "o"]
-
-
-def _dense(stream: Stream) -> Tensor:
-    """What a linear makes of a tensor, while its weight is plain or multiplied in one step."""
-    assert isinstance(stream, Tensor)
-    return stream
 
 
 def _norm(norm: RMSNorm) -> Callable[[Tensor], None]:
@@ -293,63 +275,5 @@ def _multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
             linear.aligned = None
 
 
-def _input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
-    """What the linear reads while `run` runs."""
-    seen: list[Tensor] = []
-    hook = linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    try:
-        run()
-    finally:
-        hook.remove()
-    return seen[0]
-
-
 def _squared_distance(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).square().sum(dtype=torch.float64))
-
-
-def _chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
-    """Whole sequences, about CHUNK_TOKENS a chunk."""
-    start = 0
-    packed: list[int] = []
-    for i, length in enumerate(lengths):
-        packed.append(length)
-        if i + 1 == len(lengths) or sum(packed) + lengths[i + 1] > CHUNK_TOKENS:
-            pos_T = torch.tensor([pos for n in packed for pos in range(n)], device=model.device)
-            cos, sin = rotations(pos_T, model.freqs.to(model.device))
-            yield Chunk(slice(start, start + sum(packed)), cos, sin, varlen(packed, model.device))
-            start, packed = start + sum(packed), []
-
-
-def _check(model: Transformer, format: Format, sequences: Sequence[Sequence[int]]) -> None:
-    if format.dense:
-        raise ValueError(
-            f"awq: {format.name} does not round to low bits, and there is nothing to calibrate"
-        )
-    for name, linear in model.linears():
-        if (
-            isinstance(linear.weight, QTensor)
-            or linear.adapter is not None
-            or linear.aligned is not None
-        ):
-            raise ValueError(
-                f"awq: {name} is quantized, aligned or has an adapter; calibrate the dense model "
-                f"before"
-            )
-    if model.spec.num_experts:
-        raise ValueError(
-            f"awq: {model.spec.architecture} has experts, of which each would need scales for its "
-            "own tokens; that is not supported"
-        )
-    if not sequences:
-        raise ValueError("awq: no calibration sequences")
-    for i, ids in enumerate(sequences):
-        if not 1 <= len(ids) <= model.spec.max_position:
-            raise ValueError(
-                f"awq: sequences[{i}] has {len(ids)} tokens; 1 to {model.spec.max_position} fit "
-                f"the model"
-            )
-        if min(ids) < 0 or max(ids) >= model.spec.vocab_size:
-            raise ValueError(
-                f"awq: sequences[{i}]: an id is outside the vocabulary of {model.spec.vocab_size}"
-            )

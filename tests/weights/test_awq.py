@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import lowroll
 from lowroll.cli.main import main
@@ -19,41 +18,12 @@ from lowroll.model.transformer import Transformer, whole
 from lowroll.quant.formats import get_format
 from lowroll.runs.calibration import calibration_sequences
 from lowroll.runs.demo import build_tokenizer
-from lowroll.weights import awq
+from lowroll.weights import awq, blockwise
 from lowroll.weights.publish import quantize_base, rollout_copy
+from tests.fixtures.loud import TEXT, logits, loud
 from tests.fixtures.tiny import FAMILIES, hf_folder
 
 LOW_BIT = [name for name in lowroll.formats() if not get_format(name).dense]
-TEXT = [
-    torch.randint(0, 67, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (40, 33, 40, 17)
-]
-HELD_OUT = [
-    torch.randint(0, 67, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (51, 29)
-]
-
-
-@torch.no_grad()
-def logits(model: Transformer, sequences: list[list[int]] = HELD_OUT) -> Tensor:
-    ids = torch.tensor([token for row in sequences for token in row])
-    pos = torch.tensor([i for row in sequences for i in range(len(row))])
-    return model.logits(model(ids, pos, varlen([len(row) for row in sequences])))
-
-
-def loud(path: Path, family: str = "qwen3", **changes: int) -> Transformer:
-    """A model in which every eighth channel behind a norm, and some rows of v and up, are twenty
-    times as loud."""
-    model = hf.load(hf_folder(path, family, **changes))
-    with torch.no_grad():
-        for block in model.blocks:
-            block.input_norm.weight[::8] *= 20
-            block.post_attention_norm.weight[::8] *= 20
-            block.qkv.weight[:, ::8] /= 4
-            block.gate_up.weight[:, ::8] /= 4
-            block.gate_up.weight[block.gate_up.rows("up_proj")][::8] *= 20
-            block.down.weight[:, ::8] /= 4
-    return model
 
 
 @pytest.mark.slow
@@ -196,7 +166,7 @@ def test_chunks_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     first = awq.calibrate(
         one, "nvfp4", TEXT, on_progress=lambda done, total: seen.append((done, total))
     )
-    monkeypatch.setattr(awq, "CHUNK_TOKENS", 45)
+    monkeypatch.setattr(blockwise, "CHUNK_TOKENS", 45)
     second = awq.calibrate(many, "nvfp4", TEXT)
     assert [r.ratios for r in first] == [r.ratios for r in second] and seen == [(1, 2), (2, 2)]
     torch.testing.assert_close(logits(one), logits(many), rtol=1e-4, atol=1e-4)
@@ -253,6 +223,20 @@ def test_calibration_text(tmp_path: Path) -> None:
         tokenizer.encode("zz"),
     ]
     assert calibration_sequences(rows, tokenizer, 1, 2) == [tokenizer.encode("ab")]
+    drawn = tmp_path / "drawn.jsonl"
+    drawn.write_text(
+        '{"kind": "asked", "k": 2}\n'
+        '{"kind": "drawn", "messages": [{"role": "user", "content": "hi"}], '
+        '"responses": [{"text": "yo"}, {"text": "you"}]}\n'
+        '{"kind": "scored", "scores": []}\n{"kind": "batch"}\n'
+        '{"prompt": {"messages": [{"role": "user", "content": "hi"}]}, "text": "me"}\n'
+        '{"prompt": {"messages": [{"role": "user", "content": "hi"}]}, "text": "b", '
+        '"messages": [{"role": "assistant", "content": "a"}]}\n'
+    )
+    assert calibration_sequences(drawn, tokenizer, 9, 99) == [
+        tokenizer.encode(f"<|user|>hi<|end|><|assistant|>{said}<|end|>")
+        for said in ("yo", "you", "me", "a")
+    ]
     plain = tmp_path / "book.txt"
     plain.write_text("one two three")
     assert [tokenizer.decode(ids) for ids in calibration_sequences(plain, tokenizer, 9, 5)] == [

@@ -1,0 +1,78 @@
+"""Formats whose codes are the nearest levels under scales that were chosen before.
+
+    w^ = (level - zero) step        a step, and maybe a zero point, for the weights of a group
+
+`encode` chooses the scales by the weights and takes the nearest level of each. A rounding that
+knows more (`weights.gptq`) keeps the scales and moves the weights before they are rounded: it asks
+what a column would become (`Grid.nearest`), and for the codes of the moved matrix at the end
+(`Gridded.codes`), so what it makes are codes of the format like any others.
+
+Legend: N out features, K in features, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lowroll.quant.formats import Format
+
+Stretch = Tensor | float
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values that the codes of a matrix can stand for. `level(x)` gives the nearest levels of
+    numbers in steps, with the format's own choice in a tie. size: the columns of a group."""
+
+    step_NG: Tensor
+    level: Callable[[Tensor], Tensor]
+    size: int
+    zero_NG: Tensor | None = None
+
+    def nearest(self, w_N: Tensor, column: int) -> Tensor:
+        """The values nearest to the weights of a column."""
+        group = column // self.size
+        zero_N = None if self.zero_NG is None else self.zero_NG[:, group]
+        return self._values(w_N, self.step_NG[:, group], zero_N)
+
+    def nearest_groups(self, w_NGS: Tensor) -> Tensor:
+        """The values nearest to weights in groups (`groups.split`)."""
+        zero_NG1 = None if self.zero_NG is None else self.zero_NG[..., None]
+        return self._values(w_NGS, self.step_NG[..., None], zero_NG1)
+
+    def _values(self, w: Tensor, step: Tensor, zero: Tensor | None) -> Tensor:
+        if zero is None:
+            return self.level(w / step) * step
+        return (self.level(w / step + zero) - zero) * step
+
+
+class Gridded(Format):
+    """A format of such a grid."""
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        w_NK = self.turned(w_NK)
+        scales = self.scales(w_NK)
+        return self.codes(w_NK, scales) | scales
+
+    def turned(self, w_NK: Tensor) -> Tensor:
+        """The matrix in the basis of its codes, which scales, codes and grid are of: its features
+        may be rotated (`quant.int8_rotated`)."""
+        return w_NK
+
+    @abstractmethod
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        """What is kept beside the codes of a finite matrix. stretch: of the range that the codes of
+        a group cover; 1: that of its weights."""
+
+    @abstractmethod
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The codes of the nearest values under these scales."""
+
+    @abstractmethod
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        """What a matrix [N, K] can become under these scales. ValueError where a row ends within a
+        group that the next one shares."""

@@ -1,0 +1,101 @@
+"""Calibration text through a model, one block at a time: what `weights.awq` and `weights.gptq`
+share.
+
+The sequences are packed in chunks, so that the activations of one chunk are what is held beside the
+residual streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowroll.model.attention import Attend, varlen
+from lowroll.model.linear import Linear
+from lowroll.model.rope import rotations
+from lowroll.model.transformer import Stream, Transformer
+from lowroll.quant.formats import Format, QTensor
+
+CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some calibration sequences: where they lie among the T tokens, and how they attend."""
+
+    rows: slice
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+
+
+def in_chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
+    """Whole sequences, about CHUNK_TOKENS a chunk."""
+    start = 0
+    packed: list[int] = []
+    for i, length in enumerate(lengths):
+        packed.append(length)
+        if i + 1 == len(lengths) or sum(packed) + lengths[i + 1] > CHUNK_TOKENS:
+            pos_T = torch.tensor([pos for n in packed for pos in range(n)], device=model.device)
+            cos, sin = rotations(pos_T, model.freqs.to(model.device))
+            yield Chunk(slice(start, start + sum(packed)), cos, sin, varlen(packed, model.device))
+            start, packed = start + sum(packed), []
+
+
+def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
+    """What the linear reads while `run` runs."""
+    seen: list[Tensor] = []
+    hook = linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        run()
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def plain(stream: Stream) -> Tensor:
+    """What a learner's linear makes, as the tensor that it is."""
+    assert isinstance(stream, Tensor)
+    return stream
+
+
+def check(
+    method: str, model: Transformer, format: Format, sequences: Sequence[Sequence[int]]
+) -> None:
+    """ValueError for a dense format, a model with quantized weights, experts or an adapter, and
+    sequences that are empty or outside the vocabulary or context. method: what asks, for people."""
+    if format.dense:
+        raise ValueError(
+            f"{method}: {format.name} does not round to low bits, and there is nothing to calibrate"
+        )
+    for name, linear in model.linears():
+        if (
+            isinstance(linear.weight, QTensor)
+            or linear.adapter is not None
+            or linear.aligned is not None
+        ):
+            raise ValueError(
+                f"{method}: {name} is quantized, aligned or has an adapter; calibrate the dense "
+                f"model before"
+            )
+    if model.spec.num_experts:
+        raise ValueError(
+            f"{method}: {model.spec.architecture} has experts, of which each would need to be "
+            "calibrated on its own tokens; that is not supported"
+        )
+    if not sequences:
+        raise ValueError(f"{method}: no calibration sequences")
+    for i, ids in enumerate(sequences):
+        if not 1 <= len(ids) <= model.spec.max_position:
+            raise ValueError(
+                f"{method}: sequences[{i}] has {len(ids)} tokens; 1 to {model.spec.max_position} "
+                f"fit the model"
+            )
+        if min(ids) < 0 or max(ids) >= model.spec.vocab_size:
+            raise ValueError(
+                f"{method}: sequences[{i}]: an id is outside the vocabulary of "
+                f"{model.spec.vocab_size}"
+            )

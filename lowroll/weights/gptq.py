@@ -1,0 +1,241 @@
+"""GPTQ: round a weight column by column, and let the columns that are still to come make up for
+what each lost.
+
+    H = sum_t x_t x_t' + damping I      of the inputs that the matrix reads on calibration text
+    U = the upper Cholesky factor of H^-1,  U' U = H^-1
+    e = (w_k - round(w_k)) / U_kk,          w_j <- w_j - e U_kj    for every column j > k
+
+Columns are taken from the loudest to the quietest by H's diagonal, and the scales of groups are chosen
+before anything moves (static groups), so the codes lie as those of any other rounding (GPTQ, arXiv
+2210.17323, algorithm 1; the order is `desc_act` of AutoGPTQ). A group's range is stretched or cut to
+where its nearest codes lose least, its columns counted by H's diagonal. Matrices
+are taken in the order of the forward pass, and each reads what the rounded ones before it make: H is
+that of the model as it will be. The scales of the format, its levels and its ties are its own
+(`quant.grid`). What comes of it is never further from the dense product on the text than rounding to
+nearest: where it would be, the nearest codes are kept.
+
+Held are the residual stream before a block and behind its attention, the heads (T x D numbers each),
+the activations of one chunk, and H of one matrix, K x K in float32; factors are in float64.
+
+Legend: T calibration tokens, D hidden size, Q width of the heads, K in features, N out features,
+B columns of a panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lowroll.model.linear import Linear
+from lowroll.model.transformer import Block, Stream, Transformer
+from lowroll.quant.formats import Format, QTensor, get_format
+from lowroll.quant.grid import Grid, Gridded
+from lowroll.quant.groups import split
+from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of, plain
+
+DAMPING = 0.01  # of the mean of H's diagonal
+# of the range of a group, its own first: e2m1 gains where its largest weight becomes 4 instead of 6
+STRETCHES = (1.0, 0.9, 0.8, 0.7, 1.1, 1.2, 1.35, 1.5)
+PANEL = 128  # columns whose errors reach the ones behind them in one product
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """What became of a linear weight: its format, and the squared error of its product on the
+    calibration text, as a share of the product's own square, rounded to nearest and now."""
+
+    name: str
+    format: str
+    nearest_error: float
+    error: float
+
+
+@torch.no_grad()
+def round_base(
+    model: Transformer,
+    format: str,
+    sequences: Sequence[Sequence[int]],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[Rounded]:
+    """Replace every linear weight of a dense model by its QTensor in `format`, rounded with
+    compensation; for good, as `weights.publish.quantize_base` does.
+
+    The same text gives the same codes. sequences: token ids of the calibration text, best of what
+    the model itself writes. on_progress(done, total) counts blocks. Returns one record a matrix. Of
+    a format that differs by layer, the layers without a grid are rounded to nearest. ValueError,
+    before anything changes, as `blockwise.check` says, and for a format that has no grid or does
+    not fit a matrix.
+    """
+    chosen = get_format(format)
+    check("gptq", model, chosen, sequences)
+    forms = {name: chosen.of(name) for name, _ in model.linears()}
+    _refuse(model, chosen, forms)
+    ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
+    x_TD = nn.functional.embedding(ids_T, model.embedding)
+    chunks = list(in_chunks(model, [len(ids) for ids in sequences]))
+    names = {id(linear): name for name, linear in model.linears()}
+    records: list[Rounded] = []
+
+    def settle(linear: Linear, inputs: Iterable[Tensor]) -> None:
+        name = names[id(linear)]
+        records.append(_round(name, linear, forms[name], inputs))
+
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        x_TD = _round_block(block, x_TD, chunks, settle)
+        if on_progress is not None:
+            on_progress(i + 1, len(model.blocks))
+    return records
+
+
+def fitted(
+    w_NK: Tensor, loudness_K: Tensor, form: Gridded, stretches: Sequence[float]
+) -> Tensor | float:
+    """The stretch of each group [N, G] under which its nearest codes lose the least, the columns
+    counted by their loudness. The first of equals is taken."""
+    if len(stretches) == 1:
+        return stretches[0]
+    shape = (w_NK.shape[0], w_NK.shape[1])
+    size = form.grid(form.scales(w_NK), shape).size
+    w_NGS, loudness_1GS = split(w_NK, size), split(loudness_K[None], size)
+    best_NG = torch.ones(w_NGS.shape[:2], device=w_NK.device)
+    least_NG = torch.full_like(best_NG, torch.inf)
+    for stretch in stretches:
+        found_NGS = form.grid(form.scales(w_NK, stretch), shape).nearest_groups(w_NGS)
+        lost_NG = ((found_NGS - w_NGS).square() * loudness_1GS).sum(-1)
+        best_NG = torch.where(lost_NG < least_NG, stretch, best_NG)
+        least_NG = torch.minimum(lost_NG, least_NG)
+    return best_NG
+
+
+def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
+    """The weights, each moved by what the columns before it lost: their nearest values on the grid
+    are the codes. float32. gram_KK: sum over the tokens of x x'."""
+    gram_KK = gram_KK.double()
+    loudness_K = gram_KK.diagonal()
+    order_K = torch.argsort(loudness_K, descending=True, stable=True)
+    columns = order_K.tolist()
+    factor_KK = _factor(gram_KK[order_K][:, order_K]).float()
+    w_KN = w_NK.float().t()[order_K].contiguous()
+    for start in range(0, len(columns), PANEL):
+        stop = min(start + PANEL, len(columns))
+        lost_BN = torch.empty_like(w_KN[start:stop])
+        for k in range(start, stop):
+            rest = factor_KK[k, k:stop]
+            lost_N = (w_KN[k] - grid.nearest(w_KN[k], columns[k])) / rest[0]
+            w_KN[k + 1 : stop] -= torch.outer(rest[1:], lost_N)
+            lost_BN[k - start] = lost_N
+        w_KN[stop:] -= factor_KK[start:stop, stop:].t() @ lost_BN
+    moved_KN = torch.empty_like(w_KN)
+    moved_KN[order_K] = w_KN
+    return moved_KN.t().contiguous()
+
+
+def _factor(gram_KK: Tensor) -> Tensor:
+    """U of a Gram matrix that is damped until it has one. Channels that were silent compensate
+    nothing."""
+    diagonal_K = gram_KK.diagonal()
+    diagonal_K[diagonal_K == 0] = 1
+    damping = DAMPING * diagonal_K.mean()
+    while True:
+        diagonal_K += damping
+        lower_KK, failed = torch.linalg.cholesky_ex(gram_KK)
+        if not failed:
+            return torch.linalg.cholesky(torch.cholesky_inverse(lower_KK), upper=True)
+        damping *= 10
+
+
+def _round_block(
+    block: Block,
+    x_TD: Tensor,
+    chunks: list[Chunk],
+    settle: Callable[[Linear, Iterable[Tensor]], None],
+) -> Tensor:
+    """Round the linears of a block in the order of its forward pass. x_TD: the rounded model's
+    residual stream before the block. Returns that behind it."""
+
+    def attention(c: Chunk) -> Stream:
+        return block.attention(block.input_norm(x_TD[c.rows]), c.cos, c.sin, c.attend)
+
+    settle(block.qkv, (block.input_norm(x_TD[c.rows]) for c in chunks))
+    heads_TQ = torch.cat([input_of(block.o, partial(attention, c)) for c in chunks])
+    settle(block.o, (heads_TQ[c.rows] for c in chunks))
+    x_TD = torch.cat([x_TD[c.rows] + plain(block.o(heads_TQ[c.rows])) for c in chunks])
+    del heads_TQ
+
+    def mlp(c: Chunk) -> Stream:
+        return block.mlp(block.post_attention_norm(x_TD[c.rows]))
+
+    settle(block.gate_up, (block.post_attention_norm(x_TD[c.rows]) for c in chunks))
+    settle(block.down, (input_of(block.down, partial(mlp, c)) for c in chunks))
+    return torch.cat([x_TD[c.rows] + plain(mlp(c)) for c in chunks])
+
+
+def _round(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) -> Rounded:
+    """Give a linear its QTensor. inputs: what it reads, chunk by chunk."""
+    weight = linear.weight
+    assert isinstance(weight, nn.Parameter)
+    gram_KK = sum_of_products(inputs, linear.in_features, weight.device)
+    w_NK = weight.detach().float()
+    size = _square(w_NK, gram_KK)
+    try:
+        best = form.quantize(weight.detach())
+    except ValueError as refused:
+        raise ValueError(f"{name}.weight: {refused}") from None
+    nearest_error = error = _square(best.dequantize() - w_NK, gram_KK)
+    if isinstance(form, Gridded):
+        rounded = encode(w_NK, gram_KK, form)
+        found = _square(rounded.dequantize() - w_NK, gram_KK)
+        if found < error:
+            best, error = rounded, found
+    linear.set_weight(best)
+    return Rounded(name, form.name, nearest_error / size, error / size)
+
+
+def encode(
+    w_NK: Tensor, gram_KK: Tensor, form: Gridded, stretches: Sequence[float] = STRETCHES
+) -> QTensor:
+    """The QTensor of a matrix, rounded with compensation. gram_KK: sum over the tokens of x x'.
+    stretches: those among which each group finds its scale; [1]: the format's own scales."""
+    shape = (w_NK.shape[0], w_NK.shape[1])
+    w_NK = form.turned(w_NK)
+    gram_KK = form.turned(form.turned(gram_KK).t().contiguous())
+    scales = form.scales(w_NK, fitted(w_NK, gram_KK.diagonal(), form, stretches))
+    moved_NK = compensated(w_NK, gram_KK, form.grid(scales, shape))
+    made = form.empty(shape, w_NK.device)
+    for name, tensor in (form.codes(moved_NK, scales) | scales).items():
+        made.tensors[name].copy_(tensor)
+    return made
+
+
+def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device) -> Tensor:
+    """The sum over the tokens of x x': float32 [K, K]."""
+    gram_KK = torch.zeros(num_in, num_in, device=device)
+    for x_TK in inputs:
+        gram_KK += x_TK.float().t() @ x_TK.float()
+    return gram_KK
+
+
+def _square(w_NK: Tensor, gram_KK: Tensor) -> float:
+    """The square of a matrix' product with the text, summed over tokens and features."""
+    return float(((w_NK @ gram_KK) * w_NK).sum(dtype=torch.float64).clamp_min(1e-30))
+
+
+def _refuse(model: Transformer, chosen: Format, forms: dict[str, Format]) -> None:
+    if not any(isinstance(form, Gridded) for form in forms.values()):
+        raise ValueError(
+            f"gptq: {chosen.name} has no grid that codes could be moved on; round it to nearest"
+        )
+    for name, linear in model.linears():
+        form = forms[name]
+        if isinstance(form, Gridded):
+            shape = linear.weight.shape
+            like = torch.empty((shape[0], shape[1]), device="meta")
+            try:
+                form.grid(form.scales(like), (shape[0], shape[1]))
+            except ValueError as error:
+                raise ValueError(f"gptq: {name}.weight: {error}") from None
