@@ -31,7 +31,7 @@ from lowroll.runs.build import engines, environments, models, orchestrator, prom
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.launch import devices
-from lowroll.runs.memory import fit
+from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import Plan, Planner, Share, plan_sft
 from lowroll.runs.roles.limits import refuse
 from lowroll.trainer import adamw8bit
@@ -103,7 +103,9 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         found.lines.append(_vllm_memory(cfg, compute))
     if beside is not None and works is not None and placed is not None:
         planner = Planner.now(compute, model, works, beside, _share(cfg, placed))
-        _memory(found, found.attempt(lambda: planner.plan(cfg)), lambda _: fit.advice(planner, cfg))
+        now = found.attempt(lambda: sizes.chosen(planner, cfg)) or cfg
+        found.notes += [note for note in now.notes if note not in cfg.notes]
+        _memory(found, found.attempt(lambda: planner.plan(now)), lambda _: fit.advice(planner, now))
     return found
 
 

@@ -23,6 +23,7 @@ from lowroll.kernels.launch import jit, tl, triton_supports
 
 TILE = 4096  # logits of a program that makes gradients
 LANES = 1024  # running maxima of a row
+AT_ONCE = 1 << 20  # logits of plain torch's passes: they stay in the cache between two
 
 
 def token_log_probs(
@@ -90,6 +91,28 @@ def logit_gradient(
 
 
 def _reference(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    temperature: float,
+    gradient_CV: Tensor | None,
+    scale_C: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    logp_C = torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device)
+    entropy_C = torch.empty_like(logp_C)
+    rows = max(1, AT_ONCE // max(1, logits_CV.shape[1]))
+    for start in range(0, len(logits_CV), rows):
+        now = slice(start, start + rows)
+        logp_C[now], entropy_C[now] = _rows(
+            logits_CV[now],
+            targets_C[now],
+            temperature,
+            None if gradient_CV is None else gradient_CV[now],
+            None if scale_C is None else scale_C[now],
+        )
+    return logp_C, entropy_C
+
+
+def _rows(
     logits_CV: Tensor,
     targets_C: Tensor,
     temperature: float,

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from lowroll.config import RunConfig
+from lowroll.kernels.training.logprobs import AT_ONCE
 from lowroll.model.logprobs import KEPT
 from lowroll.model.replay import MOST_MARKED
 from lowroll.model.spec import ModelSpec
@@ -65,7 +66,7 @@ class Learning:
             compute.device.type == "cuda",
             train.lora,
             low,
-            train.activation_checkpointing,
+            train.sized().activation_checkpointing or False,
             largest(model) * compute.dtype.itemsize if codes else 0,
         )
 
@@ -171,12 +172,13 @@ class Learning:
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
     """Bytes while log-probs and their gradients are made, chunk by chunk (`model.logprobs`).
     learns: whether the lm_head does."""
-    chunk, item = min(cfg.train.logprob_chunk, tokens), compute.dtype.itemsize
+    chunk = min(cfg.train.sized().logprob_chunk or 0, tokens)
+    item = compute.dtype.itemsize
     wide = FLOAT if compute.device.type == "cuda" else item
     rows = chunk * spec.vocab_size
     once = rows * (wide + item)
-    if compute.device.type != "cuda":  # log-probs, probabilities and a product of them
-        once = 5 * FLOAT * rows
+    if compute.device.type != "cuda":  # log-probs, probabilities and products of them, of some rows
+        once += 4 * FLOAT * min(rows, max(AT_ONCE, spec.vocab_size))
     hidden = tokens * spec.hidden_size * item
     if not learns:
         return once + hidden
@@ -197,7 +199,7 @@ def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> in
     policy, item = caches.policy(cfg), compute.dtype.itemsize
     held = policy.room(0)
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    longest = min(spec.max_position, cfg.train.tokens_per_microbatch)
+    longest = min(spec.max_position, cfg.train.longest)
     stretches = max(1, MOST_MARKED // (spec.num_kv_heads * longest))
     first = min(tokens, round(tokens * held / longest))
     return (
