@@ -67,7 +67,7 @@ class Int8(Format):
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
         if onednn.supports_device(rows.codes_MK.device):
-            packed = q.derive("onednn", _pack)
+            packed = q.derive("onednn", pack)
             sums_MN = onednn.multiply(rows.codes_MK, packed)
         elif rows.codes_MK.device.type == "cpu":
             weight = q.derive("values", lambda q: exact.split(q.tensors["codes"]))
@@ -77,5 +77,5 @@ class Int8(Format):
         return Product(sums_MN, rows.scale_M1, None, bias_N, rows.dtype)
 
 
-def _pack(q: QTensor) -> onednn.Packed:
+def pack(q: QTensor) -> onednn.Packed:
     return onednn.pack(q.tensors["codes"], q.tensors["scale"])

@@ -29,9 +29,11 @@ def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
 
 
 def multiply(codes_MK: Tensor, packed: Packed) -> Tensor:
-    """The sums [M, N] in float32."""
+    """The sums [M, N] in float32. codes_MK: int8, or uint8 with 128 added already."""
     weight, scale_N, zero_N = packed
-    shifted_MK = codes_MK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
+    shifted_MK = codes_MK
+    if codes_MK.dtype == torch.int8:
+        shifted_MK = codes_MK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
     return torch.ops.onednn.qlinear_pointwise(
         shifted_MK, 1.0, 128, weight, scale_N, zero_N, None, 1.0, 0, torch.float32, "none", [], ""
     )
