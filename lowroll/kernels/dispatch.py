@@ -170,7 +170,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         Kernel(
             "fused/avx2.cpp",
             "C++",
-            f"an engine's, float32, rows of {fused_avx2.LEAST} numbers or more",
+            f"an engine's, or a learner's without QK-norm, float32, rows of {fused_avx2.LEAST} numbers or more",
             fused_avx2.supports_device,
         ),
         _torch(),
