@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from lowroll.config import RunConfig
+from lowroll.kernels.fused import avx2 as heads
 from lowroll.kernels.training.logprobs import AT_ONCE
 from lowroll.model.logprobs import KEPT
 from lowroll.model.replay import MOST_MARKED
@@ -50,6 +51,7 @@ class Learning:
     low: dict[str, int]
     checkpointing: bool | float
     dense: int  # bytes of the largest matrix that is dequantized for a product; 0: none is
+    turned: bool = False  # heads are rotated by a kernel for CPUs, which copies v
 
     @classmethod
     def of(cls, cfg: RunConfig, compute: Compute, model: Transformer) -> Learning:
@@ -68,6 +70,7 @@ class Learning:
             low,
             train.sized().activation_checkpointing or False,
             largest(model) * compute.dtype.itemsize if codes else 0,
+            _turned(compute, model.spec),
         )
 
     def kept(self, tokens: int) -> int:
@@ -135,6 +138,8 @@ class Learning:
         kept = (2 * q + 2 * kv) * item + FLOAT * spec.num_heads
         if self.fused:
             return kept + ((q + 2 * kv) * item if spec.qk_norm else 0)
+        if self.turned:
+            return kept
         kept += (q + kv) * item  # qkv for the sake of v, which is a view of it
         if spec.qk_norm:
             copies = (item < FLOAT) + (not self.lora)
@@ -169,6 +174,13 @@ class Learning:
         return slots * max(hidden + 2 * wide, ends + (0 if self.lora else wide))
 
 
+def _turned(compute: Compute, spec: ModelSpec) -> bool:
+    fits = not spec.qk_norm and spec.head_dim % heads.MULTIPLE == 0
+    wide = spec.num_heads * spec.head_dim >= heads.LEAST
+    float32 = compute.dtype == torch.float32
+    return fits and wide and float32 and bool(heads.supports_device(compute.device))
+
+
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
     """Bytes while log-probs and their gradients are made, chunk by chunk (`model.logprobs`).
     learns: whether the lm_head does."""
@@ -178,7 +190,7 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
     rows = chunk * spec.vocab_size
     once = rows * (wide + item)
     if compute.device.type != "cuda":  # log-probs, probabilities and products of them, of some rows
-        once += 4 * FLOAT * min(rows, max(AT_ONCE, spec.vocab_size))
+        once += 3 * FLOAT * min(rows, max(AT_ONCE, spec.vocab_size))
     hidden = tokens * spec.hidden_size * item
     if not learns:
         return once + hidden
