@@ -1,4 +1,4 @@
-// float32 rows to three bytes a number, and the sums of their products back to float32, on a CPU with AVX2.
+// float32 rows to three bytes a number, and the sums of their products to the rows' scale, on a CPU with AVX2.
 // A row's bits depend on the row alone.
 #include <cmath>
 #include <vector>
@@ -10,7 +10,7 @@ struct Problem {
     const float* scale;     // of each column, or null
     uint8_t* bytes;         // [3, M, K]: the highest first, with 128 added
     float* step;            // [M]
-    const float* sums;      // join: [3, M, N]
+    const float* sums;      // join: [M, N]
     float* y;               // rows of N, `y_stride` apart: the product is added
     int64_t stride, y_stride;
     float most;
@@ -72,11 +72,10 @@ static void split_row(const Problem& p, int m) {
 }
 
 static void join_row(const Problem& p, int m) {
-    const int64_t size = (int64_t)p.M * p.N;
-    const float *high = p.sums + (int64_t)m * p.N, *middle = high + size, *low = middle + size;
+    const float* sums = p.sums + (int64_t)m * p.N;
     float* y = p.y + m * p.y_stride;
     const float step = p.step[m];
-    for (int n = 0; n < p.N; ++n) y[n] += step * ((high[n] * 256 + middle[n]) * 256 + low[n]);
+    for (int n = 0; n < p.N; ++n) y[n] += step * sums[n];
 }
 
 extern "C" void limbs_split(const Problem* p, Parallel parallel) {

@@ -31,7 +31,7 @@ from lowroll.kernels.support import NO_GRADIENT, YES, Support, no
 SOURCE = Path(__file__).with_suffix(".cpp")
 MOST = 127.0 * 65536  # of a number over its step: a, b and c are bytes then
 LEAST = 1 << 18  # weights of a matrix
-AT_ONCE = 256  # rows, whose sums stay in the cache until they are put together
+AT_ONCE = 1024  # rows, which bounds what their bytes and sums take
 
 
 class Problem(ctypes.Structure):
@@ -88,6 +88,6 @@ def _add(y_MN: Tensor, x_MK: Tensor, packed: onednn.Packed, scale_K: Tensor | No
     made = pointer(bytes_LK), pointer(step_M)
     scale = None if scale_K is None else pointer(scale_K)
     cxx.run(SOURCE, "limbs_split", Problem(pointer(x_MK), scale, *made, None, None, *sizes))
-    sums_LN = onednn.multiply(bytes_LK, packed)
-    last = pointer(sums_LN), pointer(y_MN)
+    sums_MN = onednn.multiply_digits(bytes_LK.split(M), packed)
+    last = pointer(sums_MN), pointer(y_MN)
     cxx.run(SOURCE, "limbs_join", Problem(None, None, *made, *last, *sizes))

@@ -124,11 +124,15 @@ def _rows(
         logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1
     )
     logp_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
-    p_CV = logp_CV.exp()
+    in_place = gradient_CV is not None and gradient_CV.dtype == torch.float32
+    p_CV = torch.exp(logp_CV, out=gradient_CV) if in_place else logp_CV.exp()
+    terms_CV = logp_CV.clamp_(min=torch.finfo(torch.float32).min).mul_(p_CV)
+    entropy_C = -terms_CV.sum(-1)
     if gradient_CV is not None:
         scale_C1 = (torch.ones_like(logp_C) if scale_C is None else scale_C)[:, None] / temperature
-        gradient_CV.copy_((p_CV * -scale_C1).scatter_add_(1, targets_C[:, None], scale_C1))
-    entropy_C = -(p_CV.mul_(logp_CV.clamp_(min=torch.finfo(torch.float32).min))).sum(-1)
+        p_CV.mul_(-scale_C1).scatter_add_(1, targets_C[:, None], scale_C1)
+        if not in_place:
+            gradient_CV.copy_(p_CV)
     return logp_C, entropy_C
 
 
