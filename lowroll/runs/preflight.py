@@ -137,7 +137,10 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
             f"average, {max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at "
             f"learning rate {cfg.sft.learning_rate:g}"
         )
-        _memory(found, plan_sft(cfg, compute, model, max(lengths) * cfg.sft.batch_size))
+        together = max(lengths) * cfg.sft.batch_size
+        now = sizes.chosen_for_sft(cfg, compute, model, max(lengths), together)
+        found.notes += [note for note in now.notes if note not in cfg.notes]
+        _memory(found, plan_sft(now, compute, model, together))
     return found
 
 

@@ -21,7 +21,9 @@ from itertools import product
 
 from lowroll.config import RunConfig
 from lowroll.config.schema import SIZES, TrainConfig
-from lowroll.runs.memory.plan import Plan, Planner, shown
+from lowroll.model.transformer import Transformer
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.memory.plan import Plan, Planner, plan_sft, shown
 
 CPU_BYTES = 4_000_000_000  # of a run on a CPU, resident
 PROCESS = 500_000_000  # bytes of the interpreter and its libraries, which no plan counts
@@ -32,11 +34,25 @@ SMALL_CHUNK = 256
 
 def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
     """The run with every size filled in, and a note that says what was chosen and why."""
-    whole = cfg.sized()
     longest = max((work.prompt + work.response for work in planner.workloads), default=1)
+    return _chosen(cfg, planner.compute, longest, planner.plan)
+
+
+def chosen_for_sft(
+    cfg: RunConfig, compute: Compute, model: Transformer, longest: int, together: int
+) -> RunConfig:
+    """The same of `lowroll sft`. model: its shapes. longest: tokens of the longest sample; together:
+    of a whole batch."""
+    return _chosen(cfg, compute, longest, lambda now: plan_sft(now, compute, model, together))
+
+
+def _chosen(
+    cfg: RunConfig, compute: Compute, longest: int, plan: Callable[[RunConfig], Plan]
+) -> RunConfig:
+    whole = cfg.sized()
     found = choose(
-        list(ladder(cfg.train, longest)) if planner.compute.device.type == "cpu" else [whole.train],
-        lambda train: planner.plan(cfg.model_copy(update={"train": train})),
+        list(ladder(cfg.train, longest)) if compute.device.type == "cpu" else [whole.train],
+        lambda train: plan(cfg.model_copy(update={"train": train})),
     )
     now = cfg.model_copy(update={"train": found})
     changed = [
@@ -46,7 +62,7 @@ def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
     ]
     if not changed:
         return now
-    before, after = (resident(planner.plan(each)) for each in (whole, now))
+    before, after = (resident(plan(each)) for each in (whole, now))
     return now.with_notes(
         f"{', '.join(changed)}: chosen for a CPU, where the run then takes about {shown(after)} "
         f"instead of {shown(before)}; what the settings say stays as it is"
