@@ -11,11 +11,16 @@ from lowroll.config import RunConfig
 from lowroll.config.load import from_mapping
 from lowroll.config.schema import SIZES, TrainConfig
 from lowroll.kv.capacity import Workload
+from lowroll.model import lora
 from lowroll.model.spec import spec_from_config
-from lowroll.model.transformer import Transformer
+from lowroll.model.transformer import Transformer, initialize
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.memory import sizes
 from lowroll.runs.memory.plan import Plan, Planner
+from lowroll.trainer import recompute
+from lowroll.trainer.step import Forward
+from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+from lowroll.weights.publish import quantize_base
 
 SMOL = {
     "architectures": ["LlamaForCausalLM"],
@@ -122,3 +127,37 @@ def test_the_bound_gives_way_to_what_even_the_smallest_passes_take() -> None:
     assert sizes.choose(steps, plan) == steps[0]
     none_free = replace(plan(steps[0]), free=0)
     assert sizes.choose(steps, lambda _: none_free) == steps[-1]
+
+
+@pytest.mark.parametrize("sizes_", [(64, 16, False), (64, 16, True), (1 << 13, 1 << 10, True)])
+def test_smaller_passes_have_the_same_gradient(sizes_: tuple[int, int, bool]) -> None:
+    """Of an adapter on an int8 base that is wide enough for every product of bytes: the sum over
+    micro-batches is that of one within float32's rounding, and blocks that are made again change no
+    bit of it."""
+    whole = gradients(1 << 13, 1 << 10, False)
+    for got, want in zip(gradients(*sizes_), whole, strict=True):
+        if sizes_[0] > 64:
+            assert torch.equal(got, want)
+        assert (got - want).abs().max() <= 2e-5 * want.abs().max()
+
+
+def gradients(tokens: int, chunk: int, again: bool) -> list[torch.Tensor]:
+    wide = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8}
+    wide |= {"num_key_value_heads": 4}
+    spec = spec_from_config(SMOL | wide | {"num_hidden_layers": 2, "vocab_size": 300})
+    model = quantize_base(initialize(Transformer(spec), seed=0), "int8")
+    lora.attach(model, 4, 8.0, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for p in model.trainable_parameters().values():
+        p.data.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+    recompute.apply(model, again)
+    tag = BehaviorTag((PolicySpan(0, ""),), "int8")
+    samples = []
+    for i in range(6):
+        ids = torch.randint(300, (20 + 3 * i,), generator=generator).tolist()
+        rollout = Rollout(ids[8:], [-5.0] * len(ids[8:]), "length", tag)
+        prompt = Prompt(f"p{i}", "env", [])
+        samples.append(Sample(prompt, ids[:8], rollout, "", Score(1.0), 1.0, [1] * len(ids[8:]), 0))
+    forward = Forward(model, samples, tokens, chunk)
+    forward.run([range(6)], lambda packed, learner_N: learner_N.sum())
+    return [p.grad for p in model.trainable_parameters().values() if p.grad is not None]
