@@ -1,6 +1,6 @@
 """Products with the matrix that frozen codes stand for, forward and backward.
 
-The matrix is dequantized for each and let go of. Of int8 codes a CPU with AMX multiplies the bytes
+The matrix is dequantized for each and let go of. Of int8 codes, rotated or not, a CPU with AMX multiplies the bytes
 themselves, with as many digits as float32 has (`kernels.matmul.limbs`): nothing is dequantized, and the
 codes lie in oneDNN's layout, once a direction.
 
@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.matmul import limbs, onednn
+from lowroll.kernels.quantize.rotation import rotate
+from lowroll.kernels.quantize.rows import ROTATED
 from lowroll.quant import int8
 from lowroll.quant.formats import QTensor
 
@@ -30,6 +32,8 @@ def add_product(y_TN: Tensor, x_TK: Tensor, weight: QTensor) -> Tensor:
     """Add x W' to y in place; return y."""
     if not _in_bytes(x_TK, weight):
         return y_TN.addmm_(x_TK, weight.dequantize(x_TK.dtype).t())
+    if weight.format == ROTATED:
+        x_TK = rotate(x_TK)
     return limbs.add_product(y_TN, x_TK, weight.derive("onednn", int8.pack))
 
 
@@ -45,12 +49,16 @@ def add_input_gradient(x_grad_TK: Tensor, grad_TN: Tensor, weight: QTensor) -> T
     if not _in_bytes(grad_TN, weight):
         return x_grad_TK.addmm_(grad_TN, weight.dequantize(grad_TN.dtype))
     packed, scale_N = weight.derive("onednn of the transpose", _transposed)
+    if weight.format == ROTATED:  # the matrix is its own transpose and inverse
+        rotated_TK = limbs.add_product(torch.zeros_like(x_grad_TK), grad_TN, packed, scale_N)
+        return x_grad_TK.add_(rotate(rotated_TK))
     return limbs.add_product(x_grad_TK, grad_TN, packed, scale_N)
 
 
 def _in_bytes(x: Tensor, weight: QTensor) -> bool:
     # by name: other formats' codes may stand for more than codes times scales
-    return weight.format == int8.Int8.name and bool(limbs.supports(x, weight.tensors["codes"]))
+    known = weight.format in (int8.Int8.name, ROTATED)
+    return known and bool(limbs.supports(x, weight.tensors["codes"]))
 
 
 def _transposed(q: QTensor) -> tuple[onednn.Packed, Tensor]:

@@ -60,14 +60,15 @@ def test_what_it_leaves_to_torch_has_a_reason() -> None:
 
 @runs_here
 @pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("format", ["int8", "int8_rotated"])
 def test_a_frozen_layer_multiplies_as_its_dequantized_matrix(
-    adapted: bool, monkeypatch: pytest.MonkeyPatch
+    format: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward, the gradient of x, and those of an adapter."""
     from lowroll.model.adapter import Adapter
 
     layer = LearnerLinear(512, {"q": 512, "k": 256}, True, "cpu", torch.float32)
-    layer.set_weight(get_format("int8").quantize(torch.randn(768, 512) * 0.05))
+    layer.set_weight(get_format(format).quantize(torch.randn(768, 512) * 0.05))
     layer.bias = torch.nn.Parameter(torch.randn(768))
     if adapted:
         layer.adapter = Adapter(8, 16.0)

@@ -14,6 +14,7 @@ import torch
 
 from lowroll.config import RunConfig
 from lowroll.kernels.matmul import avx2, limbs, onednn
+from lowroll.kernels.quantize.rows import ROTATED
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
@@ -105,7 +106,8 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """What a frozen int8 base multiplies gradients with, as bytes (`model.frozen`)."""
-    int8 = compute.format(cfg.rollout.weights) == "int8" and compute.dtype == torch.float32
+    int8 = compute.format(cfg.rollout.weights) in ("int8", ROTATED)
+    int8 = int8 and compute.dtype == torch.float32
     if not (int8 and limbs.supports_device(compute.device)):
         return 0
     sizes = (_size(linear) for _, linear in model.linears())
