@@ -14,6 +14,7 @@ in the step (VmHWM, reset before it) minus what was resident before the step: mo
 and libraries are in neither.
 
     python -m bench.learner [--tokens 8192] [--vocab 150000] [--hidden 128] [--out FOLDER]
+    python -m bench.learner --model FOLDER                    a real model's update (`bench.laptop`)
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench import laptop
 from bench.record import BASELINES, Row, show, write
 from lowroll.model import initialize
 from lowroll.model.attention import varlen
@@ -141,8 +143,26 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=BASELINES)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    real = parser.add_argument_group("a real model, against PEFT")
+    real.add_argument("--model", type=Path, help="its folder")
+    real.add_argument("--rows", type=int, default=32)
+    real.add_argument("--length", type=int, default=270)
+    real.add_argument("--prompt", type=int, default=70)
+    real.add_argument("--rounds", type=int, default=2)
+    real.add_argument("--warm", type=int, default=1, help="rounds that are not counted")
+    real.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    real.add_argument("--weights", default="int8", help="the base's format, ours")
+    real.add_argument("--sizes", type=json.loads, default={}, help="of `train:`, as JSON")
+    real.add_argument("--setting", help="the peer's, as JSON: [rows, checkpointing, attention]")
+    real.add_argument("--contestant", choices=("ours", "peer"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.contestant:
+        args.side = args.contestant
+        laptop.serve(args)
+        return 0
+    if args.model:
+        return laptop.measure(args)
     if args.side:
         print(json.dumps(measure(args.side, args.tokens, args.vocab, args.hidden)))
         return 0

@@ -157,6 +157,14 @@ class DapoConfig(Section):
     overlong_cache: Count | None = None  # Lc: the penalty starts at Lmax - Lc
 
 
+# of a learner's passes, where the file leaves them open (`runs.memory.sizes` makes them smaller)
+SIZES: dict[str, Any] = {
+    "tokens_per_microbatch": 8192,
+    "activation_checkpointing": False,
+    "logprob_chunk": 1024,
+}
+
+
 class TrainConfig(Section):
     """The learner. One batch gives `minibatches` optimiser updates."""
 
@@ -166,8 +174,9 @@ class TrainConfig(Section):
     # learns
     sharding: Literal["auto", "none", "full"] = "auto"
     minibatches: Count = 1  # optimiser updates a batch
-    # packed tokens of a forward pass; a prompt and its response must fit in
-    tokens_per_microbatch: Count = 8192
+    # packed tokens of a forward pass; a prompt and its response must fit in; null: 8192, and fewer on
+    # a CPU where that saves memory
+    tokens_per_microbatch: Count | None = None
     learning_rate: Rate = 1e-5  # after the warm-up
     lr_scheduler_type: Schedule = "constant"  # its course from then on
     warmup_steps: Annotated[int, Field(ge=0)] = 0  # steps in which it rises
@@ -193,9 +202,10 @@ class TrainConfig(Section):
     uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
     weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
     # true: whole layers are made again in the backward pass; a number: the gate-up product of this
-    # share of them
-    activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
-    logprob_chunk: Count = 1024  # tokens whose logits exist at a time
+    # share of them; null: false, and true on a CPU where smaller micro-batches are not enough
+    activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] | None = None
+    # tokens whose logits exist at a time; null: 1024, and 256 on a CPU where that saves memory
+    logprob_chunk: Count | None = None
     # the learner attends to what a bounded cache held, and so scores the sparse policy itself
     replay_kv: bool = False
     lora: bool = False  # learn adapters on a frozen base
@@ -205,6 +215,17 @@ class TrainConfig(Section):
     lora_target_modules: Annotated[
         tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(unique)
     ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its response must fit in."""
+        return self.tokens_per_microbatch or SIZES["tokens_per_microbatch"]
+
+    def sized(self) -> TrainConfig:
+        """A copy whose open sizes have the numbers of a device with room for them."""
+        return self.model_copy(
+            update={key: size for key, size in SIZES.items() if getattr(self, key) is None}
+        )
 
 
 class ScoreConfig(Section):
@@ -395,9 +416,13 @@ class RunConfig(Section):
         copy._given = text
         return copy
 
+    def sized(self) -> RunConfig:
+        """A copy whose open sizes of the learner's passes are those of a device with room."""
+        return self.model_copy(update={"train": self.train.sized()})
+
     def resolved(self) -> RunConfig:
-        """The same run with every `auto` and null that a table decides filled in (device and dtype
-        stay: they are the machine's). Idempotent."""
+        """The same run with every `auto` and null that a table decides filled in (device, dtype and
+        the sizes of the learner's passes stay: they are the machine's). Idempotent."""
         default = ALGORITHMS[self.algorithm]
         correction, reason = _correction(self)
         options = pair(self.algorithm, correction).options
@@ -595,10 +620,10 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
             f"rollout.cache_tokens ({rollout.cache_tokens}) cannot hold a prompt and its response of up to "
             f"{rollout.max_tokens} tokens (rollout.max_tokens)",
         )
-    if cfg.train.tokens_per_microbatch <= rollout.max_tokens:
+    if cfg.train.longest <= rollout.max_tokens:
         yield (
             (("train", "tokens_per_microbatch"), ("rollout", "max_tokens")),
-            f"train.tokens_per_microbatch ({cfg.train.tokens_per_microbatch}) cannot hold a prompt and its response "
+            f"train.tokens_per_microbatch ({cfg.train.longest}) cannot hold a prompt and its response "
             f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
         )
     if (dapo.overlong_max is None) != (dapo.overlong_cache is None):

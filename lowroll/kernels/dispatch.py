@@ -20,7 +20,7 @@ from lowroll.kernels.attention import avx2 as attention_avx2
 from lowroll.kernels.attention import paged
 from lowroll.kernels.fused import avx2 as fused_avx2
 from lowroll.kernels.launch import triton_supports_device
-from lowroll.kernels.matmul import avx2, gemv, onednn, streamed, w4a16, w8a8
+from lowroll.kernels.matmul import avx2, gemv, limbs, onednn, streamed, w4a16, w8a8
 from lowroll.kernels.moe import grouped, routed
 from lowroll.kernels.support import YES, Support, cuda_supports, no
 
@@ -125,6 +125,15 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         Kernel("torch._int_mm", "torch", "", cuda_supports),
         _torch("float32 products of 1,024 columns, which are exact"),
     ),
+    "float32 product of a learner's frozen int8 codes": (
+        Kernel(
+            "matmul/limbs.cpp",
+            "C++",
+            f"matrices of {limbs.LEAST:,} weights or more, on a CPU with AMX",
+            limbs.supports_device,
+        ),
+        _torch("the dequantized matrix"),
+    ),
     "fp8 product": (
         _triton("matmul/gemv", f"{gemv.MOST[torch.float8_e4m3fn]} row"),
         Kernel("torch._scaled_mm", "torch", "", _scaled_mm),
@@ -170,7 +179,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         Kernel(
             "fused/avx2.cpp",
             "C++",
-            f"an engine's, float32, rows of {fused_avx2.LEAST} numbers or more",
+            f"an engine's, or a learner's without QK-norm, float32, rows of {fused_avx2.LEAST} numbers or more",
             fused_avx2.supports_device,
         ),
         _torch(),

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels.training.low_rank import Update
+from lowroll.model import frozen
 from lowroll.model.logprobs import float32_product
 from lowroll.quant import fp8
 from lowroll.quant.formats import QTensor
@@ -181,6 +182,25 @@ def product(
     return y_TN, low_TL, adapter.matrices(parts, x_TK.dtype)[1]
 
 
+def _base(
+    x_TK: Tensor,
+    weight_NK: Tensor | None,
+    codes: QTensor | None,
+    bias_N: Tensor | None,
+    low_TL: Tensor | None,
+    b_NL: Tensor,
+) -> Tensor:
+    """Return x W' + b, and l B' too where l is given. W is dense, or what the codes stand for."""
+    if low_TL is None and codes is not None:
+        return frozen.multiply(x_TK, codes, bias_N)
+    if low_TL is not None and codes is not None:
+        return frozen.add_product(F.linear(low_TL, b_NL, bias_N), x_TK, codes)
+    assert weight_NK is not None
+    if low_TL is None:
+        return F.linear(x_TK, weight_NK, bias_N)
+    return F.linear(low_TL, b_NL, bias_N).addmm_(x_TK, weight_NK.t())
+
+
 _GIVEN = 10  # arguments before the masters
 
 
@@ -211,12 +231,7 @@ class _AdaptedProduct(torch.autograd.Function):
             if whole:
                 y_TN = y_TN.addmm_(low_TL, b_NL.t())
         else:
-            dense_NK = weight_NK if codes is None else codes.dequantize(x_TK.dtype)
-            assert dense_NK is not None
-            if whole:
-                y_TN = F.linear(low_TL, b_NL, bias_in_dtype_N).addmm_(x_TK, dense_NK.t())
-            else:
-                y_TN = F.linear(x_TK, dense_NK, bias_in_dtype_N)
+            y_TN = _base(x_TK, weight_NK, codes, bias_in_dtype_N, low_TL if whole else None, b_NL)
         learns = any(ctx.needs_input_grad[_GIVEN:]) or ctx.needs_input_grad[1]
         inputs: tuple[Tensor | None, Tensor | None] = (None, None)
         if learns or update is not None:
@@ -240,8 +255,11 @@ class _AdaptedProduct(torch.autograd.Function):
             if ctx.transposed is not None:
                 x_grad_TK = fp8.gradient(grad_TN, ctx.transposed).addmm_(low_grad_TL, a_LK)
             else:
-                dense_NK = weight_NK if ctx.codes is None else ctx.codes.dequantize(grad_TN.dtype)
-                x_grad_TK = (low_grad_TL @ a_LK).addmm_(grad_TN, dense_NK)
+                x_grad_TK = low_grad_TL @ a_LK
+                if ctx.codes is None:
+                    x_grad_TK.addmm_(grad_TN, weight_NK)
+                else:
+                    frozen.add_input_gradient(x_grad_TK, grad_TN, ctx.codes)
         if ctx.update is not None and x_grad_TK is None:
             x_TK = ctx.update.gate(x_TK)
         elif ctx.update is not None:

@@ -27,6 +27,7 @@ from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.kernels.training.low_rank import Update
+from lowroll.model import frozen
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
 from lowroll.quant import fp8
@@ -93,7 +94,9 @@ def _input_gradient(
     if transposed is not None:
         return fp8.gradient(grad_TN, transposed)
     assert weight is not None
-    return grad_TN @ (weight.dequantize(grad_TN.dtype) if isinstance(weight, QTensor) else weight)
+    if isinstance(weight, QTensor):
+        return frozen.input_gradient(grad_TN, weight)
+    return grad_TN @ weight
 
 
 class _LearningProduct(torch.autograd.Function):
@@ -184,7 +187,7 @@ class _FrozenProduct(torch.autograd.Function):
         if codes is not None:
             return codes.linear(x_TK.detach(), bias_N)
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
-        return F.linear(x_TK, weight.dequantize(x_TK.dtype), bias_in_dtype_N)
+        return frozen.multiply(x_TK, weight, bias_in_dtype_N)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:

@@ -72,7 +72,7 @@ class Int8(Gridded):
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
         if onednn.supports_device(rows.codes_MK.device):
-            packed = q.derive("onednn", _pack)
+            packed = q.derive("onednn", pack)
             sums_MN = onednn.multiply(rows.codes_MK, packed)
         elif rows.codes_MK.device.type == "cpu":
             weight = q.derive("values", lambda q: exact.split(q.tensors["codes"]))
@@ -86,5 +86,5 @@ def _level(x: Tensor) -> Tensor:
     return torch.round(x).clamp_(-128, 127)
 
 
-def _pack(q: QTensor) -> onednn.Packed:
+def pack(q: QTensor) -> onednn.Packed:
     return onednn.pack(q.tensors["codes"], q.tensors["scale"])

@@ -38,7 +38,7 @@ from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.launch.launcher import launch
 from lowroll.runs.learner import Learner, Policy
-from lowroll.runs.memory import fit
+from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import Planner
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.runs.stop import Stop, polite_stop
@@ -116,6 +116,8 @@ class Run:
         tasks = Tasks(given)
         planner = self._planner(given, outline, chat, tasks)
         cached = self.checkpoints.cache_tokens
+        given = sizes.chosen(planner, given)
+        tell(*(note for note in given.notes if note not in home.cfg.notes))
         self.memory = fit.check(planner, given, cached)
         tell(*self.memory.lines())
         policy = Policy.load(given, chat, self.compute)

@@ -32,7 +32,7 @@ from lowroll.runs.build import engines, environments, models, orchestrator, prom
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.launch import devices
-from lowroll.runs.memory import fit
+from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import Plan, Planner, Share, plan_sft
 from lowroll.runs.roles.limits import refuse
 from lowroll.trainer import adamw8bit
@@ -105,7 +105,9 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         found.lines.append(_vllm_memory(cfg, compute))
     if beside is not None and works is not None and placed is not None:
         planner = Planner.now(compute, model, works, beside, _share(cfg, placed))
-        _memory(found, found.attempt(lambda: planner.plan(cfg)), lambda _: fit.advice(planner, cfg))
+        now = found.attempt(lambda: sizes.chosen(planner, cfg)) or cfg
+        found.notes += [note for note in now.notes if note not in cfg.notes]
+        _memory(found, found.attempt(lambda: planner.plan(now)), lambda _: fit.advice(planner, now))
     return found
 
 
@@ -148,7 +150,10 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
             f"average, {max(lengths):,} at most; {cfg.sft.steps} steps of {cfg.sft.batch_size} at "
             f"learning rate {cfg.sft.learning_rate:g}"
         )
-        _memory(found, plan_sft(cfg, compute, model, max(lengths) * cfg.sft.batch_size))
+        together = max(lengths) * cfg.sft.batch_size
+        now = sizes.chosen_for_sft(cfg, compute, model, max(lengths), together)
+        found.notes += [note for note in now.notes if note not in cfg.notes]
+        _memory(found, plan_sft(now, compute, model, together))
     return found
 
 

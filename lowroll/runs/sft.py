@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from lowroll.metrics.progress import phases
 from lowroll.metrics.record import Record, read
 from lowroll.model import hf, lora
 from lowroll.model.folder import resolve
+from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.quant.budget import is_budget
 from lowroll.quant.table import DEFAULT
 from lowroll.runs.attempt import RunResult, attempt, drive
@@ -29,8 +30,17 @@ from lowroll.runs.build.about import about, learned
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
+from lowroll.runs.memory import sizes
 from lowroll.runs.stop import polite_stop
-from lowroll.trainer.sft import Demonstration, SftLearner, demonstrations, read_demonstrations
+from lowroll.runs.terminal import tell
+from lowroll.trainer.packing import num_fed
+from lowroll.trainer.sft import (
+    Demonstration,
+    SftLearner,
+    demonstrations,
+    encode_all,
+    read_demonstrations,
+)
 from lowroll.weights.publish import digest
 
 log = logging.getLogger(__name__)
@@ -167,8 +177,21 @@ def _shown(value: float | None, spec: str) -> str:
 
 def _learner(cfg: RunConfig, compute: Compute) -> SftLearner:
     cfg = plain(cfg)
-    model = models.learner(cfg, compute)
-    return SftLearner(model, models.chat_of(cfg), examples(cfg), trainer.sft(cfg))
+    chat, given = models.chat_of(cfg), examples(cfg)
+    now = _sized(cfg, compute, chat, given)
+    tell(*(note for note in now.notes if note not in cfg.notes))
+    return SftLearner(models.learner(now, compute), chat, given, trainer.sft(now))
+
+
+def _sized(
+    cfg: RunConfig, compute: Compute, chat: ChatTokenizer, given: Sequence[Demonstration]
+) -> RunConfig:
+    """The settings with the sizes of the learner's passes that these demonstrations ask for."""
+    outline = models.outline("model", cfg.model, compute)
+    spec = outline.spec
+    lengths = map(num_fed, encode_all(chat, given, spec.vocab_size, spec.max_position))
+    longest = max(lengths, default=1) + 1
+    return sizes.chosen_for_sft(cfg, compute, outline, longest, longest * cfg.sft.batch_size)
 
 
 def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str, str]:

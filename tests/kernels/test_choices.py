@@ -677,6 +677,8 @@ APART = {
     "AdamW",
     "matmul/onednn",
     "matmul/avx2.cpp",
+    "matmul/limbs.cpp",
+    "float32 product of a learner's frozen int8 codes",
     "attention/avx2.cpp",
     "fused/avx2.cpp",
 }

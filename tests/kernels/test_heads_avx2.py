@@ -58,10 +58,23 @@ def test_a_row_is_the_same_alone_in_any_batch_and_on_any_threads() -> None:
     assert all(torch.equal(got, some[33:34]) for got, some in zip(alone, want, strict=True))
 
 
-def test_a_learner_never_takes_it_and_what_is_left_to_torch_has_a_reason() -> None:
+@runs_here
+def test_a_learner_has_the_bits_of_an_engine_and_the_gradient_of_torch() -> None:
+    given = heads(40, 8, 2, 64, False)
+    want = rotated(given)
+    plain, mine = (given[0].clone().requires_grad_(True) for _ in range(2))
+    weights = [torch.randn_like(x) for x in want]
+    for qkv, rotate in ((plain, rope._plain), (mine, rope.rotate_heads)):
+        found = rotate(qkv, *given[1:])
+        sum((w * x).sum() for w, x in zip(weights, found, strict=True)).backward()
+    assert all(map(torch.equal, found, want))
+    torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-5, atol=2e-6)
+
+
+def test_a_learner_never_norms_with_it_and_what_is_left_to_torch_has_a_reason() -> None:
     qkv_TN = torch.randn(2, 12 * 64)
     with torch.no_grad():
-        assert "engines" in avx2.supports(qkv_TN, 8, 64, None, None).why_not
+        assert "engines" in avx2.supports(qkv_TN, 8, 64, torch.ones(64), torch.ones(64)).why_not
     with torch.inference_mode():
         assert avx2.LEAST == 8 * 64
         assert "rows of 512" in avx2.supports(qkv_TN, 7, 64, None, None).why_not

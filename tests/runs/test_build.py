@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lowroll.config import RunConfig, from_mapping
+from lowroll.config.schema import SIZES
 from lowroll.config.section import Section
 from lowroll.model.spec import spec_from_config
 from lowroll.orchestrator.filters import Gibberish, Repetition
@@ -93,6 +94,7 @@ def other_defaults(module: ModuleType) -> Iterator[str]:
         defaults = {field.name: field.default for field in fields(mirror.settings)}
         for key, section in mirror.source.items():
             theirs = mirror.sections[section].model_fields[key].default
+            theirs = SIZES.get(key) if theirs is None else theirs
             if defaults[key] not in (MISSING, theirs):
                 yield f"{name}.{key}"
 

@@ -1,9 +1,9 @@
 """The heads of an engine on a CPU, normed and rotated: `avx2.cpp` for torch, in float32.
 
 A step of few rows is short, and torch takes some thirty calls. Sums of a norm are in another order
-than torch's, so a learner never takes it: the ratio of a pass with gradients and one without is
-exactly 1 over the same weights. An engine runs in inference mode, and nobody else does. Few numbers
-are left to torch, whose bits small models keep.
+than torch's, so a learner takes it for heads that are only rotated (`Rotation`), with gradients and
+without: the ratio of the two is exactly 1 over the same weights. An engine runs in inference mode, and
+nobody else does. Few numbers are left to torch, whose bits small models keep.
 
 Legend: T tokens, H query heads, G key-value heads, d head size, N = (H + 2G) d.
 """
@@ -51,8 +51,8 @@ def supports(
     qkv_TN: Tensor, heads: int, d: int, q_norm_d: Tensor | None, k_norm_d: Tensor | None
 ) -> Support:
     """Does `rotate_heads` take these?"""
-    if not torch.is_inference_mode_enabled():
-        return no("is for engines, in inference mode")
+    if not torch.is_inference_mode_enabled() and not (q_norm_d is None and k_norm_d is None):
+        return no("norms heads for engines, in inference mode")
     for t in (qkv_TN, q_norm_d, k_norm_d):
         if t is not None and t.dtype != torch.float32:
             return no("takes float32")
@@ -74,7 +74,10 @@ def rotate_heads(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rope.rotate_heads` of a tensor; v is a view of it."""
+    """As `rope.rotate_heads` of a tensor; v is a view of it. Differentiable without norms;
+    v is a copy then, and nothing of qkv is kept."""
+    if not torch.is_inference_mode_enabled():
+        return Rotation.apply(qkv_TN, cos, sin, heads, kv_heads, d)
     tokens = qkv_TN.shape[0]
     qkv_TN = qkv_TN if qkv_TN.stride(1) == 1 else qkv_TN.contiguous()
     q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)
@@ -92,3 +95,35 @@ def rotate_heads(
     )
     cxx.run(SOURCE, "avx2_heads", problem)
     return q_THd, k_TGd, qkv_TN[:, (heads + kv_heads) * d :].unflatten(1, (kv_heads, d))
+
+
+class Rotation(torch.autograd.Function):
+    """Heads that are turned; their gradient is turned back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_TN: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, d: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        q_TN, k_TN, v_TN = qkv_TN.split((heads * d, kv_heads * d, kv_heads * d), dim=1)
+        v_TGd = v_TN.clone(memory_format=torch.contiguous_format).unflatten(1, (kv_heads, d))
+        return _rotate(q_TN, cos, sin, d), _rotate(k_TN, cos, sin, d), v_TGd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        q_TN, k_TN, v_TN = (grad.flatten(1) for grad in grads)
+        d = grads[0].shape[-1]
+        turned = [_rotate(x_TN, cos, -sin, d).flatten(1) for x_TN in (q_TN, k_TN)]
+        return torch.cat((*turned, v_TN), dim=1), *(None,) * 5
+
+
+def _rotate(x_TN: Tensor, cos: Tensor, sin: Tensor, d: int) -> Tensor:
+    x_TN = x_TN if x_TN.stride(1) == 1 else x_TN.contiguous()
+    tokens, heads = x_TN.shape[0], x_TN.shape[1] // d
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out_THd = x_TN.new_empty(tokens, heads, d)
+    held = [pointer(t) for t in (x_TN, cos, sin)]
+    sizes = x_TN.stride(0), 0.0, tokens, heads, 0, d, torch.get_num_threads()
+    cxx.run(SOURCE, "avx2_heads", Problem(*held, None, None, pointer(out_THd), None, *sizes))
+    return out_THd

@@ -9,6 +9,7 @@ Legend: M rows (tokens), N out features, K in features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -30,11 +31,29 @@ def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
 
 def multiply(codes_MK: Tensor, packed: Packed) -> Tensor:
     """The sums [M, N] in float32."""
-    weight, scale_N, zero_N = packed
     shifted_MK = codes_MK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
-    return torch.ops.onednn.qlinear_pointwise(
-        shifted_MK, 1.0, 128, weight, scale_N, zero_N, None, 1.0, 0, torch.float32, "none", [], ""
-    )
+    return _multiply(shifted_MK, packed, 1.0)
+
+
+def multiply_digits(digits: Sequence[Tensor], packed: Packed) -> Tensor:
+    """The sums [M, N] in float32 of numbers whose digits to the base 256 are given, the highest first:
+    signed bytes, each with 128 added."""
+    first_MK, *others = digits
+    weight, scale_N, zero_N = packed
+    sums_MN = _multiply(first_MK, packed, float(256 ** len(others)))
+    for i, digit_MK in enumerate(others, 1):
+        place = float(256 ** (len(others) - i))
+        given = digit_MK, place, 128, weight, scale_N, zero_N, sums_MN, None, 1.0, 0, torch.float32
+        sums_MN = torch.ops.onednn.qlinear_pointwise.binary(
+            *given, 1.0, 0, "sum", 1.0, "none", [], ""
+        )
+    return sums_MN
+
+
+def _multiply(shifted_MK: Tensor, packed: Packed, scale: float) -> Tensor:
+    weight, scale_N, zero_N = packed
+    given = shifted_MK, scale, 128, weight, scale_N, zero_N, None, 1.0, 0, torch.float32
+    return torch.ops.onednn.qlinear_pointwise(*given, "none", [], "")
 
 
 @cache

@@ -23,6 +23,7 @@ from lowroll.kernels.launch import jit, tl, triton_supports
 
 TILE = 4096  # logits of a program that makes gradients
 LANES = 1024  # running maxima of a row
+AT_ONCE = 1 << 20  # logits of plain torch's passes: they stay in the cache between two
 
 
 def token_log_probs(
@@ -96,16 +97,42 @@ def _reference(
     gradient_CV: Tensor | None,
     scale_C: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    logp_C = torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device)
+    entropy_C = torch.empty_like(logp_C)
+    rows = max(1, AT_ONCE // max(1, logits_CV.shape[1]))
+    for start in range(0, len(logits_CV), rows):
+        now = slice(start, start + rows)
+        logp_C[now], entropy_C[now] = _rows(
+            logits_CV[now],
+            targets_C[now],
+            temperature,
+            None if gradient_CV is None else gradient_CV[now],
+            None if scale_C is None else scale_C[now],
+        )
+    return logp_C, entropy_C
+
+
+def _rows(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    temperature: float,
+    gradient_CV: Tensor | None,
+    scale_C: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     logits_CV = logits_CV.float()
     logp_CV = torch.log_softmax(
         logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1
     )
     logp_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
-    p_CV = logp_CV.exp()
+    in_place = gradient_CV is not None and gradient_CV.dtype == torch.float32
+    p_CV = torch.exp(logp_CV, out=gradient_CV) if in_place else logp_CV.exp()
+    terms_CV = logp_CV.clamp_(min=torch.finfo(torch.float32).min).mul_(p_CV)
+    entropy_C = -terms_CV.sum(-1)
     if gradient_CV is not None:
         scale_C1 = (torch.ones_like(logp_C) if scale_C is None else scale_C)[:, None] / temperature
-        gradient_CV.copy_((p_CV * -scale_C1).scatter_add_(1, targets_C[:, None], scale_C1))
-    entropy_C = -(p_CV.mul_(logp_CV.clamp_(min=torch.finfo(torch.float32).min))).sum(-1)
+        p_CV.mul_(-scale_C1).scatter_add_(1, targets_C[:, None], scale_C1)
+        if not in_place:
+            gradient_CV.copy_(p_CV)
     return logp_C, entropy_C
 
 

@@ -58,7 +58,7 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
         aligned.align(model, compute.format(cfg.forward_weights))
     if train.backward == "fp8":
         aligned.transpose(model)
-    return recompute.apply(model, train.activation_checkpointing)
+    return recompute.apply(model, train.sized().activation_checkpointing or False)
 
 
 def outline(key: str, source: str, compute: Compute) -> Transformer:
@@ -112,7 +112,7 @@ def critic(
         refuse_adapter("critic.model", source)
         refuse_other_vocabulary("critic.model", source, cfg, chat)
     body = hf.load(source or cfg.model, compute.device, compute.dtype)
-    recompute.apply(dequantize_base(body), cfg.train.activation_checkpointing)
+    recompute.apply(dequantize_base(body), cfg.train.sized().activation_checkpointing or False)
     return Critic(body, trainer.critic_optim(cfg), trainer.critic(cfg), ranks=ranks)
 
 

@@ -69,7 +69,7 @@ def _limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, int, str, str]:
         (tokens - response, tokens, key, what)
         for tokens, key, what in (
             (spec.max_position, "model", "the model's context"),
-            (cfg.train.tokens_per_microbatch, "train.tokens_per_microbatch", "a micro-batch"),
+            (cfg.train.longest, "train.tokens_per_microbatch", "a micro-batch"),
             (most, "rollout.max_model_len", "the longest sequence"),
         )
     ]

@@ -37,7 +37,7 @@ _NOISE = Mirror(NoiseSchedule, NoiseConfig, given=("total_steps", "seed"))
 def learn(cfg: RunConfig) -> LearnSettings:
     """How a batch becomes updates."""
     return _LEARN(
-        cfg.train,
+        cfg.train.sized(),
         cfg.loss,
         objective=select(cfg.algorithm, cfg.correction),
         options=cfg.objective_options,
@@ -53,7 +53,7 @@ def optim(cfg: RunConfig) -> OptimSettings:
 
 def critic(cfg: RunConfig) -> CriticSettings:
     """How values become advantages."""
-    return _CRITIC(cfg.critic, cfg.train)
+    return _CRITIC(cfg.critic, cfg.train.sized())
 
 
 def critic_optim(cfg: RunConfig) -> OptimSettings:
@@ -64,7 +64,7 @@ def critic_optim(cfg: RunConfig) -> OptimSettings:
 def sft(cfg: RunConfig) -> SftSettings:
     """How demonstrations become updates."""
     optim = _SFT_OPTIM(cfg.sft, cfg.train, total_steps=cfg.sft.steps)
-    return _SFT(cfg.sft, cfg.train, cfg, optim=optim)
+    return _SFT(cfg.sft, cfg.train.sized(), cfg, optim=optim)
 
 
 def guard(cfg: RunConfig) -> Guard | None:

@@ -100,7 +100,7 @@ def check(cfg: RunConfig) -> None:
 def context(cfg: RunConfig, spec: ModelSpec) -> int:
     """Tokens of the longest prompt with its response that the run could ask for."""
     most = cfg.rollout.max_model_len or spec.max_position
-    return min(spec.max_position, most, cfg.train.tokens_per_microbatch)
+    return min(spec.max_position, most, cfg.train.longest)
 
 
 def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) -> Engine:

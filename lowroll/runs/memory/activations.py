@@ -24,6 +24,8 @@ from math import prod
 import torch
 
 from lowroll.config import RunConfig
+from lowroll.kernels.fused import avx2 as heads
+from lowroll.kernels.training.logprobs import AT_ONCE
 from lowroll.model.logprobs import KEPT
 from lowroll.model.replay import MOST_MARKED
 from lowroll.model.spec import ModelSpec
@@ -50,6 +52,7 @@ class Learning:
     low: dict[str, int]
     checkpointing: bool | float
     dense: int  # bytes of the largest matrix that is dequantized for a product; 0: none is
+    turned: bool = False  # heads are rotated by a kernel for CPUs, which copies v
 
     @classmethod
     def of(cls, cfg: RunConfig, compute: Compute, model: Transformer) -> Learning:
@@ -66,8 +69,9 @@ class Learning:
             compute.device.type == "cuda",
             train.lora,
             low,
-            train.activation_checkpointing,
+            train.sized().activation_checkpointing or False,
             largest(model) * compute.dtype.itemsize if codes else 0,
+            _turned(compute, model.spec),
         )
 
     def kept(self, tokens: int) -> int:
@@ -135,6 +139,8 @@ class Learning:
         kept = (2 * q + 2 * kv) * item + FLOAT * spec.num_heads
         if self.fused:
             return kept + ((q + 2 * kv) * item if spec.qk_norm else 0)
+        if self.turned:
+            return kept
         kept += (q + kv) * item  # qkv for the sake of v, which is a view of it
         if spec.qk_norm:
             copies = (item < FLOAT) + (not self.lora)
@@ -169,15 +175,23 @@ class Learning:
         return slots * max(hidden + 2 * wide, ends + (0 if self.lora else wide))
 
 
+def _turned(compute: Compute, spec: ModelSpec) -> bool:
+    fits = not spec.qk_norm and spec.head_dim % heads.MULTIPLE == 0
+    wide = spec.num_heads * spec.head_dim >= heads.LEAST
+    float32 = compute.dtype == torch.float32
+    return fits and wide and float32 and bool(heads.supports_device(compute.device))
+
+
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
     """Bytes while log-probs and their gradients are made, chunk by chunk (`model.logprobs`).
     learns: whether the lm_head does."""
-    chunk, item = min(cfg.train.logprob_chunk, tokens), compute.dtype.itemsize
+    chunk = min(cfg.train.sized().logprob_chunk or 0, tokens)
+    item = compute.dtype.itemsize
     wide = FLOAT if compute.device.type == "cuda" else item
     rows = chunk * spec.vocab_size
     once = rows * (wide + item)
-    if compute.device.type != "cuda":  # log-probs, probabilities and a product of them
-        once = 5 * FLOAT * rows
+    if compute.device.type != "cuda":  # log-probs, probabilities and products of them, of some rows
+        once += 3 * FLOAT * min(rows, max(AT_ONCE, spec.vocab_size))
     hidden = tokens * spec.hidden_size * item
     if not learns:
         return once + hidden
@@ -198,7 +212,7 @@ def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> in
     policy, item = caches.policy(cfg), compute.dtype.itemsize
     held = policy.room(0)
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    longest = min(spec.max_position, cfg.train.tokens_per_microbatch)
+    longest = min(spec.max_position, cfg.train.longest)
     stretches = max(1, MOST_MARKED // (spec.num_kv_heads * longest))
     first = min(tokens, round(tokens * held / longest))
     return (

@@ -151,18 +151,20 @@ def _keep_dense(planner: Planner, cfg: RunConfig) -> list[Change]:
 
 
 def _chunk(planner: Planner, cfg: RunConfig) -> list[Change]:
-    return [{("train", "logprob_chunk"): n} for n in _halves(cfg.train.logprob_chunk, 128)]
+    return [
+        {("train", "logprob_chunk"): n} for n in _halves(cfg.train.sized().logprob_chunk or 0, 128)
+    ]
 
 
 def _checkpointing(planner: Planner, cfg: RunConfig) -> list[Change]:
-    now = cfg.train.activation_checkpointing
+    now = cfg.train.sized().activation_checkpointing or False
     shares = [] if now is True else [x for x in (0.25, 0.5, 0.75, 1.0) if x > now] + [True]
     return [{("train", "activation_checkpointing"): x} for x in shares]
 
 
 def _microbatch(planner: Planner, cfg: RunConfig) -> list[Change]:
     shortest = max((w.prompt + w.response for w in planner.workloads), default=1)
-    sizes = _halves(cfg.train.tokens_per_microbatch, shortest)
+    sizes = _halves(cfg.train.longest, shortest)
     return [{("train", "tokens_per_microbatch"): n} for n in sizes]
 
 

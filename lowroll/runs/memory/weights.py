@@ -13,7 +13,8 @@ from math import prod
 import torch
 
 from lowroll.config import RunConfig
-from lowroll.kernels.matmul import avx2, onednn
+from lowroll.kernels.matmul import avx2, limbs, onednn
+from lowroll.kernels.quantize.rows import ROTATED
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
@@ -96,9 +97,20 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     if cfg.train.lora:
         adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
         dense = other_size(model) * item + linear_bytes(model, format) + adapter
+        dense += turned_codes(cfg, compute, model)
     else:
         dense = (linear_size(model) + other_size(model)) * item
     return dense + codes(cfg, compute, model)
+
+
+def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
+    """What a frozen int8 base multiplies gradients with, as bytes (`model.frozen`)."""
+    int8 = compute.format(cfg.rollout.weights) in ("int8", ROTATED)
+    int8 = int8 and compute.dtype == torch.float32
+    if not (int8 and limbs.supports_device(compute.device)):
+        return 0
+    sizes = (_size(linear) for _, linear in model.linears())
+    return sum(size for size in sizes if size >= limbs.LEAST)
 
 
 def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:

@@ -97,7 +97,7 @@ def _same_formats(wanted: str, held: str) -> bool:
 
 
 def _value(cfg: RunConfig, key: str) -> Any:
-    return reduce(getattr, key.split("."), cfg)
+    return reduce(getattr, key.split("."), cfg.sized())
 
 
 def _shown(value: Any) -> str:

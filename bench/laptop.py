@@ -1,0 +1,268 @@
+"""One GRPO update of a real model with LoRA on a CPU: resident memory and tokens a second, against
+transformers with PEFT at the same memory.
+
+    python -m bench.learner --model FOLDER [--rows 32] [--length 270] [--prompt 70] [--out FOLDER]
+
+    ours    `trainer.step.learn` on an int8 base, with the sizes that a run chooses for itself on a CPU
+            (`runs.memory.sizes`)
+    peer    transformers and PEFT: the same rank, targets, sequences, objective and dtype (float32), AdamW; logits
+            of the responses alone. Every setting of PEER_SETTINGS is tried on a few sequences, and
+            the fastest whose process stays under BOUND_BYTES is taken
+
+Both sides are processes that live at the same time and make a step in turns; a step's seconds are taken
+inside. On a machine that is not alone the seconds of the processor (all threads) say more than those of
+the clock: the rows have both. Peak: the process's high-water mark of resident memory (VmHWM),
+interpreter, libraries and weights included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.record import Row, merge, show, speed_row
+
+BOUND_BYTES = 4e9
+RANK, ALPHA = 16, 32.0
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GROUP = 4
+TRIED_ROWS = 4  # of a trial of the peer's settings
+MUST = 1.5  # tokens a second over the peer's
+# (sequences of a micro-batch, gradient checkpointing, attention)
+PEER_SETTINGS = tuple(
+    (n, again, attention)
+    for n in (1, 2, 4)
+    for again in (False, True)
+    for attention in ("sdpa", "eager")
+)
+Step = Callable[[], object]
+
+
+def sequences(args: argparse.Namespace, vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (args.rows, args.length)
+    found: list[list[int]] = torch.randint(vocab, shape, generator=generator).tolist()
+    return found
+
+
+def ours(args: argparse.Namespace) -> tuple[Step, str]:
+    """A call that makes one update as `lowroll grpo` would, and its sizes in words."""
+    from lowroll.config import RunConfig
+    from lowroll.kv.capacity import Workload
+    from lowroll.runs.build import models, trainer
+    from lowroll.runs.build.compute import Compute
+    from lowroll.runs.memory import sizes
+    from lowroll.runs.memory.plan import Planner
+    from lowroll.trainer.optim import Optimizer
+    from lowroll.trainer.step import learn
+
+    response = args.length - args.prompt
+    cfg = RunConfig.model_validate(
+        {
+            "model": str(args.model),
+            "device": "cpu",
+            "dtype": args.dtype,
+            "batch_size": args.rows,
+            "rollouts_per_example": GROUP,
+            "rollout": {"weights": args.weights, "max_tokens": response},
+            "train": {"lora": True, "lora_rank": RANK, "lora_alpha": ALPHA} | args.sizes,
+        }
+    ).resolved()
+    compute = Compute.of(cfg)
+    outline = models.outline("model", cfg.model, compute)
+    work = Workload(args.rows // GROUP, GROUP, args.prompt, response)
+    cfg = sizes.chosen(Planner.now(compute, outline, [work], {}), cfg)
+    model = models.learner(cfg, compute)
+    optimizer = Optimizer(model.trainable_parameters(), trainer.optim(cfg))
+    settings, batch = trainer.learn(cfg), batch_of(args, model.spec.vocab_size)
+    told = (
+        f"micro-batches of {settings.tokens_per_microbatch} tokens, chunks of "
+        f"{settings.logprob_chunk}, checkpointing {cfg.train.activation_checkpointing}"
+    )
+    return lambda: learn(model, batch, optimizer, settings), told
+
+
+def batch_of(args: argparse.Namespace, vocab: int) -> Any:
+    from lowroll.types import (
+        Batch,
+        BehaviorTag,
+        PolicySpan,
+        Prompt,
+        Rollout,
+        Sample,
+        Score,
+    )
+
+    samples = []
+    for i, ids in enumerate(sequences(args, vocab)):
+        prompt, response = ids[: args.prompt], ids[args.prompt :]
+        tag = BehaviorTag((PolicySpan(0, ""),), args.weights)
+        samples.append(
+            Sample(
+                Prompt(f"p{i // GROUP}", "bench", [{"role": "user", "content": ""}]),
+                prompt,
+                Rollout(response, [-12.0] * len(response), "length", tag),
+                "",
+                Score(1.0),
+                advantage=1.0 if i % 2 else -1.0,
+                loss_mask=[1] * len(response),
+                group=i // GROUP,
+            )
+        )
+    return Batch(1, samples, temperature=1.0)
+
+
+def peer(args: argparse.Namespace) -> tuple[Step, str]:
+    """The same update by transformers and PEFT."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    number, again, attention = json.loads(args.setting)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=getattr(torch, args.dtype), attn_implementation=attention
+    )
+    if again:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", target_modules=list(TARGETS))
+    model = get_peft_model(model, lora).train()
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=1e-5)
+    ids = torch.tensor(sequences(args, model.config.vocab_size))
+    advantages = torch.tensor([1.0 if i % 2 else -1.0 for i in range(args.rows)])
+    response = args.length - args.prompt
+
+    def step() -> None:
+        for first in range(0, args.rows, number):
+            rows = slice(first, first + number)
+            made = model(input_ids=ids[rows], use_cache=False, logits_to_keep=response + 1)
+            logits = made.logits[:, :-1]
+            picked = logits.gather(-1, ids[rows, args.prompt :, None])[..., 0]
+            # row by row, as TRL does: [n, L, V] of float32 is not made once more
+            lse = torch.stack([one.float().logsumexp(-1) for one in logits])
+            log_probs = picked.float() - lse
+            ratio = (log_probs - log_probs.detach()).exp()
+            loss = -(ratio * advantages[rows, None]).sum() / (args.rows * response)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(learning, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    told = f"{number} sequences at a time, checkpointing {again}, {attention}"
+    return step, told.lower()
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Make a step for every line that comes, and say what it took."""
+    step, told = (ours if args.side == "ours" else peer)(args)
+    print(json.dumps({"told": told}), flush=True)
+    for _ in sys.stdin:
+        began, spent = time.perf_counter(), time.process_time()
+        step()
+        found = {
+            "seconds": time.perf_counter() - began,
+            "cpu": time.process_time() - spent,
+            "peak": peak(),
+        }
+        print(json.dumps(found), flush=True)
+
+
+def peak() -> int:
+    """Bytes that were resident at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+class Side:
+    """A process that makes steps when it is asked to."""
+
+    def __init__(self, stack: ExitStack, args: argparse.Namespace, **more: Any) -> None:
+        self.log = stack.enter_context(tempfile.TemporaryFile("w+"))
+        words = [sys.executable, "-m", "bench.learner"]
+        named = {**vars(args), **more}
+        for key in ("model", "rows", "length", "prompt", "threads", "dtype", "weights"):
+            words += [f"--{key}", str(named[key])]
+        words += ["--sizes", json.dumps(args.sizes), "--contestant", named["side"]]
+        words += ["--setting", json.dumps(named.get("setting"))]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
+        self.process: Any = subprocess.Popen(words, text=True, **pipes)  # type: ignore[call-overload]
+        stack.callback(self.process.wait, 60)
+        stack.callback(self.process.kill)
+        self.told: str = self._line()["told"]
+
+    def step(self) -> dict[str, float]:
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def _line(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            raise RuntimeError(f"a side ended: {self.log.read().strip()[-500:]}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def best_setting(args: argparse.Namespace) -> tuple[int, bool, str]:
+    """The peer's fastest setting within the bound, by seconds of the processor."""
+    found = {}
+    for setting in PEER_SETTINGS:
+        with ExitStack() as stack:
+            side = Side(stack, args, side="peer", setting=setting, rows=TRIED_ROWS)
+            side.step()
+            found[setting] = side.step()
+            print(f"peer, {side.told}: {found[setting]}", file=sys.stderr)
+    within = {s: one["cpu"] for s, one in found.items() if one["peak"] <= BOUND_BYTES}
+    return min(within, key=within.__getitem__)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Both sides in turns; store and show the rows. Return 0 when they reach what they must."""
+    setting = json.loads(args.setting) if args.setting else best_setting(args)
+    tokens = args.rows * args.length
+    with ExitStack() as stack:
+        sides = {
+            "ours": Side(stack, args, side="ours"),
+            "peer": Side(stack, args, side="peer", setting=setting),
+        }
+        taken: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+        for turn in range(args.rounds + args.warm):
+            for name, side in sides.items():
+                found = side.step()
+                print(f"round {turn}, {name} ({side.told}): {found}", file=sys.stderr)
+                taken[name] += [found] if turn >= args.warm else []
+        note = f"ours: {sides['ours'].told}; peer: {sides['peer'].told}"
+    title = f"{args.model.name} LoRA r{RANK}, {args.rows} x {args.length} tokens, {args.dtype}"
+    peaks = {name: max(one["peak"] for one in steps) / 1e9 for name, steps in taken.items()}
+    by = {
+        key: [[one[key] for one in taken[name]] for name in ("ours", "peer")]
+        for key in ("seconds", "cpu")
+    }
+    rows = [
+        Row(
+            f"{title}: peak resident memory",
+            "GB",
+            peaks["ours"],
+            peaks["peer"],
+            peaks["peer"] / peaks["ours"],
+            must=BOUND_BYTES / 1e9,
+            goal="ours at most",
+            note=note,
+        ),
+        speed_row(f"{title}: clock", tokens, "tokens/s", *by["seconds"], must=MUST),
+        speed_row(f"{title}: processor", tokens, "tokens/s of a core", *by["cpu"]),
+    ]
+    met = show("A laptop's learner", rows)
+    print(merge("laptop", rows, args.out, threads=args.threads, rounds=args.rounds))
+    return 0 if met else 1

@@ -1,0 +1,66 @@
+"""Products with the matrix that frozen codes stand for, forward and backward.
+
+The matrix is dequantized for each and let go of. Of int8 codes, rotated or not, a CPU with AMX multiplies the bytes
+themselves, with as many digits as float32 has (`kernels.matmul.limbs`): nothing is dequantized, and the
+codes lie in oneDNN's layout, once a direction.
+
+Legend: T tokens, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels.matmul import limbs, onednn
+from lowroll.kernels.quantize.rotation import rotate
+from lowroll.kernels.quantize.rows import ROTATED
+from lowroll.quant import int8
+from lowroll.quant.formats import QTensor
+
+
+def multiply(x_TK: Tensor, weight: QTensor, bias_N: Tensor | None) -> Tensor:
+    """Return x W' + b."""
+    if not _in_bytes(x_TK, weight):
+        return F.linear(x_TK, weight.dequantize(x_TK.dtype), bias_N)
+    y_TN = x_TK.new_zeros(x_TK.shape[0], weight.shape[0])
+    return add_product(y_TN if bias_N is None else y_TN.add_(bias_N), x_TK, weight)
+
+
+def add_product(y_TN: Tensor, x_TK: Tensor, weight: QTensor) -> Tensor:
+    """Add x W' to y in place; return y."""
+    if not _in_bytes(x_TK, weight):
+        return y_TN.addmm_(x_TK, weight.dequantize(x_TK.dtype).t())
+    if weight.format == ROTATED:
+        x_TK = rotate(x_TK)
+    return limbs.add_product(y_TN, x_TK, weight.derive("onednn", int8.pack))
+
+
+def input_gradient(grad_TN: Tensor, weight: QTensor) -> Tensor:
+    """Return dY W."""
+    if not _in_bytes(grad_TN, weight):
+        return grad_TN @ weight.dequantize(grad_TN.dtype)
+    return add_input_gradient(grad_TN.new_zeros(len(grad_TN), weight.shape[1]), grad_TN, weight)
+
+
+def add_input_gradient(x_grad_TK: Tensor, grad_TN: Tensor, weight: QTensor) -> Tensor:
+    """Add dY W to the gradient of x in place; return it."""
+    if not _in_bytes(grad_TN, weight):
+        return x_grad_TK.addmm_(grad_TN, weight.dequantize(grad_TN.dtype))
+    packed, scale_N = weight.derive("onednn of the transpose", _transposed)
+    if weight.format == ROTATED:  # the matrix is its own transpose and inverse
+        rotated_TK = limbs.add_product(torch.zeros_like(x_grad_TK), grad_TN, packed, scale_N)
+        return x_grad_TK.add_(rotate(rotated_TK))
+    return limbs.add_product(x_grad_TK, grad_TN, packed, scale_N)
+
+
+def _in_bytes(x: Tensor, weight: QTensor) -> bool:
+    # by name: other formats' codes may stand for more than codes times scales
+    known = weight.format in (int8.Int8.name, ROTATED)
+    return known and bool(limbs.supports(x, weight.tensors["codes"]))
+
+
+def _transposed(q: QTensor) -> tuple[onednn.Packed, Tensor]:
+    codes_KN = q.tensors["codes"].t().contiguous()
+    return onednn.pack(codes_KN, torch.ones(len(codes_KN))), q.tensors["scale"].flatten()

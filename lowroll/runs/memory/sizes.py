@@ -1,0 +1,107 @@
+"""The sizes of a learner's passes that a run leaves open (null): on a CPU they are chosen so that the
+run stays small, by the plan of its memory.
+
+    tokens_per_microbatch       8192, 4096, ...: not below the longest sample, nor below LEAST
+    logprob_chunk               1024, 256
+    activation_checkpointing    false, true
+
+The first that fits is taken, from the sizes that change nothing on: shorter chunks of logits first,
+then smaller micro-batches, and recomputing last, because it alone costs time. What the file says
+stays. A run whose whole batch fits is what it was, bit for bit; on other devices all are.
+
+The bound is CPU_BYTES of resident memory. Where even the smallest passes take more than that, for
+the sake of weights or of the cache, it is somewhat more than they take. It does not depend on what is free
+unless the run would not fit at all, so that a run that goes on chooses again what it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+from lowroll.config import RunConfig
+from lowroll.config.schema import SIZES, TrainConfig
+from lowroll.model.transformer import Transformer
+from lowroll.runs.build.compute import Compute
+from lowroll.runs.memory.plan import Plan, Planner, plan_sft, shown
+
+CPU_BYTES = 4_000_000_000  # of a run on a CPU, resident
+PROCESS = 500_000_000  # bytes of the interpreter and its libraries, which no plan counts
+SLACK = 1.25  # resident bytes over those that torch allocates: what its allocator cannot reuse
+LEAST = 512  # tokens of a micro-batch: fewer take longer
+SMALL_CHUNK = 256
+
+
+def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
+    """The run with every size filled in, and a note that says what was chosen and why."""
+    longest = max((work.prompt + work.response for work in planner.workloads), default=1)
+    return _chosen(cfg, planner.compute, longest, planner.plan)
+
+
+def chosen_for_sft(
+    cfg: RunConfig, compute: Compute, model: Transformer, longest: int, together: int
+) -> RunConfig:
+    """The same of `lowroll sft`. model: its shapes. longest: tokens of the longest sample; together:
+    of a whole batch."""
+    return _chosen(cfg, compute, longest, lambda now: plan_sft(now, compute, model, together))
+
+
+def _chosen(
+    cfg: RunConfig, compute: Compute, longest: int, plan: Callable[[RunConfig], Plan]
+) -> RunConfig:
+    whole = cfg.sized()
+    found = choose(
+        list(ladder(cfg.train, longest)) if compute.device.type == "cpu" else [whole.train],
+        lambda train: plan(cfg.model_copy(update={"train": train})),
+    )
+    now = cfg.model_copy(update={"train": found})
+    changed = [
+        f"train.{key}: {str(getattr(found, key)).lower()}"
+        for key in SIZES
+        if _differs(found, whole, key)
+    ]
+    if not changed:
+        return now
+    before, after = (resident(plan(each)) for each in (whole, now))
+    return now.with_notes(
+        f"{', '.join(changed)}: chosen for a CPU, where the run then takes about {shown(after)} "
+        f"instead of {shown(before)}; what the settings say stays as it is"
+    )
+
+
+def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], Plan]) -> TrainConfig:
+    """The first of the steps that fits, or the last. They go from the largest to the smallest."""
+    if len(steps) == 1:
+        return steps[0]
+    bound = max(CPU_BYTES, round(SLACK * resident(plan(steps[-1]))))
+    for train in steps:
+        planned = plan(train)
+        if resident(planned) <= bound and not planned.missing:
+            return train
+    return steps[-1]
+
+
+def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
+    """The settings with every size filled in, from those that change nothing to those that take the
+    least memory. longest: tokens of the longest sample."""
+    whole = train.sized()
+    tokens, chunks, again = [whole.longest], [whole.logprob_chunk], [whole.activation_checkpointing]
+    if train.tokens_per_microbatch is None:
+        while tokens[-1] // 2 >= max(longest, LEAST):
+            tokens.append(tokens[-1] // 2)
+    if train.logprob_chunk is None:
+        chunks.append(SMALL_CHUNK)
+    if train.activation_checkpointing is None:
+        again.append(True)
+    for values in product(again, tokens, chunks):
+        names = ("activation_checkpointing", "tokens_per_microbatch", "logprob_chunk")
+        yield whole.model_copy(update=dict(zip(names, values, strict=True)))
+
+
+def resident(plan: Plan) -> int:
+    """Bytes that the process of a plan is expected to have at most."""
+    return PROCESS + round(SLACK * plan.peak)
+
+
+def _differs(train: TrainConfig, cfg: RunConfig, key: str) -> bool:
+    return bool(getattr(train, key) != getattr(cfg.train, key))
