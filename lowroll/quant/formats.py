@@ -248,6 +248,11 @@ class Format(ABC):
         """Is it plain floating point? Then there is nothing to correct for."""
         return FORMATS[self.name].dense
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Does its product round activations to codes of their own?"""
+        return self.rounds or self.rows is not None
+
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         """Codes and scales of a finite matrix."""
