@@ -27,7 +27,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,8 +67,8 @@ def plain(format: str, model: Transformer, texts: list[list[int]]) -> str:
 
 WAYS: dict[str, Way] = {name: partial(plain, name) for name in ("bf16", *low_bit())}
 
-ROWS, CHUNK = 16, 128  # samples drawn together; positions whose distributions are in memory at once
-SPEED_TOKENS = {1: 24, 16: 12}  # decoded tokens of each row, by rows
+CHUNK = 128  # positions whose distributions are compared at once
+SPEED_TOKENS = {1: 16, 16: 8}  # decoded tokens of each row, by rows
 ROUNDS = 2
 COLUMNS = {  # name of a stored value: its unit
     "bits": "bits a weight",
@@ -173,24 +173,27 @@ def work(chat: ChatTokenizer, file: Path | None, count: int = 8, longest: int = 
 
 @torch.no_grad()
 def hidden_states(model: Transformer, texts: list[list[int]]) -> Tensor:
-    """The last hidden states [T, D] of all texts, one text a pass."""
-    found = []
-    for ids in texts:
-        ids_T = torch.tensor(ids, device=model.device)
-        pos_T = torch.arange(len(ids), device=model.device)
-        found.append(model(ids_T, pos_T, varlen([len(ids)], model.device)))
-    return torch.cat(found)
+    """The last hidden states [T, D] of all texts, packed."""
+    lengths = [len(ids) for ids in texts]
+    ids_T = torch.tensor([token for ids in texts for token in ids], device=model.device)
+    pos_T = torch.cat([torch.arange(length, device=model.device) for length in lengths])
+    return model(ids_T, pos_T, varlen(lengths, model.device))
 
 
 @torch.no_grad()
-def divergence(truth: Transformer, want_TD: Tensor, got_TD: Tensor) -> float:
-    """Mean over positions of KL(truth || other) over the whole vocabulary, of their last hidden
-    states under the shared head."""
+def log_probs(model: Transformer, hidden_TD: Tensor) -> Iterator[Tensor]:
+    """The next token's distribution at each position, CHUNK positions at a time: [CHUNK, V]."""
+    for hidden in hidden_TD.split(CHUNK):
+        yield model.logits(hidden).float().log_softmax(-1)
+
+
+@torch.no_grad()
+def divergence(truth: list[Tensor], model: Transformer, texts: list[list[int]]) -> float:
+    """Mean over positions of KL(truth || model) over the whole vocabulary."""
     total = 0.0
-    for want, got in zip(want_TD.split(CHUNK), got_TD.split(CHUNK), strict=True):
-        p, q = (truth.logits(x).float().log_softmax(-1) for x in (want, got))
+    for p, q in zip(truth, log_probs(model, hidden_states(model, texts)), strict=True):
         total += float((p.exp() * (p - q)).sum(-1).double().sum())
-    return total / len(want_TD)
+    return total / sum(map(len, texts))
 
 
 def compare(points: Mapping[str, Tensor], start: str, stop: str, drawn: Drawn) -> dict[str, float]:
@@ -208,20 +211,20 @@ def compare(points: Mapping[str, Tensor], start: str, stop: str, drawn: Drawn) -
 
 @dataclass
 class Bench:
-    """What all ways are compared with: the dense model, its states on the texts, an engine."""
+    """What all ways are compared with: the dense model, its distributions on the texts, an engine."""
 
     folder: Path
     device: torch.device
     work: Work
     truth: Transformer
-    truth_TD: Tensor
+    log_probs: list[Tensor]
     reference: NativeEngine
     tokens: int
 
     def engine(self, model: Transformer, format: str) -> NativeEngine:
-        longest = max(map(len, self.work.prompts)) + max(64, self.tokens // ROWS) + 16
+        longest = max(map(len, self.work.prompts)) + self.tokens // len(self.work.prompts) + 32
         return NativeEngine(
-            model, format, device=self.device, cache_tokens=2 * ROWS * longest, max_batch=ROWS
+            model, format, device=self.device, cache_tokens=16 * longest, max_batch=16
         )
 
 
@@ -235,7 +238,7 @@ def measure(bench: Bench, way: Way) -> tuple[dict[str, float], dict[int, list[fl
     values = {
         "bits": 8 * bytes / sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
         "bytes": bytes / 1e6,
-        "weights": divergence(bench.truth, bench.truth_TD, hidden_states(model, bench.work.texts)),
+        "weights": divergence(bench.log_probs, model, bench.work.texts),
     }
     with closing(bench.engine(model, format)) as engine:
         speed = {rows: ratios(bench, engine, rows) for rows in SPEED_TOKENS}
@@ -243,9 +246,7 @@ def measure(bench: Bench, way: Way) -> tuple[dict[str, float], dict[int, list[fl
     points = drawn.points | learner_points(model, format, drawn, 1.0)
     points["base"] = points.pop("dense")
     points["dense"] = torch.cat(score(bench.truth, drawn.sequences, drawn.prompt_lens)).cpu()
-    values["with activations"] = divergence(
-        bench.truth, bench.truth_TD, hidden_states(model, bench.work.texts)
-    )
+    values["with activations"] = divergence(bench.log_probs, model, bench.work.texts)
     decode, learner, base = (
         compare(points, "decode", stop, drawn) for stop in ("prefill", "dense", "base")
     )
@@ -265,11 +266,10 @@ def load(folder: Path, device: torch.device) -> Transformer:
 
 
 def requests(bench: Bench) -> list[Request]:
-    """ROWS samples, which draw at most as many tokens as there are to be drawn."""
-    each = ROWS // len(bench.work.prompts)
+    """One sample a prompt, together at most as many tokens as there are to be drawn."""
+    most = bench.tokens // len(bench.work.prompts)
     return [
-        Request(ids, n=each, max_tokens=bench.tokens // ROWS, seed=7, id=str(i))
-        for i, ids in enumerate(bench.work.prompts)
+        Request(ids, max_tokens=most, seed=7, id=str(i)) for i, ids in enumerate(bench.work.prompts)
     ]
 
 
@@ -280,8 +280,7 @@ def ratios(bench: Bench, engine: NativeEngine, rows: int) -> list[float]:
         "other": partial(bench.reference.generate, work),
         "ours": partial(engine.generate, work),
     }
-    for run in sides.values():
-        run()
+    sides["ours"]()
     seconds = interleave(sides, ROUNDS)
     return [other / ours for other, ours in zip(seconds["other"], seconds["ours"], strict=True)]
 
@@ -296,10 +295,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = resolve(args.model)
     truth = load(folder, args.device)
     given = work(ChatTokenizer(load_tokenizer(folder)), args.prompts)
-    reference = NativeEngine(truth, dense_format(args.device), cache_tokens=4096, max_batch=ROWS)
-    bench = Bench(
-        folder, args.device, given, truth, hidden_states(truth, given.texts), reference, args.tokens
-    )
+    reference = NativeEngine(truth, dense_format(args.device), cache_tokens=4096, max_batch=16)
+    wanted = list(log_probs(truth, hidden_states(truth, given.texts)))
+    bench = Bench(folder, args.device, given, truth, wanted, reference, args.tokens)
     file = "fidelity" if args.device.type == "cpu" else "fidelity-gpu"
     rows: list[Row] = []
     for name in args.formats:
