@@ -10,6 +10,7 @@ have, and those of models that we train ourselves have not. For each way of `WAY
     decode -> prefill   KL (k3) on tokens that the engine drew at temperature 1, between their log-probs as they
                         were drawn and the engine's own score of the same sequence
     decode -> learner   KL (k3), effective sample size and mean |dlogp| on these tokens, to the dense learner
+    cut                 share of the summed weight (learner over engine) that a cap of 2 takes away (TIS, ACR)
     decode -> base      the same KL and ESS to a learner that shares the codes as its frozen base (LoRA)
     speed               decoded tokens a second over the reference's (float32 on a CPU, bfloat16 on a GPU) with 1
                         and 16 rows, in turns; coarse
@@ -70,6 +71,7 @@ WAYS: dict[str, Way] = {name: partial(plain, name) for name in ("bf16", *low_bit
 CHUNK = 128  # positions whose distributions are compared at once
 SPEED_TOKENS = {1: 16, 16: 8}  # decoded tokens of each row, by rows
 ROUNDS = 2
+CAP = 2.0  # of `loss.cap`
 COLUMNS = {  # name of a stored value: its unit
     "bits": "bits a weight",
     "bytes": "MB",
@@ -79,6 +81,7 @@ COLUMNS = {  # name of a stored value: its unit
     "decode -> learner": "nats a token",
     "mean |dlogp|": "nats",
     "ESS": "",
+    "cut": "of the weight",
     "decode -> base": "nats a token",
     "ESS to base": "",
 }
@@ -203,7 +206,9 @@ def compare(points: Mapping[str, Tensor], start: str, stop: str, drawn: Drawn) -
         mask=torch.ones_like(drawn.segments),
         segments=drawn.segments,
     )
-    return {name.removeprefix("mismatch/"): value for name, value in found.items()}
+    weight = (points[stop] - points[start]).double().exp()
+    cut = float((weight - CAP).clamp(min=0).sum() / weight.sum())
+    return {name.removeprefix("mismatch/"): value for name, value in found.items()} | {"cut": cut}
 
 
 # -- a way -----------------------------------------------------------------------------------------
@@ -255,6 +260,7 @@ def measure(bench: Bench, way: Way) -> tuple[dict[str, float], dict[int, list[fl
         "decode -> learner": learner["kl_k3"],
         "mean |dlogp|": learner["logp_diff_mean"],
         "ESS": learner["ess"],
+        "cut": learner["cut"],
         "decode -> base": base["kl_k3"],
         "ESS to base": base["ess"],
     }, speed
@@ -359,6 +365,7 @@ HEAD = (
     "decode -> learner",
     "mean abs dlogp",
     "ESS",
+    "cut",
     "decode -> shared base (LoRA)",
     "ESS",
     "speed, 1 / 16 rows",
@@ -388,6 +395,7 @@ def line(name: str, values: Mapping[str, float]) -> tuple[str, ...]:
         *(f"{values[column]:.1e}" for column in nats),
         f"{values['mean |dlogp|']:.2g}",
         f"{values['ESS']:.3f}",
+        f"{values['cut']:.1%}",
         f"{values['decode -> base']:.1e}",
         f"{values['ESS to base']:.3f}",
         speed,
