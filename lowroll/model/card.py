@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from lowroll.model.base import Base
+from lowroll.quant import transforms
 from lowroll.quant.formats import stored_format
 from lowroll.quant.layouts import describe
 
@@ -54,6 +55,12 @@ def _front(named: str) -> str:
 def _beside(base: Base) -> list[str]:
     """How PEFT puts the adapter on the folder `base`, as code that runs in the adapter's folder."""
     described = describe(str(base.weights), getattr(torch, base.dtype)) if base.low_bit else {}
+    if transforms.KEY in described:
+        return [
+            "The very weights that it stands on are in the folder `base`, rotated as its "
+            "`transform_config` says. transformers and PEFT do not read that, and would compute "
+            "another model without a word; lowroll and vLLM do.",
+        ]
     # PEFT needs matrices that can be multiplied with, and packed codes are none
     unpacked = described.get("quant_method") == "compressed-tensors"
     names = ["AutoModelForCausalLM", *(["CompressedTensorsConfig"] if unpacked else [])]

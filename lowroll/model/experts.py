@@ -216,7 +216,8 @@ def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
     format = get_format(weight.format)
     if format.stacked:
         kind, *names = format.stacked
-        stack = Stack(kind, num_experts, *(weight.tensors[name] for name in names))
+        tensors = (weight.tensors[name] for name in names)
+        stack = Stack(kind, num_experts, *tensors, rows=format.rows or "")
         if grouped.supports(stack, dtype):
             return stack
     elif format.rounds:

@@ -36,6 +36,7 @@ from lowroll.model.folder import (
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.model.transformer import Transformer
+from lowroll.quant import transforms
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.layouts import FLOATS, Layout, describe, read_layout
@@ -99,6 +100,13 @@ def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]
     yield "norm.weight", ["model.norm.weight"], (hidden,)
     if not spec.tie_embeddings:
         yield "lm_head", ["lm_head.weight"], (spec.vocab_size, hidden)
+
+
+def columns(spec: ModelSpec) -> dict[str, int]:
+    """Return the features that each kind of matrix reads, by its HF name ("q_proj", ...)."""
+    wide = spec.moe_intermediate_size if spec.num_experts else spec.intermediate_size
+    reads = dict.fromkeys(_LINEARS, spec.hidden_size)
+    return reads | {"o_proj": spec.num_heads * spec.head_dim, "down_proj": wide}
 
 
 def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
@@ -189,6 +197,11 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layout | Packed | None, dict[
     as far as headers go. ValueError as `load` says, but for the values of the weights."""
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
+    if isinstance(layout, Layout) and layout.rotated:
+        try:
+            transforms.check(layout.rotated, columns(spec))
+        except ValueError as error:
+            raise ValueError(f"{folder / 'config.json'}: quantization_config: {error}") from None
     files = _weight_files(folder)
     stored = sum(path.stat().st_size for path in set(files.values()))
     claims.check_files(folder / "config.json", spec, len(files), stored)
@@ -512,7 +525,7 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config.pop("torch_dtype", None)
     if model.weight_format is not None and not get_format(model.weight_format).dense:
         config["quantization_config"] = describe(
-            model.weight_format, model.dtype, bool(model.spec.num_experts)
+            model.weight_format, model.dtype, bool(model.spec.num_experts), columns(model.spec)
         )
     return config, state(model)
 

@@ -37,7 +37,7 @@ class Int8(Format):
     name = "int8"
     summary = "W8A8, per-channel weights, per-token activations, int32 accumulation"
     bits = 8
-    rows = KIND
+    rows: str = KIND
     stacked = ("w8a8", "codes", "scale")
     scheme = Scheme("int-quantized", arguments(8, "int", "channel"), INT8_TOKENS)
     suffixes = {"codes": "weight", "scale": "weight_scale"}
@@ -52,7 +52,7 @@ class Int8(Format):
     def encode_into(self, w_NK: Tensor, amax_1: Tensor, tensors: dict[str, Tensor]) -> None:
         if not triton_supports(w_NK):
             return super().encode_into(w_NK, amax_1, tensors)
-        quantize_rows_into(w_NK, tensors["codes"], tensors["scale"], KIND)
+        quantize_rows_into(w_NK, tensors["codes"], tensors["scale"], self.rows)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return (q.tensors["codes"].float() * q.tensors["scale"]).to(dtype)
@@ -63,7 +63,7 @@ class Int8(Format):
         return f"{found.why_not}, so its codes are multiplied as float32 numbers"
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        return self.product(quantize_rows(x_MK, KIND), q, bias_N).dense()
+        return self.product(quantize_rows(x_MK, self.rows), q, bias_N).dense()
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
         if onednn.supports_device(rows.codes_MK.device):

@@ -6,6 +6,7 @@ turns that into a `Layout`, or refuses it in one line; `describe` writes it. A L
 tensors of one matrix W [N, K] by the suffix behind the module's name:
 
     int8        weight int8 [N, K], weight_scale [N, 1]                               int-quantized
+    int8_rotated   the same, and a transform_config (`quant.transforms`)               int-quantized
     fp8         weight e4m3 [N, K], weight_scale [N, 1]                               float-quantized
     fp8_block   weight e4m3 [N, K], weight_scale [N / 128, K / 128]                   float-quantized
     int4        weight_packed int32 [N, K / 8], weight_scale [N, K / 128], weight_shape      pack-quantized
@@ -20,19 +21,20 @@ tensors of one matrix W [N, K] by the suffix behind the module's name:
 DeepSeek's and Qwen's `quant_method: fp8` is `fp8_block` with weight_scale_inv for weight_scale, and
 is read only; so are `awq` and `gptq`, which `quant.packed` reads. Scales are written in float32 and
 read in any float dtype (algorithms B1-B6; compressed-tensors 0.20, bitsandbytes 0.50). What changes
-the computation and is not one of these is refused: static activation scales, sparsity, transforms, a
+the computation and is not one of these is refused: static activation scales, sparsity, other transforms, a
 quantized KV cache, reordered columns, several formats in one folder.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowroll.quant import nf4
+from lowroll.quant import nf4, transforms
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.fp8 import Float8Block
 from lowroll.quant.int4 import pack_words
@@ -50,12 +52,14 @@ class Layout:
     """The stored tensors of a format. `renamed` maps a suffix to the one that a folder uses in its
     place.
 
-    unpacked: 4-bit integers have a byte each.
+    unpacked: 4-bit integers have a byte each. rotated: the width of the blocks that the features of
+    a kind of matrix are rotated in.
     """
 
     format: str
     renamed: dict[str, str] = field(default_factory=dict)
     unpacked: bool = False
+    rotated: dict[str, int] = field(default_factory=dict)
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
         """Everything that a file holds for a matrix, by suffix."""
@@ -124,11 +128,17 @@ def read_layout(config: dict[str, Any]) -> Layout | Packed:
     )
 
 
-def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str, Any]:
+def describe(
+    format: str,
+    dtype: torch.dtype,
+    routers: bool = False,
+    columns: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """The `quantization_config` of a folder whose linear layers are in `format`. dtype: the
     model's.
 
-    routers: the model has experts, whose routers stay dense."""
+    routers: the model has experts, whose routers stay dense. columns: the features that each kind
+    of matrix reads, by its name in files."""
     form = get_format(format)
     theirs = form.describe(dtype, routers)
     scheme = form.scheme
@@ -148,6 +158,7 @@ def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str
         "output_activations": None,
         "format": scheme.compression,
     }
+    rotation = {transforms.KEY: transforms.describe(columns or {})} if scheme.rotated else {}
     return {
         "quant_method": "compressed-tensors",
         "format": scheme.compression,
@@ -155,6 +166,7 @@ def describe(format: str, dtype: torch.dtype, routers: bool = False) -> dict[str
         "config_groups": {"group_0": group},
         "kv_cache_scheme": None,
         "ignore": ["lm_head", *([r"re:.*\.mlp\.gate$"] if routers else [])],
+        **rotation,
     }
 
 
@@ -188,9 +200,14 @@ def _schemes() -> dict[str, Scheme]:
 def _read_compressed_tensors(config: dict[str, Any]) -> Layout:
     """The layout. Which modules are quantized is read from the files and not from targets and
     ignore."""
-    for key in ("kv_cache_scheme", "transform_config"):
-        if config.get(key):
-            raise ValueError(f"{key}: is not supported{_ADVICE}")
+    if config.get("kv_cache_scheme"):
+        raise ValueError(f"kv_cache_scheme: is not supported{_ADVICE}")
+    rotated: dict[str, int] = {}
+    if transform := config.get(transforms.KEY):
+        try:
+            rotated = transforms.read(transform)
+        except ValueError as error:
+            raise ValueError(f"{error}{_ADVICE}") from None
     sparsity = config.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
         raise ValueError(f"sparsity_config: sparse weights are not supported{_ADVICE}")
@@ -198,7 +215,7 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Layout:
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config_groups: expected a group of layers, got {groups!r}{_ADVICE}")
     layouts = {
-        key: _read_group(f"config_groups.{key}", group, config.get("format"))
+        key: _read_group(f"config_groups.{key}", group, config.get("format"), rotated)
         for key, group in groups.items()
     }
     first = next(iter(layouts.values()))
@@ -208,7 +225,7 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Layout:
     return first
 
 
-def _read_group(where: str, group: Any, compression: object) -> Layout:
+def _read_group(where: str, group: Any, compression: object, rotated: dict[str, int]) -> Layout:
     if not isinstance(group, dict):
         raise ValueError(f"{where}: expected an object, got {group!r}")
     if group.get("output_activations"):
@@ -222,8 +239,9 @@ def _read_group(where: str, group: Any, compression: object) -> Layout:
         )
     schemes = _schemes()
     for name, scheme in schemes.items():
-        if (weights, inputs) == (scheme.weights, scheme.inputs):
-            return _named(where, name, scheme, group.get("format") or compression)
+        if (weights, inputs, bool(rotated)) == (scheme.weights, scheme.inputs, scheme.rotated):
+            found = _named(where, name, scheme, group.get("format") or compression)
+            return replace(found, rotated=rotated)
     words = ["weights " + _words(weights), "activations " + _words(inputs)]
     raise ValueError(f"{where}: {', '.join(words)}: not one of {', '.join(schemes)}{_ADVICE}")
 

@@ -37,3 +37,4 @@ class Scheme:
     inputs: dict[str, Any] | None = None  # activations; None: they are not quantized
     scale_dtype: str | None = None  # where it is not the model's
     unpacked: str | None = None  # another compression, with a byte a code: read, never written
+    rotated: bool = False  # its features are (`quant.transforms`)

@@ -26,6 +26,7 @@ FORMATS: dict[str, Row] = {
     "fp32": Row("lowroll.quant.dense:Float32", dense=True),
     "bf16": Row("lowroll.quant.dense:BFloat16", dense=True, large_batch=True),
     "int8": Row("lowroll.quant.int8:Int8", large_batch=True),
+    "int8_rotated": Row("lowroll.quant.int8_rotated:Int8Rotated", large_batch=True),
     "fp8": Row("lowroll.quant.fp8:Float8", large_batch=True),
     "fp8_block": Row("lowroll.quant.fp8:Float8Block"),
     "int4": Row("lowroll.quant.int4:Int4"),

@@ -31,7 +31,7 @@ def requests(num_rows: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "fp8", "int8", "nvfp4", "int4"])
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int8", "int8_rotated", "nvfp4", "int4"])
 def test_tokens_and_log_probs_are_those_of_plain_launches(
     weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

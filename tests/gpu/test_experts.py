@@ -32,8 +32,8 @@ from tests.fixtures.tiny import hf_folder
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 HIDDEN, WIDE, COUNT, CHOICES = 256, 128, 40, 4
 TOKENS = (1, 64, 700)  # a size of tile each
-FORMATS = ("bf16", "int8", "fp8", "nvfp4", "mxfp4", "int4")
-NEAR = dict.fromkeys(FORMATS, 0.01) | {"int8": 0.02, "fp8": 0.04}
+FORMATS = ("bf16", "int8", "int8_rotated", "fp8", "nvfp4", "mxfp4", "int4")
+NEAR = dict.fromkeys(FORMATS, 0.01) | {"int8": 0.02, "int8_rotated": 0.02, "fp8": 0.04}
 
 
 def stacks(format: str) -> tuple[Stack, Stack, Tensor, Tensor]:

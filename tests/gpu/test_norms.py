@@ -21,6 +21,8 @@ DTYPES = [(torch.float32, 3e-6), (torch.bfloat16, 1.6e-2)]
 CODES = [
     ("int8", torch.bfloat16),
     ("int8", torch.float32),
+    ("int8_rotated", torch.bfloat16),
+    ("int8_rotated", torch.float32),
     ("fp8", torch.bfloat16),
     ("fp8", torch.float32),
 ]

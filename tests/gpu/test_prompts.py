@@ -48,7 +48,7 @@ def drawn(engine: Engine, asked: list[Request]) -> list[tuple[list[int], list[fl
 
 @pytest.mark.parametrize(
     ("shape", "weights"),
-    [(SHAPE, weights) for weights in ("bf16", "fp8", "int8", "nvfp4", "int4")]
+    [(SHAPE, weights) for weights in ("bf16", "fp8", "int8", "int8_rotated", "nvfp4", "int4")]
     + [(MIXTURE, "bf16"), (MIXTURE, "nvfp4")],
 )
 def test_captured_passes_are_those_that_are_launched(shape: dict[str, Any], weights: str) -> None:

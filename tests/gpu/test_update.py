@@ -131,7 +131,14 @@ def test_three_publications_move_nothing_and_reach_every_step(
 
 @pytest.mark.parametrize(
     ("kind", "format"),
-    [("full", "bf16"), ("full", "int8"), ("full", "nvfp4"), ("lora", "bf16"), ("lora", "nvfp4")],
+    [
+        ("full", "bf16"),
+        ("full", "int8"),
+        ("full", "int8_rotated"),
+        ("full", "nvfp4"),
+        ("lora", "bf16"),
+        ("lora", "nvfp4"),
+    ],
 )
 def test_a_stream_from_the_host_reaches_the_graphs_as_a_local_update_does(
     folder: Path, format: str, kind: str
@@ -228,7 +235,7 @@ def test_what_a_kernel_derived_is_made_again_in_place() -> None:
         assert torch.equal(turned[1], q.tensors["scale"].flatten() * 2)
 
 
-@pytest.mark.parametrize("format", ["bf16", "int8", "fp8", "nvfp4"])
+@pytest.mark.parametrize("format", ["bf16", "int8", "int8_rotated", "fp8", "nvfp4"])
 def test_a_weight_that_is_not_finite_changes_nothing(folder: Path, format: str) -> None:
     master = hf.load(folder, "cuda")
     rollout = rollout_copy(master, format, torch.bfloat16)

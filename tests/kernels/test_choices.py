@@ -278,7 +278,7 @@ def stack(kind: str, experts: int, width: int, put: Put) -> Stack:
         )
     if kind in ("int8", "fp8"):
         codes = put(torch.zeros(rows, width).to(torch.int8 if kind == "int8" else E4M3))
-        return Stack("w8a8", experts, codes, put(torch.zeros(rows, 1)))
+        return Stack("w8a8", experts, codes, put(torch.zeros(rows, 1)), rows=kind)
     q = get_format(kind).quantize(torch.zeros(rows, width))
     names = ("weight_packed", "weight_scale", "weight_global_scale")
     return Stack(kind, experts, *(put(q.tensors[name]) for name in names if name in q.tensors))

@@ -94,7 +94,9 @@ def test_long_rows_compile_for_hopper_without_spills(kind: str) -> None:
     pytest.importorskip("triton")
     codes = "*i8" if kind == "int8" else "*fp8e4nv"
     types = {"x": "*bf16", "codes": codes, "scale": "*fp32", "size": "i32"}
-    constants = dict(KIND=kind, PIECES=-(-37888 // rows.PIECE), BLOCK=rows.PIECE, EARLY=False)
+    constants = dict(
+        **rows.encoding(kind, 37888), PIECES=-(-37888 // rows.PIECE), BLOCK=rows.PIECE, EARLY=False
+    )
     code = built(rows._quantize_long_kernel, types, constants, num_warps=8).asm["sass"]
     assert "LDG.E.128" in code and "STL" not in code
 

@@ -118,7 +118,9 @@ def test_the_settings_take_it(name: str) -> None:
 def test_a_name_without_a_row_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"must be one of int8, .*{MADE_UP}, .*got 'quinary'"):
         from_mapping({"model": "m", "rollout": {"weights": "quinary"}})
-    with pytest.raises(ConfigError, match="must be one of int8, fp8, bf16, got 'ternary'"):
+    with pytest.raises(
+        ConfigError, match="must be one of int8, int8_rotated, fp8, bf16, got 'ternary'"
+    ):
         from_mapping({"model": "m", "rollout": {"large_batch_weights": MADE_UP}})
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import lowroll
 from lowroll.config import from_mapping
+from lowroll.kernels.quantize.rotation import rotate
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.model import hf
 from lowroll.model.attention import varlen
@@ -31,6 +32,7 @@ TABLE = tuple(lowroll.formats())
 LOW_BIT = tuple(name for name in TABLE if not get_format(name).dense)
 NEW = tuple(name for name in LOW_BIT if name != "int8")
 STORED = {
+    "int8_rotated": ("codes", "scale"),
     "fp8": ("weight", "weight_scale"),
     "fp8_block": ("weight", "weight_scale"),
     "int4": ("weight_packed", "weight_scale"),
@@ -78,6 +80,7 @@ def test_bits_a_weight_by_hand() -> None:
     block of 64."""
     by_hand = {
         "int8": 8,
+        "int8_rotated": 8,
         "fp8": 8,
         "fp8_block": 8,
         "int4": 4 + 32 / 128,
@@ -441,7 +444,9 @@ def test_sizes_that_no_group_divides(name: str, shape: tuple[int, int]) -> None:
         2,
         shape[0],
     )
-    if not name.startswith("nf4"):  # its blocks run on over the ends of rows
+    if name == "int8_rotated":  # its blocks divide a row: a padded row has others
+        assert torch.allclose(q.dequantize(), w, atol=0.03)
+    elif not name.startswith("nf4"):  # its blocks run on over the ends of rows
         whole = torch.zeros(shape[0], 384)
         whole[:, : shape[1]] = w
         assert torch.equal(
@@ -542,6 +547,7 @@ def activations_of(name: str) -> Callable[[Tensor], Tensor]:
 
     return {
         "int8": lambda x: tokens(x, "int8"),
+        "int8_rotated": lambda x: rotate(tokens(x, "int8_rotated").float()).double(),
         "w4a8": lambda x: tokens(x, "int8"),
         "fp8": lambda x: tokens(x, "fp8"),
         "fp8_block": blocks,
@@ -596,6 +602,7 @@ def test_what_the_engine_kept_can_be_differentiated(name: str) -> None:
 
 ROUNDED = {
     "int8": 0.05,
+    "int8_rotated": 0.05,
     "w4a8": 0.05,
     "fp8": 0.25,
     "fp8_block": 0.25,

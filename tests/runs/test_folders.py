@@ -26,6 +26,7 @@ import lowroll
 from lowroll.checkpoint.publish import verify_folder
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
+from lowroll.kernels.quantize.rotation import rotate
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
 from lowroll.model.folder import TOKENIZER_FILES
@@ -101,7 +102,21 @@ def transformers_logits(folder: Path, dequantize: bool) -> Tensor:
         )
         if nf4 and dequantize:
             theirs = theirs.dequantize()
+        if folder.name == "int8_rotated":
+            rotate_inputs(theirs, folder)
         return theirs(IDS[None]).logits[0].float()
+
+
+def rotate_inputs(model: Any, folder: Path) -> None:
+    """Let compressed-tensors rotate what every linear layer reads, as the folder's config says:
+    transformers leaves it out, and the weights are rotated already."""
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    transform = config["transform_config"]
+    for group in transform["config_groups"].values():
+        group["apply"] = [entry for entry in group["apply"] if entry["location"] == "input"]
+    apply_transform_config(model, TransformConfig.model_validate(transform))
 
 
 def same_tensors(a: QTensor, b: QTensor) -> bool:
@@ -209,7 +224,12 @@ def test_transformers_reads_ours(name: str, ours: Callable[[str], Path]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "fp8", "fp8_block", "int4", "w4a8", "nf4", "nf4_dq"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("int8", "int8_rotated", "fp8", "fp8_block", "int4", "w4a8", "nf4", "nf4_dq"),
+    ],
+)
 def test_transformers_runs_ours(name: str, ours: Callable[[str], Path]) -> None:
     """With its tools' own arithmetic: activations rounded by other rules, NF4 multiplied in
     bfloat16."""
@@ -257,6 +277,40 @@ def test_what_transformers_cannot_load_is_said(
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)(
             IDS[None]
         )
+
+
+def test_a_rotation_is_told_and_is_that_of_compressed_tensors(
+    dense: Path, ours: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+    assert main(["quantize", str(dense), str(tmp_path / "out"), "--format", "int8_rotated"]) == 0
+    assert "transformers does not read transform_config" in capsys.readouterr().out
+    config = json.loads((ours("int8_rotated") / "config.json").read_text())
+    transform = config["quantization_config"]["transform_config"]
+    layer = torch.nn.Linear(64, 8, bias=False)
+    holder = torch.nn.ModuleDict({"q_proj": layer})
+    before = layer.weight.detach().clone()
+    for group in transform["config_groups"].values():
+        for entry in group["apply"]:
+            entry["targets"] = ["re:.*q_proj$"]
+        if group["head_dim"] == 64:
+            apply_transform_config(
+                holder, TransformConfig.model_validate({"config_groups": {"a": group}})
+            )
+    torch.testing.assert_close(layer.weight.detach(), rotate(before))
+
+
+def test_a_rotation_of_another_width_is_refused(
+    ours: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(ours("int8_rotated"), tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(path.read_text().replace('"head_dim": 64', '"head_dim": 16'))
+    with pytest.raises(
+        ValueError, match=r"config.json: .*q_proj is rotated in blocks of 16, and 64"
+    ):
+        hf.load(tmp_path / "m")
 
 
 def test_experts_that_transformers_reads_as_other_numbers_are_said(
@@ -436,6 +490,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "kv": ("int8", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     "sparsity": ("int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     "transform": ("int4", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+    "other transform": (
+        "int8_rotated",
+        {"transform_config": {"config_groups": {"u": {"type": "random-hadamard"}}}},
+        "transform_config.config_groups.u: a hadamard transform",
+    ),
     "no groups": ("int4", {"config_groups": {}}, "config_groups"),
     "static": (
         "fp8",

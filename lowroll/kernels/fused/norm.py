@@ -33,10 +33,12 @@ from lowroll.kernels.launch import (
     triton_supports,
     warps,
 )
+from lowroll.kernels.quantize.rotation import rotated
 from lowroll.kernels.quantize.rows import (
     Product,
     Rows,
     empty_rows,
+    encoding,
     load_dense,
     parts,
     quantize_rows,
@@ -59,7 +61,7 @@ def add_rms_norm(
     """(x + update, its norm): the first in the dtype of x (x itself without update), the second
     dense or as codes.
 
-    `rows` is "int8" or "fp8" for codes. Differentiable in x, update and weight when update is a
+    `rows` is the kind of codes (`rows.KINDS`). Differentiable in x, update and weight when update is a
     tensor and rows None.
     """
     if not triton_supports(x_TD) or x_TD.numel() == 0:
@@ -135,7 +137,7 @@ def _forward(
         0 if sums is None else sums.stride(0),
         size,
         eps,
-        KIND=rows or "",
+        **encoding(rows, size),
         BLOCK=block(size),
         num_warps=warps(block(size)),
         enable_fp_fusion=False,
@@ -240,6 +242,7 @@ def _norm_kernel(
     size,
     eps,
     KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -263,7 +266,7 @@ def _norm_kernel(
     if KIND == "":
         tl.store(normed + t * size + n, out, mask=live)
     else:
-        store_rows(out.to(tl.float32), normed, scale, t, size, n, live, KIND)
+        store_rows(rotated(out.to(tl.float32), WIDTH), normed, scale, t, size, n, live, KIND)
 
 
 @jit

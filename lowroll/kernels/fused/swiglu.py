@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports, warps
+from lowroll.kernels.quantize.rotation import rotated
 from lowroll.kernels.quantize.rows import (
     Product,
     Rows,
     empty_rows,
     encode_rows_kernel,
+    encoding,
     load_dense,
     magnitude,
     parts,
@@ -38,7 +40,7 @@ STAYS = 16 << 20  # bytes of a result that the L2 cache can keep for the next pr
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
-    """silu(gate) * up [T, F] of gate_up [T, 2F], dense or as codes ("int8" or "fp8").
+    """silu(gate) * up [T, F] of gate_up [T, 2F], dense or as codes (a kind of `rows.KINDS`).
 
     Differentiable when gate_up is a tensor and rows None.
     """
@@ -74,6 +76,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
         amaxes,
         sums.stride(0),
         size,
+        WIDTH=encoding(rows, size)["WIDTH"],
         BLOCK=width,
         STAYS=y_TF.nbytes <= STAYS,
         num_warps=warps(width, 256),
@@ -91,7 +94,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
         codes.scale_M1,
         size,
         NUM=block(grid[1]),
-        KIND=rows,
+        **encoding(rows, size),
         BLOCK=width,
         num_warps=warps(width, 256),
         enable_fp_fusion=False,
@@ -114,7 +117,7 @@ def _whole_rows(gate_up: Tensor, rows: str) -> Rows:
         gate_up.stride(0),
         size,
         PIECES=-(-size // width),
-        KIND=rows,
+        **encoding(rows, size),
         BLOCK=width,
         num_warps=warps(width, 256),
         enable_fp_fusion=False,
@@ -176,6 +179,7 @@ def _silu_mul_kernel(
     amaxes,
     stride,
     size,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     STAYS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -185,6 +189,8 @@ def _silu_mul_kernel(
     y = _gated(gate_up, row, column, bias, t, n, stride, size, out.dtype.element_ty)
     tl.store(out + t * size + n, y, mask=n < size, eviction_policy="evict_last" if STAYS else "")
     if amaxes is not None:
+        if WIDTH > 1:
+            y = rotated(y.to(tl.float32), WIDTH)
         tl.store(amaxes + t * tl.num_programs(1) + tl.program_id(1), tl.max(magnitude(y), axis=0))
 
 
@@ -197,6 +203,7 @@ def _silu_mul_codes_kernel(
     size,
     PIECES: tl.constexpr,
     KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -207,6 +214,8 @@ def _silu_mul_codes_kernel(
     for piece in tl.static_range(PIECES):
         n = piece * BLOCK + tl.arange(0, BLOCK)
         y = _gated(gate_up, None, None, None, t, n, stride, size, gate_up.dtype.element_ty)
+        if WIDTH > 1:
+            y = rotated(y.to(tl.float32), WIDTH)
         whole, bits = whole + tl.tuple([y]), tl.maximum(bits, magnitude(y))
     amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     tl.store(scale + t, step_of(amax, KIND))

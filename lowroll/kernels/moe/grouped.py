@@ -60,6 +60,7 @@ class Stack:
     global_scale: Tensor | None = None  # nvfp4: float32 [1] or [N]
     # dense: x as its product takes it
     rounded: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)
+    rows: str = field(default="", kw_only=True)  # w8a8: the kind of the activations' codes
 
     @property
     def channels(self) -> int:
@@ -129,7 +130,7 @@ def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
         return x_MK.view(len(x_MK), -1, stack.block).transpose(1, 2).contiguous(), None
     if stack.kind == "dense":
         return (x_MK if stack.rounded is None else stack.rounded(x_MK)).contiguous(), None
-    quantized = quantize_rows(x_MK, "int8" if stack.codes_NK.dtype == torch.int8 else "fp8")
+    quantized = quantize_rows(x_MK, stack.rows)
     return quantized.codes_MK, quantized.scale_M1
 
 

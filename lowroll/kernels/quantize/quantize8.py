@@ -1,7 +1,8 @@
-"""Quantizing a matrix to 8 bits, one scale a row: INT8 and e4m3; of the matrix or of its transpose.
+"""Quantizing a matrix to 8 bits, one scale a row: INT8, rotated or not, and e4m3; of the matrix or of
+its transpose.
 
-The formulas are those of `quant.int8` and `quant.fp8`, and the bytes are too: divisions are rounded
-to nearest, nothing is contracted, ties go to even. A program takes one row: it reads it once (a
+The formulas are those of `quant.int8`, `quant.int8_rotated` and `quant.fp8`, and the bytes are too:
+divisions are rounded to nearest, nothing is contracted, ties go to even. A program takes one row: it reads it once (a
 long one once more, from a cache), finds the scale, and writes codes and scale to storages that are
 there already. A transpose takes two launches over tiles: the columns' largest magnitudes, and codes
 that each tile writes the other way round.
@@ -15,25 +16,26 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import block, jit, tl
-from lowroll.kernels.quantize.rows import magnitude
+from lowroll.kernels.quantize.rotation import rotated
+from lowroll.kernels.quantize.rows import ROTATED, encoding, magnitude
 
 LONGEST = 4096  # weights that a program holds in registers
 # a tile of a transpose, whose rows are read and whose columns are written 128 bytes at a time, and
 # rows of a program that looks for columns' magnitudes
 ROWS, COLUMNS, MANY = 128, 64, 512
-TYPES = ("int8", "fp8")
+TYPES = ("int8", ROTATED, "fp8")
 
 
 def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: str) -> None:
     """Write the codes and the scales (float32) of a finite matrix. Triton only: ask
     `launch.triton_supports` first.
 
-    kind: "int8" or "fp8"; ValueError for another. A row with a NaN or an infinity gets a scale that
+    kind: one of `TYPES`; ValueError for another. A row with a NaN or an infinity gets a scale that
     is not finite.
     """
     _require(kind)
     w_NK, (num_rows, num_in) = w_NK.contiguous(), w_NK.shape
-    width = min(block(num_in), LONGEST)
+    width, asked = min(block(num_in), LONGEST), encoding(kind, num_in)
     _quantize8_kernel[(num_rows,)](
         w_NK,
         codes_NK,
@@ -41,15 +43,17 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
         num_in,
         WIDTH=width,
         WHOLE=width >= num_in,
-        INTEGER=kind == "int8",
+        INTEGER=asked["KIND"] == "int8",
+        ROTATION=asked["WIDTH"],
         num_warps=4 if width >= num_in else 8,
         enable_fp_fusion=False,
     )
 
 
 def quantize_columns_into(w_NK: Tensor, codes_KN: Tensor, scale_K1: Tensor, kind: str) -> None:
-    """`quantize_rows_into` of the transpose of a matrix that is there row by row."""
-    _require(kind)
+    """`quantize_rows_into` of the transpose of a matrix that is there row by row. kind: "int8" or
+    "fp8"."""
+    _require(kind, ("int8", "fp8"))
     num_rows, num_columns = w_NK.shape
     amax_K = torch.zeros(num_columns, dtype=torch.int32, device=w_NK.device)
     _column_amax_kernel[(-(-num_columns // COLUMNS), -(-num_rows // MANY))](
@@ -69,9 +73,9 @@ def quantize_columns_into(w_NK: Tensor, codes_KN: Tensor, scale_K1: Tensor, kind
     )
 
 
-def _require(kind: str) -> None:
-    if kind not in TYPES:
-        raise ValueError(f"kind: {kind!r} is none of {', '.join(TYPES)}")
+def _require(kind: str, known: tuple[str, ...] = TYPES) -> None:
+    if kind not in known:
+        raise ValueError(f"kind: {kind!r} is none of {', '.join(known)}")
 
 
 # -- Triton ----------------------------------------------------------------------------------------
@@ -103,24 +107,31 @@ def _codes(w, scale, INTEGER: tl.constexpr):
 
 @jit
 def _quantize8_kernel(
-    w, codes, scales, K, WIDTH: tl.constexpr, WHOLE: tl.constexpr, INTEGER: tl.constexpr
+    w,
+    codes,
+    scales,
+    K,
+    WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+    INTEGER: tl.constexpr,
+    ROTATION: tl.constexpr,
 ):
     n, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     w += n * K
     codes += n * K
     if WHOLE:
-        values = tl.load(w + at, mask=at < K, other=0.0).to(tl.float32)
+        values = rotated(tl.load(w + at, mask=at < K, other=0.0).to(tl.float32), ROTATION)
         scale = _scale(tl.reduce(tl.abs(values), 0, _or_nan), INTEGER)
         tl.store(codes + at, _codes(values, scale, INTEGER), mask=at < K)
     else:
         top = tl.zeros((WIDTH,), tl.float32)
         for k in range(0, K, WIDTH):
-            top = _or_nan(
-                top, tl.abs(tl.load(w + k + at, mask=at < K - k, other=0.0).to(tl.float32))
-            )
+            values = tl.load(w + k + at, mask=at < K - k, other=0.0).to(tl.float32)
+            top = _or_nan(top, tl.abs(rotated(values, ROTATION)))
         scale = _scale(tl.reduce(top, 0, _or_nan), INTEGER)
         for k in range(0, K, WIDTH):
             values = tl.load(w + k + at, mask=at < K - k, other=0.0).to(tl.float32)
+            values = rotated(values, ROTATION)
             tl.store(codes + k + at, _codes(values, scale, INTEGER), mask=at < K - k)
     tl.store(scales + n, scale)
 

@@ -14,7 +14,8 @@ The codes are those of `quant.int8` and `quant.fp8`, bit for bit:
     int8    scale = amax / 127,                           codes = round(x * (127 / max(amax, 1e-30))), half to even
     fp8     scale = max(amax / 448, 1 / (448 * 512)),     codes = e4m3(clamp(x / scale, -448, 448))
 
-"gradient" is fp8 for the gradients of activations, whose size is that of the loss: its scale has no
+"int8_rotated" is int8 of the rotated row (`kernels.quantize.rotation`), for a weight that is rotated
+too. "gradient" is fp8 for the gradients of activations, whose size is that of the loss: its scale has no
 floor but 2^-100, below which its reciprocal would not be finite.
 
 Legend: M rows (tokens), K in features, N out features.
@@ -23,18 +24,22 @@ Legend: M rows (tokens), K in features, N out features.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports, warps
+from lowroll.kernels.quantize import avx2
+from lowroll.kernels.quantize.rotation import rotate, rotated, width
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_E4M3_SCALE = 1 / (E4M3_MAX * 512)
 SMALLEST_GRADIENT_SCALE = 2.0**-100
 # of quantized rows, and the dtype of their codes
-KINDS = {"int8": torch.int8, "fp8": E4M3, "gradient": E4M3}
+KINDS = {"int8": torch.int8, "int8_rotated": torch.int8, "fp8": E4M3, "gradient": E4M3}
+ROTATED = "int8_rotated"
 
 LONG, MANY, PIECE = (
     8192,
@@ -78,8 +83,8 @@ class Product:
 
 
 def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
-    """Dynamic codes of activations, one scale a row. `kind` is "int8", "fp8" or "gradient";
-    ValueError for another."""
+    """Dynamic codes of activations, one scale a row. `kind` is one of `KINDS`; ValueError for
+    another."""
     require(kind)
     if not triton_supports(x_MK) or x_MK.numel() == 0:
         return _plain(x_MK, kind)
@@ -91,7 +96,7 @@ def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
             rows.codes_MK,
             rows.scale_M1,
             size,
-            KIND=kind,
+            **encoding(kind, size),
             PIECES=-(-size // PIECE),
             BLOCK=PIECE,
             num_warps=8,
@@ -104,7 +109,7 @@ def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
         rows.codes_MK,
         rows.scale_M1,
         size,
-        KIND=kind,
+        **encoding(kind, size),
         BLOCK=block(size),
         num_warps=warps(block(size)),
         enable_fp_fusion=False,
@@ -116,6 +121,14 @@ def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
 def require(kind: str) -> None:
     if kind not in KINDS:
         raise ValueError(f"rows: {kind!r} is none of {', '.join(KINDS)}")
+
+
+def encoding(kind: str | None, size: int) -> dict[str, Any]:
+    """Return the keywords of a kernel that makes rows of `size` features: what their codes are, and
+    the width of the rotation before (1: none)."""
+    if kind == ROTATED:
+        return {"KIND": "int8", "WIDTH": width(size)}
+    return {"KIND": kind or "", "WIDTH": 1}
 
 
 def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> Rows:
@@ -140,8 +153,13 @@ def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Te
 
 def _plain(x_MK: Tensor, kind: str) -> Rows:
     dtype, x_MK = x_MK.dtype, x_MK.float()
+    if KINDS[kind] == torch.int8 and avx2.supports(x_MK):
+        around = width(x_MK.shape[1]) if kind == ROTATED else 1
+        return Rows(*avx2.quantize(x_MK, around), dtype)
+    if kind == ROTATED:
+        x_MK = rotate(x_MK)
     amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
-    if kind == "int8":
+    if KINDS[kind] == torch.int8:
         codes_MK = (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_().to(torch.int8)
         return Rows(codes_MK, amax_M1 / torch.full_like(amax_M1, 127.0), dtype)
     least = SMALLEST_GRADIENT_SCALE if kind == "gradient" else SMALLEST_E4M3_SCALE
@@ -217,6 +235,7 @@ def encode_rows_kernel(
     size,
     NUM: tl.constexpr,
     KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -225,7 +244,7 @@ def encode_rows_kernel(
     after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     blocks, num = tl.arange(0, NUM), tl.num_programs(1)
-    values = tl.load(y + m * size + n, mask=n < size, other=0.0).to(tl.float32)
+    values = rotated(tl.load(y + m * size + n, mask=n < size, other=0.0).to(tl.float32), WIDTH)
     bits = tl.load(amaxes + m * num + blocks, mask=blocks < num, other=0)
     amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     if tl.program_id(1) == 0:
@@ -235,11 +254,18 @@ def encode_rows_kernel(
 
 @jit
 def _quantize_kernel(
-    x, codes, scale, size, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x,
+    codes,
+    scale,
+    size,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    y = tl.load(x + m * size + n, mask=n < size, other=0.0).to(tl.float32)
+    y = rotated(tl.load(x + m * size + n, mask=n < size, other=0.0).to(tl.float32), WIDTH)
     store_rows(y, codes, scale, m, size, n, n < size, KIND)
 
 
@@ -250,6 +276,7 @@ def _quantize_long_kernel(
     scale,
     size,
     KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -261,6 +288,8 @@ def _quantize_long_kernel(
     for piece in tl.static_range(PIECES):
         n = piece * BLOCK + tl.arange(0, BLOCK)
         y = tl.load(x + m * size + n, mask=n < size, other=0.0)
+        if WIDTH > 1:
+            y = rotated(y.to(tl.float32), WIDTH)
         whole, bits = whole + tl.tuple([y]), tl.maximum(bits, magnitude(y))
     amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     tl.store(scale + m, step_of(amax, KIND))

@@ -19,6 +19,7 @@ from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import PACK_FROM
 from lowroll.quant.formats import get_format
+from lowroll.quant.int8 import Int8
 from lowroll.runs.build.compute import Compute
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import hidden_matrices
@@ -188,7 +189,7 @@ def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     if format.dense:
         sizes = [_size(linear) for _, linear in model.linears()]
         return item * sum(size for size in sizes if size >= PACK_FROM)
-    if format.name == "int8" and onednn.supports_device(compute.device):
+    if isinstance(format, Int8) and onednn.supports_device(compute.device):
         return linear_size(model)
     return MASTER * linear_size(model)
 

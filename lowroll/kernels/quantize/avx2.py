@@ -1,0 +1,77 @@
+"""Rows rotated and rounded on a CPU: `avx2.cpp` for torch, in float32.
+
+Plain torch takes six passes over a row to round it and eighteen calls to rotate it; this takes one
+call. The bits are the same, so whoever rounds (an engine, an aligned learner) may take either.
+
+Legend: M rows of activations, K features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels import cxx
+from lowroll.kernels.build import pointer
+from lowroll.kernels.support import Support, no
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+LEAST = 512  # features of a row: the tensors of small models are quicker in torch
+
+
+class Problem(ctypes.Structure):
+    """The struct of `avx2.cpp`."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, ctypes.c_void_p) for name in ("x", "rotated", "codes", "scale")),
+        *((name, ctypes.c_int) for name in ("M", "K", "width", "threads")),
+    ]
+
+
+def supports(x: Tensor) -> Support:
+    """Does this take the rows of x [..., K]?"""
+    if x.device.type != "cpu":
+        return cxx.NO_CPU
+    if x.dtype != torch.float32:
+        return no("takes float32")
+    if x.shape[-1] < LEAST:
+        return no(f"takes rows of {LEAST} features or more")
+    if torch.is_grad_enabled() and x.requires_grad:
+        return no("has no gradient")
+    return cxx.supports(SOURCE, "rows are rotated and rounded by torch")
+
+
+def rotate(x: Tensor, width: int) -> Tensor:
+    """Return x [..., K] rotated in blocks of `width` features: 4, 16 or 64, which divide K."""
+    x = x.contiguous()
+    rotated = torch.empty_like(x)
+    _run(x, rotated, None, None, width)
+    return rotated
+
+
+def quantize(x_MK: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the int8 codes [M, K] and scales [M, 1] of rows, rotated before that unless `width`
+    is 1."""
+    x_MK = x_MK.contiguous()
+    codes_MK = torch.empty(x_MK.shape, dtype=torch.int8)
+    scale_M1 = torch.empty(x_MK.shape[0], 1)
+    _run(x_MK, None, codes_MK, scale_M1, width)
+    return codes_MK, scale_M1
+
+
+def _run(
+    x: Tensor, rotated: Tensor | None, codes: Tensor | None, scale: Tensor | None, width: int
+) -> None:
+    num_in = x.shape[-1]
+    problem = Problem(
+        *(pointer(t) for t in (x, rotated, codes, scale)),
+        x.numel() // num_in,
+        num_in,
+        width,
+        torch.get_num_threads(),
+    )
+    cxx.run(SOURCE, "avx2_rows", problem)

@@ -1,0 +1,97 @@
+"""A blocked Hadamard rotation along the features: what spreads an outlier over its neighbours.
+
+    y = x H,    H block diagonal, each block the Sylvester matrix of `width(K)` over its root
+
+H is symmetric and orthogonal, so x H H = x, and (x H)(w H)' = x w': rotated activations times a
+rotated weight are the product that they were (QuaRot, arXiv 2404.00456, section 3; blocks as
+`head_dim` in compressed-tensors' transforms). After it no feature of a block is much larger than the
+others, and one scale a row loses less to rounding.
+
+A width is a power of 4, so that its root is a power of 2 and scaling rounds nothing. Sums are taken
+pair by pair, neighbours first, in float32: every implementation has the same bits, whatever the
+number of rows. A row that no power of 4 divides stays as it is.
+
+On a CPU with AVX2 the rotation runs in `kernels.quantize.avx2`, in Triton it is a piece of the
+kernels that round (`rotated`).
+
+Legend: M rows, K features, B features of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import jit, tl
+from lowroll.kernels.quantize import avx2
+
+WIDEST = 64  # wider blocks gain little and cost a pass over prompts too much (docs/log/formats.md)
+
+
+def width(size: int) -> int:
+    """Return the features of a block: the largest power of 4 up to `WIDEST` that divides `size`."""
+    found = 1
+    while found < WIDEST and size % (4 * found) == 0:
+        found *= 4
+    return found
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Return x [..., K] rotated along its last dimension, in float32. Rotating it again gives x,
+    up to rounding."""
+    x, size = x.float(), width(x.shape[-1])
+    if size == 1:
+        return x
+    if avx2.supports(x):
+        return avx2.rotate(x, size)
+    return _plain(x, size)
+
+
+def _plain(x: Tensor, size: int) -> Tensor:
+    shape, half = x.shape, 1
+    while half < size:
+        first, second = x.reshape(-1, 2, half).unbind(1)
+        x = torch.stack((first + second, first - second), dim=1)
+        half *= 2
+    return x.reshape(shape) * size**-0.5
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+@jit
+def rotated(y, WIDTH: tl.constexpr):
+    """Rotate a float32 row that lies in registers; its length is a multiple of WIDTH. Pairs of
+    neighbours stay in a thread, and only the last 16 features of a block are exchanged at once."""
+    SIZE: tl.constexpr = y.shape[0]
+    if WIDTH == 4:
+        y = tl.reshape(_four(tl.reshape(y, (SIZE // 4, 4)), SIZE // 4), (SIZE,)) * 0.5
+    elif WIDTH == 16:
+        y = tl.reshape(_sixteen(tl.reshape(y, (SIZE // 16, 16)), SIZE // 16), (SIZE,)) * 0.25
+    elif WIDTH == 64:
+        y = _four(tl.reshape(y, (SIZE // 4, 4)), SIZE // 4)
+        y = tl.permute(tl.reshape(y, (SIZE // 64, 16, 4)), (0, 2, 1))
+        y = _sixteen(tl.reshape(y, (SIZE // 16, 16)), SIZE // 16)
+        y = tl.permute(tl.reshape(y, (SIZE // 64, 4, 16)), (0, 2, 1))
+        y = tl.reshape(y, (SIZE,)) * 0.125
+    return y
+
+
+@jit
+def _four(y, N: tl.constexpr):
+    """Sums and differences of y [N, 4]: of neighbours, then of pairs."""
+    even, odd = tl.split(tl.reshape(y, (N, 2, 2)))
+    sum_low, sum_high = tl.split(even + odd)
+    difference_low, difference_high = tl.split(even - odd)
+    sums = tl.join(sum_low + sum_high, sum_low - sum_high)
+    differences = tl.join(difference_low + difference_high, difference_low - difference_high)
+    return tl.reshape(tl.join(sums, differences), (N, 4))
+
+
+@jit
+def _sixteen(y, N: tl.constexpr):
+    """The same of y [N, 16], within fours and then across them."""
+    y = tl.reshape(_four(tl.reshape(y, (N * 4, 4)), N * 4), (N, 4, 4))
+    y = tl.reshape(tl.permute(y, (0, 2, 1)), (N * 4, 4))
+    y = tl.permute(tl.reshape(_four(y, N * 4), (N, 4, 4)), (0, 2, 1))
+    return tl.reshape(y, (N, 16))

@@ -1,0 +1,44 @@
+"""INT8 W8A8 of rotated features: what keeps INT8 faithful where activations have outliers.
+
+    weights      w' = w H,   codes and scale of w' as in `quant.int8`
+    activations  x' = x H,   codes and scale of x' as in `quant.int8`
+    product      x' w'^T = x w^T, in the arithmetic of `quant.int8`
+
+H is the blocked Hadamard matrix of `kernels.quantize.rotation`. In a pretrained model a few channels
+hold most of a row's energy, and a scale a row leaves the other channels a few codes; rotated, all
+channels of a block are of one size (QuaRot, arXiv 2404.00456). The master weights are rotated at each
+publication, the activations by the kernel that rounds them. Files hold the codes of w' and say so in
+compressed-tensors' `transform_config`.
+
+Legend: N out features, K in features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.quantize.rotation import rotate
+from lowroll.kernels.quantize.rows import ROTATED
+from lowroll.quant.formats import QTensor
+from lowroll.quant.int8 import Int8
+from lowroll.quant.scheme import INT8_TOKENS, Scheme, arguments
+
+
+class Int8Rotated(Int8):
+    name = ROTATED
+    summary = (
+        "int8 after a Hadamard rotation of the features, in blocks of 64: faithful to outliers"
+    )
+    rows = ROTATED
+    scheme = Scheme("int-quantized", arguments(8, "int", "channel"), INT8_TOKENS, rotated=True)
+    unread = (
+        "transformers does not read transform_config: it would load this folder and compute another "
+        "model without a word"
+    )
+
+    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
+        return super().encode(rotate(w_NK))
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
+        return rotate(super().dequantize(q, torch.float32)).to(dtype)
