@@ -43,14 +43,16 @@ def run(folder: Path, out: Path, *formats: str) -> dict[str, dict[str, float]]:
 
 def test_every_low_bit_format_is_a_way() -> None:
     assert set(low_bit()) <= set(fidelity.WAYS) and "bf16" in fidelity.WAYS
-    assert set(fidelity.MUST) - {"int8_rotated"} <= set(fidelity.WAYS)
+    assert set(fidelity.MUST) <= set(fidelity.WAYS)
 
 
 def test_the_values_of_a_way(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fidelity, "TEXTS", tuple((q[:20], a[:20]) for q, a in fidelity.TEXTS))
 
-    def exact(model: Transformer, texts: list[list[int]]) -> str:
-        return fidelity.plain("fp32", model, texts)
+    def exact(model: Transformer, bench: fidelity.Bench) -> str:
+        assert len(bench.calibration) == len(fidelity.CALIBRATION)
+        assert all(bench.calibration)
+        return fidelity.plain("fp32", model, bench)
 
     monkeypatch.setitem(fidelity.WAYS, "exact", exact)
     found = run(folder, tmp_path, "int8", "int4", "exact")
@@ -93,3 +95,4 @@ def test_a_must_is_of_the_real_model_alone() -> None:
         rows = fidelity.rows_of(model, "fp8_block", values, speed)
         (row,) = (row for row in rows if row.name.endswith("with activations"))
         assert row.must == must and row.met == (must is None)
+        assert bool(row.note) == (must is not None)
