@@ -24,6 +24,7 @@ one to compare formats by. All but the speed repeats on one machine with the sam
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -277,6 +278,8 @@ def measure(bench: Bench, way: Way) -> tuple[dict[str, float], dict[int, list[fl
     with closing(bench.engine(model, format)) as engine:
         speed = {rows: ratios(bench, engine, rows) for rows in SPEED_TOKENS}
         drawn = draw(engine, requests(bench), 1.0)
+    del engine  # and with it what its kernels derived from the codes
+    gc.collect()
     points = drawn.points | learner_points(model, format, drawn, 1.0)
     points["base"] = points.pop("dense")
     points["dense"] = torch.cat(score(bench.truth, drawn.sequences, drawn.prompt_lens)).cpu()
@@ -337,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = "fidelity" if args.device.type == "cpu" else "fidelity-gpu"
     rows: list[Row] = []
     for name in args.formats:
+        gc.collect()  # the last way's model and engine
         found = rows_of(args.name, name, *measure(bench, WAYS[name]))
         rows += found
         seconds = time.monotonic() - began
