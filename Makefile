@@ -129,4 +129,5 @@ bench-gpu: $(STAMP)
 	-$(PY) -m bench.step
 	-$(PY) -m bench.memory
 	-$(PY) -m bench.server
+	-$(PY) -m bench.fidelity --device cuda
 	$(PY) docs/tables.py

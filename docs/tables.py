@@ -249,6 +249,7 @@ def commands() -> str:
 
 
 ON_GPUS = ("learners", "replicas", "roles")
+ON_REAL = ("fidelity", "fidelity-gpu")  # a table of their own
 ON_GPU = ("decode", "kv", "train", "step", "memory", "server")
 
 
@@ -257,7 +258,7 @@ def measured() -> str:
     paths = [
         path
         for path in sorted((ROOT / "bench" / "baselines").glob("*.json"))
-        if path.stem not in (*ON_GPU, *ON_GPUS, "scale")
+        if path.stem not in (*ON_GPU, *ON_GPUS, "scale", *ON_REAL)
     ]
     return (
         "\n".join(_file(path.stem) for path in paths)
@@ -452,6 +453,23 @@ def prices() -> str:
     )
 
 
+def fidelity() -> str:
+    """What `python -m bench.fidelity` stored, a table a kind of device."""
+    from bench.fidelity import HEAD, read_table
+
+    lines = []
+    for record in filter(None, map(_stored, ON_REAL)):
+        set_by = record["settings"]
+        at = f"{set_by['texts']} tokens of text, at most {set_by['tokens']} drawn"
+        cells = [(f"`{name}`", *rest) for name, *rest in read_table(record)]
+        lines += [f"{_machine(record)}; {at}; speed over {set_by['reference']}.", ""]
+        lines += [table(HEAD, cells), ""]
+    return "\n".join(lines) or NOT_RUN_HERE
+
+
+NOT_RUN_HERE = "Nothing of this is stored in bench/baselines/ yet: run `python -m bench.fidelity`."
+
+
 def rooms() -> str:
     """The import arrows of the package as a drawing; those that follow from others are left out."""
     arrows = _arrows(ROOT / "lowroll")
@@ -604,6 +622,7 @@ PARTS: dict[str, Callable[[], str]] = {
         scale,
         curves,
         cache_runs,
+        fidelity,
         prices,
         front,
         rooms,

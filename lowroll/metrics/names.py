@@ -531,7 +531,7 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "guard/kl",
         "alarm",
-        "1 where the moving average of mismatch/kl_k3 has outgrown its first steps",
+        "1 where the moving average of mismatch/kl_k3 has outgrown its first steps, or is above guard.kl_above",
         "0",
         "QuRL Fig. 3",
     ),

@@ -253,6 +253,11 @@ class Format(ABC):
         one only where they differ (`quant.mixed`)."""
         return self
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Does its product round activations to codes of their own?"""
+        return self.rounds or self.rows is not None
+
     @abstractmethod
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         """Codes and scales of a finite matrix."""

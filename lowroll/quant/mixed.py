@@ -51,6 +51,11 @@ class Mixed(Format):
         """Are all layers plain floating point?"""
         return all(FORMATS[name].dense for name in self.assignment.values())
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Do the products of one of its formats?"""
+        return any(get_format(name).rounds_activations for name in self.assignment.values())
+
     def stated(self) -> dict[str, dict[str, int]]:
         """Return what `read` reads: of each format its layers, with their weights."""
         return stated(self.assignment, self.sizes)

@@ -7,14 +7,24 @@ them to the learner that would learn from them:
     decode    recorded by the engine while it drew them, a token at a time, under its KV cache
     prefill   the engine's weights again, a whole sequence at a time, without any cache
     aligned   the learner's forward in the engine's low-bit arithmetic (`weights.aligned`)
+    quantized the learner's forward on the matrices that the codes stand for, activations unrounded; taken
+              where the format rounds activations (`Format.rounds_activations`)
     dense     the learner's forward on its own weights; with `train.forward: fp8` or `nvfp4` beside other
               rollouts the forward in that format, under its name
 
 and every step of the way has one cause:
 
-    decode -> prefill    kv where the cache has thrown keys away or rounds them, else kernels
-    prefill -> aligned   kernels
-    aligned -> dense     weights
+    decode -> prefill      kv where the cache has thrown keys away or rounds them, else as the next
+    prefill -> aligned     rounding where the format rounds activations, else kernels
+    aligned -> quantized   rounding
+    quantized -> dense     weights (where the format leaves activations alone, from aligned)
+
+Rounding is a cause of its own because it amplifies: two computations of the same product in another
+order differ by 1e-7, which flips codes of the next layer's activations, which flip more. After some
+layers decode, prefill and the learner have independent rounding errors, and are as far apart as each
+is from activations that are not rounded. No looser dtype and no order of sums explains that, and no
+tolerance mends it: only smaller rounding errors, or the same bits on both sides. On models without
+outliers the first is near nothing, and so is the rest.
 
 Nothing of the cache is behind `prefill`: a prompt that attended to rounded keys while the tokens
 were drawn attends to exact ones there. What decoding adds by another order of sums goes with kv, and
@@ -57,18 +67,28 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.calibration import first_requests
 from lowroll.runs.monitor import fallen_to
 from lowroll.trainer.state import restore_weights
-from lowroll.types import Request, Rollout
+from lowroll.types import Request
 from lowroll.weights import aligned
 
-CAUSES = ("weights", "kernels", "kv", "staleness")
+CAUSES = ("weights", "rounding", "kernels", "kv", "staleness")
 ADVICE = {
     "weights": "correction auto pays for it (acr, or tis for LoRA on its base); train.forward "
     "aligned makes it vanish",
+    "rounding": "activations are rounded, and engine and learner round them to other codes from layer "
+    "to layer; correction auto pays for it, and train.forward aligned does not make it vanish: take a "
+    "format that rounds less (int8_rotated) or rounds weights alone",
     "kernels": "the arithmetic of engine and learner differs (dtype, order of sums); correction "
     "tis is enough",
     "kv": "the cache forgets or rounds what the learner sees; correction auto pays for it (sparse "
     "where keys are dropped)",
 }
+# added where the whole is too far for a correction: SmolLM2 has an ESS of 0.92 at a KL of 0.05, and of
+# 0.44 at 0.33 (docs/algorithms.md)
+FAR = 0.1  # nats a token; guard.kl_above of `config.guard` is the same bound in a run
+TOO_FAR = (
+    " A KL of {kl:.2g} nats a token is more than a correction can pay for: give the rollouts more bits, "
+    "by a budget (rollout.weights: {{max_kl: 0.02}}) or a wider format; until then correction acr"
+)
 NEGLIGIBLE = 1e-4  # nats: below it, for the worst token, there is nothing to look for
 _NUMBERS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
 
@@ -114,7 +134,9 @@ class Diagnosis:
                 "there is nothing to correct"
             )
         cause = max(CAUSES, key=self.share)
-        return f"{self.share(cause):.0%} of the gap comes from {cause}: {ADVICE[cause]}"
+        told = f"{self.share(cause):.0%} of the gap comes from {cause}: {ADVICE[cause]}"
+        is_low_bit = cause in ("weights", "rounding") and self.whole.kl_k3 > FAR
+        return told + ("." + TOO_FAR.format(kl=self.whole.kl_k3) if is_low_bit else "")
 
     def as_json(self) -> dict[str, Any]:
         """Plain data: everything above, the causes' shares and the reading."""
@@ -130,13 +152,16 @@ def attribute(
     """The parts and the whole from the log-probs [N] at every point, in order (see the top).
 
     segments: the sequence of every token. blames_kv: the cache behind `decode` threw keys away or
-    rounds them; one that did neither has a part of 0.
+    rounds them; one that did neither has a part of 0. A point `quantized` says that the format rounds
+    activations.
     """
-    first = "kv" if blames_kv else "kernels"
-    last = [*log_probs][-1]
+    arithmetic = "rounding" if "quantized" in log_probs else "kernels"
+    first = "kv" if blames_kv else arithmetic
+    *_, before, last = log_probs
     legs = [
-        ("weights", "aligned", last),
-        ("kernels", "prefill", "aligned"),
+        ("weights", before, last),
+        *([("rounding", "aligned", "quantized")] if before == "quantized" else []),
+        (arithmetic, "prefill", "aligned"),
         (first, "decode", "prefill"),
     ]
     values = [_compare(log_probs[start], log_probs[stop], segments) for _, start, stop in legs]
@@ -204,42 +229,41 @@ def diagnose(
     temperature = cfg.rollout.temperature
     with closing(engines.make(cfg, compute, model, chat, weights, [work])) as engine:
         able = engine.capabilities
-        rows, prefill = _drawn(engine, requests, temperature)
-    sequences = [ids + rollout.token_ids for ids, rollout in rows]
-    lengths = [len(ids) for ids, _ in rows]
-
-    def learner() -> Tensor:
-        return torch.cat(score(model, sequences, lengths, temperature)).cpu()
-
-    points = {
-        "decode": torch.tensor([p for _, rollout in rows for p in rollout.logprobs]),
-        "prefill": prefill,
-    }
-    _align(model, format)
-    points["aligned"] = learner()
-    forward = cfg.train.forward
-    own = "dense" if forward in ("aligned", format) else forward
-    with aligned.suspended(model):
-        if own != "dense":
-            aligned.align(model, own)
-        points[own] = learner()
-    sizes = torch.tensor([len(rollout.token_ids) for _, rollout in rows])
-    responses = [(len(ids), len(rollout.token_ids)) for ids, rollout in rows]
-    evictions = saving(able.kv, responses)["evictions"]
-    parts, whole = attribute(
-        points,
-        torch.arange(len(rows)).repeat_interleave(sizes),
-        blames_kv=evictions > 0 or able.kv_dtype is not None,
-    )
+        drawn = draw(engine, requests, temperature)
+    points = drawn.points | learner_points(model, format, drawn, temperature, cfg.train.forward)
+    evictions = saving(able.kv, drawn.responses)["evictions"]
+    blames_kv = evictions > 0 or able.kv_dtype is not None
+    parts, whole = attribute(points, drawn.segments, blames_kv)
     notes += _cache_notes(able, evictions)
-    return Diagnosis(str(run or cfg.model), format, int(sizes.sum()), parts, whole, tuple(notes))
+    return Diagnosis(str(run or cfg.model), format, len(drawn.segments), parts, whole, tuple(notes))
 
 
-def _drawn(
-    engine: Engine, requests: list[Request], temperature: float
-) -> tuple[list[tuple[list[int], Rollout]], Tensor]:
-    """The rollouts with their prompts, and the engine's own scores of all their tokens. ValueError
-    when there is none."""
+@dataclass(frozen=True)
+class Drawn:
+    """Rollouts with their prompts, as sequences of ids, and the log-probs [N] of their tokens by the
+    engine that drew them."""
+
+    sequences: list[list[int]]
+    prompt_lens: list[int]
+    points: dict[str, Tensor]  # decode, prefill
+
+    @property
+    def responses(self) -> list[tuple[int, int]]:
+        """The lengths of each prompt and its response."""
+        return [
+            (length, len(ids) - length)
+            for ids, length in zip(self.sequences, self.prompt_lens, strict=True)
+        ]
+
+    @property
+    def segments(self) -> Tensor:
+        """The sequence of every token, [N]."""
+        sizes = torch.tensor([size for _, size in self.responses])
+        return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+
+def draw(engine: Engine, requests: list[Request], temperature: float) -> Drawn:
+    """Draw the rollouts and have the engine score them. ValueError when there is no token."""
     if not engine.capabilities.scores:
         raise ValueError("diagnose: this engine cannot score given tokens")
     rows = [
@@ -252,7 +276,39 @@ def _drawn(
         raise ValueError("diagnose: no token was drawn")
     sequences = [ids + rollout.token_ids for ids, rollout in rows]
     lengths = [len(ids) for ids, _ in rows]
-    return rows, torch.cat(engine.score(sequences, lengths, temperature))
+    points = {
+        "decode": torch.tensor([p for _, rollout in rows for p in rollout.logprobs]),
+        "prefill": torch.cat(engine.score(sequences, lengths, temperature)),
+    }
+    return Drawn(sequences, lengths, points)
+
+
+def learner_points(
+    model: Transformer, format: str, drawn: Drawn, temperature: float, forward: str = "dense"
+) -> dict[str, Tensor]:
+    """The learner's points on the way from an engine in `format` (see the top), in order: log-probs
+    [N]. The model is aligned with the engine afterwards. forward: the learner's (`train.forward`)."""
+
+    def scored() -> Tensor:
+        return torch.cat(score(model, drawn.sequences, drawn.prompt_lens, temperature)).cpu()
+
+    _align(model, format)
+    points = {"aligned": scored()}
+    own = "dense" if forward in ("aligned", format) else forward
+    with aligned.suspended(model):
+        if own != "dense":
+            aligned.align(model, own)
+        last = scored()
+    codes = [linear.aligned for _, linear in model.linears() if linear.aligned is not None]
+    if any(get_format(one.format).rounds_activations for one in codes):
+        if (
+            own == "dense" and model.weight_format is not None
+        ):  # a base of LoRA: it is what is shared
+            points["quantized"] = last
+        else:
+            with aligned.dequantized(model):
+                points["quantized"] = scored()
+    return points | {own: last}
 
 
 def _align(model: Transformer, format: str) -> None:
@@ -318,6 +374,6 @@ def _notes(cfg: RunConfig) -> list[str]:
     if cfg.train.lora:
         notes.append(
             "LoRA: the learner's base is the engine's, so weights is the arithmetic of the product "
-            "alone"
+            "alone, and rounding what the engine does to activations"
         )
     return notes

@@ -1,14 +1,15 @@
 """The guard: alarms on the mismatch of a step, and what the following steps do differently.
 
     ess         mismatch/ess below a bound
-    kl          moving average of mismatch/kl_k3 above `kl_growth` times its first steps, and above `kl_floor`
+    kl          moving average of mismatch/kl_k3 above `kl_growth` times its first steps, and above `kl_floor`;
+                or above `kl_above`, in the first steps too
     rejected    correction/rejected_fraction or rejected_sequence_fraction above a bound
     ratio       mismatch/weight_max above a bound
     nonfinite   one of these is not finite, or an update was skipped because it was not
 
 The average is m <- m + (x - m) / 10; the first steps are the BASELINE steps of rollouts of one
 kind: after the start, a fallback, or the begin of a stage of the run or of its noise, which shifts
-the mismatch as it was asked to. A stage of so few steps has no `kl`. After `patience` steps in a
+the mismatch as it was asked to. A stage of so few steps has no growth. After `patience` steps in a
 row with any alarm comes the action, and the count begins again:
 
     warn        says so
@@ -34,6 +35,10 @@ BASELINE = 5  # steps whose mean KL is the level to grow from
 HORIZON = 10  # steps of the moving average
 MAX_TIGHTENED = 3  # more would leave no room to learn
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
+TOO_FAR = (
+    "weights pay for that with most of the batch; let the rollouts have more bits (a wider format, or "
+    "a budget: rollout.weights {max_kl: 0.02}) or a larger cache, and ask lowroll diagnose for the cause"
+)
 STAGE = ("rollout/noise_sigma", "rollout/stage")  # a baseline holds as long as these do
 WATCHED = ("mismatch/ess", "mismatch/kl_k3", "mismatch/weight_max")
 
@@ -65,6 +70,7 @@ class GuardSettings:
     ess_below: float | None = 0.3
     kl_growth: float | None = 10.0
     kl_floor: float = 2e-3
+    kl_above: float | None = 0.1
     rejected_above: float | None = 0.5
     ratio_above: float | None = 1e3
     nonfinite: bool = True
@@ -152,7 +158,13 @@ class Guard:
                 f"{rejected:.0%} of the tokens or sequences are rejected, above "
                 f"{s.rejected_above:.0%}"
             )
-        if math.isfinite(kl) and self._follow(kl):
+        has_grown = math.isfinite(kl) and self._follow(kl)
+        if math.isfinite(kl) and s.kl_above is not None and self.average > s.kl_above:
+            rung["kl"] = (
+                f"mismatch/kl_k3 averages {self.average:.3g} nats a token, above {s.kl_above:g}: "
+                f"{TOO_FAR}"
+            )
+        elif has_grown:
             rung["kl"] = (
                 f"mismatch/kl_k3 averages {self.average:.3g}, over {s.kl_growth:g} times the "
                 f"{self.baseline:.3g} of its first steps"

@@ -29,6 +29,7 @@ from lowroll.kernels import checksum
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Block, Transformer
+from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 
 
@@ -117,6 +118,17 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
     finally:
         for linear, codes in before:
             linear.aligned = codes
+
+
+@contextmanager
+def dequantized(model: Transformer) -> Iterator[Transformer]:
+    """The forward of an aligned model on the matrices that its codes stand for, with activations as
+    they are, inside the block. It takes a dense copy of the weights; the codes are kept."""
+    codes = [linear.aligned for _, linear in model.linears()]
+    with suspended(model):
+        for (_, linear), one in zip(model.linears(), codes, strict=True):
+            linear.aligned = None if one is None else over(one.dequantize(model.dtype))
+        yield model
 
 
 def _quantize(name: str, linear: Linear, format: str) -> QTensor:

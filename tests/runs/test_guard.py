@@ -106,13 +106,35 @@ def test_the_trend_of_the_kl() -> None:
     for step in range(20):
         assert rung(missing, **{"mismatch/kl_k3": 1e-3 if step < 9 else math.nan}) <= {"nonfinite"}
     assert missing.average == pytest.approx(1e-3)
-    assert all(rung(guard(kl_growth=None), **{"mismatch/kl_k3": kl}) == set() for kl in (1e-3, 1.0))
+    off = guard(kl_growth=None, kl_above=None)
+    assert all(rung(off, **{"mismatch/kl_k3": kl}) == set() for kl in [1e-3] * 9 + [1.0] * 9)
+
+
+def test_a_run_that_starts_too_far_away_is_told_from_its_first_step_on() -> None:
+    """Growth is silent there: SmolLM2 in int4 has 1.4 nats, in nvfp4 0.33, in int8 0.05."""
+    for kl, loud in ((1.4, True), (0.33, True), (0.1001, True), (0.1, False), (0.05, False)):
+        for bound, expected in ((0.1, loud), (None, False), (2.0, False)):
+            watch = guard(kl_above=bound)
+            assert all(
+                rung(watch, **{"mismatch/kl_k3": kl}) == ({"kl"} if expected else set())
+                for _ in range(20)
+            )
+    _, (told,) = guard().look({**QUIET, "mismatch/kl_k3": 1.4})
+    assert told.startswith("kl: mismatch/kl_k3 averages 1.4 nats a token, above 0.1: ")
+    assert "rollout.weights {max_kl: 0.02}" in told and "lowroll diagnose" in told
+    watch = guard(action="fallback", patience=2)
+    assert [rung(watch, **{"mismatch/kl_k3": kl}) for kl in (1.4, 1.4, 0.05)] == [{"kl"}] * 2 + [
+        set()
+    ]
+    assert (watch.weights, watch.average) == ("fp8", 0.05)  # other rollouts, another average
+    spike = guard()  # one token in a batch is no level: the average of five quiet steps forgets it
+    assert [rung(spike, **{"mismatch/kl_k3": kl}) for kl in (*[0.02] * 5, 0.5, 0.02)] == [set()] * 7
 
 
 def test_a_baseline_belongs_to_its_stage() -> None:
     """Noise that the user asked for is no growth; a shift within a stage is; and a falling sigma
     lowers the bound."""
-    watch, sigma = guard(action="fallback"), "rollout/noise_sigma"
+    watch, sigma = guard(action="fallback", kl_above=None), "rollout/noise_sigma"
     for level, noise in ((1e-4, 0.0), (0.2, 5e-2), (0.1, 3e-2), (1e-3, 5e-3)):
         for _ in range(10):
             assert rung(watch, **{"mismatch/kl_k3": level, sigma: noise}) == set()

@@ -194,6 +194,22 @@ def test_what_is_published_is_the_learners_own(
         assert own == theirs if with_lora else not own & theirs  # rollouts outlive the next update
 
 
+@pytest.mark.parametrize("format", ["int8", "nvfp4"])
+def test_what_the_codes_stand_for_is_multiplied_without_rounding_activations(
+    folder: Path, format: str
+) -> None:
+    model, want = learner(folder, format), logits(quantize_base(hf.load(folder), format))
+    codes = [linear.aligned for _, linear in model.linears()]
+    rounded = logits(model)
+    with aligned.dequantized(model):
+        got = logits(model)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert ((got - rounded).abs().max() > 1e-3) == (format == "int8")
+    kept = [linear.aligned for _, linear in model.linears()]
+    assert all(one is same for one, same in zip(codes, kept, strict=True))
+    assert torch.equal(logits(model), rounded)
+
+
 def test_codes_are_fixed_between_updates_and_follow_them(folder: Path) -> None:
     model = learner(folder, "int8")
     codes, places = (

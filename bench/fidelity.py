@@ -1,0 +1,471 @@
+"""Every weight format on a real model: how far its rollouts are from the learner, and what they cost.
+
+SmolLM2-135M-Instruct by default: its activations have outliers, as those of larger pretrained models
+have, and those of models that we train ourselves have not. For each way of `WAYS`:
+
+    bits, bytes         of the linear weights, scales included
+    weights             KL of the dense model's next-token distribution to that of the dequantized weights,
+                        activations as they are; all tokens of the texts, the whole vocabulary
+    with activations    the same to the learner's forward in the format's own arithmetic (aligned)
+    decode -> prefill   KL (k3) on tokens that the engine drew at temperature 1, between their log-probs as they
+                        were drawn and the engine's own score of the same sequence
+    decode -> learner   KL (k3), effective sample size and mean |dlogp| on these tokens, to the dense learner
+    cut                 share of the summed weight (learner over engine) that a cap of 2 takes away (TIS, ACR)
+    decode -> base      the same KL and ESS to a learner that shares the codes as its frozen base (LoRA)
+    speed               decoded tokens a second over the reference's (float32 on a CPU, bfloat16 on a GPU) with 1
+                        and 16 rows, in turns; coarse
+
+    python -m bench.fidelity [--model smollm2] [--device cpu] [--formats int8 nvfp4 ...] [--tokens 512]
+
+k3 is noisy where few tokens carry most of it (an ESS below 0.5): the KL over whole distributions is the
+one to compare formats by. All but the speed repeats on one machine with the same number of threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bench.record import BASELINES, Row, interleave, merge, show
+from lowroll.engine.native import NativeEngine, pick_device
+from lowroll.model import hf
+from lowroll.model.attention import varlen
+from lowroll.model.folder import resolve
+from lowroll.model.scoring import score
+from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
+from lowroll.model.transformer import Transformer
+from lowroll.objectives.mismatch import mismatch
+from lowroll.quant.formats import QTensor
+from lowroll.quant.table import low_bit
+from lowroll.runs.diagnose import Drawn, draw, learner_points
+from lowroll.types import Request
+from lowroll.weights.publish import quantize_base
+
+# A way to low bits: it puts a dense model's linear weights into codes, for good, and returns the
+# format that engine and aligned learner multiply in. One that calibrates takes `Bench.calibration`.
+Way = Callable[[Transformer, "Bench"], str]
+
+
+def plain(format: str, model: Transformer, bench: Bench) -> str:
+    """Round to nearest, as each publication does."""
+    quantize_base(model, format)
+    return format
+
+
+WAYS: dict[str, Way] = {name: partial(plain, name) for name in ("bf16", *low_bit())}
+
+CHUNK = 128  # positions whose distributions are compared at once
+SPEED_TOKENS = {1: 16, 16: 8}  # decoded tokens of each row, by rows
+ROUNDS = 2
+CAP = 2.0  # of `loss.cap`
+COLUMNS = {  # name of a stored value: its unit
+    "bits": "bits a weight",
+    "bytes": "MB",
+    "weights": "nats a token",
+    "with activations": "nats a token",
+    "decode -> prefill": "nats a token",
+    "decode -> learner": "nats a token",
+    "mean |dlogp|": "nats",
+    "ESS": "",
+    "cut": "of the weight",
+    "decode -> base": "nats a token",
+    "ESS to base": "",
+}
+# what issue 31 asks of formats on SmolLM2: KL with activations, at most
+MUST = {
+    "int8_rotated": (7e-3, 3e-3),
+    "fp8_block": (2.5e-2, None),
+}
+WHY_MISSED = {
+    "fp8_block": "e4m3 has three bits of mantissa whatever its scale: the weights alone have nearly all of "
+    "the bound, and activations in groups of 64, 32 or 16 instead of 128 gain next to nothing (docs/results.md)",
+}
+# what the dense model answers to calibrate on; other prompts than those that are measured
+CALIBRATION = (
+    "Describe a market in the morning.",
+    "Sam has 15 marbles, loses 4 and wins 9. How many has he then? Explain each step.",
+    "How does a refrigerator keep food cold?",
+    "Write a Python function that reverses the words of a sentence.",
+    "What should one pack for three days in the mountains?",
+    "Give three reasons to learn a second language.",
+    "Translate into French, and explain the grammar: The children have eaten all the apples.",
+    "Summarise how a bill becomes a law.",
+)
+
+# Questions and answers of our own, so that the command runs anywhere; `--prompts` reads others.
+TEXTS = (
+    (
+        "A baker makes 12 trays of 8 rolls and sells 5 rolls to each of 14 customers. How many rolls "
+        "are left?",
+        "The baker makes 12 * 8 = 96 rolls. The customers take 14 * 5 = 70 of them. So 96 - 70 = 26 "
+        "rolls are left.",
+    ),
+    (
+        "Why does bread rise in the oven?",
+        "Yeast eats the sugar in the dough and gives off carbon dioxide. The gas stays in small "
+        "bubbles, because kneading has made the gluten in the flour elastic. In the heat of the oven "
+        "the bubbles grow and the water in them turns to steam, until the crust sets.",
+    ),
+    (
+        "Write a short note that asks a neighbour to water the plants for a week.",
+        "Dear Anna,\n\nwe are away from Saturday to the Sunday after. Could you water the plants on "
+        "the balcony every second evening? The can stands behind the door, and the key is where it "
+        "was last time. We will bring you cheese from the mountains.\n\nMany thanks,\nPaul",
+    ),
+    (
+        "A train leaves at 9:40 and needs 2 hours and 35 minutes. It stops for 15 minutes on the way. "
+        "When does it arrive?",
+        "The journey takes 2 hours and 35 minutes, and the stop 15 minutes more, together 2 hours and "
+        "50 minutes. From 9:40 that leads to 12:30. The train arrives at 12:30.",
+    ),
+    (
+        "Explain what a hash table is to someone who can program a little.",
+        "A hash table stores pairs of a key and a value in an array. A function turns each key into a "
+        "number, and the number says where in the array the pair belongs. To find a value again, you "
+        "compute the number of its key and look there. Two keys may get the same place; then both "
+        "stand in a short list that is searched one by one. With enough places the lists stay short, "
+        "so that a look-up takes about the same time however many pairs there are.",
+    ),
+    (
+        "Name three rivers that flow into the North Sea, and say where each one rises.",
+        "The Rhine rises in the Swiss Alps, the Elbe in the Giant Mountains of the Czech Republic, and "
+        "the Thames in the Cotswold Hills in England.",
+    ),
+    (
+        "Lena has twice as many stamps as Omar. Together they have 72. How many does each of them have?",
+        "Let x be the number of Omar's stamps. Lena has 2x, so 3x = 72 and x = 24. Omar has 24 stamps, "
+        "and Lena has 48.",
+    ),
+    (
+        "What is wrong with this function?\n\ndef mean(values):\n    return sum(values) / len(values)",
+        "For an empty list len(values) is 0, and the division raises ZeroDivisionError. Decide what an "
+        "empty list should give, and say so:\n\ndef mean(values):\n    if not values:\n        raise "
+        'ValueError("mean of no values")\n    return sum(values) / len(values)',
+    ),
+)
+
+
+# -- what is measured on ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """Texts as ids, for whole distributions, and prompts as ids, to draw from."""
+
+    texts: list[list[int]]
+    prompts: list[list[int]]
+
+
+def work(chat: ChatTokenizer, file: Path | None, count: int = 8, longest: int = 192) -> Work:
+    """The built-in texts, or the first `count` rows of a JSON Lines file with `question` and
+    `answer`."""
+    pairs = list(TEXTS)
+    if file is not None:
+        rows = [json.loads(line) for line in file.read_text().splitlines()[:count]]
+        pairs = [(row["question"], row["answer"]) for row in rows]
+    asked = [[{"role": "user", "content": question}] for question, _ in pairs]
+    prompts = [chat.encode_chat(messages) for messages in asked]
+    texts = [
+        (prompt + chat.encode_response(answer))[:longest]
+        for prompt, (_, answer) in zip(prompts, pairs, strict=True)
+    ]
+    return Work(texts, prompts)
+
+
+# -- distances -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def hidden_states(model: Transformer, texts: list[list[int]]) -> Tensor:
+    """The last hidden states [T, D] of all texts, packed."""
+    lengths = [len(ids) for ids in texts]
+    ids_T = torch.tensor([token for ids in texts for token in ids], device=model.device)
+    pos_T = torch.cat([torch.arange(length, device=model.device) for length in lengths])
+    return model(ids_T, pos_T, varlen(lengths, model.device))
+
+
+@torch.no_grad()
+def log_probs(model: Transformer, hidden_TD: Tensor) -> Iterator[Tensor]:
+    """The next token's distribution at each position, CHUNK positions at a time: [CHUNK, V]."""
+    for hidden in hidden_TD.split(CHUNK):
+        yield model.logits(hidden).float().log_softmax(-1)
+
+
+@torch.no_grad()
+def divergence(truth: list[Tensor], model: Transformer, texts: list[list[int]]) -> float:
+    """Mean over positions of KL(truth || model) over the whole vocabulary."""
+    total = 0.0
+    for p, q in zip(truth, log_probs(model, hidden_states(model, texts)), strict=True):
+        total += float((p.exp() * (p - q)).sum(-1).double().sum())
+    return total / sum(map(len, texts))
+
+
+def compare(points: Mapping[str, Tensor], start: str, stop: str, drawn: Drawn) -> dict[str, float]:
+    found = mismatch(
+        learner=points[stop],
+        behavior=points[start],
+        mask=torch.ones_like(drawn.segments),
+        segments=drawn.segments,
+    )
+    weight = (points[stop] - points[start]).double().exp()
+    cut = float((weight - CAP).clamp(min=0).sum() / weight.sum())
+    return {name.removeprefix("mismatch/"): value for name, value in found.items()} | {"cut": cut}
+
+
+# -- a way -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """What all ways are compared with: the dense model, its distributions on the texts, an engine."""
+
+    folder: Path
+    device: torch.device
+    work: Work
+    truth: Transformer
+    log_probs: list[Tensor]
+    reference: NativeEngine
+    tokens: int
+    chat: ChatTokenizer
+
+    @cached_property
+    def calibration(self) -> list[list[int]]:
+        """What the dense model answers to `CALIBRATION`, with the prompts."""
+        asked = [[{"role": "user", "content": text}] for text in CALIBRATION]
+        requests = [
+            Request(self.chat.encode_chat(messages), max_tokens=96, seed=11, id=str(i))
+            for i, messages in enumerate(asked)
+        ]
+        return [
+            group.request.prompt_ids + group.rollouts[0].token_ids
+            for group in self.reference.generate(requests)
+        ]
+
+    def engine(self, model: Transformer, format: str) -> NativeEngine:
+        longest = max(map(len, self.work.prompts)) + self.tokens // len(self.work.prompts) + 32
+        return NativeEngine(
+            model, format, device=self.device, cache_tokens=16 * longest, max_batch=16
+        )
+
+
+def measure(bench: Bench, way: Way) -> tuple[dict[str, float], dict[int, list[float]]]:
+    """The values of `COLUMNS`, and the ratios of speed of each round by rows."""
+    model = load(bench.folder, bench.device)
+    format = way(model, bench)
+    matrices = [linear.weight for _, linear in model.linears()]
+    assert all(isinstance(matrix, QTensor) for matrix in matrices)
+    bytes = sum(matrix.nbytes for matrix in matrices)
+    values = {
+        "bits": 8 * bytes / sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
+        "bytes": bytes / 1e6,
+        "weights": divergence(bench.log_probs, model, bench.work.texts),
+    }
+    with closing(bench.engine(model, format)) as engine:
+        speed = {rows: ratios(bench, engine, rows) for rows in SPEED_TOKENS}
+        drawn = draw(engine, requests(bench), 1.0)
+    del engine  # and with it what its kernels derived from the codes
+    gc.collect()
+    points = drawn.points | learner_points(model, format, drawn, 1.0)
+    points["base"] = points.pop("dense")
+    points["dense"] = torch.cat(score(bench.truth, drawn.sequences, drawn.prompt_lens)).cpu()
+    values["with activations"] = divergence(bench.log_probs, model, bench.work.texts)
+    decode, learner, base = (
+        compare(points, "decode", stop, drawn) for stop in ("prefill", "dense", "base")
+    )
+    return values | {
+        "decode -> prefill": decode["kl_k3"],
+        "decode -> learner": learner["kl_k3"],
+        "mean |dlogp|": learner["logp_diff_mean"],
+        "ESS": learner["ess"],
+        "cut": learner["cut"],
+        "decode -> base": base["kl_k3"],
+        "ESS to base": base["ess"],
+    }, speed
+
+
+def load(folder: Path, device: torch.device) -> Transformer:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return hf.load(folder, device, dtype).requires_grad_(False)
+
+
+def requests(bench: Bench) -> list[Request]:
+    """One sample a prompt, together at most as many tokens as there are to be drawn."""
+    most = bench.tokens // len(bench.work.prompts)
+    return [
+        Request(ids, max_tokens=most, seed=7, id=str(i)) for i, ids in enumerate(bench.work.prompts)
+    ]
+
+
+def ratios(bench: Bench, engine: NativeEngine, rows: int) -> list[float]:
+    """Decode speed over the reference's in each round, in turns; prompts are counted in."""
+    work = [Request(bench.work.prompts[0], n=rows, max_tokens=SPEED_TOKENS[rows], ignore_eos=True)]
+    sides = {
+        "other": partial(bench.reference.generate, work),
+        "ours": partial(engine.generate, work),
+    }
+    sides["ours"]()
+    seconds = interleave(sides, ROUNDS)
+    return [other / ours for other, ours in zip(seconds["other"], seconds["ours"], strict=True)]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    torch.set_num_threads(args.threads)
+    began = time.monotonic()
+    folder = resolve(args.model)
+    truth = load(folder, args.device)
+    chat = ChatTokenizer(load_tokenizer(folder))
+    given = work(chat, args.prompts)
+    reference = NativeEngine(truth, dense_format(args.device), cache_tokens=4096, max_batch=16)
+    wanted = list(log_probs(truth, hidden_states(truth, given.texts)))
+    bench = Bench(folder, args.device, given, truth, wanted, reference, args.tokens, chat)
+    file = "fidelity" if args.device.type == "cpu" else "fidelity-gpu"
+    rows: list[Row] = []
+    for name in args.formats:
+        gc.collect()  # the last way's model and engine
+        found = rows_of(args.name, name, *measure(bench, WAYS[name]))
+        rows += found
+        seconds = time.monotonic() - began
+        path = merge(
+            file,
+            found,
+            args.out,
+            tokens=args.tokens,
+            texts=sum(map(len, given.texts)),
+            prompts="built in" if args.prompts is None else args.prompts.name,
+            reference=dense_format(args.device),
+        )
+        print(f"{name}: {seconds:.0f} s so far", file=sys.stderr)
+    met = show(f"Formats on {args.name}", [row for row in rows if row.must is not None])
+    print_table(read_table(json.loads(path.read_text())))
+    print(f"{path}, {seconds:.0f} s")
+    return 0 if met else 1
+
+
+def dense_format(device: torch.device) -> str:
+    return "fp32" if device.type == "cpu" else "bf16"
+
+
+def rows_of(
+    model: str, way: str, values: Mapping[str, float], speed: Mapping[int, list[float]]
+) -> list[Row]:
+    """What is stored of a way, a row a column."""
+    found = [
+        Row(f"{model} {way}: {column}", unit, values[column]) for column, unit in COLUMNS.items()
+    ]
+    must, aim = MUST.get(way, (None, None)) if model == "smollm2" else (None, None)
+    found = [
+        replace(row, must=must, aim=aim, goal="ours at most")
+        if row.name.endswith("with activations")
+        else row
+        for row in found
+    ]
+    found = [
+        replace(row, note=WHY_MISSED.get(way, "")) if row.verdict == "missed" else row
+        for row in found
+    ]
+    return found + [
+        Row(
+            f"{model} {way}: speed, {rows} rows",
+            "of the reference",
+            statistics.median(each),
+            spread=(min(each), max(each)),
+        )
+        for rows, each in speed.items()
+    ]
+
+
+HEAD = (
+    "format",
+    "bits",
+    "MB",
+    "KL: weights",
+    "KL: with activations",
+    "decode -> prefill",
+    "decode -> learner",
+    "mean abs dlogp",
+    "ESS",
+    "cut",
+    "decode -> shared base (LoRA)",
+    "ESS",
+    "speed, 1 / 16 rows",
+)
+
+
+def read_table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The stored rows as lines of `HEAD`, a way a line, in the order of `WAYS`."""
+    found: dict[str, dict[str, float]] = {}
+    for row in record["rows"]:
+        name, column = row["name"].rsplit(": ", 1)
+        found.setdefault(name, {})[column] = row["ours"]
+    order = [*WAYS]
+    places = {name: order.index(way) for name in found if (way := name.split(" ", 1)[1]) in order}
+    names = sorted(found, key=lambda name: (name.split(" ")[0], places.get(name, len(order))))
+    return [line(name, found[name]) for name in names]
+
+
+def line(name: str, values: Mapping[str, float]) -> tuple[str, ...]:
+    """One way's cells."""
+    nats = ("weights", "with activations", "decode -> prefill", "decode -> learner")
+    speed = " / ".join(f"{values[f'speed, {rows} rows']:.2f}x" for rows in SPEED_TOKENS)
+    return (
+        name,
+        f"{values['bits']:.3g}",
+        f"{values['bytes']:.0f}",
+        *(f"{values[column]:.1e}" for column in nats),
+        f"{values['mean |dlogp|']:.2g}",
+        f"{values['ESS']:.3f}",
+        f"{values['cut']:.1%}",
+        f"{values['decode -> base']:.1e}",
+        f"{values['ESS to base']:.3f}",
+        speed,
+    )
+
+
+def print_table(lines: list[tuple[str, ...]]) -> None:
+    table = Table(*HEAD)
+    for cells in lines:
+        table.add_row(*cells)
+    console = Console()
+    console.width = max(console.width, 150)
+    console.print(table)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Weight formats on a real model.")
+    parser.add_argument("--model", default="smollm2", help="a folder, a hub id, or smollm2")
+    parser.add_argument("--name", help="what rows call the model; default: by --model")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--formats", nargs="+", default=list(WAYS), choices=WAYS, metavar="NAME")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens that a format draws")
+    parser.add_argument(
+        "--prompts", type=Path, help="JSON Lines with question and answer; default: built in"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="results depend on it")
+    parser.add_argument("--out", type=Path, default=BASELINES)
+    args = parser.parse_args(argv)
+    args.device = pick_device(args.device)
+    args.name = args.name or Path(args.model).name
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
