@@ -103,10 +103,15 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         found.lines.append(_vllm_memory(cfg, compute))
     if beside is not None and works is not None and placed is not None:
         planner = Planner.now(compute, model, works, beside, _share(cfg, placed))
-        now = found.attempt(lambda: sizes.chosen(planner, cfg)) or cfg
-        found.notes += [note for note in now.notes if note not in cfg.notes]
-        _memory(found, found.attempt(lambda: planner.plan(now)), lambda _: fit.advice(planner, now))
+        _plan(found, planner, cfg)
     return found
+
+
+def _plan(found: Findings, planner: Planner, cfg: RunConfig) -> None:
+    """Tell the memory of the run, with the sizes of its passes filled in."""
+    now = found.attempt(lambda: sizes.chosen(planner, cfg)) or cfg
+    found.notes += [note for note in now.notes if note not in cfg.notes]
+    _memory(found, found.attempt(lambda: planner.plan(now)), lambda _: fit.advice(planner, now))
 
 
 def _share(cfg: RunConfig, placed: devices.Placement) -> Share:
