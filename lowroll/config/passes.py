@@ -3,10 +3,13 @@ smaller on a CPU)."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import Field
 
 from lowroll.config.section import Section
 
+Recomputed = bool | Annotated[float, Field(ge=0, le=1)] | None
 SIZES: dict[str, Any] = {
     "tokens_per_microbatch": 8192,
     "activation_checkpointing": False,

@@ -39,7 +39,7 @@ from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
 from lowroll.config.noise import NoiseConfig, noise_problems
-from lowroll.config.passes import Passes
+from lowroll.config.passes import Passes, Recomputed
 from lowroll.config.ray import RayConfig
 from lowroll.config.roles import (
     AsynchronyConfig,
@@ -194,7 +194,7 @@ class TrainConfig(Passes):
     weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
     # true: whole layers are made again in the backward pass; a number: the gate-up product of this
     # share of them; null: false, and true on a CPU where smaller micro-batches are not enough
-    activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] | None = None
+    activation_checkpointing: Recomputed = None
     # tokens whose logits exist at a time; null: 1024, and 256 on a CPU where that saves memory
     logprob_chunk: Count | None = None
     # the learner attends to what a bounded cache held, and so scores the sparse policy itself
