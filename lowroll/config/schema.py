@@ -39,6 +39,7 @@ from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
 from lowroll.config.noise import NoiseConfig, noise_problems
+from lowroll.config.passes import Passes, Recomputed
 from lowroll.config.ray import RayConfig
 from lowroll.config.roles import (
     AsynchronyConfig,
@@ -157,15 +158,7 @@ class DapoConfig(Section):
     overlong_cache: Count | None = None  # Lc: the penalty starts at Lmax - Lc
 
 
-# of a learner's passes, where the file leaves them open (`runs.memory.sizes` makes them smaller)
-SIZES: dict[str, Any] = {
-    "tokens_per_microbatch": 8192,
-    "activation_checkpointing": False,
-    "logprob_chunk": 1024,
-}
-
-
-class TrainConfig(Section):
+class TrainConfig(Passes):
     """The learner. One batch gives `minibatches` optimiser updates."""
 
     max_steps: Count = 100  # steps of the run
@@ -203,7 +196,7 @@ class TrainConfig(Section):
     weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
     # true: whole layers are made again in the backward pass; a number: the gate-up product of this
     # share of them; null: false, and true on a CPU where smaller micro-batches are not enough
-    activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] | None = None
+    activation_checkpointing: Recomputed = None
     # tokens whose logits exist at a time; null: 1024, and 256 on a CPU where that saves memory
     logprob_chunk: Count | None = None
     # the learner attends to what a bounded cache held, and so scores the sparse policy itself
@@ -215,17 +208,6 @@ class TrainConfig(Section):
     lora_target_modules: Annotated[
         tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(unique)
     ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-    @property
-    def longest(self) -> int:
-        """Tokens that a prompt and its response must fit in."""
-        return self.tokens_per_microbatch or SIZES["tokens_per_microbatch"]
-
-    def sized(self) -> TrainConfig:
-        """A copy whose open sizes have the numbers of a device with room for them."""
-        return self.model_copy(
-            update={key: size for key, size in SIZES.items() if getattr(self, key) is None}
-        )
 
 
 class ScoreConfig(Section):

@@ -28,7 +28,7 @@ from lowroll.quant.scheme import INT8_TOKENS, Scheme, arguments
 class Int8Rotated(Int8):
     name = ROTATED
     summary = (
-        "int8 after a Hadamard rotation of the features, in blocks of 64: faithful to outliers"
+        "int8 after a Hadamard rotation of the features, in blocks: faithful to outliers"
     )
     rows = ROTATED
     scheme = Scheme("int-quantized", arguments(8, "int", "channel"), INT8_TOKENS, rotated=True)

@@ -105,9 +105,7 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         found.lines.append(_vllm_memory(cfg, compute))
     if beside is not None and works is not None and placed is not None:
         planner = Planner.now(compute, model, works, beside, _share(cfg, placed))
-        now = found.attempt(lambda: sizes.chosen(planner, cfg)) or cfg
-        found.notes += [note for note in now.notes if note not in cfg.notes]
-        _memory(found, found.attempt(lambda: planner.plan(now)), lambda _: fit.advice(planner, now))
+        _plan(found, planner, cfg)
     return found
 
 
@@ -120,6 +118,14 @@ def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
         f"the memory is that of {eight_bits()}"
     )
     return budget.with_weights(cfg, eight_bits())
+
+
+def _plan(found: Findings, planner: Planner, cfg: RunConfig) -> None:
+    """Tell the memory of the run, with the sizes of its passes filled in."""
+    alone = cfg.launcher == "none"  # roles take the plain sizes
+    now = (found.attempt(lambda: sizes.chosen(planner, cfg)) if alone else None) or cfg
+    found.notes += [note for note in now.notes if note not in cfg.notes]
+    _memory(found, found.attempt(lambda: planner.plan(now)), lambda _: fit.advice(planner, now))
 
 
 def _share(cfg: RunConfig, placed: devices.Placement) -> Share:

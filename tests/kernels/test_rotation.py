@@ -12,14 +12,14 @@ from torch import Tensor
 from lowroll.kernels.fused import swiglu
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.swiglu import silu_mul
-from lowroll.kernels.quantize import avx2, quantize8, rotation, rows
+from lowroll.kernels.quantize import avx2, quantize8, rows
 from lowroll.kernels.quantize.rotation import rotate, width
 from lowroll.kernels.quantize.rows import ROTATED, Rows, quantize_rows
 from lowroll.quant.formats import get_format
 from tests.fixtures.compiled import built
 from tests.fixtures.norms import EPS, plain, product, random
 
-SIZES = (576, 1536, 516, 528, 1028, 4864)  # of blocks of 64, 16 and 4, with rests of 4 and 16
+SIZES = (576, 1536, 516, 528, 1028, 4864)  # of blocks of 256, 64, 16 and 4, with rests of 4 and 16
 
 
 def sylvester(size: int) -> Tensor:
@@ -39,7 +39,8 @@ def loud(*shape: int) -> Tensor:
 
 def test_widths_are_powers_of_four_that_divide_the_row() -> None:
     sizes = (1, 2, 4, 12, 16, 32, 37, 48, 64, 128, 576, 896, 1536, 3584, 18944)
-    assert [width(n) for n in sizes] == [1, 1, 4, 4, 16, 16, 1, 16, 64, 64, 64, 64, 64, 64, 64]
+    widths = [1, 1, 4, 4, 16, 16, 1, 16, 64, 64, 64, 64, 256, 256, 256]
+    assert [width(n) for n in sizes] == widths
 
 
 def test_by_hand() -> None:
@@ -49,7 +50,7 @@ def test_by_hand() -> None:
     assert torch.equal(rotate(odd), odd)
 
 
-@pytest.mark.parametrize("size", [4, 16, 64])
+@pytest.mark.parametrize("size", [4, 16, 64, 256])
 def test_it_is_sylvesters_matrix_over_its_root_and_its_own_inverse(size: int) -> None:
     x = random(5, 3 * size)
     blocks = x.view(5, 3, size).double() @ sylvester(size).double()
@@ -84,7 +85,7 @@ def test_a_number_that_is_not_finite_shows_in_the_scale(bad: float) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("size", [36, 48, 192, 37])
+@pytest.mark.parametrize("size", [36, 48, 192, 512, 37])
 def test_kernels_that_round_rotate_before(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, gate (in two launches and in one), and rows in one piece and in several."""
     x, update, weight = loud(4, size), random(4, size, seed=3), random(size, seed=2)
@@ -97,7 +98,7 @@ def test_kernels_that_round_rotate_before(size: int, monkeypatch: pytest.MonkeyP
         lambda: silu_mul(product(4, 2 * size, torch.int32, torch.float32), ROTATED),
     ]
     got = [call() for call in calls]
-    for name, value in (("LONG", 1), ("MANY", 1), ("PIECE", 64)):
+    for name, value in (("LONG", 1), ("MANY", 1), ("PIECE", 256)):
         monkeypatch.setattr(rows, name, value)
     monkeypatch.setattr(swiglu, "WHOLE", 1)
     in_pieces = [call() for call in calls]
@@ -114,12 +115,12 @@ def test_kernels_that_round_rotate_before(size: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("longest", [4096, 64])
+@pytest.mark.parametrize("longest", [4096, 256])
 def test_weights_in_one_launch_are_the_formats_bytes(
     longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantize8, "LONGEST", longest)
-    for shape in ((3, 256), (5, 36), (17, 33), (1, 192)):
+    for shape in ((3, 256), (5, 36), (17, 33), (1, 192), (2, 768)):
         w = random(*shape)
         codes, scale = torch.full(shape, 77, dtype=torch.int8), torch.full((shape[0], 1), -1.0)
         quantize8.quantize_rows_into(w, codes, scale, ROTATED)
@@ -159,4 +160,3 @@ def test_an_outlier_costs_its_neighbours_less() -> None:
         for name in ("int8", ROTATED)
     }
     assert error[ROTATED] < 0.3 * error["int8"]
-    assert rotation.WIDEST == 64

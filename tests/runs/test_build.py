@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lowroll.config import RunConfig, from_mapping
-from lowroll.config.schema import SIZES
+from lowroll.config.passes import SIZES
 from lowroll.config.section import Section
 from lowroll.model.spec import spec_from_config
 from lowroll.orchestrator.filters import Gibberish, Repetition

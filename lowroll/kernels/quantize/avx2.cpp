@@ -26,9 +26,9 @@ static INLINE __m256 four(__m256 v) {
     return _mm256_add_ps(low, _mm256_xor_ps(high, signs_2));
 }
 
-// The rotation of `width` (4, 16 or 64) features at a time; K is a multiple of it.
+// The rotation of `width` (4, 16, 64 or 256) features at a time; K is a multiple of it.
 static INLINE void rotate(const float* x, float* y, int K, int width) {
-    const __m256 inverse = _mm256_set1_ps(width == 4 ? 0.5f : width == 16 ? 0.25f : 0.125f);
+    const __m256 inverse = _mm256_set1_ps(width == 4 ? 0.5f : width == 16 ? 0.25f : width == 64 ? 0.125f : 0.0625f);
     int k = 0;
     for (; k + 8 <= K; k += 8) _mm256_storeu_ps(y + k, four(_mm256_loadu_ps(x + k)));
     if (k < K) {  // the last four of a row

@@ -46,7 +46,7 @@ def supports(x: Tensor) -> Support:
 
 
 def rotate(x: Tensor, width: int) -> Tensor:
-    """Return x [..., K] rotated in blocks of `width` features: 4, 16 or 64, which divide K."""
+    """Return x [..., K] rotated in blocks of `width` features: 4, 16, 64 or 256, which divide K."""
     x = x.contiguous()
     rotated = torch.empty_like(x)
     _run(x, rotated, None, None, width)

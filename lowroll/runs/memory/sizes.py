@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from lowroll.config import RunConfig
-from lowroll.config.schema import SIZES, TrainConfig
+from lowroll.config.passes import SIZES
+from lowroll.config.schema import TrainConfig
 from lowroll.model.transformer import Transformer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.memory.plan import Plan, Planner, plan_sft, shown

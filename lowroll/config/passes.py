@@ -1,0 +1,32 @@
+"""The sizes of a learner's passes, where the file leaves them open (`runs.memory.sizes` makes them
+smaller on a CPU)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field
+
+from lowroll.config.section import Section
+
+Recomputed = bool | Annotated[float, Field(ge=0, le=1)] | None
+SIZES: dict[str, Any] = {
+    "tokens_per_microbatch": 8192,
+    "activation_checkpointing": False,
+    "logprob_chunk": 1024,
+}
+
+
+class Passes(Section):
+    """A section that has these keys."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its response must fit in."""
+        return int(getattr(self, "tokens_per_microbatch") or SIZES["tokens_per_microbatch"])  # noqa: B009
+
+    def sized(self) -> Self:
+        """A copy whose open sizes have the numbers of a device with room for them."""
+        return self.model_copy(
+            update={key: size for key, size in SIZES.items() if getattr(self, key) is None}
+        )
