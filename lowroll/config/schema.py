@@ -449,7 +449,7 @@ class RunConfig(Section):
         )
 
 
-def _rollouts(cfg: RunConfig) -> Rollouts:
+def rollouts_of(cfg: RunConfig) -> Rollouts:
     """What `auto` looks at."""
     rollout = cfg.rollout
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
@@ -475,12 +475,12 @@ def _correction(cfg: RunConfig) -> tuple[str, str]:
     """The run's correction, and why when `auto` chose it."""
     if cfg.correction != "auto":
         return cfg.correction, ""
-    return choose_correction(cfg.algorithm, _rollouts(cfg))
+    return choose_correction(cfg.algorithm, rollouts_of(cfg))
 
 
 def _thresholds(cfg: RunConfig) -> dict[str, float]:
     """Options of the correction's own section that `auto` chooses and the file does not."""
-    row = choose_row(_rollouts(cfg))
+    row = choose_row(rollouts_of(cfg))
     if cfg.correction != "auto" or not row.sets or _correction(cfg)[0] != row.correction:
         return {}
     written = getattr(cfg.loss, row.correction).model_fields_set
@@ -518,7 +518,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
             "set either rollout.temperature or rollout.temp_scheduler, not both",
         )
     yield from loss_problems(cfg.algorithm, _correction(cfg)[0], cfg.loss)
-    if not cfg.force and (collapse := known_collapse(cfg.correction, _rollouts(cfg))):
+    if not cfg.force and (collapse := known_collapse(cfg.correction, rollouts_of(cfg))):
         cheap = f"{cfg.rollout.weights} rollouts"
         if collapse.price == "kv":
             cheap = f"a cache that {cfg.rollout.cache.policy} bounds"
@@ -623,7 +623,7 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
 
 def _warnings(cfg: RunConfig) -> Iterator[str]:
     """Settings that work, but rarely as meant. `cfg` is resolved."""
-    rollout, price = cfg.rollout, _rollouts(cfg)
+    rollout, price = cfg.rollout, rollouts_of(cfg)
     if price.truncated and cfg.correction == "none":
         yield (
             f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "

@@ -83,7 +83,7 @@ ADVICE = {
     "where keys are dropped)",
 }
 # added where the whole is too far for a correction: SmolLM2 has an ESS of 0.92 at a KL of 0.05, and of
-# 0.44 at 0.33 (docs/algorithms.md)
+# 0.41 at 0.33 (docs/algorithms.md)
 FAR = 0.1  # nats a token; guard.kl_above of `config.guard` is the same bound in a run
 TOO_FAR = (
     " A KL of {kl:.2g} nats a token is more than a correction can pay for: give the rollouts more bits, "

@@ -25,6 +25,7 @@ from lowroll.objectives.objective import select
 from lowroll.quant.formats import get_format
 from lowroll.quant.table import FORMATS, OWN
 from lowroll.runs.build import engines
+from lowroll.runs.build.trainer import guard as build_guard
 from lowroll.runs.evaluate import evaluate
 from lowroll.trainer.guard import (
     ALARMS,
@@ -111,7 +112,7 @@ def test_the_trend_of_the_kl() -> None:
 
 
 def test_a_run_that_starts_too_far_away_is_told_from_its_first_step_on() -> None:
-    """Growth is silent there: SmolLM2 in int4 has 1.4 nats, in nvfp4 0.33, in int8 0.05."""
+    """Growth is silent there: SmolLM2 in int4 has 0.6 to 1.4 nats, in nvfp4 0.33, in int8 0.05."""
     for kl, loud in ((1.4, True), (0.33, True), (0.1001, True), (0.1, False), (0.05, False)):
         for bound, expected in ((0.1, loud), (None, False), (2.0, False)):
             watch = guard(kl_above=bound)
@@ -129,6 +130,25 @@ def test_a_run_that_starts_too_far_away_is_told_from_its_first_step_on() -> None
     assert (watch.weights, watch.average) == ("fp8", 0.05)  # other rollouts, another average
     spike = guard()  # one token in a batch is no level: the average of five quiet steps forgets it
     assert [rung(spike, **{"mismatch/kl_k3": kl}) for kl in (*[0.02] * 5, 0.5, 0.02)] == [set()] * 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [
+        ({}, 0.1),
+        ({"guard": {"kl_above": None}}, None),
+        ({"rollout": {"weights": "int8", "top_p": 0.9}}, None),
+        ({"rollout": {"weights": "int8", "top_k": 5}}, None),
+        ({"rollout": {"weights": "int8", "min_tokens": 2}}, None),
+        ({"noise": {}}, None),
+    ],
+)
+def test_a_distance_that_was_asked_for_is_no_alarm(
+    changes: dict[str, Any], bound: float | None
+) -> None:
+    watch = build_guard(from_mapping({"model": "m", **changes}))
+    assert watch is not None and watch.settings.kl_above == bound
+    assert watch.settings.kl_growth == 10.0
 
 
 def test_a_baseline_belongs_to_its_stage() -> None:

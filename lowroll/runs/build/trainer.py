@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lowroll.config import RunConfig
 from lowroll.config.critic import CriticConfig
 from lowroll.config.guard import GuardConfig
 from lowroll.config.loss import LossConfig
 from lowroll.config.noise import NoiseConfig
-from lowroll.config.schema import TrainConfig
+from lowroll.config.schema import TrainConfig, rollouts_of
 from lowroll.config.sft import SftConfig
 from lowroll.objectives.objective import select
 from lowroll.runs.build.mirror import Mirror
@@ -69,10 +71,14 @@ def sft(cfg: RunConfig) -> SftSettings:
 
 def guard(cfg: RunConfig) -> Guard | None:
     """The watch over the mismatch. Under LoRA a wider format than the base's would only round the
-    base again, so a fallback leads to dense rollouts at once."""
+    base again, so a fallback leads to dense rollouts at once. A cut sampler and noise are distances
+    that were asked for: the level of the KL is no alarm there."""
     if cfg.guard is None:
         return None
-    return Guard(_GUARD(cfg.guard), cfg.rollout.weights, to_dense=cfg.train.lora)
+    settings, rollouts = _GUARD(cfg.guard), rollouts_of(cfg)
+    if rollouts.truncated or rollouts.noisy:
+        settings = replace(settings, kl_above=None)
+    return Guard(settings, cfg.rollout.weights, to_dense=cfg.train.lora)
 
 
 def noise(cfg: RunConfig) -> NoiseSchedule | None:
