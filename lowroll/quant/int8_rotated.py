@@ -27,9 +27,7 @@ from lowroll.quant.scheme import INT8_TOKENS, Scheme, arguments
 
 class Int8Rotated(Int8):
     name = ROTATED
-    summary = (
-        "int8 after a Hadamard rotation of the features, in blocks: faithful to outliers"
-    )
+    summary = "int8 after a Hadamard rotation of the features, in blocks: faithful to outliers"
     rows = ROTATED
     scheme = Scheme("int-quantized", arguments(8, "int", "channel"), INT8_TOKENS, rotated=True)
     unread = (
