@@ -180,8 +180,7 @@ def load(
         owner = model.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         linear = owner if isinstance(owner, Linear) and leaf == "weight" else None
-        part = next(iter(shapes[name])).removesuffix(".weight")
-        mine = None if layout is None or linear is None else layout.of(part)
+        mine = None if layout is None or linear is None else layout.of(_module(shapes[name]))
         if mine is not None and linear is not None:
             parts = _decode_low_bit(stored, files, mine, shapes[name])
             if mine.format is not None:
@@ -310,6 +309,11 @@ def read_folder_layout(folder: Path) -> Layouts | None:
         raise ValueError(
             f"{folder / 'config.json'}: quantization_config: {printable(error)}"
         ) from None
+
+
+def _module(parts: dict[str, tuple[int, ...]]) -> str:
+    """The module of a matrix, or of the first of its parts, as files call it."""
+    return next(iter(parts)).removesuffix(".weight")
 
 
 def _is_linear(hf_name: str) -> bool:

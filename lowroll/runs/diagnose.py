@@ -196,15 +196,14 @@ def diagnose(
     lengths = [len(request.prompt_ids) for request in requests]
     work = Workload(len(requests), n, max(lengths, default=1), cfg.rollout.max_tokens)
     format = compute.format(weights)
-    temperature = cfg.rollout.temperature
     with closing(engines.make(cfg, compute, model, chat, weights, [work])) as engine:
         able = engine.capabilities
-        rows, prefill = _drawn(engine, requests, temperature)
+        rows, prefill = _drawn(engine, requests, cfg.rollout.temperature)
     sequences = [ids + rollout.token_ids for ids, rollout in rows]
     lengths = [len(ids) for ids, _ in rows]
 
     def learner() -> Tensor:
-        return torch.cat(score(model, sequences, lengths, temperature)).cpu()
+        return torch.cat(score(model, sequences, lengths, cfg.rollout.temperature)).cpu()
 
     points = {
         "decode": torch.tensor([p for _, rollout in rows for p in rollout.logprobs]),
