@@ -78,6 +78,13 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     return found
 
 
+def _device_of(model: Transformer | str | Path, device: str | torch.device) -> torch.device:
+    """Return the device of an engine: a loaded model's, where none is asked for."""
+    if isinstance(model, Transformer) and str(device) == "auto":
+        device = model.device
+    return pick_device(device)
+
+
 def dtype_on(device: torch.device) -> torch.dtype:
     """Return what an engine computes in where nobody says it."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -159,10 +166,8 @@ class NativeEngine:
         self.kv = _policy_or_dense(kv, turn_caching, kv_dtype, large_batch_weights)
         self.storage = storage(kv_dtype)
         self.folder = None if isinstance(model, Transformer) else resolve(model)
-        if isinstance(model, Transformer) and str(device) == "auto":
-            device = model.device
-        device = pick_device(device)
-        weights = weights or self._own_format(model, dtype or dtype_on(device))
+        device = _device_of(model, device)
+        weights = weights or self._own_format(model, dtype, device)
         self.format = get_format(weights)
         dtype = self._pick_dtype(weights, dtype, device)
         if isinstance(model, Transformer) and model.device != device:
@@ -554,11 +559,13 @@ class NativeEngine:
         """What holds responses to grammars; for several threads. ValueError where it cannot be had."""
         return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
 
-    def _own_format(self, model: Transformer | str | Path, dtype: torch.dtype) -> str:
+    def _own_format(
+        self, model: Transformer | str | Path, dtype: torch.dtype | None, device: torch.device
+    ) -> str:
         if isinstance(model, Transformer):
             return model.weight_format or DEFAULT
         assert self.folder is not None
-        return hf.exact_format(self.folder, dtype) or DEFAULT
+        return hf.exact_format(self.folder, dtype or dtype_on(device)) or DEFAULT
 
     def _give_up(self) -> None:
         """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""

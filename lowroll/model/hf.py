@@ -180,9 +180,7 @@ def load(
         owner = model.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         linear = owner if isinstance(owner, Linear) and leaf == "weight" else None
-        mine = None
-        if layout is not None and linear is not None:
-            mine = layout.of(next(iter(shapes[name])).removesuffix(".weight"))
+        mine = None if layout is None or linear is None else layout.of(_module(shapes[name]))
         if mine is not None and linear is not None:
             parts = _decode_low_bit(stored, files, mine, shapes[name])
             if mine.format is not None:
@@ -192,12 +190,8 @@ def load(
         whole = shards.join(list(stored.values()), dtype)
         extents = checksum.amax(whole.split([len(part) for part in stored.values()]))
         amax |= dict(zip(stored, extents, strict=True))
-        if mine is None and own is not None and linear is not None:
-            linear.set_weight(
-                _quantize(get_format(own).of(name.removesuffix(".weight")).name, whole)
-            )
-        elif weights is not None and linear is not None:
-            form = get_format(weights).of(name.removesuffix(".weight")).name
+        if kept is not None and linear is not None:
+            form = get_format(kept).of(name.removesuffix(".weight")).name
             linear.set_weight(_quantize(form, whole, torch.cat(extents).amax(0, keepdim=True)))
         else:
             setattr(owner, leaf, nn.Parameter(whole, requires_grad=kept is None))
@@ -245,7 +239,7 @@ def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]
     return spec, {name: files[name] for name in names}, {n: held[files[n]][n] for n in names}
 
 
-def _quantize(format: str, w_NK: Tensor, amax_1: Tensor | None = None) -> QTensor:
+def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
     """The matrix in `format`: its own storage, when that is what the format holds."""
     mine = over(w_NK)
     if mine is not None and mine.format == format:
@@ -321,6 +315,11 @@ def read_folder_layout(folder: Path) -> Layouts | None:
         raise ValueError(
             f"{folder / 'config.json'}: quantization_config: {printable(error)}"
         ) from None
+
+
+def _module(parts: dict[str, tuple[int, ...]]) -> str:
+    """The module of a matrix, or of the first of its parts, as files call it."""
+    return next(iter(parts)).removesuffix(".weight")
 
 
 def _is_linear(hf_name: str) -> bool:

@@ -58,6 +58,7 @@ from lowroll.engine.base import Capabilities, Engine
 from lowroll.kv.capacity import Workload
 from lowroll.kv.saving import saving
 from lowroll.model.scoring import score
+from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.quant.formats import get_format
@@ -203,32 +204,26 @@ def diagnose(
     is taken. prompts: what the user says; none takes `num_prompts` of the environments. n:
     responses a prompt. ValueError when nothing was drawn or the run cannot be read.
     """
-    cfg = cfg.resolved()
-    compute = Compute.of(cfg)
-    chat = models.chat_of(cfg)
-    asked = cfg
-    if run is None:
-        cfg = budget.with_weights(cfg, budget.named(cfg.rollout.weights, cfg, compute, chat))
-    else:
-        cfg = budget.settled(cfg, run, compute)
+    given = cfg.resolved()
+    compute = Compute.of(given)
+    chat = models.chat_of(given)
+    cfg = _settled(given, run, compute, chat)
     model = models.learner(cfg, compute)
     notes = _notes(cfg)
     held = _checkpoint(run)
-    weights = cfg.rollout.weights
-    if held is not None:
-        weights = _weights(held, asked, weights)
+    weights = cfg.rollout.weights if held is None else _weights(held, given, cfg.rollout.weights)
     if held is not None:
         restore_weights(model, held.tensors["model"], held.state["trainer"])
         notes.append(f"weights of step {held.step}")
     elif run is not None:
         notes.append("the run has no checkpoint yet: these are the weights that it starts from")
     requests = first_requests(cfg, model.spec, chat, prompts, num_prompts, n)
-    longest = max((len(request.prompt_ids) for request in requests), default=1)
-    work = Workload(len(requests), n, longest, cfg.rollout.max_tokens)
+    lengths = [len(request.prompt_ids) for request in requests]
+    work = Workload(len(requests), n, max(lengths, default=1), cfg.rollout.max_tokens)
     format = compute.format(weights)
-    temperature = cfg.rollout.temperature
     with closing(engines.make(cfg, compute, model, chat, weights, [work])) as engine:
         able = engine.capabilities
+        temperature = cfg.rollout.temperature
         drawn = draw(engine, requests, temperature)
     points = drawn.points | learner_points(model, format, drawn, temperature, cfg.train.forward)
     evictions = saving(able.kv, drawn.responses)["evictions"]
@@ -319,6 +314,13 @@ def _align(model: Transformer, format: str) -> None:
         aligned.realign(model, format)
     else:
         aligned.align(model, format)
+
+
+def _settled(cfg: RunConfig, run: Path | None, compute: Compute, chat: ChatTokenizer) -> RunConfig:
+    """The settings with formats in the place of a budget: the run's, or those of a search."""
+    if run is not None:
+        return budget.settled(cfg, run, compute)
+    return budget.with_weights(cfg, budget.named(cfg.rollout.weights, cfg, compute, chat))
 
 
 def _checkpoint(run: Path | None) -> Checkpoint | None:

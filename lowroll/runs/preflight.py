@@ -64,8 +64,8 @@ class Findings:
 
 def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
     """What `lowroll grpo` would meet. cfg as loaded."""
-    cfg = cfg.resolved()
     found = Findings()
+    cfg = _planned(cfg.resolved(), found)
     found.attempt(lambda: trackers.check(cfg.track))
     found.attempt(lambda: hub.check(cfg.push_to_hub))
     found.attempt(lambda: RunFolder(cfg, "grpo").check(resume, overwrite))
@@ -77,7 +77,6 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
         found.problems.extend(one_process_problems(cfg))
         found.notes.extend(one_process_notes(cfg))
         placed = devices.Placement()
-    cfg = _planned(cfg, found)
     compute = found.attempt(lambda: Compute.of(cfg))
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
     chat = found.attempt(lambda: models.chat_of(cfg)) if model else None
@@ -110,8 +109,9 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 
 def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
-    """The settings with 8 bits in the place of a budget, whose formats a run alone searches for."""
-    if not is_budget(cfg.rollout.weights):
+    """The settings with 8 bits in the place of a budget, whose formats a run alone searches for;
+    with roles, which refuse it, as they are."""
+    if not is_budget(cfg.rollout.weights) or cfg.launcher != "none":
         return cfg
     found.notes.append(
         f"rollout.weights: {cfg.rollout.weights}: the formats are searched for when the run starts; "
