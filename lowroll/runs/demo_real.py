@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from lowroll.metrics.report import write_report
 from lowroll.model import hf
 from lowroll.model.folder import resolve
 from lowroll.runs import demo
-from lowroll.runs.build import engines, environments, models, orchestrator
+from lowroll.runs.build import engines, environments, models
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.grpo import run
 from lowroll.types import Request
@@ -72,24 +71,21 @@ def settings(folder: Path, seed: int, device: str) -> RunConfig:
     )
 
 
-def answers(cfg: RunConfig, model: Path) -> list[tuple[str, str, str]]:
-    """Held-out prompts, the answers that are wanted, and a model's most likely ones."""
-    compute = Compute.of(cfg)
-    chat = models.tokenizer(model)
+def answers(cfg: RunConfig, model: Path) -> list[tuple[str, str]]:
+    """Some held-out prompts and a model's answers, drawn as in training."""
+    compute, chat = Compute.of(cfg), models.tokenizer(model)
     (env,) = environments.make(cfg.env, cfg.seed).values()
-    prompts = [env.prompt(i, "test") for i in range(SHOWN)]
-    sampling = replace(orchestrator.eval_sampling(cfg), temperature=0.0)
-    engine = engines.make(
-        cfg, compute, hf.load(model, compute.device, compute.dtype), chat, cfg.rollout.weights
-    )
+    prompts = [env.prompt(i, "test").messages for i in range(SHOWN)]
+    master = hf.load(model, compute.device, compute.dtype)
+    engine = engines.make(cfg, compute, master, chat, cfg.rollout.weights)
     groups = engine.generate(
         [
-            Request(chat.encode_chat(p.messages), max_tokens=sampling.max_tokens, temperature=0.0)
-            for p in prompts
+            Request(chat.encode_chat(prompt), max_tokens=cfg.rollout.max_tokens, seed=cfg.seed + i)
+            for i, prompt in enumerate(prompts)
         ]
     )
     return [
-        (prompt.messages[-1]["content"], env.gold(prompt), chat.decode(group.rollouts[0].token_ids))
+        (str(prompt[-1]["content"]), chat.decode(group.rollouts[0].token_ids))
         for prompt, group in zip(prompts, groups, strict=True)
     ]
 
@@ -128,12 +124,10 @@ def main(output_dir: str = "outputs/demo-real", seed: int = 0, device: str = "au
     return demo.verdict(console, before, after, MIN_GAIN, MIN_GREEDY_GAIN, began)
 
 
-def _show(
-    console: Console, before: list[tuple[str, str, str]], after: list[tuple[str, str, str]]
-) -> None:
-    table = Table(title="Most likely answers to held-out prompts", show_lines=True)
+def _show(console: Console, before: list[tuple[str, str]], after: list[tuple[str, str]]) -> None:
+    table = Table(title="Answers to held-out prompts, sampled at T = 1", show_lines=True)
     for name in ("prompt", "before", "after"):
         table.add_column(name)
-    for (prompt, _, first), (_, _, last) in zip(before, after, strict=True):
+    for (prompt, first), (_, last) in zip(before, after, strict=True):
         table.add_row(*(escape(text) for text in (prompt, first, last)))
     console.print(table)
