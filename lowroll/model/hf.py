@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from lowroll.model.folder import (
     tensor_headers,
 )
 from lowroll.model.linear import Linear
+from lowroll.model.names import features_read, hf_names, is_linear, module_of, part_rows
 from lowroll.model.spec import ModelSpec, read_config, read_spec
 from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed, transforms
@@ -57,82 +57,6 @@ from lowroll.types import printable
 log = logging.getLogger(__name__)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 Layouts = Layout | Packed | MixedLayout
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def hf_names(spec: ModelSpec) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
-    """(internal name, HF names of the stacked parts, shape of the whole) of every parameter."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, wide = spec.hidden_size, spec.intermediate_size
-    yield "embedding", ["model.embed_tokens.weight"], (spec.vocab_size, hidden)
-    for i in range(spec.num_layers):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        yield f"{ours}.input_norm.weight", [f"{theirs}.input_layernorm.weight"], (hidden,)
-        qkv = [f"{attention}.{part}_proj" for part in "qkv"]
-        yield f"{ours}.qkv.weight", [f"{part}.weight" for part in qkv], (q + 2 * kv, hidden)
-        if spec.qkv_bias:
-            yield f"{ours}.qkv.bias", [f"{part}.bias" for part in qkv], (q + 2 * kv,)
-        if spec.qk_norm:
-            yield f"{ours}.q_norm.weight", [f"{attention}.q_norm.weight"], (spec.head_dim,)
-            yield f"{ours}.k_norm.weight", [f"{attention}.k_norm.weight"], (spec.head_dim,)
-        yield f"{ours}.o.weight", [f"{attention}.o_proj.weight"], (hidden, q)
-        if spec.o_bias:
-            yield f"{ours}.o.bias", [f"{attention}.o_proj.bias"], (hidden,)
-        yield (
-            f"{ours}.post_attention_norm.weight",
-            [f"{theirs}.post_attention_layernorm.weight"],
-            (hidden,),
-        )
-        if spec.num_experts:
-            experts = [f"{mlp}.experts.{e}" for e in range(spec.num_experts)]
-            yield (
-                f"{ours}.experts.router.weight",
-                [f"{mlp}.gate.weight"],
-                (spec.num_experts, hidden),
-            )
-            yield (
-                f"{ours}.experts.gate_up.weight",
-                [f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")],
-                (2 * spec.num_experts * spec.moe_intermediate_size, hidden),
-            )
-            yield (
-                f"{ours}.experts.down.weight",
-                [f"{expert}.down_proj.weight" for expert in experts],
-                (spec.num_experts * hidden, spec.moe_intermediate_size),
-            )
-            continue
-        gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-        yield f"{ours}.gate_up.weight", [f"{part}.weight" for part in gate_up], (2 * wide, hidden)
-        yield f"{ours}.down.weight", [f"{mlp}.down_proj.weight"], (hidden, wide)
-        if spec.mlp_bias:
-            yield f"{ours}.gate_up.bias", [f"{part}.bias" for part in gate_up], (2 * wide,)
-            yield f"{ours}.down.bias", [f"{mlp}.down_proj.bias"], (hidden,)
-    yield "norm.weight", ["model.norm.weight"], (hidden,)
-    if not spec.tie_embeddings:
-        yield "lm_head", ["lm_head.weight"], (spec.vocab_size, hidden)
-
-
-def columns(spec: ModelSpec) -> dict[str, int]:
-    """Return the features that each kind of matrix reads, by its HF name ("q_proj", ...)."""
-    wide = spec.moe_intermediate_size if spec.num_experts else spec.intermediate_size
-    reads = dict.fromkeys(_LINEARS, spec.hidden_size)
-    return reads | {"o_proj": spec.num_heads * spec.head_dim, "down_proj": wide}
-
-
-def part_rows(spec: ModelSpec, hf_name: str, whole: int) -> int:
-    """Rows that one HF tensor takes in its fused matrix of `whole` rows."""
-    part = hf_name.rsplit(".", 2)[-2]
-    wide = spec.moe_intermediate_size or spec.intermediate_size
-    if part == "down_proj":
-        return spec.hidden_size
-    return {
-        "q_proj": spec.num_heads * spec.head_dim,
-        "k_proj": spec.num_kv_heads * spec.head_dim,
-        "v_proj": spec.num_kv_heads * spec.head_dim,
-        "gate_proj": wide,
-        "up_proj": wide,
-    }.get(part, whole)
 
 
 def load(
@@ -180,7 +104,7 @@ def load(
         owner = model.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         linear = owner if isinstance(owner, Linear) and leaf == "weight" else None
-        mine = None if layout is None or linear is None else layout.of(_module(shapes[name]))
+        mine = None if layout is None or linear is None else layout.of(module_of(shapes[name]))
         if mine is not None and linear is not None:
             parts = _decode_low_bit(stored, files, mine, shapes[name])
             if mine.format is not None:
@@ -211,7 +135,7 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
     if isinstance(layout, Layout | MixedLayout) and layout.rotated:
-        reads = columns(spec)
+        reads = features_read(spec)
         if isinstance(layout, MixedLayout):
             reads = {name: reads.get(name.rpartition(".")[2], 1) for name in layout.rotating}
         try:
@@ -260,7 +184,7 @@ def _own_format(
         return None if layout is None else layout.format
     assignment, sizes = {}, {}
     for name, parts, shape in hf_names(spec):
-        if not _is_linear(parts[0]):
+        if not is_linear(parts[0]):
             continue
         mine, *others = [layout.of(part.removesuffix(".weight")) for part in parts]
         if any(other != mine for other in others):
@@ -317,16 +241,6 @@ def read_folder_layout(folder: Path) -> Layouts | None:
         ) from None
 
 
-def _module(parts: dict[str, tuple[int, ...]]) -> str:
-    """The module of a matrix, or of the first of its parts, as files call it."""
-    return next(iter(parts)).removesuffix(".weight")
-
-
-def _is_linear(hf_name: str) -> bool:
-    """Is this the weight of a layer that formats quantize?"""
-    return hf_name.endswith(tuple(f".{part}.weight" for part in _LINEARS))
-
-
 def _batches(
     shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layouts | None
 ) -> list[list[str]]:
@@ -339,7 +253,7 @@ def _batches(
 
 def _stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
     """What the files hold for one HF tensor, by name."""
-    if layout is None or not _is_linear(part):
+    if layout is None or not is_linear(part):
         return {part: (shape, FLOATS)}
     module = part.removesuffix(".weight")
     mine = layout.of(module)
@@ -483,7 +397,7 @@ def _check_quantized(folder: Path, found: Headers, wanted: dict[str, Header]) ->
     dense = [
         name
         for name in found
-        if _is_linear(name)
+        if is_linear(name)
         and found[name][1] in FLOATS
         and (name not in wanted or found[name][1] not in wanted[name][1])
     ]
@@ -589,10 +503,12 @@ def contents(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config.pop("torch_dtype", None)
     form = None if model.weight_format is None else get_format(model.weight_format)
     if isinstance(form, Mixed):
-        config["quantization_config"] = describe_mixed(_modules(model, form), columns(model.spec))
+        config["quantization_config"] = describe_mixed(
+            _modules(model, form), features_read(model.spec)
+        )
     elif form is not None and not form.dense:
         config["quantization_config"] = describe(
-            form.name, model.dtype, bool(model.spec.num_experts), columns(model.spec)
+            form.name, model.dtype, bool(model.spec.num_experts), features_read(model.spec)
         )
     return config, state(model)
 
@@ -602,7 +518,7 @@ def _modules(model: Transformer, form: Mixed) -> dict[str, list[str]]:
     model's: files hold it in another dtype."""
     found: dict[str, list[str]] = {}
     for name, parts, _ in hf_names(model.spec):
-        if _is_linear(parts[0]):
+        if is_linear(parts[0]):
             mine = form.of(name.removesuffix(".weight"))
             if mine.dense and mine.dtype != model.dtype:
                 raise ValueError(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import checksum
-from lowroll.model import hf, lora, scaling, shards
+from lowroll.model import lora, scaling, shards
 from lowroll.model.folder import some
+from lowroll.model.names import hf_names, part_rows
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.weights.changes import Changes, apply
@@ -121,10 +122,10 @@ def gather(
     """A dense model of what a full stream holds, on a device; a matrix keeps the dtype that it came
     in. ValueError as `Receiver.take` says of a stream."""
     staging = Transformer(spec, "meta", dtype)
-    whole = {name: (parts, shape) for name, parts, shape in hf.hf_names(spec)}
+    whole = {name: (parts, shape) for name, parts, shape in hf_names(spec)}
     owner = {part: name for name, (parts, _) in whole.items() for part in parts}
     wanted = {
-        part: (hf.part_rows(spec, part, whole[name][1][0]), *whole[name][1][1:])
+        part: (part_rows(spec, part, whole[name][1][0]), *whole[name][1][1:])
         for part, name in owner.items()
     }
     arrived: dict[str, dict[str, Tensor]] = {name: {} for name in whole}

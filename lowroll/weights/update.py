@@ -22,6 +22,7 @@ from typing import Literal
 from torch import Tensor
 
 from lowroll.model import hf, lora, scaling
+from lowroll.model.names import hf_names, part_rows
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.weights.changes import Changes
@@ -83,8 +84,8 @@ def dense(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor):
             weights[f"{name}.weight"] = linear.weight.tensors["weight"]
-    for name, parts, shape in hf.hf_names(model.spec):
-        rows = [hf.part_rows(model.spec, part, shape[0]) for part in parts]
+    for name, parts, shape in hf_names(model.spec):
+        rows = [part_rows(model.spec, part, shape[0]) for part in parts]
         yield from zip(parts, weights[name].detach().split(rows), strict=True)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.model import hf, lora
+from lowroll.model.names import hf_names, part_rows
 from lowroll.model.spec import ModelSpec, read_config, spec_from_config
 from lowroll.quant.formats import get_format
 from lowroll.weights.publish import rollout_copy
@@ -60,7 +61,7 @@ def write_model(update: WeightUpdate, folder: Path, base: Path, dtype: torch.dty
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Of every dense tensor, by its Hugging Face name."""
     return {
-        part: (hf.part_rows(spec, part, shape[0]), *shape[1:])
-        for _, parts, shape in hf.hf_names(spec)
+        part: (part_rows(spec, part, shape[0]), *shape[1:])
+        for _, parts, shape in hf_names(spec)
         for part in parts
     }
