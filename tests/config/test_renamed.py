@@ -43,7 +43,7 @@ def test_a_wrong_value_is_blamed_where_it_was_written(tmp_path: Path) -> None:
     path = written(tmp_path, "model: m\nrollout: {bulk: int3}\n")
     with pytest.raises(ConfigError) as error:
         load(path)
-    assert str(error.value).startswith(f"{path}:2: {OLD}: must be one of int8, fp8, bf16, got")
+    assert str(error.value).startswith(f"{path}:2: {OLD}: must be one of int8, int8_rotated, ")
 
 
 @pytest.mark.parametrize("overrides", [{OLD: "fp8"}, [f"{OLD}=fp8"], {"rollout": {"bulk": "fp8"}}])

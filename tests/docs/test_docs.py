@@ -188,6 +188,7 @@ def test_the_commands_on_cheap_rollouts_run(clone: Path, monkeypatch: pytest.Mon
             "score.workers=1",
         ],
         "eval": ["--n", "4"],
+        "quantize": [],
         "diagnose": ["--n", "4", "rollout.cache_tokens=4096"],
     }
     ran, mismatch = set(), {}
@@ -202,7 +203,7 @@ def test_the_commands_on_cheap_rollouts_run(clone: Path, monkeypatch: pytest.Mon
             ):
                 mismatch[folder.name] = read(folder)[0]["mismatch/kl_k3"]
     assert ran == set(small)
-    rounded = {"dapo", "ppo", "auto", "tis", "int4", "aligned", "scaled", "noise", "fp8"}
+    rounded = {"dapo", "ppo", "auto", "tis", "int4", "aligned", "scaled", "noise", "fp8", "budget"}
     assert set(mismatch) == rounded | {"forgetful", "naive"}
     assert mismatch["forgetful"] == mismatch["naive"] > mismatch["auto"]
     assert mismatch["aligned"] < mismatch["int4"] / 100

@@ -30,7 +30,7 @@ def test_what_a_processor_has_decides(
     monkeypatch.setattr(onednn, "supports_device", lambda _: YES if vnni else no("has no VNNI"))
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bfloat16})
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    wanted = {"fp8", "fp8_block"} | (set() if vnni else {"int8"})
+    wanted = {"fp8", "fp8_block"} | (set() if vnni else {"int8", "int8_rotated"})
     assert slow_ones() == wanted | (set() if bfloat16 else {"bf16"})
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")  # nothing is known of its bfloat16
     assert slow_ones() == wanted

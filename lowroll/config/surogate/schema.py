@@ -16,7 +16,8 @@ from pydantic_core import PydanticCustomError
 
 from lowroll.config.document import Path
 from lowroll.config.loss import SurogateLoss
-from lowroll.config.schema import FilterConfig, TemperatureConfig
+from lowroll.config.schema import TemperatureConfig
+from lowroll.config.scoring import FilterConfig
 from lowroll.config.section import (
     Count,
     NotNegative,

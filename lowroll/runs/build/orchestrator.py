@@ -11,7 +11,8 @@ from lowroll.config import EnvConfig, RunConfig
 from lowroll.config.buffer import BufferConfig
 from lowroll.config.env import EvalConfig
 from lowroll.config.roles import AsynchronyConfig
-from lowroll.config.schema import DapoConfig, FilterConfig, RolloutConfig, ScoreConfig
+from lowroll.config.schema import DapoConfig, RolloutConfig
+from lowroll.config.scoring import FilterConfig, ScoreConfig
 from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import Sampling, Settings
