@@ -35,7 +35,7 @@ def test_a_model_that_learns_nothing_fails(
 ) -> None:
     monkeypatch.setattr(demo_real, "MODEL", str(model))
     small = {"batch_size": 8, "eval": {"num_examples": 4}, "score": {"workers": 1}}
-    train = {**demo_real.SETTINGS["train"], "max_steps": 2}
+    train = {**demo_real.SETTINGS["train"], "max_steps": 2, "warmup_steps": 0}
     monkeypatch.setattr(demo_real, "SETTINGS", {**demo_real.SETTINGS, **small, "train": train})
     out = tmp_path / "demo"
     assert main(["demo", "--real", "--output-dir", str(out), "--device", "cpu"]) == 1
