@@ -150,6 +150,7 @@ def main() -> int:
     real.add_argument("--prompt", type=int, default=70)
     real.add_argument("--rounds", type=int, default=2)
     real.add_argument("--warm", type=int, default=1, help="rounds that are not counted")
+    real.add_argument("--bound", type=float, default=4.0, help="GB that the peer may take")
     real.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     real.add_argument("--weights", default="int8", help="the base's format, ours")
     real.add_argument("--sizes", type=json.loads, default={}, help="of `train:`, as JSON")

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lowroll.runs.evaluate import evaluate, place
 
     with place(cfg, each, given) as out:
-        rows = evaluate(cfg, _listed(arguments.weights), caches, each=each, out=out)
+        rows = evaluate(cfg, _formats(arguments.weights), caches, each=each, out=out)
     show(rows, title(cfg), out)
     return 0
 
@@ -125,6 +125,19 @@ def _ask_server(
     with closing(server.engine), place(cfg, each, given, server) as out:
         rows = evaluate_server(cfg, server, each=each, out=out)
     show(rows, title(cfg, server.url), out)
+
+
+def _formats(words: str | None) -> list[str]:
+    """Return the formats and budgets of an option, each once. Bounds that follow each other are one
+    budget's."""
+    found: list[str] = []
+    for word in _listed(words):
+        key, bound, _ = word.partition("=")
+        if bound and found and "=" in found[-1] and f"{key}=" not in found[-1]:
+            found[-1] += f",{word}"
+        else:
+            found.append(word)
+    return list(dict.fromkeys(found))
 
 
 def _listed(words: str | None) -> list[str]:

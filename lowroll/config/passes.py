@@ -20,10 +20,24 @@ SIZES: dict[str, Any] = {
 class Passes(Section):
     """A section that has these keys."""
 
+    _longest: int | None = None
+
     @property
     def longest(self) -> int:
-        """Tokens that a prompt and its response must fit in."""
+        """Tokens that a prompt and its response must fit in: of a size that was chosen (a longer
+        sample has a pass of its own) those of before."""
+        return self._longest or self.together
+
+    @property
+    def together(self) -> int:
+        """Tokens of a micro-batch."""
         return int(getattr(self, "tokens_per_microbatch") or SIZES["tokens_per_microbatch"])  # noqa: B009
+
+    def keeping_longest(self, other: Passes) -> Self:
+        """A copy that takes samples as long as another section does."""
+        copy = self.model_copy()
+        copy._longest = other.longest
+        return copy
 
     def sized(self) -> Self:
         """A copy whose open sizes have the numbers of a device with room for them."""

@@ -221,8 +221,10 @@ def low_bit_format(folder: Path, dtype: torch.dtype | None = None) -> str | None
 
 def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
     """The low-bit format that holds the folder's linear layers exactly: that of `low_bit_format`, or
-    of the GGUF file that a dense folder was made of. None when there is none."""
-    return low_bit_format(folder, dtype) or gguf.format_of(folder)
+    of the GGUF file that a dense folder was made of. None when there is none. dtype: in which the
+    dense weights will be read; a file's numbers are exact in float32 alone."""
+    own = low_bit_format(folder, dtype)
+    return gguf.format_of(folder) if own is None and dtype in (None, torch.float32) else own
 
 
 def read_folder_layout(folder: Path) -> Layouts | None:

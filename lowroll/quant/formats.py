@@ -421,8 +421,10 @@ def get_format(name: str) -> Format:
 
 
 def register_format(format: Format) -> None:
-    """Make a format that is no row of the table known by its name."""
-    _MADE[format.name] = format
+    """Make a format that is no row of the table known by its name. ValueError where another one has
+    the name."""
+    if _MADE.setdefault(format.name, format) != format:
+        raise ValueError(f"{format.name}: two mixed formats have this name")
 
 
 @lru_cache(maxsize=1024)

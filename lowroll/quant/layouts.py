@@ -46,6 +46,9 @@ from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import FORMATS
 
 FLOATS = ("F32", "BF16", "F16")
+LINEARS = tuple(  # how the names of modules end that formats quantize
+    f".{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")
+)
 MIXED = "mixed-precision"  # compressed-tensors' word where groups are stored in several ways
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3"}
 _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense one"
@@ -300,7 +303,7 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Layout | MixedLayout:
     first = next(iter(layouts.values()))
     ignored = _names("ignore", config.get("ignore") or [])
     alike = all(other == first for other in layouts.values())
-    if alike and not any(name.startswith("model.layers.") for name in ignored):
+    if alike and not any(name.endswith(LINEARS) for name in ignored):
         return first
     named: dict[str, Layout] = {}
     rest = None
@@ -311,6 +314,10 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Layout | MixedLayout:
             if target.startswith("re:") or twice:
                 raise ValueError(
                     f"{where}: {target!r}: of several formats each names its modules, once{_ADVICE}"
+                )
+            if target == "Linear" and layout.rotated:
+                raise ValueError(
+                    f"{where}: 'Linear': rotated layers beside others are named{_ADVICE}"
                 )
             if target == "Linear":
                 rest = layout

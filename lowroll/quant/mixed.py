@@ -36,9 +36,15 @@ class Mixed(Format):
     def __init__(self, assignment: Mapping[str, str], sizes: Mapping[str, int]) -> None:
         self.assignment = dict(sorted(assignment.items()))
         self.sizes = {layer: sizes[layer] for layer in self.assignment}
-        self.name = name_of(assignment)
+        self.name = name_of(self.assignment, self.sizes)
         self.bits = mean_bits(assignment, sizes)
         self.fallback = eight_bits() if self.bits < 8 else OWN
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mixed) and self.stated() == other.stated()
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def of(self, layer: str) -> Format:
         """Return the format of a linear layer. ValueError for one that the assignment lacks."""
@@ -96,9 +102,9 @@ def register(
             raise ValueError(f"{layer}: {name!r} is none of {', '.join(FORMATS)}")
     if len(set(assignment.values())) == 1:
         return next(iter(assignment.values()))
-    name = name_of(assignment)
-    register_format(Mixed(assignment, sizes))
-    return name
+    made = Mixed(assignment, sizes)
+    register_format(made)
+    return made.name
 
 
 def stated(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -122,9 +128,9 @@ def read(found: object, dtype: torch.dtype | None = None) -> str:
     return register(assignment, sizes, dtype)
 
 
-def name_of(assignment: Mapping[str, str]) -> str:
+def name_of(assignment: Mapping[str, str], sizes: Mapping[str, int]) -> str:
     """Return the name of an assignment: a function of what it says."""
-    text = json.dumps(sorted(assignment.items()))
+    text = json.dumps([(layer, name, sizes[layer]) for layer, name in sorted(assignment.items())])
     return PREFIX + blake2b(text.encode(), digest_size=4).hexdigest()
 
 

@@ -89,7 +89,10 @@ def _read_group(where: str, group: Any) -> tuple[set[str], int]:
     for entry in apply if isinstance(apply, list) else ():
         if not isinstance(entry, dict) or entry.get("ignore"):
             raise ValueError(f"{where}.apply: {entry!r} is not supported")
-        sides[str(entry.get("location"))] = {_part(where, t) for t in entry.get("targets") or ()}
+        side, targets = str(entry.get("location")), entry.get("targets")
+        if side in sides or not isinstance(targets, list):
+            raise ValueError(f"{where}.apply: expected one list of targets for each location")
+        sides[side] = {_part(where, target) for target in targets}
     # a Sylvester matrix is its own inverse, so `inverse` says nothing
     if sides.keys() != {"input", "weight_input"} or sides["input"] != sides["weight_input"]:
         raise ValueError(f"{where}.apply: expected the same targets at input and weight_input")

@@ -138,7 +138,7 @@ def dense_model(cfg: RunConfig, compute: Compute) -> Transformer:
     if held is not None:
         raise ValueError(
             f"rollout.weights: {cfg.model} holds {held} weights, and a budget needs the dense model; "
-            f"write {held}"
+            f"write {'dense' if held.startswith(mixed.PREFIX) else held}"
         )
     model = hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
     if cfg.train.uaq_scale is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from lowroll.runs.grpo import run
 from lowroll.types import Request
 
 MODEL = "smollm2"
-ROLLOUTS = "int8"
+ROLLOUTS = "int8_rotated"
 MIN_GAIN = 0.2
 MIN_GREEDY_GAIN = 0.1
 SHOWN = 4  # held-out answers
@@ -77,13 +78,12 @@ def answers(cfg: RunConfig, model: Path) -> list[tuple[str, str]]:
     (env,) = environments.make(cfg.env, cfg.seed).values()
     prompts = [env.prompt(i, "test").messages for i in range(SHOWN)]
     master = hf.load(model, compute.device, compute.dtype)
-    engine = engines.make(cfg, compute, master, chat, cfg.rollout.weights)
-    groups = engine.generate(
-        [
-            Request(chat.encode_chat(prompt), max_tokens=cfg.rollout.max_tokens, seed=cfg.seed + i)
-            for i, prompt in enumerate(prompts)
-        ]
-    )
+    requests = [
+        Request(chat.encode_chat(prompt), max_tokens=cfg.rollout.max_tokens, seed=cfg.seed + i)
+        for i, prompt in enumerate(prompts)
+    ]
+    with closing(engines.make(cfg, compute, master, chat, cfg.rollout.weights)) as engine:
+        groups = engine.generate(requests)
     return [
         (str(prompt[-1]["content"]), chat.decode(group.rollouts[0].token_ids))
         for prompt, group in zip(prompts, groups, strict=True)

@@ -76,13 +76,18 @@ ADVICE = {
     "weights": "correction auto pays for it (acr, or tis for LoRA on its base); train.forward "
     "aligned makes it vanish",
     "rounding": "activations are rounded, and engine and learner round them to other codes from layer "
-    "to layer; correction auto pays for it, and train.forward aligned does not make it vanish: take a "
-    "format that rounds less (int8_rotated) or rounds weights alone",
+    "to layer; correction auto pays for it, and train.forward aligned does not make it vanish: of "
+    "8 bits int8_rotated rounds least; other formats round weights alone",
     "kernels": "the arithmetic of engine and learner differs (dtype, order of sums); correction "
     "tis is enough",
     "kv": "the cache forgets or rounds what the learner sees; correction auto pays for it (sparse "
     "where keys are dropped)",
 }
+# of rounding, where engine and learner round alike once the learner rounds
+ALIGNABLE = (
+    "the engine rounds activations and the learner does not; correction auto pays for it, and "
+    "train.forward aligned makes it vanish"
+)
 # added where the whole is too far for a correction: SmolLM2 has an ESS of 0.92 at a KL of 0.05, and of
 # 0.41 at 0.33 (docs/algorithms.md)
 FAR = 0.1  # nats a token; guard.kl_above of `config.guard` is the same bound in a run
@@ -135,7 +140,11 @@ class Diagnosis:
                 "there is nothing to correct"
             )
         cause = max(CAUSES, key=self.share)
-        told = f"{self.share(cause):.0%} of the gap comes from {cause}: {ADVICE[cause]}"
+        advice = ADVICE[cause]
+        apart = [part.logp_diff_max for part in self.parts if part.start in ("decode", "prefill")]
+        if cause == "rounding" and max(apart, default=0.0) < NEGLIGIBLE:
+            advice = ALIGNABLE
+        told = f"{self.share(cause):.0%} of the gap comes from {cause}: {advice}"
         is_low_bit = cause in ("weights", "rounding") and self.whole.kl_k3 > FAR
         return told + ("." + TOO_FAR.format(kl=self.whole.kl_k3) if is_low_bit else "")
 

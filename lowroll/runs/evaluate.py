@@ -70,7 +70,11 @@ def evaluate(
     caches = sorted(distinct.values(), key=lambda cache: cache.evicts)
     compute = Compute.of(cfg)
     chat = models.chat_of(cfg)
-    weights = [budget.named(name, cfg, compute, chat) for name in weights]
+    distinct_weights: dict[str, str] = {}  # two words may come to one format
+    for word in weights:
+        name = budget.named(word, cfg, compute, chat)
+        distinct_weights.setdefault(compute.format(name), name)
+    weights = list(distinct_weights.values())
     model = hf.load(cfg.model, compute.device, compute.dtype)
     chosen = cfg.eval.env or cfg.env
     envs = environments.make(chosen, cfg.seed)

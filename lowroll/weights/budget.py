@@ -359,6 +359,8 @@ def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
     for choice in choices:
         if hull and choice.kl >= hull[-1].kl:
             continue
+        if hull and choice.nbytes == hull[-1].nbytes:
+            hull.pop()
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):
             hull.pop()
         hull.append(choice)

@@ -181,6 +181,8 @@ def _round(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) ->
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
     gram_KK = sum_of_products(inputs, linear.in_features, weight.device)
+    if not gram_KK.isfinite().all():
+        raise ValueError(f"gptq: {name}: the calibration text makes inputs that are not finite")
     w_NK = weight.detach().float()
     size = _square(w_NK, gram_KK)
     try:

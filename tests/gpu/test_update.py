@@ -264,7 +264,9 @@ def test_checksums_and_magnitudes_are_those_of_the_cpu(dtype: torch.dtype) -> No
     assert checksum.finite(checksum.amax(there)) == [i not in (4, 6) for i in range(len(there))]
 
 
-@pytest.mark.parametrize("format", [None, *lowroll.formats()])
+@pytest.mark.parametrize(
+    "format", [None, *(name for name in lowroll.formats() if name not in ("q4_0", "q4_1", "q8_0"))]
+)
 def test_folders_arrive_on_the_device_as_on_the_cpu(
     folder: Path, format: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -402,7 +402,7 @@ def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "same version",
         "decode -> dense",
         "note: drawn without the run's top_k",
-        "of the gap comes from rounding: activations are rounded",
+        "of the gap comes from rounding: the engine rounds activations",
     ):
         assert words in out
     for words, told in (

@@ -496,6 +496,26 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"transform_config": {"config_groups": {"u": {"type": "random-hadamard"}}}},
         "transform_config.config_groups.u: a hadamard transform",
     ),
+    "rotated rest": (
+        "int8_rotated",
+        {"ignore": ["lm_head", "model.layers.0.self_attn.q_proj"]},
+        "config_groups.group_0.targets: 'Linear': rotated layers",
+    ),
+    "no list": (
+        "int8_rotated",
+        {
+            "transform_config": {
+                "config_groups": {
+                    "u": {
+                        "type": "hadamard",
+                        "head_dim": 16,
+                        "apply": [{"targets": 5, "location": "input"}],
+                    }
+                }
+            }
+        },
+        "transform_config.config_groups.u.apply: expected one list of targets",
+    ),
     "no groups": ("int4", {"config_groups": {}}, "config_groups"),
     "static": (
         "fp8",

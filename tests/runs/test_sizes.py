@@ -76,6 +76,13 @@ def test_a_real_model_stays_under_the_bound_and_the_run_says_so() -> None:
     assert "instead of" in note
 
 
+def test_a_chosen_size_leaves_the_longest_sample_as_it_was() -> None:
+    """Smaller passes are how samples are packed: which prompts a run learns from is not theirs."""
+    found = sizes.chosen(planner(), config())
+    assert found.train.together < config().train.together == found.train.longest
+    assert config(tokens_per_microbatch=512).train.longest == 512
+
+
 def test_a_run_whose_batch_fits_and_one_on_a_gpu_are_left_alone() -> None:
     small = sizes.chosen(planner(layers=2), config())
     assert sized(small) == tuple(SIZES.values()) and small.notes == config().notes
@@ -106,7 +113,7 @@ def test_little_free_memory_asks_for_more_and_no_choice_is_the_smallest() -> Non
     assert sized(tight) != sized(ample)
     tiny = sizes.chosen(planner(free=GB // 100), config())
     *_, last = sizes.ladder(config().train, 270)
-    assert tiny.train == last and last.activation_checkpointing is True
+    assert tiny.train.model_dump() == last.model_dump() and last.activation_checkpointing is True
     assert last.longest == 512
 
 

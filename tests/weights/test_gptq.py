@@ -253,3 +253,11 @@ def test_the_command_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     loaded = quantize_base(hf.load(tmp_path / "out"), "nvfp4")
     for (_, ours), (_, theirs) in zip(model.linears(), loaded.linears(), strict=True):
         assert same(theirs.weight, ours.weight)
+
+
+def test_inputs_that_are_not_finite_are_refused_by_their_matrix(tmp_path: Path) -> None:
+    model = hf.load(hf_folder(tmp_path / "m"))
+    with torch.no_grad():
+        model.blocks[0].input_norm.weight[0] = float("inf")  # type: ignore[union-attr, index]
+    with pytest.raises(ValueError, match="gptq: blocks.0.qkv: the calibration text makes inputs"):
+        gptq.round_base(model, "int4", [[5, 6, 7, 8]])

@@ -73,6 +73,7 @@ def add_product(
 ) -> Tensor:
     """Add (x * scale) times the transposed codes, each with its own scale, to y; returns y. All are
     float32."""
+    assert y_MN.stride(1) == 1, "sums are added to rows whose numbers lie side by side"
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     for x, y in zip(x_MK.split(AT_ONCE), y_MN.split(AT_ONCE), strict=True):
         _add(y, x, packed, scale_K)

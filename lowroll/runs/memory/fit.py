@@ -164,7 +164,7 @@ def _checkpointing(planner: Planner, cfg: RunConfig) -> list[Change]:
 
 def _microbatch(planner: Planner, cfg: RunConfig) -> list[Change]:
     shortest = max((w.prompt + w.response for w in planner.workloads), default=1)
-    sizes = _halves(cfg.train.longest, shortest)
+    sizes = _halves(cfg.train.together, shortest)
     return [{("train", "tokens_per_microbatch"): n} for n in sizes]
 
 

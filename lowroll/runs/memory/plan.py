@@ -323,8 +323,8 @@ def learning(
     tokens: of a whole batch. has_head: whether log-probs are made; a critic has none.
     """
     share = -(-tokens // minibatches)
-    together = min(cfg.train.longest, share)
-    passes = -(-share // cfg.train.longest)
+    together = min(cfg.train.together, share)
+    passes = -(-share // cfg.train.together)
     spec, item = model.spec, compute.dtype.itemsize
     form = Learning.of(cfg, compute, model)
     size = weights.learning_size(cfg, model)
@@ -366,7 +366,7 @@ def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:
         for work in workloads
         if (work.groups, work.n) == (cfg.num_groups, cfg.rollouts_per_example)
     ]
-    return cfg.batch_size * max(mine, default=cfg.train.longest)
+    return cfg.batch_size * max(mine, default=cfg.train.together)
 
 
 def _dtype(cfg: RunConfig, compute: Compute) -> torch.dtype:

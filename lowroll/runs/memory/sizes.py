@@ -55,7 +55,7 @@ def _chosen(
         list(ladder(cfg.train, longest)) if compute.device.type == "cpu" else [whole.train],
         lambda train: plan(cfg.model_copy(update={"train": train})),
     )
-    now = cfg.model_copy(update={"train": found})
+    now = cfg.model_copy(update={"train": found.keeping_longest(whole.train)})
     changed = [
         f"train.{key}: {str(getattr(found, key)).lower()}"
         for key in SIZES
@@ -86,7 +86,11 @@ def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
     """The settings with every size filled in, from those that change nothing to those that take the
     least memory. longest: tokens of the longest sample."""
     whole = train.sized()
-    tokens, chunks, again = [whole.longest], [whole.logprob_chunk], [whole.activation_checkpointing]
+    tokens, chunks, again = (
+        [whole.together],
+        [whole.logprob_chunk],
+        [whole.activation_checkpointing],
+    )
     if train.tokens_per_microbatch is None:
         while tokens[-1] // 2 >= max(longest, LEAST):
             tokens.append(tokens[-1] // 2)

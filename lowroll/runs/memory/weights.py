@@ -14,7 +14,6 @@ import torch
 
 from lowroll.config import RunConfig
 from lowroll.kernels.matmul import avx2, limbs, onednn
-from lowroll.kernels.quantize.rows import ROTATED
 from lowroll.model.experts import StackedLinear
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
@@ -105,11 +104,10 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
     """What a frozen int8 base multiplies gradients with, as bytes (`model.frozen`)."""
-    int8 = compute.format(cfg.rollout.weights) in ("int8", ROTATED)
-    int8 = int8 and compute.dtype == torch.float32
-    if not (int8 and limbs.supports_device(compute.device)):
+    if compute.dtype != torch.float32 or not limbs.supports_device(compute.device):
         return 0
-    sizes = (_size(linear) for _, linear in model.linears())
+    format = get_format(compute.format(cfg.rollout.weights))
+    sizes = (_size(each) for name, each in model.linears() if isinstance(format.of(name), Int8))
     return sum(size for size in sizes if size >= limbs.LEAST)
 
 
