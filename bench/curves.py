@@ -38,7 +38,7 @@ from rich.table import Table
 from bench.record import RESULTS, machine
 from lowroll.config import RunConfig, from_mapping
 from lowroll.runs.demo import CONFIG as DEMO
-from lowroll.runs.demo import build_model, held_out
+from lowroll.runs.demo import build_model, reward_of
 from lowroll.runs.grpo import run
 from lowroll.runs.sft import warm_start
 
@@ -165,7 +165,7 @@ def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[s
 def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
     """Mean reward of a model folder on held-out expressions, with its dense weights."""
     return {
-        name: held_out(cfg, model, "dense", temperature, HELD_OUT)
+        name: reward_of(cfg, model, "dense", temperature, HELD_OUT)
         for name, temperature in (("sampled", 1.0), ("greedy", 0.0))
     }
 

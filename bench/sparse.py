@@ -40,7 +40,7 @@ from bench.record import RESULTS, machine
 from lowroll.config import RunConfig, from_mapping
 from lowroll.envs.chain import Chain
 from lowroll.runs.build import environments
-from lowroll.runs.demo import build_model, held_out
+from lowroll.runs.demo import build_model, reward_of
 from lowroll.runs.grpo import run
 from lowroll.runs.sft import warm_start
 
@@ -164,8 +164,8 @@ def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[s
     found = {
         "sft_steps": cfg.sft.steps,
         "sft_loss": loss,
-        "dense": held_out(cfg, folder / "model", "dense", num_examples=HELD_OUT),
-        "greedy": held_out(cfg, folder / "model", "dense", 0.0, HELD_OUT),
+        "dense": reward_of(cfg, folder / "model", "dense", count=HELD_OUT),
+        "greedy": reward_of(cfg, folder / "model", "dense", 0.0, HELD_OUT),
     }
     note.write_text(json.dumps(found))
     return found
@@ -207,12 +207,12 @@ def train(
     cfg = settings(arm, seed, steps, folder, device, change)
     dense = settings("dense", seed, steps, folder, device, change)
     with quiet(folder / f"{Path(cfg.output_dir).name}.log"):
-        before = held_out(cfg, folder / "model", "dense", num_examples=HELD_OUT)
+        before = reward_of(cfg, folder / "model", "dense", count=HELD_OUT)
         result = run(cfg, overwrite=True)
         after = {
-            "dense": held_out(dense, result.folder / "final", "dense", num_examples=HELD_OUT),
-            "greedy": held_out(dense, result.folder / "final", "dense", 0.0, HELD_OUT),
-            "own": held_out(cfg, result.folder / "final", "dense", num_examples=HELD_OUT),
+            "dense": reward_of(dense, result.folder / "final", "dense", count=HELD_OUT),
+            "greedy": reward_of(dense, result.folder / "final", "dense", 0.0, HELD_OUT),
+            "own": reward_of(cfg, result.folder / "final", "dense", count=HELD_OUT),
         }
     return {
         "variant": arm,

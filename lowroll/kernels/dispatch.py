@@ -125,7 +125,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         Kernel("torch._int_mm", "torch", "", cuda_supports),
         _torch("float32 products of 1,024 columns, which are exact"),
     ),
-    "float32 product of a learner's frozen int8 codes": (
+    "learner's product of int8 codes": (
         Kernel(
             "matmul/limbs.cpp",
             "C++",
@@ -179,7 +179,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
         Kernel(
             "fused/avx2.cpp",
             "C++",
-            f"an engine's, or a learner's without QK-norm, float32, rows of {fused_avx2.LEAST} numbers or more",
+            f"float32, rows of {fused_avx2.LEAST} numbers; a learner's if no QK-norm",
             fused_avx2.supports_device,
         ),
         _torch(),

@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,9 +180,25 @@ def settings(folder: Path, seed: int, device: str) -> RunConfig:
     )
 
 
-def held_out(cfg: RunConfig, engine: Engine, chat: ChatTokenizer, temperature: float) -> float:
+def reward_of(
+    cfg: RunConfig, model: Path, weights: str, temperature: float = 1.0, count: int = HELD_OUT
+) -> float:
+    """`held_out` of a model folder in a weight format."""
+    compute, chat = Compute.of(cfg), models.tokenizer(model)
+    master = hf.load(model, compute.device, compute.dtype)
+    with closing(engines.make(cfg, compute, master, chat, weights)) as engine:
+        return held_out(cfg, engine, chat, temperature, count)
+
+
+def held_out(
+    cfg: RunConfig,
+    engine: Engine,
+    chat: ChatTokenizer,
+    temperature: float,
+    count: int | None = None,
+) -> float:
     """Mean reward on held-out prompts: of the policy as it samples (1.0), or of its most likely
-    responses (0.0)."""
+    responses (0.0). count: of the prompts; None: what the settings say."""
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
     with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
@@ -190,7 +207,7 @@ def held_out(cfg: RunConfig, engine: Engine, chat: ChatTokenizer, temperature: f
             engine,
             scorer,
             chat,
-            num_examples=cfg.eval.num_examples or HELD_OUT,
+            num_examples=count or cfg.eval.num_examples or HELD_OUT,
             sampling=sampling,
             seed=cfg.seed,
             on_phase=on_phase,

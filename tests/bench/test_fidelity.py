@@ -50,7 +50,7 @@ def test_the_values_of_a_way(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fidelity, "TEXTS", tuple((q[:20], a[:20]) for q, a in fidelity.TEXTS))
 
     def exact(model: Transformer, bench: fidelity.Bench) -> str:
-        assert len(bench.calibration) == len(fidelity.CALIBRATION)
+        assert len(bench.calibration) == fidelity.SAMPLES * len(fidelity.CALIBRATION)
         assert all(bench.calibration)
         return fidelity.plain("fp32", model, bench)
 
@@ -96,3 +96,11 @@ def test_a_must_is_of_the_real_model_alone() -> None:
         (row,) = (row for row in rows if row.name.endswith("with activations"))
         assert row.must == must and row.met == (must is None)
         assert bool(row.note) == (must is not None)
+
+
+@pytest.mark.slow
+def test_care_and_a_budget_are_ways_too(folder: Path, tmp_path: Path) -> None:
+    found = run(folder, tmp_path, "int8", "nvfp4", "nvfp4 gptq", "max_bits=5 gptq")
+    assert found["nvfp4 gptq"]["bits"] == found["nvfp4"]["bits"]
+    assert found["nvfp4 gptq"]["weights"] < found["nvfp4"]["weights"]
+    assert found["max_bits=5 gptq"]["bits"] <= 5.05

@@ -446,7 +446,7 @@ def test_the_demo_deletes_no_folder_but_its_own(
         demo.main(str(tmp_path / "demo"))
     assert mine.read_text() == "precious"
     monkeypatch.setattr(demo, "warm_start", lambda *_: {"sft/loss": 1.0})
-    monkeypatch.setattr(demo, "_rewards", lambda *_: {"int8": 0.5})
+    monkeypatch.setattr(demo, "rewards", lambda *_: {"sampled": 0.5})
 
     def interrupted(cfg: object, overwrite: bool) -> SimpleNamespace:
         return SimpleNamespace(signal=overwrite and 2, folder=tmp_path / "run")
@@ -535,13 +535,13 @@ def test_a_demo_that_only_got_sharper_fails(
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     rewards = iter(
         [
-            {"int8": 0.3, "fp32": 0.3, "sharper": 0.49, "greedy": 0.5},
-            {"int8": 0.55, "fp32": 0.55, "sharper": greedy, "greedy": greedy},
+            {"sampled": 0.3, "fp32": 0.3, "sharper": 0.49, "greedy": 0.5},
+            {"sampled": 0.55, "fp32": 0.55, "sharper": greedy, "greedy": greedy},
         ]
     )
     record = {"step": 1, "reward/mean": 0.3, "mismatch/kl_k3": 1e-4}
     monkeypatch.setattr(demo, "warm_start", lambda *_: {"sft/loss": 1.0})
-    monkeypatch.setattr(demo, "_rewards", lambda *_: next(rewards))
+    monkeypatch.setattr(demo, "rewards", lambda *_: next(rewards))
     monkeypatch.setattr(
         demo,
         "run",

@@ -678,7 +678,7 @@ APART = {
     "matmul/onednn",
     "matmul/avx2.cpp",
     "matmul/limbs.cpp",
-    "float32 product of a learner's frozen int8 codes",
+    "learner's product of int8 codes",
     "attention/avx2.cpp",
     "fused/avx2.cpp",
 }

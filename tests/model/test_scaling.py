@@ -243,7 +243,7 @@ def codes_of(q: QTensor) -> list[int]:
     codes = stored.view(torch.uint8).numpy().tobytes()
     return (
         list(codes)
-        if get_format(q.format).bits == 8
+        if get_format(q.format).bits >= 8
         else [half for c in codes for half in (c & 15, c >> 4)]
     )
 
