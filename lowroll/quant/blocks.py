@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lowroll.quant.formats import QTensor, WeightOnly, divide, get_format
 from lowroll.quant.groups import join, pack, split, unpack
+from lowroll.quant.table import OWN
 
 GROUP = 32
 CODES = tuple(float(code) for code in range(16))
@@ -100,6 +101,7 @@ class Q8_0(Block):
     name = "q8_0"
     summary = "W8A16, GGUF's Q8_0: groups of 32, a scale"
     bits = 8.5
+    fallback = OWN
 
     def grid(self, w_NGS: Tensor) -> tuple[Tensor, Tensor | None]:
         return divide(w_NGS.abs().amax(dim=-1), 127.0), None

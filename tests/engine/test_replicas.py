@@ -84,7 +84,7 @@ def test_bits_do_not_depend_on_the_number_of_engines(tmp_path: Path, weights: st
         if weights == "bf16":
             return
         one, three = (drawn(urls[:count], requests, None) for count in (1, 3))
-    assert bits(one) != bits(three), "what parts are for"
+    # in last bits they may differ, by the processor: that is what parts are for
     for mine, theirs in zip(flat(one), flat(three), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-4)
 
@@ -93,10 +93,6 @@ def drawn(urls: list[str], requests: list[Request], parts: int | None) -> list[G
     given = {"token": TOKENS.token, "admin_token": TOKENS.admin, "start_s": 30.0, "silent_s": 20.0}
     with EnginePool(urls, parts=parts, **given) as pool:
         return pool.generate(requests)
-
-
-def bits(groups: list[Group]) -> list[list[float]]:
-    return [one.logprobs for group in groups for one in group.rollouts]
 
 
 def flat(groups: list[Group]) -> list[list[float]]:
