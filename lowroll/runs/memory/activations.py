@@ -190,8 +190,11 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
     wide = FLOAT if compute.device.type == "cuda" else item
     rows = chunk * spec.vocab_size
     once = rows * (wide + item)
-    if compute.device.type != "cuda":  # log-probs, probabilities and products of them, of some rows
-        once += 3 * FLOAT * min(rows, max(AT_ONCE, spec.vocab_size))
+    if (
+        compute.device.type != "cuda"
+    ):  # of some rows: a product of float32 logits, and those themselves
+        copies = 1 if item == FLOAT else 3
+        once += copies * FLOAT * min(rows, max(AT_ONCE, spec.vocab_size))
     hidden = tokens * spec.hidden_size * item
     if not learns:
         return once + hidden
