@@ -30,8 +30,7 @@ Legend: T calibration tokens, D hidden size, K in features, N out features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +38,8 @@ from torch import Tensor, nn
 
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Block, RMSNorm, Transformer, whole
-from lowroll.quant.formats import Format, QTensor, get_format
-from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of, plain
+from lowroll.quant.formats import Format, get_format
+from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of, multiplying, plain
 
 RATIOS = tuple(i / 20 for i in range(20))
 
@@ -159,7 +158,7 @@ def _errors(
         x_TK = mapping.inputs(chunk)
         dense_TD = mapping.output(x_TK, chunk)
         for i, (q, s_K) in enumerate(zip(quantized, candidates, strict=True)):
-            with _multiplying((mapping.reader, q)):
+            with multiplying((mapping.reader, q)):
                 errors[i] += _squared_distance(
                     mapping.output((x_TK.float() / s_K).to(x_TK.dtype), chunk), dense_TD
                 )
@@ -177,7 +176,7 @@ def _block_error(
         for linear in linears
         if isinstance(linear.weight, nn.Parameter)
     ]
-    with _multiplying(*pairs):
+    with multiplying(*pairs):
         return (
             sum(
                 _squared_distance(whole(block, x_TD[c.rows], c.cos, c.sin, c.attend), y_TD[c.rows])
@@ -261,18 +260,6 @@ def _relative_size(w_NK: Tensor, group: int | None) -> Tensor:
         torch.finfo(torch.float32).tiny
     )
     return relative_NGS.mean(0).flatten()[:num_in]
-
-
-@contextmanager
-def _multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
-    """The linears multiply in the arithmetic of the quantized weights inside the block."""
-    for linear, q in pairs:
-        linear.aligned = q
-    try:
-        yield
-    finally:
-        for linear, _ in pairs:
-            linear.aligned = None
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> float:

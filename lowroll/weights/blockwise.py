@@ -8,6 +8,7 @@ residual streams.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,18 @@ def plain(stream: Stream) -> Tensor:
     """What a learner's linear makes, as the tensor that it is."""
     assert isinstance(stream, Tensor)
     return stream
+
+
+@contextmanager
+def multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
+    """The linears multiply in the arithmetic of the quantized weights inside the block."""
+    for linear, q in pairs:
+        linear.aligned = q
+    try:
+        yield
+    finally:
+        for linear, _ in pairs:
+            linear.aligned = None
 
 
 def check(

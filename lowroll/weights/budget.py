@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -37,6 +36,7 @@ from lowroll.quant import mixed
 from lowroll.quant.budget import Budget
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import OWN
+from lowroll.weights.blockwise import multiplying
 
 # what single layers are measured on: so many tokens, from so many of each sequence; the whole is
 # measured on all
@@ -198,7 +198,7 @@ class _Search:
             error = float((codes.linear(x_TK) - dense_TN).float().square().sum(dtype=torch.float64))
             if not found:
                 most = error
-                with _multiplying({name: (linear, codes)}):
+                with multiplying((linear, codes)):
                     kl = max(reference.kl_from(block), LEAST_KL)
                 found.append(_Choice(format, nbytes, kl))
             else:
@@ -245,7 +245,7 @@ class _Search:
                 for name, format in self.after(steps).items()
                 if format != OWN
             }
-            with _multiplying(codes):
+            with multiplying(*codes.values()):
                 kl = max(self.reference.kl_from(0), LEAST_KL) if codes else 0.0
             self.points[steps] = Point(steps, self._bits(steps), self._nbytes(steps), kl)
         return self.points[steps]
@@ -382,18 +382,6 @@ def _to_nearest(name: str, linear: Linear, format: str) -> QTensor:
         return linear.quantized(format)
     except ValueError as error:
         raise ValueError(f"{name}.weight: {error}") from None
-
-
-@contextmanager
-def _multiplying(codes: dict[str, tuple[Linear, QTensor]]) -> Iterator[None]:
-    """The layers multiply in the arithmetic of their codes inside the block."""
-    for linear, q in codes.values():
-        linear.aligned = q
-    try:
-        yield
-    finally:
-        for linear, _ in codes.values():
-            linear.aligned = None
 
 
 def _check(model: Transformer, calibration: Calibration) -> None:
