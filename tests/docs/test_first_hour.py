@@ -65,7 +65,7 @@ def test_the_readmes_second_block_runs_after_the_first(clone: Path) -> None:
         assert whole in run
         run = run.replace(whole, less)
     (clone / "run.yaml").write_text(run + "score: {workers: 1}\n")
-    after = README.partition(run[:5])[2].partition("```\n")[2].partition("Serve a model")[0]
+    after = README.partition(run[:5])[2].partition("```\n")[2].partition("SmolLM2")[0]
     commands = re.findall(r"^    (lowroll .*?)(?:\s+#.*)?$", after, re.MULTILINE)
     assert [command.split()[1] for command in commands] == [
         *["grpo"] * 3,
