@@ -322,7 +322,11 @@ def kv_words(record: Mapping[str, Any]) -> list[str]:
 def guard_words(record: Mapping[str, Any]) -> list[str]:
     """The guard's alarms of a step, and what it has done so far, each in two words."""
     rung = [name for name, value in record.items() if name.startswith("guard/") and value]
-    done = {"guard/tightened": "tightened", "guard/fallbacks": "fell back"}
+    done = {
+        "guard/tightened": "tightened",
+        "guard/fallbacks": "fell back",
+        "guard/choices": "chose formats again",
+    }
     return [
         f"{done[name]} {record[name]:.0f}x" if name in done else name.replace("/", ": ")
         for name in rung

@@ -551,6 +551,12 @@ METRICS: tuple[Metric, ...] = (
         "0",
     ),
     _M(
+        "guard/choices",
+        "times",
+        "how often the formats of a budget have been chosen again so far",
+        "0",
+    ),
+    _M(
         "critic/loss",
         "",
         "the critic's clipped squared error to the returns, halved",

@@ -1,11 +1,12 @@
 """`rollout.weights: {max_kl: ...}`: from a budget to the format of each layer, once a run.
 
-    rollout_weights.json    in the run folder: the budget, which layers have which format, and what
-                            was measured
+    rollout_weights.json    in the run folder: the budget, which layers have which format, what was
+                            measured, and what was chosen again in the course of the run (`again`)
 
 The search (`weights.budget`) measures on responses that the dense model draws to the first prompts
 of the run's environments, by the run's seed; where there are none, to PROMPTS. A run that goes on
-reads its file, so that its layers keep their formats. From there the settings name a mixed format
+reads its file, so that its layers keep their formats; what was chosen later a checkpoint holds
+(`trainer.guard`). From there the settings name a mixed format
 (`quant.mixed`), as any other; config.yaml keeps what the user wrote.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -37,8 +39,11 @@ from lowroll.runs.calibration import calibration_sequences, first_requests
 from lowroll.runs.folder import WEIGHTS as FILE
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.terminal import tell
-from lowroll.types import Request, printable
+from lowroll.types import Batch, Request, Sample, printable
+from lowroll.weights import noise
 from lowroll.weights.budget import Allocation, Calibration, allocate
+
+log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 8
 RESPONSE_TOKENS = 48  # at most, of each
@@ -123,6 +128,47 @@ def of_model(
     tell(*report(weights, found))
     name = mixed.register(found.assignment, found.sizes, compute.dtype)
     return compute.format(name)
+
+
+def again(
+    home: RunFolder, budget: str, model: Transformer, batch: Batch | None, step: int
+) -> tuple[str, dict[str, dict[str, int]]] | None:
+    """Search once more, for the weights that a learner has after a step, on what the policy has
+    said in it, and note the result in the run's file. Return the format's name and the layers of
+    each format; None when there is nothing to measure on, or nothing keeps the budget any more."""
+    seen = _calibration([] if batch is None else batch.samples)
+    if not seen.sequences:
+        return None
+    try:
+        with phases() as on_phase, noise.muted(model):
+            found = allocate(
+                model,
+                parse(budget),
+                seen,
+                lambda done, total: on_phase("budget: layers", done, total),
+            )
+    except ValueError as error:
+        log.warning("guard: step %d: %s", step, error)
+        return None
+    path = home.path / FILE
+    kept = _read(path)
+    earlier = kept.get("again")
+    before = [one for one in earlier if one["step"] < step] if isinstance(earlier, list) else []
+    kept["again"] = [*before, {"step": step, **_found(found)}]
+    text = json.dumps(kept, indent=1) + "\n"
+    home.space.write(path, lambda: write_file(path, text.encode()))
+    for line in report(budget, found):
+        log.info("%s", line)
+    assignment = mixed.in_dtype(found.assignment, model.dtype)
+    name = mixed.register(found.assignment, found.sizes, model.dtype)
+    return name, mixed.stated(assignment, found.sizes)
+
+
+def _calibration(samples: Sequence[Sample]) -> Calibration:
+    """The beginnings of what a policy has said to the first prompts."""
+    chosen = samples[:NUM_PROMPTS]
+    rows = [s.prompt_ids + s.rollout.token_ids[:RESPONSE_TOKENS] for s in chosen]
+    return Calibration(rows, [len(s.prompt_ids) for s in chosen])
 
 
 def with_weights(cfg: RunConfig, weights: str) -> RunConfig:
@@ -225,8 +271,11 @@ def report(budget: str, found: Allocation) -> list[str]:
 
 
 def _text(budget: str, found: Allocation) -> str:
-    kept = {
-        "budget": budget,
+    return json.dumps({"budget": budget, **_found(found)}, indent=1) + "\n"
+
+
+def _found(found: Allocation) -> dict[str, object]:
+    return {
         "kl": found.kl,
         "bits": found.bits,
         "bytes": found.nbytes,
@@ -234,7 +283,6 @@ def _text(budget: str, found: Allocation) -> str:
         "weights": mixed.stated(found.assignment, found.sizes),
         "measured": [asdict(point) for point in found.measured],
     }
-    return json.dumps(kept, indent=1) + "\n"
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -27,7 +27,8 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.client import PhaseProgress
 from lowroll.parallel.ranks import ALONE, Ranks
-from lowroll.runs import identity
+from lowroll.quant.budget import is_budget
+from lowroll.runs import budget, identity
 from lowroll.runs.build import models, trainer
 from lowroll.runs.build.about import about
 from lowroll.runs.build.compute import Compute
@@ -35,6 +36,7 @@ from lowroll.runs.checkpointing import Checkpointing, State, Tensors
 from lowroll.runs.export import excerpt, newest_batch, publish_adapter
 from lowroll.runs.monitor import Monitor
 from lowroll.runs.stages import Stages
+from lowroll.trainer.guard import Guard
 from lowroll.trainer.loop import Trainer
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
@@ -132,7 +134,9 @@ class Learner:
         self.whole = whole or model
         self.publisher = publisher
         self.stages = Stages(cfg)
-        self.monitor = Monitor(cfg)
+        asked = self.home.cfg.rollout.weights
+        self.budget = asked if is_budget(asked) else ""
+        self.monitor = Monitor(cfg, self.budget)
         teacher = models.teacher(cfg, compute, policy.chat)
         beside = {} if teacher is None else {identity.TEACHER: digest(teacher)}
         checkpoints.identify(policy.base, beside)
@@ -268,9 +272,19 @@ class Learner:
     def heed_monitor(self) -> None:
         """The next step is done with the bounds and the format that the monitor wants."""
         self._set_options()
+        if (guard := self.monitor.guard) is not None and guard.wants_choice:
+            self._choose_formats(guard)
         if self.monitor.weights != self.publisher.weights:
             self.publisher.change_format(self.monitor.weights)
             self.publisher.update(self.version)
+
+    def _choose_formats(self, guard: Guard) -> None:
+        """Search for the formats of the budget again, on what the rollouts have said last."""
+        found = budget.again(self.home, self.budget, self.model, self._seen, self.version)
+        if found is None:
+            guard.chosen(guard.weights, {})
+        else:
+            guard.chosen(*found)
 
     def _set_options(self) -> None:
         options = self.monitor.options(self.stages.now)

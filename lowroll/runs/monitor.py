@@ -2,8 +2,8 @@
 
     first look   before the first update: what `correction: auto` chose is widened while it silences
                  over half of the batch
-    guard        after every step: its bounds are tightened, or the rollouts fall back to another
-                 format (`trainer.guard`)
+    guard        after every step: its bounds are tightened, or the rollouts get another format
+                 (`trainer.guard`)
 
 Both decide about the steps to come. `options` and `weights` say with what the next one is to be
 done; the run sees to it. All of it is a function of metrics that a run repeats bit for bit, and of
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowroll.config import RunConfig
+from lowroll.quant import mixed
 from lowroll.runs.build import trainer
 from lowroll.trainer.guard import rescale
 from lowroll.trainer.probe import Probe
@@ -29,18 +30,19 @@ MAX_WIDENED = 4
 
 
 class Monitor:
-    """The guard and the first look of a run. `on_note` hears what is worth a line."""
+    """The guard and the first look of a run. `on_note` hears what is worth a line. budget: under
+    which the rollouts' format was chosen, where one was."""
 
-    def __init__(self, cfg: RunConfig) -> None:
+    def __init__(self, cfg: RunConfig, budget: str = "") -> None:
         self.cfg = cfg
-        self.guard = trainer.guard(cfg)
+        self.guard = trainer.guard(cfg, budget)
         self.widened = 0  # doublings of the exponent of what `correction: auto` chose
         self.on_note: Callable[[str], object] = log.info
 
     @property
     def weights(self) -> str:
         """The format of the next rollouts."""
-        if self.guard is None or not self.guard.fallbacks:
+        if self.guard is None or not self.guard.has_moved:
             return self.cfg.rollout.weights
         return self.guard.weights
 
@@ -110,18 +112,25 @@ class Monitor:
         """Go on with the bounds and the format of a checkpoint. ValueError when there is no guard
         to hold them."""
         held = state["guard"]
-        if self.guard is None and held and (held["fallbacks"] or held["tightened"]):
+        if self.guard is None and held and (_format_of(held) or held["tightened"]):
             raise ValueError(
                 f"guard: the run went on with {held['weights']} rollouts and bounds tightened "
                 f"{held['tightened']} times; keep a guard section (action: warn leaves it so)"
             )
         if self.guard is not None and held:
             self.guard.restore(held)
+            _format_of(held)
         self.widened = state["widened"]
 
 
 def fallen_to(state: Mapping[str, Any]) -> str | None:
-    """The format that the guard of a checkpoint's state has fallen back to; None when it has
-    not."""
-    guard = state.get("guard") or {}
-    return guard["weights"] if guard.get("fallbacks") else None
+    """The format that the guard of a checkpoint's state has given the rollouts; None when they have
+    that of the run's beginning."""
+    return _format_of(state.get("guard") or {})
+
+
+def _format_of(held: Mapping[str, Any]) -> str | None:
+    """The format of a guard's state, made known; None when it is that of the run's beginning."""
+    if held.get("formats"):
+        mixed.read(held["formats"])
+    return held["weights"] if held.get("formats") or held.get("fallbacks") else None

@@ -16,6 +16,10 @@ row with any alarm comes the action, and the count begins again:
     tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
     fallback    the rollouts get the format that theirs names (`Format.fallback`), until dense
 
+Where the formats of layers were chosen by a budget (`rollout.weights: {max_kl: ...}`), an alarm of the KL has
+them chosen again first, for the weights as they are by then. A choice that comes out the same did not
+help: the action follows, and the next choice waits twice as long.
+
 What the guard decides is a function of the metrics that a run repeats bit for bit, and of the state
 that it saves, so a resumed run decides the same. A guard that never fires changes nothing.
 """
@@ -80,15 +84,27 @@ class GuardSettings:
 
 class Guard:
     """Looks at every step's metrics. `weights` is the rollouts' format; with `to_dense` a fallback
-    leads there at once.
+    leads there at once. has_budget: the format is of a budget, and another one may be chosen.
 
-    `tightened` and `weights` say what the next step is to be done with; the caller sees to it.
+    `tightened` and `weights` say what the next step is to be done with, `wants_choice` that a format
+    is to be chosen before it (`chosen` takes the answer); the caller sees to it.
     """
 
-    def __init__(self, settings: GuardSettings, weights: str, to_dense: bool = False) -> None:
+    def __init__(
+        self,
+        settings: GuardSettings,
+        weights: str,
+        to_dense: bool = False,
+        has_budget: bool = False,
+    ) -> None:
         self.settings = settings
         self.weights = weights
         self.to_dense = to_dense or settings.fallback == "dense"
+        self.has_budget = has_budget
+        self.wants_choice = False
+        self.choices = 0  # how often the formats were chosen again
+        self.wait = self.waited = 0  # alarms in a row that act before the next choice
+        self.formats: dict[str, dict[str, int]] | None = None  # those chosen, as files hold them
         self.tightened = self.fallbacks = self.streak = self.num_seen = 0
         self.average = self.baseline = 0.0
         self.stage: list[float] | None = None
@@ -107,18 +123,47 @@ class Guard:
         else:
             told = []
         if self.streak >= self.settings.patience:
-            told += self._act()
+            told += self._choose() if self._may_choose(rung) else self._act()
             self.streak = 0
         values = {f"guard/{name}": float(name in rung) for name in ALARMS}
-        return values | {
-            "guard/tightened": float(self.tightened),
-            "guard/fallbacks": float(self.fallbacks),
-        }, told
+        counts = ("tightened", "fallbacks", *(["choices"] if self.choices else []))
+        return values | {f"guard/{name}": float(getattr(self, name)) for name in counts}, told
+
+    def chosen(self, weights: str, formats: dict[str, dict[str, int]]) -> None:
+        """Take the format that was chosen for the rollouts. formats: as `quant.mixed.stated` gives
+        them."""
+        self.wants_choice = False
+        self.choices += 1
+        if weights == self.weights:
+            self.wait = 2 * self.wait + 1
+        else:
+            self.weights, self.formats, self.wait = weights, formats, 0
+            self._forget()
+        self.waited = 0
+
+    @property
+    def has_moved(self) -> bool:
+        """Have the rollouts another format than the run began with?"""
+        return bool(self.fallbacks or self.formats)
+
+    def _may_choose(self, rung: Mapping[str, str]) -> bool:
+        if not self.has_budget or self.fallbacks or "kl" not in rung:
+            return False
+        self.waited += 1
+        return self.waited > self.wait
+
+    def _choose(self) -> list[str]:
+        self.wants_choice = True
+        return ["the budget's formats are chosen again, for the weights as they are now"]
 
     def state(self) -> dict[str, Any]:
         """JSON data from which `restore` goes on bitwise."""
         return {
             "weights": self.weights,
+            "formats": self.formats,
+            "choices": self.choices,
+            "wait": self.wait,
+            "waited": self.waited,
             "tightened": self.tightened,
             "fallbacks": self.fallbacks,
             "streak": self.streak,

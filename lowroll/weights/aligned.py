@@ -44,7 +44,7 @@ def align(model: Transformer, format: str) -> Transformer:
                 f"{name}: the base is {base.format}, and the forward is to be {wanted}"
             )
     for name, linear in model.linears():
-        linear.aligned = _quantize(name, linear, format)
+        linear.aligned = quantized(name, linear, format)
     return model
 
 
@@ -56,7 +56,7 @@ def realign(model: Transformer, format: str) -> Transformer:
         if dense or isinstance(linear.weight, QTensor):
             linear.aligned = None
         else:
-            linear.aligned = _quantize(name, linear, format)
+            linear.aligned = quantized(name, linear, format)
     return model
 
 
@@ -131,7 +131,8 @@ def dequantized(model: Transformer) -> Iterator[Transformer]:
         yield model
 
 
-def _quantize(name: str, linear: Linear, format: str) -> QTensor:
+def quantized(name: str, linear: Linear, format: str) -> QTensor:
+    """A layer's weight in what `format` assigns to it; ValueError names the layer."""
     try:
         return linear.quantized(get_format(format).of(name).name)
     except ValueError as error:

@@ -78,12 +78,17 @@ def multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
 def check(
     method: str, model: Transformer, format: Format, sequences: Sequence[Sequence[int]]
 ) -> None:
-    """ValueError for a dense format, a model with quantized weights, experts or an adapter, and
-    sequences that are empty or outside the vocabulary or context. method: what asks, for people."""
+    """ValueError for a dense format, and as `check_dense` says. method: what asks, for people."""
     if format.dense:
         raise ValueError(
             f"{method}: {format.name} does not round to low bits, and there is nothing to calibrate"
         )
+    check_dense(method, model, sequences)
+
+
+def check_dense(method: str, model: Transformer, sequences: Sequence[Sequence[int]]) -> None:
+    """ValueError for a model with quantized weights, experts or an adapter, and sequences that are
+    empty or outside the vocabulary or context."""
     for name, linear in model.linears():
         if (
             isinstance(linear.weight, QTensor)

@@ -36,7 +36,8 @@ from lowroll.quant import mixed
 from lowroll.quant.budget import Budget
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import OWN
-from lowroll.weights.blockwise import multiplying
+from lowroll.weights.aligned import quantized
+from lowroll.weights.blockwise import check_dense, input_of, multiplying
 
 # what single layers are measured on: so many tokens, from so many of each sequence; the whole is
 # measured on all
@@ -44,8 +45,6 @@ SINGLE_TOKENS, PIECE_TOKENS = 192, 48
 FINE_BITS = 0.02  # bits a weight that are not searched for
 HEAD_TOKENS = 256  # whose logits are made at once
 LEAST_KL = 1e-15  # of what is not dense: sums in float32 may come out below it
-# how a layer is rounded: (its name, the layer, the format) -> codes
-Quantize = Callable[[str, Linear, str], QTensor]
 
 
 @dataclass(frozen=True)
@@ -106,20 +105,19 @@ def allocate(
     model: Transformer,
     budget: Budget,
     calibration: Calibration,
-    quantize: Quantize | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Allocation:
     """Choose the format of every linear layer of a dense model; the model stays as it is.
 
-    quantize: rounds a layer, to nearest unless it is given. on_progress(done, total) counts layers.
-    ValueError for a model that has adapters, experts or quantized weights, and for a budget that
-    nothing keeps, with the points that were measured.
+    Layers are rounded to nearest. on_progress(done, total) counts them. ValueError as
+    `blockwise.check_dense` says, and for a budget that nothing keeps, with the points that were
+    measured.
     """
     began = time.monotonic()
-    _check(model, calibration)
-    search = _Search(model, budget, quantize or _to_nearest)
+    search = _Search(model, budget)
+    whole = Reference(model, calibration)  # the first, as it refuses what it cannot take
     search.choose(calibration.cut(SINGLE_TOKENS, PIECE_TOKENS), on_progress)
-    search.reference = _Reference(model, calibration)
+    search.reference = whole
     steps = search.find()
     found = search.measure(steps)
     return Allocation(
@@ -128,7 +126,7 @@ def allocate(
         found.kl,
         found.bits,
         found.nbytes,
-        int(search.reference.counted_T.numel()),
+        whole.tokens,
         tuple(sorted(search.points.values(), key=lambda point: point.bits)),
         time.monotonic() - began,
     )
@@ -137,12 +135,11 @@ def allocate(
 class _Search:
     """The layers' choices, the order of steps, and what was measured of the whole."""
 
-    reference: _Reference
+    reference: Reference
 
-    def __init__(self, model: Transformer, budget: Budget, quantize: Quantize) -> None:
+    def __init__(self, model: Transformer, budget: Budget) -> None:
         self.model = model
         self.budget = budget
-        self.quantize = quantize
         self.sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
         self.own = next(iter(mixed.in_dtype({"": OWN}, model.dtype).values()))
         self.hulls: dict[str, list[_Choice]] = {}
@@ -155,7 +152,7 @@ class _Search:
         """The codes of a layer, without what kernels made of them."""
         codes = self.kept.get((name, format))
         if codes is None:
-            codes = self.quantize(name, linear, format)
+            codes = quantized(name, linear, format)
             if codes.device.type == "cpu":
                 self.kept[name, format] = codes
         codes.packed.clear()
@@ -165,7 +162,7 @@ class _Search:
         self, calibration: Calibration, on_progress: Callable[[int, int], None] | None
     ) -> None:
         """Measure every layer alone, and put the steps in order."""
-        reference = _Reference(self.model, calibration)
+        reference = Reference(self.model, calibration)
         gains: list[tuple[float, str, int]] = []
         for done, (block, name, linear) in enumerate(_layers(self.model)):
             hull = _hull(self._choices(reference, block, name, linear))
@@ -177,7 +174,7 @@ class _Search:
         self.order = [name for _, name, _ in sorted(gains)]
 
     def _choices(
-        self, reference: _Reference, block: int, name: str, linear: Linear
+        self, reference: Reference, block: int, name: str, linear: Linear
     ) -> list[_Choice]:
         """The formats that the layer's shape allows, the smallest measured and the others scaled by
         the errors of its output."""
@@ -295,11 +292,14 @@ class _Search:
         )
 
 
-class _Reference:
+class Reference:
     """The dense model on calibration tokens: its residual stream before each block, and the
-    log-probs at the positions that count."""
+    log-probs at the positions that count. ValueError as `blockwise.check_dense` says."""
 
     def __init__(self, model: Transformer, calibration: Calibration) -> None:
+        check_dense("rollout.weights", model, calibration.sequences)
+        if min(map(len, calibration.sequences)) < 2:
+            raise ValueError("rollout.weights: the calibration has no tokens to measure a KL on")
         lengths = [len(ids) for ids in calibration.sequences]
         self.model = model
         device = model.device
@@ -318,6 +318,18 @@ class _Reference:
             self.streams.append(self._run(block, self.streams[-1]))
         self.logprobs = [self._logprobs(part_TD) for part_TD in self._ends(self.streams[-1])]
 
+    @property
+    def tokens(self) -> int:
+        """How many positions count."""
+        return self.counted_T.numel()
+
+    def kl(self) -> float:
+        """KL of the dense model to the model as it is now: its quantized weights, if it has got
+        any, in their formats' own arithmetic."""
+        weights = [(linear, linear.weight) for _, linear in self.model.linears()]
+        with multiplying(*((one, w) for one, w in weights if isinstance(w, QTensor))):
+            return self.kl_from(0)
+
     def _run(self, block: torch.nn.Module, x_TD: Tensor) -> Tensor:
         assert isinstance(block, Block)
         return whole(block, x_TD, self.cos, self.sin, self.attend)
@@ -331,13 +343,7 @@ class _Reference:
 
     def input_of(self, block: int, linear: Linear) -> Tensor:
         """What a linear layer of a block reads in the dense model."""
-        seen: list[Tensor] = []
-        hook = linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        try:
-            self._run(self.model.blocks[block], self.streams[block])
-        finally:
-            hook.remove()
-        return seen[0]
+        return input_of(linear, lambda: self._run(self.model.blocks[block], self.streams[block]))
 
     def kl_from(self, block: int) -> float:
         """KL of the dense model to the model as it is now, of which the blocks before this one are
@@ -375,26 +381,3 @@ def _layers(model: Transformer) -> Iterator[tuple[int, str, Linear]]:
     """Every linear layer with the number of its block."""
     for name, linear in model.linears():
         yield int(name.split(".")[1]), name, linear
-
-
-def _to_nearest(name: str, linear: Linear, format: str) -> QTensor:
-    try:
-        return linear.quantized(format)
-    except ValueError as error:
-        raise ValueError(f"{name}.weight: {error}") from None
-
-
-def _check(model: Transformer, calibration: Calibration) -> None:
-    if model.spec.num_experts:
-        raise ValueError(
-            f"rollout.weights: {model.spec.architecture} has experts, whose matrices are not chosen "
-            "for one by one; write a format"
-        )
-    for name, linear in model.linears():
-        if isinstance(linear.weight, QTensor) or linear.adapter is not None:
-            raise ValueError(
-                f"rollout.weights: {name} is quantized already or has an adapter; a budget needs "
-                "the dense model"
-            )
-    if not calibration.sequences or min(map(len, calibration.sequences)) < 2:
-        raise ValueError("rollout.weights: the calibration has no tokens to measure a KL on")

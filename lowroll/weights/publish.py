@@ -27,6 +27,7 @@ from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format, stored_format
+from lowroll.weights.aligned import quantized
 from lowroll.weights.noise import Noise, draw, noisy_norms
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def quantize_base(model: Transformer, format: str) -> Transformer:
     """
     _note_conversion(model, format)
     for name, linear in model.linears():
-        linear.set_weight(_quantize(name, linear, format))
+        linear.set_weight(quantized(name, linear, format))
     return model
 
 
@@ -279,17 +280,10 @@ def fingerprint(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> 
 _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "o", "gate_up", "down"))
 
 
-def _quantize(name: str, linear: Linear, format: str) -> QTensor:
-    try:
-        return linear.quantized(get_format(format).of(name).name)
-    except ValueError as error:
-        raise ValueError(f"{name}.weight: {error}") from None
-
-
 def _engines(name: str, linear: Linear, format: str) -> QTensor:
-    """`_quantize` for an engine: codes that the learner will refresh are copied, a frozen base is
+    """`quantized` for an engine: codes that the learner will refresh are copied, a frozen base is
     shared."""
-    weight = _quantize(name, linear, format)
+    weight = quantized(name, linear, format)
     if weight is linear.aligned and weight is not linear.weight:
         return weight.clone()
     if (
@@ -302,14 +296,14 @@ def _engines(name: str, linear: Linear, format: str) -> QTensor:
 
 
 def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
-    """`_quantize` into the storages of `target`. A dense weight is known to be finite; codes that
+    """`quantized` into the storages of `target`. A dense weight is known to be finite; codes that
     are those of the same codes of another format already stay."""
     if linear.aligned is not None and linear.aligned.format == target.format:
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):
         target.quantize_(linear.weight, amax_1)
     elif not target.is_made_of(linear.weight):
-        target.copy_(_quantize(name, linear, target.format))
+        target.copy_(quantized(name, linear, target.format))
         target.note_source(linear.weight)
 
 

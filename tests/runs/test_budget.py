@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ import torch
 from lowroll.cli import serve
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
+from lowroll.metrics.record import read
 from lowroll.model import hf
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant import mixed
-from lowroll.quant.budget import eight_bits
+from lowroll.quant.budget import Budget, eight_bits
 from lowroll.quant.formats import get_format
 from lowroll.quant.mixed import Mixed
 from lowroll.runs import demo, preflight, sft
 from lowroll.runs.budget import FILE
+from lowroll.runs.build.trainer import guard as build_guard
 from lowroll.runs.diagnose import diagnose
 from lowroll.runs.evaluate import evaluate
 from lowroll.runs.export import export_run, quantize_folder
@@ -231,3 +234,74 @@ def test_a_guard_leaves_a_mixture_for_eight_bits_or_the_dense_base(
     copy_stopped_after(whole, 2, cut)
     again = train(asked | {"output_dir": str(cut)}, resume=True).folder
     assert fingerprint(again) == fingerprint(whole)
+
+
+def test_the_formats_are_chosen_again_when_the_kl_leaves_the_budget(
+    model: Path, tmp_path: Path
+) -> None:
+    """Each choice is of the weights as they are by then; a run that goes on before or after one makes
+    the same, and what comes after the run knows it."""
+    asked = tree(model, tmp_path / "whole", SOME, max_steps=5, learning_rate=0.03)
+    del asked["env"]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cde"}\n')
+    (tmp_path / "rewards.py").write_text("def odd(text):\n    return sum(map(ord, text)) % 7 / 7\n")
+    asked |= {"data": str(tmp_path / "rows.jsonl")}
+    asked |= {"reward_funcs": [f"{tmp_path}/rewards.py:odd"]}
+    asked |= {"guard": {"kl_above": 1e-12, "patience": 2, "ess_below": None}}
+    whole = train(asked).folder
+    first, *again = [kept(whole), *kept(whole)["again"]]
+    assert [one["step"] for one in again] == [2, 4]
+    names = [mixed.read(one["weights"], torch.float32) for one in (first, *again)]
+    assert names[0] != names[1] and all(one["bits"] <= 6 for one in again)
+    files = sorted((whole / "rollouts").iterdir())
+    tags = [read_rollouts(path).samples[0].rollout.behavior.weights for path in files]
+    assert tags == [names[0], names[0], names[1], names[1], names[2]]
+    assert [record.get("guard/choices", 0) for record in read(whole)] == [0, 0, 1, 1, 2]
+    assert export_run(whole, tmp_path / "last", "rollout").format == names[2]
+    assert export_run(whole, tmp_path / "early", "rollout", step=2).format == names[1]
+    for stopped in (1, 3):
+        cut = tmp_path / f"cut{stopped}"
+        copy_stopped_after(whole, stopped, cut)
+        resumed = train(asked | {"output_dir": str(cut)}, resume=True).folder
+        assert fingerprint(resumed) == fingerprint(whole)
+        assert kept(resumed) == kept(whole)
+
+
+@pytest.mark.parametrize("changes", [{"lora": True}, {"forward": "aligned"}], ids=str)
+def test_a_learner_with_the_same_codes_has_no_other_choice(
+    model: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    asked = tree(model, tmp_path / "run", SOME, max_steps=3, **changes)
+    asked |= {"guard": {"kl_above": 1e-12, "patience": 1}, "correction": "auto"}
+    assert "again" not in kept(train(asked).folder)
+
+
+def test_a_budget_of_kl_is_the_guards_bound(model: Path, tmp_path: Path) -> None:
+    """Twice what is allowed is an alarm; a choice that changes nothing is not made at every alarm."""
+    cfg = from_mapping(tree(model, tmp_path / "run", "int8"))
+    watch = build_guard(cfg, "max_kl=0.01")
+    assert watch is not None and watch.settings.kl_above == 0.02
+    wide = build_guard(cfg, "max_kl=1")
+    assert wide is not None and wide.settings.kl_above == 0.1
+    plain = build_guard(cfg)
+    assert plain is not None and not plain.has_budget
+    loud = {"mismatch/kl_k3": 0.03, "mismatch/ess": 0.9, "mismatch/weight_max": 2.0}
+    searched = []
+    for step in range(1, 40):
+        watch.look(loud)
+        if watch.wants_choice:
+            searched.append(step)
+            watch.chosen("int8", {})
+    assert searched == [3, 9, 21]
+
+
+def test_a_budget_that_is_lost_leaves_the_formats(model: Path, tmp_path: Path) -> None:
+    """What nothing keeps any more is said, and the run goes on."""
+    asked = tree(model, tmp_path / "run", {"max_kl": 1.0, "max_bits": 4.6}, max_steps=2)
+    asked |= {"guard": {"kl_above": 1e-12, "patience": 1}}
+    with patch("lowroll.runs.budget.parse", side_effect=[Budget(1.0, 4.6)] + [Budget(0, 4.6)] * 2):
+        folder = train(asked).folder
+    assert "again" not in kept(folder)
+    assert "guard: step 1: rollout.weights: max_kl=0,max_bits=4.6 cannot be kept" in "".join(
+        path.read_text() for path in (folder / "logs").iterdir()
+    )

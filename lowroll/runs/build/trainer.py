@@ -12,6 +12,7 @@ from lowroll.config.noise import NoiseConfig
 from lowroll.config.schema import TrainConfig, rollouts_of
 from lowroll.config.sft import SftConfig
 from lowroll.objectives.objective import select
+from lowroll.quant.budget import parse
 from lowroll.runs.build.mirror import Mirror
 from lowroll.trainer.critic import CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
@@ -34,6 +35,7 @@ _CRITIC_OPTIM = Mirror(
 )
 _GUARD = Mirror(GuardSettings, GuardConfig)
 _NOISE = Mirror(NoiseSchedule, NoiseConfig, given=("total_steps", "seed"))
+MOST_OF_BUDGET = 2.0  # times its KL, measured on other tokens than the run's, are no alarm
 
 
 def learn(cfg: RunConfig) -> LearnSettings:
@@ -69,16 +71,23 @@ def sft(cfg: RunConfig) -> SftSettings:
     return _SFT(cfg.sft, cfg.train.sized(), cfg, optim=optim)
 
 
-def guard(cfg: RunConfig) -> Guard | None:
-    """The watch over the mismatch. Under LoRA a wider format than the base's would only round the
-    base again, so a fallback leads to dense rollouts at once. A cut sampler and noise are distances
-    that were asked for: the level of the KL is no alarm there."""
+def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
+    """The watch over the mismatch. budget: under which the rollouts' format was chosen; a KL of twice
+    what it allows is an alarm, and where all weights learn, the format is chosen again. Under LoRA a
+    wider format than the base's would only round the base again, so a fallback leads to dense
+    rollouts at once. A cut sampler and noise are distances that were asked for: the level of the KL
+    is no alarm there."""
     if cfg.guard is None:
         return None
     settings, rollouts = _GUARD(cfg.guard), rollouts_of(cfg)
     if rollouts.truncated or rollouts.noisy:
         settings = replace(settings, kl_above=None)
-    return Guard(settings, cfg.rollout.weights, to_dense=cfg.train.lora)
+    allowed = parse(budget).max_kl if budget else None
+    if allowed and settings.kl_above is not None:
+        settings = replace(settings, kl_above=min(settings.kl_above, MOST_OF_BUDGET * allowed))
+    # an adapter's base and an aligned learner have the same codes: no format would be nearer
+    differs = not cfg.train.lora and cfg.train.forward == "dense"
+    return Guard(settings, cfg.rollout.weights, cfg.train.lora, bool(budget) and differs)
 
 
 def noise(cfg: RunConfig) -> NoiseSchedule | None:
