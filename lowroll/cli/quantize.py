@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 GPTQ = "gptq"
 ROUNDINGS = ("nearest", GPTQ)
+KL_TOKENS, KL_PIECE = 512, 128  # on which the KL of what was rounded is told, and of each sequence
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,13 +55,15 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="before that, rescale channels that are loud on your text: they round finer",
     )
-    text = p.add_argument_group("calibration", "the text that --rounding gptq and --awq look at")
+    text = p.add_argument_group(
+        "calibration", "the text that --rounding gptq, --awq and a budget look at"
+    )
     text.add_argument(
         "--calibration",
         metavar="FILE",
-        help="a .jsonl file of rows with a text or messages, or a plain text; best of what the "
-        "model itself writes (the samples of a run). A budget without it measures on responses of "
-        "the model",
+        help="a .jsonl file of rows with a text or messages, or a plain text; best what the model "
+        "itself writes on your task (the samples of a run). Without it: what the model answers to a "
+        "few general prompts",
     )
     text.add_argument(
         "--calibration-samples", type=int, metavar="N", help="sequences at most (default 128)"
@@ -78,8 +81,10 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     options = [arguments.calibration, arguments.calibration_samples, arguments.calibration_length]
     asked = ["--awq"] * arguments.awq + [f"--rounding {GPTQ}"] * (arguments.rounding == GPTQ)
-    if asked and arguments.calibration is None:
-        raise ValueError(f"{asked[0]}: needs --calibration FILE, the text to calibrate on")
+    if arguments.calibration is None and any(option is not None for option in options):
+        raise ValueError(
+            "--calibration-samples, --calibration-length: they are of --calibration FILE"
+        )
     chooses = is_budget(arguments.format)
     if chooses and arguments.awq:
         raise ValueError("--awq: it rescales for one format, and a budget chooses several")
@@ -92,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     device = pick_device(arguments.device)
     format = _chosen(arguments, device) if chooses else arguments.format
-    transform = _calibration(arguments, format) if asked else None
+    transform = _calibration(arguments, format, device) if asked else None
     done = quantize_folder(arguments.model, arguments.out, format, transform, device)
     form = get_format(done.format)
     print(
@@ -118,23 +123,29 @@ def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
     return of_model(arguments.model, arguments.format, device, dtype, text)
 
 
-def _calibration(arguments: argparse.Namespace, format: str) -> Callable[[Transformer], None]:
-    """What calibrates the loaded model. The text is read here, before the weights are."""
+def _calibration(
+    arguments: argparse.Namespace, format: str, device: torch.device
+) -> Callable[[Transformer], None]:
+    """What calibrates the loaded model. A text is read here, before the weights are."""
     from lowroll.model.folder import resolve
     from lowroll.model.spec import read_spec
     from lowroll.model.tokenizer import load_tokenizer
+    from lowroll.runs.budget import answers
     from lowroll.runs.calibration import calibration_sequences
 
-    folder = resolve(arguments.model)
-    length = arguments.calibration_length
-    sequences = calibration_sequences(
-        arguments.calibration,
-        load_tokenizer(folder),
-        128 if arguments.calibration_samples is None else arguments.calibration_samples,
-        min(512, read_spec(folder).max_position) if length is None else length,
-    )
+    given: list[list[int]] | None = None
+    if arguments.calibration is not None:
+        folder = resolve(arguments.model)
+        length = arguments.calibration_length
+        given = calibration_sequences(
+            arguments.calibration,
+            load_tokenizer(folder),
+            128 if arguments.calibration_samples is None else arguments.calibration_samples,
+            min(512, read_spec(folder).max_position) if length is None else length,
+        )
 
     def calibrate(model: Transformer) -> None:
+        sequences = given or answers(arguments.model, model, device)
         if arguments.awq:
             _rescale(model, format, sequences)
         if arguments.rounding == GPTQ:
@@ -166,7 +177,9 @@ def _rescale(model: Transformer, format: str, sequences: list[list[int]]) -> Non
 def _round(model: Transformer, format: str, sequences: list[list[int]]) -> None:
     from lowroll.metrics.progress import phases
     from lowroll.weights import gptq
+    from lowroll.weights.budget import Calibration, Reference
 
+    dense = Reference(model, Calibration(sequences, [0] * len(sequences)).cut(KL_TOKENS, KL_PIECE))
     with phases() as on_phase:
         matrices = gptq.round_base(
             model,
@@ -180,7 +193,8 @@ def _round(model: Transformer, format: str, sequences: list[list[int]]) -> None:
     )
     print(
         f"GPTQ on {_size(sequences)}: squared error of a product {nearest:.2%} rounded to nearest, "
-        f"{now:.2%} now (means over {len(matrices)} matrices)"
+        f"{now:.2%} now (means over {len(matrices)} matrices); KL from the dense model {dense.kl():.2g} "
+        f"on {dense.tokens} of these tokens"
     )
 
 

@@ -101,7 +101,7 @@ class RolloutConfig(Section):
     # not even in their last bits. null: as many as there are engines
     parts: Count | None = None
     # format of the linear weights, or a budget (max_kl, max_bits, max_bytes, formats) under which each
-    # layer gets one; dense: the run's dtype
+    # layer gets one; dense: the run's dtype; stored: the codes that the model's folder holds
     weights: Weights = DEFAULT
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens

@@ -1,6 +1,7 @@
 """`rollout.weights`: the name of a format, or a budget in its place.
 
     weights: int8
+    weights: stored               the codes that the folder of the model holds, one format or several
     weights: {max_kl: 0.02}
     weights: max_kl=0.02          the same in one word, as the command line has it
 
@@ -18,7 +19,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from lowroll.config.section import Count, NotNegative, Positive, Problem, Section, known
 from lowroll.quant import budget
 from lowroll.quant.budget import Budget, is_budget
-from lowroll.quant.table import FORMATS, OWN, is_dense
+from lowroll.quant.table import FORMATS, OWN, STORED, is_dense
 
 
 class WeightBudget(Section):
@@ -59,7 +60,7 @@ def _check(value: Any, as_section: core_schema.ValidatorFunctionWrapHandler) -> 
     if isinstance(value, dict | WeightBudget):
         return as_section(value)
     if not is_budget(value):
-        return known(value, sorted((OWN, *FORMATS), key=is_dense))
+        return known(value, sorted((OWN, STORED, *FORMATS), key=is_dense))
     try:
         return str(budget.parse(value))
     except ValueError as error:
@@ -72,19 +73,19 @@ Weights = Annotated[str, FormatOrBudget()]
 def budget_problems(
     weights: str, engine: str, large_batch_weights: str | None
 ) -> Iterator[Problem]:
-    """What a budget cannot be beside."""
-    if not is_budget(weights):
+    """What a budget, or what a folder stores, cannot be beside."""
+    if not (is_budget(weights) or weights == STORED):
         return
     where = ("rollout", "weights")
     if engine != "native":
         yield (
             (where, ("rollout", "engine")),
-            f"a budget gives each layer a format of its own, in lowroll's own engine; with {engine} "
+            f"each layer may have a format of its own, which is for lowroll's own engine; with {engine} "
             "write a format",
         )
     if large_batch_weights is not None:
         yield (
             (where, ("rollout", "large_batch_weights")),
-            "a budget gives each layer one format, and a second one beside it has none; write a "
-            "format, or large_batch_weights: null",
+            "each layer has one format, and a second one beside it has none; write a format, or "
+            "large_batch_weights: null",
         )

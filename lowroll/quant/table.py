@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OWN = "dense"  # how a run's settings call the dense format of the run's own dtype
+STORED = "stored"  # and how the low-bit format that the folder of its model holds
 DEFAULT = "int8"  # of rollouts that name no format
 
 

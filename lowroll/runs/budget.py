@@ -28,11 +28,12 @@ from lowroll.engine.native import NativeEngine, dtype_on
 from lowroll.metrics.progress import phases
 from lowroll.model import hf, scaling
 from lowroll.model.folder import read_json, resolve
+from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
 from lowroll.quant.budget import is_budget, parse
-from lowroll.quant.table import OWN
+from lowroll.quant.table import OWN, STORED
 from lowroll.runs.build import models
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.calibration import calibration_sequences, first_requests
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 8
 RESPONSE_TOKENS = 48  # at most, of each
+SAMPLES, LONG_TOKENS = 8, 128  # to each prompt, and of each, where a rounding is calibrated
 TEXT_TOKENS = 128  # of each piece of a text
 NAMED = 8  # layers that a report names
 PROMPTS = (
@@ -66,7 +68,7 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
     goes on, else searched for and written there. ValueError for a file that is not this budget's."""
     cfg, path = home.cfg, home.path / FILE
     if not is_budget(cfg.rollout.weights):
-        return cfg
+        return with_weights(cfg, named(cfg.rollout.weights, cfg, compute, chat))
     if not (resume and (path.is_file() or home.has_steps())):
         if path.exists():
             _read(path)  # of an earlier run; what is not is not written over
@@ -82,7 +84,7 @@ def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
     is missing, damaged or of another budget."""
     budget = cfg.rollout.weights
     if not is_budget(budget):
-        return cfg
+        return with_weights(cfg, stored(cfg, compute.dtype) if budget == STORED else budget)
     path = folder / FILE
     kept = _read(path)
     if kept["budget"] != budget:
@@ -97,7 +99,7 @@ def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -
     """Return the format that `weights` stands for; of a budget after a search on responses to the
     prompts of the settings."""
     if not is_budget(weights):
-        return weights
+        return stored(cfg, compute.dtype) if weights == STORED else weights
     cfg = with_weights(cfg, weights)
     found = search(cfg, compute, dense_model(cfg, compute), chat)
     tell(*report(weights, found))
@@ -171,21 +173,46 @@ def _calibration(samples: Sequence[Sample]) -> Calibration:
     return Calibration(rows, [len(s.prompt_ids) for s in chosen])
 
 
+def stored(cfg: RunConfig, dtype: torch.dtype) -> str:
+    """Return the low-bit format of the run's model folder, whose dense layers have `dtype`.
+    ValueError for a dense one."""
+    held = hf.exact_format(resolve(cfg.model, weights=False), dtype)
+    if held is None:
+        raise ValueError(
+            f"rollout.weights: {STORED}, and {cfg.model} holds dense weights; write {OWN}, a format or "
+            "a budget"
+        )
+    return held
+
+
 def with_weights(cfg: RunConfig, weights: str) -> RunConfig:
     """Return the same settings with other rollout weights."""
+    if weights == cfg.rollout.weights:
+        return cfg
     rollout = cfg.rollout.model_copy(update={"weights": weights})
     return cfg.model_copy(update={"rollout": rollout})
 
 
-def dense_model(cfg: RunConfig, compute: Compute) -> Transformer:
-    """Return the run's model as its weights are rounded. ValueError for a low-bit folder."""
+def refuse_model(cfg: RunConfig) -> None:
+    """ValueError for a model whose layers no budget can choose formats for. Reads no weights."""
     models.refuse_adapter("model", cfg.model)
-    held = hf.low_bit_format(resolve(cfg.model))
+    folder = resolve(cfg.model, weights=False)
+    if (spec := read_spec(folder)).num_experts:
+        raise ValueError(
+            f"rollout.weights: {spec.architecture} has experts, whose matrices are not chosen for one "
+            "by one; write a format"
+        )
+    held = hf.low_bit_format(folder)
     if held is not None:
         raise ValueError(
             f"rollout.weights: {cfg.model} holds {held} weights, and a budget needs the dense model; "
-            f"write {'dense' if held.startswith(mixed.PREFIX) else held}"
+            f"write {STORED}, which keeps them"
         )
+
+
+def dense_model(cfg: RunConfig, compute: Compute) -> Transformer:
+    """Return the run's model as its weights are rounded. ValueError as `refuse_model`."""
+    refuse_model(cfg)
     model = hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
     if cfg.train.uaq_scale is not None:
         scaling.scale(model, cfg.train.uaq_scale)
@@ -213,31 +240,46 @@ def search(
         )
 
 
+def answers(source: str | Path, model: Transformer, device: torch.device) -> list[list[int]]:
+    """Return what a dense model of no run says to PROMPTS, several times to each: text to calibrate
+    on."""
+    cfg = from_mapping(
+        {"model": str(source), "rollout": {"weights": OWN, "max_tokens": LONG_TOKENS}}
+    )
+    compute = Compute(device, model.dtype)
+    with phases() as on_phase:
+        on_phase("calibration: draw", 0, 1)
+        drawn = draw(cfg, compute, model, models.chat_of(cfg), PROMPTS, SAMPLES, LONG_TOKENS)
+    return [list(ids) for ids in drawn.sequences]
+
+
 def draw(
     cfg: RunConfig,
     compute: Compute,
     model: Transformer,
     chat: ChatTokenizer,
     texts: Sequence[str] = (),
+    n: int = 1,
+    most: int = RESPONSE_TOKENS,
 ) -> Calibration:
-    """Return responses of the dense model with their prompts: `texts`, or those of the run's
-    environments."""
-    asked = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, 1)
-    most = min(RESPONSE_TOKENS, cfg.rollout.max_tokens)
+    """Return `n` responses of the dense model with each of their prompts: `texts`, or those of the
+    run's environments. most: tokens of a response."""
+    asked = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
+    most = min(most, cfg.rollout.max_tokens)
     requests = [replace(one, max_tokens=most) for one in asked]
     engine = NativeEngine(
         model,
         weights=compute.format(OWN),
         tokenizer=chat.tokenizer,
-        cache_tokens=sum(_room(one, cfg.rollout.page_size) for one in requests),
+        cache_tokens=n * sum(_room(one, cfg.rollout.page_size) for one in requests),
         page_size=cfg.rollout.page_size,
-        max_batch=len(requests),
+        max_batch=n * len(requests),
     )
     with closing(engine):
         groups = engine.generate(requests)
     del engine
     gc.collect()  # the engine and its scheduler hold each other
-    rows = [(group.request.prompt_ids, group.rollouts[0].token_ids) for group in groups]
+    rows = [(one.request.prompt_ids, drawn.token_ids) for one in groups for drawn in one.rollouts]
     if not any(response for _, response in rows):
         raise ValueError("rollout.weights: the model says nothing that a KL could be measured on")
     kept = [(prompt, response) for prompt, response in rows if response]

@@ -27,6 +27,7 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.groups import for_scorer
 from lowroll.quant.budget import eight_bits, is_budget
+from lowroll.quant.table import STORED
 from lowroll.runs import budget, hub, sft
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts, trainer
 from lowroll.runs.build.compute import Compute
@@ -109,10 +110,15 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 
 def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
-    """The settings with 8 bits in the place of a budget, whose formats a run alone searches for;
-    with roles, which refuse it, as they are."""
-    if not is_budget(cfg.rollout.weights) or cfg.launcher != "none":
+    """The settings with the folder's format where they say so, and 8 bits in the place of a budget,
+    whose formats a run alone searches for; with roles, which refuse both, as they are."""
+    weights = cfg.rollout.weights
+    if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg
+    if weights == STORED:
+        held = found.attempt(lambda: budget.stored(cfg, Compute.of(cfg).dtype))
+        return budget.with_weights(cfg, held or eight_bits())
+    found.attempt(lambda: budget.refuse_model(cfg))
     found.notes.append(
         f"rollout.weights: {cfg.rollout.weights}: the formats are searched for when the run starts; "
         f"the memory is that of {eight_bits()}"

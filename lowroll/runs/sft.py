@@ -23,7 +23,8 @@ from lowroll.model import hf, lora
 from lowroll.model.folder import resolve
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.quant.budget import is_budget
-from lowroll.quant.table import DEFAULT
+from lowroll.quant.table import DEFAULT, STORED
+from lowroll.runs import budget
 from lowroll.runs.attempt import RunResult, attempt, drive
 from lowroll.runs.build import environments, models, trainer
 from lowroll.runs.build.about import about, learned
@@ -222,6 +223,8 @@ def plain(cfg: RunConfig) -> RunConfig:
         cfg = cfg.model_copy(
             update={"rollout": cfg.rollout.model_copy(update={"weights": DEFAULT})}
         )
+    if cfg.rollout.weights == STORED:
+        cfg = budget.with_weights(cfg, budget.stored(cfg, Compute.of(cfg).dtype))
     return cfg.model_copy(update={"train": cfg.train.model_copy(update=dense)})
 
 

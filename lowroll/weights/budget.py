@@ -323,6 +323,7 @@ class Reference:
         """How many positions count."""
         return self.counted_T.numel()
 
+    @torch.no_grad()
     def kl(self) -> float:
         """KL of the dense model to the model as it is now: its quantized weights, if it has got
         any, in their formats' own arithmetic."""

@@ -27,6 +27,7 @@ from lowroll.model.linear import Linear
 from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format, stored_format
+from lowroll.quant.table import STORED
 from lowroll.weights.aligned import quantized
 from lowroll.weights.noise import Noise, draw, noisy_norms
 
@@ -319,11 +320,11 @@ def _note_conversion(model: Transformer, format: str) -> None:
         if not forms[0].of(name).dense
     ):
         log.warning(
-            "the model's weights are %s: %s is made from their dequantized values; with %s they "
-            "would be used as they are",
+            "the model's weights are %s: %s is made from their dequantized values; with "
+            "rollout.weights: %s they would be used as they are",
             before,
             format,
-            before,
+            STORED,
         )
 
 

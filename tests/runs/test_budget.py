@@ -31,6 +31,7 @@ from lowroll.runs.roles import limits
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights.publish import digest, quantize_base
 from tests.fixtures.runs import ALWAYS, TINY, copy_stopped_after, fingerprint, settings, train
+from tests.fixtures.tiny import hf_folder
 
 torch.set_num_threads(1)
 
@@ -305,3 +306,69 @@ def test_a_budget_that_is_lost_leaves_the_formats(model: Path, tmp_path: Path) -
     assert "guard: step 1: rollout.weights: max_kl=0,max_bits=4.6 cannot be kept" in "".join(
         path.read_text() for path in (folder / "logs").iterdir()
     )
+
+
+# -- what a folder stores ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def careful(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of several formats, rounded with compensation."""
+    out = tmp_path_factory.mktemp("stored") / "mixed"
+    options = ["--format", "max_bits=6", "--rounding", "gptq", "--device", "cpu"]
+    assert main(["quantize", str(model), str(out), *options]) == 0
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_learns_on_the_codes_that_a_folder_stores(
+    careful: Path, tmp_path: Path, dtype: str
+) -> None:
+    asked = tree(careful, tmp_path / "whole", "stored", lora=True) | {"dtype": dtype}
+    whole = train(asked).folder
+    own = str(hf.low_bit_format(careful, getattr(torch, dtype)))
+    assert own.startswith("mixed-")
+    assert read_rollouts(_first(whole)).samples[0].rollout.behavior.weights == own
+    held = hf.load(careful, dtype=getattr(torch, dtype))
+    base = hf.load(export_run(whole, tmp_path / "out", "rollout").folder / "base")
+    for (name, ours), (_, theirs) in zip(base.linears(), held.linears(), strict=True):
+        for key, tensor in theirs.weight.tensors.items():
+            assert torch.equal(ours.weight.tensors[key], tensor), name
+    cut = tmp_path / "cut"
+    copy_stopped_after(whole, 1, cut)
+    again = train(asked | {"output_dir": str(cut)}, resume=True).folder
+    assert fingerprint(again) == fingerprint(whole)
+    found = diagnose(from_mapping(asked), whole, num_prompts=2, n=2)
+    assert found.format == own
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_stored_is_the_format_by_its_name(model: Path, tmp_path: Path, lora: bool) -> None:
+    low = quantize_folder(model, tmp_path / "low", "nvfp4").folder
+    runs = [
+        train(tree(low, tmp_path / name, name, lora=lora)).folder for name in ("stored", "nvfp4")
+    ]
+    assert fingerprint(runs[0]) == fingerprint(runs[1])
+    cfg = from_mapping(tree(low, tmp_path / "look", "stored", lora=lora))
+    assert not preflight.look_at_run(cfg).problems
+    assert sft.plain(cfg).rollout.weights == "nvfp4"
+    rows = evaluate(from_mapping(cfg.tree() | {"eval": {"num_examples": 2}}))
+    assert [row["weights"] for row in rows][:2] == ["fp32", "nvfp4"]
+
+
+def test_what_stores_nothing_or_cannot_be_searched_is_refused(model: Path, tmp_path: Path) -> None:
+    dense = tree(model, tmp_path / "run", "stored")
+    with pytest.raises(ValueError, match=r"rollout\.weights: stored, and .* holds dense weights"):
+        train(dense)
+    (problem,) = preflight.look_at_run(from_mapping(dense)).problems
+    assert "holds dense weights; write dense, a format or a budget" in problem
+    with pytest.raises(ValueError, match="for one process"):
+        limits.refuse(from_mapping(dense))
+    low = quantize_folder(model, tmp_path / "low", "int8").folder
+    (problem,) = preflight.look_at_run(from_mapping(tree(low, tmp_path / "run", WIDE))).problems
+    assert "holds int8 weights, and a budget needs the dense model; write stored" in problem
+    experts = hf_folder(tmp_path / "moe", "qwen3-moe")
+    cfg = from_mapping(tree(experts, tmp_path / "run", WIDE))
+    assert any("has experts" in line for line in preflight.look_at_run(cfg).problems)
+    with pytest.raises(ValueError, match=r"large_batch_weights: null"):
+        from_mapping({"model": "m", "rollout": {"weights": "stored", "large_batch_weights": "fp8"}})

@@ -313,7 +313,7 @@ def test_the_command_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[st
         )
     assert torch.equal(model.blocks[0].input_norm.weight, made.blocks[0].input_norm.weight)
     for words, message in [
-        (["--awq"], "--awq: needs --calibration FILE"),
+        (["--awq", *options[3:5]], "they are of --calibration FILE"),
         (options[1:], "--calibration: without --awq"),
         (["--awq", "--calibration", "none.txt"], "none.txt: no such file"),
         ([*options[:-1], "999"], r"sequences[0] has 405 tokens; 1 to 256 fit the model"),

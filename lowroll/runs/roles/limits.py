@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowroll.config import RunConfig
 from lowroll.quant.budget import is_budget
-from lowroll.quant.table import is_dense
+from lowroll.quant.table import STORED, is_dense
 
 
 def refuse(cfg: RunConfig) -> None:
@@ -41,11 +41,11 @@ def refuse(cfg: RunConfig) -> None:
 
 
 def refuse_budget(cfg: RunConfig) -> None:
-    """ValueError for a budget, whose formats only the process that searched for them knows."""
-    if is_budget(cfg.rollout.weights):
+    """ValueError for formats that may differ by layer, which one process alone knows."""
+    if is_budget(cfg.rollout.weights) or cfg.rollout.weights == STORED:
         raise ValueError(
-            f"rollout.weights: {cfg.rollout.weights}: the formats of a budget are for one process; "
-            "with roles write a format"
+            f"rollout.weights: {cfg.rollout.weights}: formats that differ by layer are for one "
+            "process; with roles write a format"
         )
 
 
