@@ -36,4 +36,4 @@ class GuardConfig(Section):
     nonfinite: bool = True  # a mismatch or an update that is not finite
     # tighten: the power on bounds, on a log scale
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    fallback: Literal["next", "dense"] = "next"  # next: 4 bits -> fp8 -> dense; 8 bits -> dense
+    fallback: Literal["next", "dense"] = "next"  # next: 4 bits -> int8_rotated -> dense

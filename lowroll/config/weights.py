@@ -60,7 +60,7 @@ def _check(value: Any, as_section: core_schema.ValidatorFunctionWrapHandler) -> 
     if isinstance(value, dict | WeightBudget):
         return as_section(value)
     if not is_budget(value):
-        return known(value, sorted((OWN, STORED, *FORMATS), key=is_dense))
+        return known(value, sorted((OWN, *FORMATS, STORED), key=is_dense))
     try:
         return str(budget.parse(value))
     except ValueError as error:

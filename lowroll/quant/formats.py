@@ -39,7 +39,7 @@ from lowroll.kernels import checksum
 from lowroll.kernels.matmul import avx2, w4a16
 from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.quant.scheme import Header, Scheme
-from lowroll.quant.table import DEFAULT, FORMATS, OWN
+from lowroll.quant.table import DEFAULT, EIGHT_BITS, FORMATS, OWN
 
 # weights of a matrix whose 4-bit codes are read faster than the dense copy up to 64 rows
 LARGE = 1 << 26
@@ -394,7 +394,7 @@ class WeightOnly(Format):
     16 bits (kernels.matmul.avx2).
     """
 
-    fallback = "fp8"
+    fallback = EIGHT_BITS
 
     def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
         many = x_MK.is_cuda and x_MK.shape[0] > dense_from(q.shape)

@@ -36,7 +36,8 @@ from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul.w8a8 import multiply, scaled_mm_supports
 from lowroll.kernels.quantize.quantize8 import quantize_columns_into, quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
-from lowroll.quant.formats import Format, QTensor, divide, multiplicand, nonzero
+from lowroll.quant.formats import QTensor, divide, multiplicand, nonzero
+from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import join, split
 from lowroll.quant.scheme import Scheme, arguments
 
@@ -51,13 +52,19 @@ def to_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-MAX, MAX).to(E4M3)
 
 
+def nearest_e4m3(x: Tensor) -> Tensor:
+    """The same as values in float32."""
+    return to_e4m3(x).float()
+
+
 def _as_float32(device: torch.device) -> str:
     """The reason of formats whose codes are multiplied as float32 numbers."""
     return f"{device.type} has no product of its codes, which are multiplied as float32 numbers"
 
 
-class Float8(Format):
+class Float8(Gridded):
     name = "fp8"
+    floating = True
     summary = "e4m3 W8A8, per-channel weights, per-token activations, float32 accumulation"
     bits = 8
     rows = KIND
@@ -71,10 +78,15 @@ class Float8(Format):
     def slower_than_float32(self, device: torch.device) -> str:
         return _as_float32(device) if device.type == "cpu" or not scaled_mm_supports(device) else ""
 
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        w_NK = w_NK.float()
-        scale_N1 = nonzero(divide(w_NK.abs().amax(dim=-1, keepdim=True), MAX))
-        return {"weight": to_e4m3(w_NK / scale_N1), "weight_scale": scale_N1}
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        amax_N1 = w_NK.float().abs().amax(dim=-1, keepdim=True) * stretch_NG
+        return {"weight_scale": nonzero(divide(amax_N1, MAX))}
+
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"weight": to_e4m3(w_NK.float() / scales["weight_scale"])}
+
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        return Grid(scales["weight_scale"], nearest_e4m3, shape[1])
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return (q.tensors["weight"].float() * q.tensors["weight_scale"]).to(dtype)
@@ -117,8 +129,9 @@ def gradient(grad_MN: Tensor, transposed: QTensor) -> Tensor:
     return multiply(rows, codes_KN, scale_K1, None, fast=True).dense()
 
 
-class Float8Block(Format):
+class Float8Block(Gridded):
     name = "fp8_block"
+    floating = True
     summary = "e4m3 W8A8, weights in 128 x 128 tiles, activations a token and 128 features"
     bits = 8
     group = BLOCK
@@ -134,13 +147,22 @@ class Float8Block(Format):
     def slower_than_float32(self, device: torch.device) -> str:
         return _as_float32(device)
 
-    def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
-        num_out, num_in = w_NK.shape
-        tiles = F.pad(w_NK.float(), (0, -num_in % BLOCK, 0, -num_out % BLOCK))
-        tiles = tiles.view(tiles.shape[0] // BLOCK, BLOCK, tiles.shape[1] // BLOCK, BLOCK)
-        scale = divide(tiles.abs().amax(dim=(1, 3)).clamp_min(1e-10), MAX)
-        codes = to_e4m3(tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
-        return {"weight": codes[:num_out, :num_in].contiguous(), "weight_scale": scale}
+    def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
+        amax_NG = split(w_NK.float(), BLOCK).abs().amax(-1) * stretch_NG
+        amax = F.pad(amax_NG, (0, 0, 0, -len(amax_NG) % BLOCK)).unflatten(0, (-1, BLOCK)).amax(1)
+        return {"weight_scale": divide(amax.clamp_min(1e-10), MAX)}
+
+    def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        step_NG = self._steps(scales, w_NK.shape[0])
+        codes_NGS = to_e4m3(split(w_NK.float(), BLOCK) / step_NG[..., None])
+        return {"weight": join(codes_NGS, w_NK.shape[1]).contiguous()}
+
+    def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
+        return Grid(self._steps(scales, shape[0]), nearest_e4m3, BLOCK)
+
+    def _steps(self, scales: dict[str, Tensor], num_out: int) -> Tensor:
+        """The scale of each row's features [N, G]."""
+        return scales["weight_scale"].repeat_interleave(BLOCK, 0)[:num_out]
 
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         num_out, num_in = q.shape

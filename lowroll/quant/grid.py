@@ -51,7 +51,10 @@ class Grid:
 
 
 class Gridded(Format):
-    """A format of such a grid."""
+    """A format of such a grid. floating: its levels are as fine, for their size, wherever the range
+    ends, and no other range is nearer."""
+
+    floating = False
 
     def encode(self, w_NK: Tensor) -> dict[str, Tensor]:
         w_NK = self.turned(w_NK)

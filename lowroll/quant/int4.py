@@ -32,6 +32,7 @@ from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import join, pack, split, unpack
 from lowroll.quant.int8 import KIND as ROWS
 from lowroll.quant.scheme import INT8_TOKENS, Header, Scheme, arguments
+from lowroll.quant.table import EIGHT_BITS
 
 GROUP = 128
 PACKED = "pack-quantized"
@@ -54,7 +55,7 @@ class Words(Gridded):
     """What int4 in words has in common: files hold the matrix' shape beside it."""
 
     group = GROUP
-    fallback = "fp8"
+    fallback = EIGHT_BITS
     whole_groups = True
 
     def headers_beside(self) -> dict[str, Header]:

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from lowroll.quant import dense
-from lowroll.quant.budget import eight_bits
 from lowroll.quant.formats import Format, QTensor, get_format, register_format
-from lowroll.quant.table import FORMATS, OWN
+from lowroll.quant.table import EIGHT_BITS, FORMATS, OWN
 
 PREFIX = "mixed-"
 
@@ -38,7 +37,7 @@ class Mixed(Format):
         self.sizes = {layer: sizes[layer] for layer in self.assignment}
         self.name = name_of(self.assignment, self.sizes)
         self.bits = mean_bits(assignment, sizes)
-        self.fallback = eight_bits() if self.bits < 8 else OWN
+        self.fallback = EIGHT_BITS if self.bits < 8 else OWN
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mixed) and self.stated() == other.stated()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 OWN = "dense"  # how a run's settings call the dense format of the run's own dtype
 STORED = "stored"  # and how the low-bit format that the folder of its model holds
 DEFAULT = "int8"  # of rollouts that name no format
+EIGHT_BITS = "int8_rotated"  # the format of 8 bits that is nearest to the dense weights
 
 
 @dataclass(frozen=True)

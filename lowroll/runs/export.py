@@ -39,7 +39,7 @@ from lowroll.objectives.mismatch import mismatch
 from lowroll.quant import dense
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.quant.layouts import unread_by_transformers
-from lowroll.runs import budget
+from lowroll.runs import budget, sft
 from lowroll.runs.build import models
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.monitor import fallen_to
@@ -151,7 +151,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         gap = _save_merged(model, out, source, batch)
         form = _format_of(model)
     else:
-        settled = budget.settled(cfg, run, compute)
+        supervised = saved.meta.get("command") == "sft"
+        settled = sft.plain(cfg) if supervised else budget.settled(cfg, run, compute)
         form = compute.format(fallen_to(saved.state) or settled.rollout.weights)
         dtype = get_format(form).dtype or compute.dtype
         note = _save_rollout(rollout_copy(model, form, dtype), out, source)
@@ -229,12 +230,16 @@ def _learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer,
     """The learner as it was after the checkpoint's step, on the CPU in the dtype that the run
     had."""
     cfg = cfg.model_copy(update={"device": "cpu"})
+    supervised = saved.meta.get("command") == "sft"
+    if supervised:
+        cfg = sft.plain(cfg)
     first = Compute.of(cfg)
     dtypes = [first.dtype] if cfg.dtype != "auto" else [torch.float32, torch.bfloat16]
     for compute in (replace(first, dtype=dtype) for dtype in dtypes):
         model = models.learner(budget.settled(cfg, run, compute), compute)
         if digest(model) == saved.meta["base"]:
-            restore_weights(model, saved.tensors["model"], saved.state["trainer"])
+            held = saved.state if supervised else saved.state["trainer"]
+            restore_weights(model, saved.tensors["model"], held)
             return model, compute
     raise ValueError(f"model: the weights of {cfg.model} are not those that the run began with")
 

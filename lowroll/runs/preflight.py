@@ -26,8 +26,8 @@ from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.groups import for_scorer
-from lowroll.quant.budget import eight_bits, is_budget
-from lowroll.quant.table import STORED
+from lowroll.quant.budget import is_budget
+from lowroll.quant.table import EIGHT_BITS, STORED
 from lowroll.runs import budget, hub, sft
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts, trainer
 from lowroll.runs.build.compute import Compute
@@ -117,13 +117,13 @@ def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
         return cfg
     if weights == STORED:
         held = found.attempt(lambda: budget.stored(cfg, Compute.of(cfg).dtype))
-        return budget.with_weights(cfg, held or eight_bits())
+        return budget.with_weights(cfg, held or EIGHT_BITS)
     found.attempt(lambda: budget.refuse_model(cfg))
     found.notes.append(
         f"rollout.weights: {cfg.rollout.weights}: the formats are searched for when the run starts; "
-        f"the memory is that of {eight_bits()}"
+        f"the memory is that of {EIGHT_BITS}"
     )
-    return budget.with_weights(cfg, eight_bits())
+    return budget.with_weights(cfg, EIGHT_BITS)
 
 
 def _plan(found: Findings, planner: Planner, cfg: RunConfig) -> None:

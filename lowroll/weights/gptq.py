@@ -24,6 +24,7 @@ B columns of a panel.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,8 @@ from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.grid import Grid, Gridded
 from lowroll.quant.groups import split
 from lowroll.weights.blockwise import Chunk, check, in_chunks, input_of, plain
+
+log = logging.getLogger(__name__)
 
 DAMPING = 0.01  # of the mean of H's diagonal
 # of the range of a group, its own first: e2m1 gains where its largest weight becomes 4 instead of 6
@@ -75,6 +78,13 @@ def round_base(
     check("gptq", model, chosen, sequences)
     forms = {name: chosen.of(name) for name, _ in model.linears()}
     _refuse(model, chosen, forms)
+    widest = max(linear.in_features for _, linear in model.linears())
+    if (tokens := sum(map(len, sequences))) < widest:
+        log.warning(
+            "gptq: %d tokens say little of matrices that read %d features; take more text",
+            tokens,
+            widest,
+        )
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     x_TD = nn.functional.embedding(ids_T, model.embedding)
     chunks = list(in_chunks(model, [len(ids) for ids in sequences]))
@@ -200,10 +210,13 @@ def _round(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) ->
 
 
 def encode(
-    w_NK: Tensor, gram_KK: Tensor, form: Gridded, stretches: Sequence[float] = STRETCHES
+    w_NK: Tensor, gram_KK: Tensor, form: Gridded, stretches: Sequence[float] | None = None
 ) -> QTensor:
     """The QTensor of a matrix, rounded with compensation. gram_KK: sum over the tokens of x x'.
-    stretches: those among which each group finds its scale; [1]: the format's own scales."""
+    stretches: those among which each group finds its scale, else STRETCHES; [1]: the format's own
+    scales, as floating levels always have."""
+    if stretches is None:
+        stretches = STRETCHES[:1] if form.floating else STRETCHES
     shape = (w_NK.shape[0], w_NK.shape[1])
     w_NK = form.turned(w_NK)
     gram_KK = form.turned(form.turned(gram_KK).t().contiguous())

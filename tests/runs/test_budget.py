@@ -18,9 +18,10 @@ from lowroll.metrics.record import read
 from lowroll.model import hf
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant import mixed
-from lowroll.quant.budget import Budget, eight_bits
+from lowroll.quant.budget import Budget
 from lowroll.quant.formats import get_format
 from lowroll.quant.mixed import Mixed
+from lowroll.quant.table import EIGHT_BITS
 from lowroll.runs import demo, preflight, sft
 from lowroll.runs.budget import FILE
 from lowroll.runs.build.trainer import guard as build_guard
@@ -230,7 +231,7 @@ def test_a_guard_leaves_a_mixture_for_eight_bits_or_the_dense_base(
     files = sorted((whole / "rollouts").iterdir())
     tags = [read_rollouts(path).samples[0].rollout.behavior.weights for path in files]
     name = mixed.read(kept(whole)["weights"], torch.float32)
-    assert tags == [name, name, *[("fp32" if lora else eight_bits())] * 2]
+    assert tags == [name, name, *[("fp32" if lora else EIGHT_BITS)] * 2]
     cut = tmp_path / "cut"
     copy_stopped_after(whole, 2, cut)
     again = train(asked | {"output_dir": str(cut)}, resume=True).folder

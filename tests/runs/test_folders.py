@@ -37,6 +37,7 @@ from lowroll.quant.formats import QTensor, get_format
 from lowroll.runs.export import export_run, quantize_folder
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.grpo import Run
+from lowroll.runs.sft import run_sft
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy, rollout_load
 from tests.fixtures.runs import ALWAYS, run_session, settings, train
@@ -837,6 +838,31 @@ def test_exports_of_a_lora_run(
         out = tmp_path / home.split("/")[0]
         assert main(["export", str(tmp_path / "adapter"), str(out), "--as", kind]) == 0
         assert load_tokenizer(tmp_path / home).get_vocab() == load_tokenizer(model).get_vocab()
+
+
+@pytest.mark.parametrize("weights", ["dense", "nvfp4", "max_bits=5"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_supervised_run_is_exported(
+    model: Path, tmp_path: Path, weights: str, adapter: bool
+) -> None:
+    """Its learner as one model, and the codes of its base."""
+    tree = settings(
+        model,
+        tmp_path / "run",
+        rollout={"weights": weights},
+        train={"lora": adapter, "lora_rank": 4},
+        sft={"num_examples": 16, "steps": 2, "batch_size": 4},
+    )
+    if adapter and weights == "max_bits=5":
+        pytest.skip("an adapter of lowroll sft has no base of a budget")
+    run_sft(from_mapping(tree))
+    final = hf.load(tmp_path / "run" / "final")
+    merged = export_run(tmp_path / "run", tmp_path / "merged", "merged")
+    torch.testing.assert_close(logits(hf.load(merged.folder)), logits(final), rtol=0, atol=1e-5)
+    if adapter:
+        export_run(tmp_path / "run", tmp_path / "adapter", "adapter")
+    done = export_run(tmp_path / "run", tmp_path / "out", "rollout")
+    assert done.format == {"dense": "fp32", "max_bits=5": "int8"}.get(weights, weights)
 
 
 def test_exports_are_refused_before_anything_is_written(

@@ -23,7 +23,7 @@ from lowroll.metrics.record import read, reproducible
 from lowroll.metrics.report import write_report
 from lowroll.objectives.objective import select
 from lowroll.quant.formats import get_format
-from lowroll.quant.table import FORMATS, OWN
+from lowroll.quant.table import EIGHT_BITS, FORMATS, OWN
 from lowroll.runs.build import engines
 from lowroll.runs.build.trainer import guard as build_guard
 from lowroll.runs.evaluate import evaluate
@@ -127,7 +127,7 @@ def test_a_run_that_starts_too_far_away_is_told_from_its_first_step_on() -> None
     assert [rung(watch, **{"mismatch/kl_k3": kl}) for kl in (1.4, 1.4, 0.05)] == [{"kl"}] * 2 + [
         set()
     ]
-    assert (watch.weights, watch.average) == ("fp8", 0.05)  # other rollouts, another average
+    assert (watch.weights, watch.average) == (EIGHT_BITS, 0.05)  # other rollouts, another average
     spike = guard()  # one token in a batch is no level: the average of five quiet steps forgets it
     assert [rung(spike, **{"mismatch/kl_k3": kl}) for kl in (*[0.02] * 5, 0.5, 0.02)] == [set()] * 7
 
@@ -161,7 +161,7 @@ def test_a_baseline_belongs_to_its_stage() -> None:
         assert watch.baseline == pytest.approx(level) and watch.stage == [noise, 0.0]
     for _ in range(20):  # twenty times its own baseline, a tenth of the second one
         rung(watch, **{"mismatch/kl_k3": 0.02, sigma: 5e-3})
-    assert (watch.weights, watch.fallbacks) == ("fp8", 1)
+    assert (watch.weights, watch.fallbacks) == (EIGHT_BITS, 1)
     longer = guard()
     for stage, level in ((1.0, 1e-4), (2.0, 1e-2)):
         assert all(
@@ -183,12 +183,12 @@ def test_an_action_needs_patience_and_a_streak() -> None:
         assert watch.weights == "int4"
     values, told = watch.look({**QUIET, **loud})
     assert (watch.weights, watch.fallbacks, watch.num_seen, values["guard/fallbacks"]) == (
-        "fp8",
+        EIGHT_BITS,
         1,
         0,
         1.0,
     )
-    assert told[-1] == "fell back from int4 to fp8 rollouts for the following steps"
+    assert told[-1] == "fell back from int4 to int8_rotated rollouts for the following steps"
     told = [line for _ in range(9) for line in watch.look({**QUIET, **loud})[1]]
     assert (watch.weights, watch.fallbacks) == (
         "dense",
@@ -417,7 +417,7 @@ def test_a_run_falls_back_and_resumes_bitwise(
         for step in range(1, 7)
     ]
     low = tree["rollout"]["weights"]
-    assert formats == [low, low, "fp8", "fp8", "fp32", "fp32"]
+    assert formats == [low, low, EIGHT_BITS, EIGHT_BITS, "fp32", "fp32"]
     assert [record["guard/fallbacks"] for record in result.records] == [0, 1, 1, 2, 2, 2]
     assert [record["rollout/weight_bits"] for record in result.records] == [
         get_format(f).bits for f in formats
@@ -471,7 +471,7 @@ def test_a_second_format_goes_with_the_first(model: Path, tmp_path: Path) -> Non
         read_rollouts(path).samples[0].rollout.behavior.weights
         for path in sorted((result.folder / "rollouts").iterdir())
     ]
-    assert formats == ["int4+int8", "int4+int8", "fp8", "fp8", "fp32"]
+    assert formats == ["int4+int8", "int4+int8", EIGHT_BITS, EIGHT_BITS, "fp32"]
     assert result.records[-1]["mismatch/kl_k3"] < 1e-9 < 1e-6 < result.records[0]["mismatch/kl_k3"]
 
 
@@ -589,14 +589,14 @@ def test_a_guard_may_be_given_an_action_on_resume(
     records = train({**tree, "guard": {**ALWAYS, "action": "fallback"}}, resume=True).records
     assert [record["guard/fallbacks"] for record in records] == [0, 0, 0, 1, 1]
     tree["train"]["max_steps"] = 6
-    with pytest.raises(ValueError, match="guard: the run went on with fp8 rollouts"):
+    with pytest.raises(ValueError, match="guard: the run went on with int8_rotated rollouts"):
         train({**tree, "guard": None}, resume=True)
     assert (
         train({**tree, "guard": {"action": "warn"}}, resume=True).records[-1]["guard/fallbacks"]
         == 1
     )
     last = read_rollouts(tmp_path / "run" / "rollouts" / "step_000006.jsonl").samples[0]
-    assert last.rollout.behavior.weights == "fp8"
+    assert last.rollout.behavior.weights == EIGHT_BITS
 
 
 # what people see

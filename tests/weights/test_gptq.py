@@ -46,7 +46,8 @@ def loss(q: QTensor, w_NK: Tensor, gram_KK: Tensor) -> float:
 
 
 def test_formats_with_a_grid() -> None:
-    assert {"int4", "int4_asym", "w4a8", "nvfp4", "mxfp4", "nf4", "int8"} <= set(GRIDDED)
+    known = {"int4", "int4_asym", "w4a8", "nvfp4", "mxfp4", "nf4", "int8", "fp8", "fp8_block"}
+    assert known <= set(GRIDDED)
 
 
 @pytest.mark.parametrize("format", [name for name in GRIDDED if name != "nf4_dq"])
@@ -199,7 +200,7 @@ class Each(type(get_format("nvfp4"))):  # type: ignore[misc]
     name = "each"
 
     def of(self, layer: str) -> object:
-        return get_format("fp8" if layer.endswith("qkv") else "nvfp4")
+        return get_format("q8_0" if layer.endswith("qkv") else "nvfp4")
 
 
 def test_layers_have_their_own_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,16 +210,16 @@ def test_layers_have_their_own_formats(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(gptq, "get_format", lambda name: each)
     monkeypatch.setattr(type(each), "dense", False)
     records = gptq.round_base(model, "each", TEXT)
-    assert [r.format for r in records] == ["fp8", "nvfp4", "nvfp4", "nvfp4"] * 2
+    assert [r.format for r in records] == ["q8_0", "nvfp4", "nvfp4", "nvfp4"] * 2
     qkv = dense.blocks[0].qkv.weight.detach()
-    assert same(model.blocks[0].qkv.weight, get_format("fp8").quantize(qkv))
+    assert same(model.blocks[0].qkv.weight, get_format("q8_0").quantize(qkv))
 
 
 def test_refusals(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "m")
     for format, sequences, words in [
         ("bf16", TEXT, "gptq: bf16 does not round to low bits"),
-        ("fp8", TEXT, "gptq: fp8 has no grid"),
+        ("q8_0", TEXT, "gptq: q8_0 has no grid"),
         ("nf4", TEXT, r"gptq: blocks\.0\.qkv\.weight: nf4: rows of 32 weights end within"),
         ("int4", [], "gptq: no calibration sequences"),
         ("int4", [[1, 67]], r"gptq: sequences\[0\]: an id is outside the vocabulary of 67"),

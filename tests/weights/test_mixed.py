@@ -13,8 +13,8 @@ from lowroll import Engine, Request
 from lowroll.model import base, hf, lora
 from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
-from lowroll.quant.budget import eight_bits
 from lowroll.quant.formats import QTensor, get_format
+from lowroll.quant.table import EIGHT_BITS
 from lowroll.weights import aligned
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
 from lowroll.weights.update import WeightUpdate
@@ -162,7 +162,7 @@ def test_a_guard_leaves_a_mixture_for_eight_bits(folder: Path) -> None:
     model = hf.load(folder)
     sizes = {name: linear.weight.shape.numel() for name, linear in model.linears()}
     name = mixed.register(assign(model, ("nvfp4", "int8")), sizes)
-    assert get_format(name).fallback == eight_bits()
+    assert get_format(name).fallback == EIGHT_BITS
 
 
 # -- folders ---------------------------------------------------------------------------------------
