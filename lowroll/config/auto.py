@@ -64,6 +64,7 @@ class Rollouts:
     kv_dtype: str | None = None  # of the cache; None is the engine's own
     replayed: bool = False  # the learner attends to what the rollouts' cache held
     engine: str = "native"
+    exact: bool = False  # the learner computes their log-probs with the same bits
 
     @property
     def low_bit(self) -> bool:
@@ -137,6 +138,16 @@ AUTO: tuple[Row, ...] = (
         lambda r: bool(r.truncated),
         {"rollout": {"weights": "int8", "top_p": 0.9}},
         {"veto": 1e-4},
+    ),
+    Row(
+        "any format, with the learner's bits (rollout.exact)",
+        "aligned",
+        "none",
+        "none",
+        "and the learner computes their log-probs with the same bits: there is nothing to correct",
+        "",
+        lambda r: r.exact and not r.noisy,
+        {"rollout": {"weights": "int8_rotated", "exact": True}},
     ),
     Row(
         "dense",

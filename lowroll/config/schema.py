@@ -35,6 +35,7 @@ from lowroll.config.data import (
 )
 from lowroll.config.document import ConfigDumper, dotted
 from lowroll.config.env import EnvConfig, Environments, EvalConfig, env_problems, eval_notes, named
+from lowroll.config.exact import exact_problems
 from lowroll.config.guard import GuardConfig
 from lowroll.config.kv import KvConfig, kv_problems
 from lowroll.config.loss import LossConfig, loss_notes, loss_problems
@@ -103,6 +104,9 @@ class RolloutConfig(Section):
     # format of the linear weights, or a budget (max_kl, max_bits, max_bytes, formats) under which each
     # layer gets one; dense: the run's dtype; stored: the codes that the model's folder holds
     weights: Weights = DEFAULT
+    # a token's recorded log-prob is, bit for bit, what the learner computes before its update, which
+    # multiplies in the rollouts' formats then (train.forward: aligned); float32 on a CPU
+    exact: bool = False
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
     min_tokens: Annotated[int, Field(ge=0)] = 0  # a response's shortest length, in tokens
@@ -346,6 +350,8 @@ class RunConfig(Section):
     def forward_weights(self) -> str | None:
         """The format of the learner's forward; None: the learner multiplies with its own weights."""
         forward = self.train.forward
+        if self.rollout.exact:
+            forward = "dense" if is_dense(self.rollout.weights) else "aligned"
         if forward == "dense":
             return None
         return self.rollout.weights if forward == "aligned" else forward
@@ -438,6 +444,7 @@ def rollouts_of(cfg: RunConfig) -> Rollouts:
         f"{rollout.weights}+{second}" if low_bit else rollout.weights,
         truncated=tuple(f"{name} {value}" for name, value in cut.items()),
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
+        exact=rollout.exact,
         aligned=cfg.train.forward in ("aligned", rollout.weights) and second is None,
         rounds=cfg.train.forward not in ("dense", "aligned", rollout.weights),
         lora=cfg.train.lora and not low_bit,
@@ -479,6 +486,7 @@ def _problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from vllm_problems(cfg)
     yield from buffer_problems(cfg)
     yield from role_problems(cfg)
+    yield from exact_problems(cfg)
     yield from budget_problems(
         cfg.rollout.weights, cfg.rollout.engine, cfg.rollout.large_batch_weights
     )

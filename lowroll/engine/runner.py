@@ -42,7 +42,7 @@ from lowroll.kv.cache import Chunk, KVCache, PagedAttention, PagedDecode, Rows, 
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import Dropped, Recorder, most_held
-from lowroll.model.attention import upload, varlen
+from lowroll.model.attention import upload
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 
@@ -112,6 +112,7 @@ class Runner:
         self.model = model
         self.large_batch_model = large_batch_model
         self.cache = storage(model.spec, num_pages, page_size, model.dtype, model.device)
+        self.cache.exact = model.exact
         self.cache.adapt(model)
         longest = min(num_pages, -(-model.spec.max_position // page_size))
         self.selector = kv.selector(model.spec, self.cache, max_batch)
@@ -296,7 +297,7 @@ class Runner:
         """Of a sequence that runs in one piece, whose tokens attend to keys and values that were
         never in a cache: log-probs [T], float32, of its response, and ids and log-probs [T, K] of
         the `top` likeliest tokens at each of its places."""
-        attend = varlen([len(ids)], self.model.device)
+        attend = self.model.causal([len(ids)])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)
         pieces = []

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lowroll.kernels.attention import avx2
 from lowroll.kernels.attention.decode import gather_pages, paged_decode, write_pages
 from lowroll.kernels.compact.move import move
 from lowroll.kv.policy.base import Selector
@@ -50,6 +51,7 @@ class KVCache:
     """
 
     skips_negative_slots = True  # `write` leaves out tokens with such
+    exact = False  # a query's bits are those of any batch and any chunk, see `Transformer.be_exact`
 
     def __init__(
         self,
@@ -169,7 +171,8 @@ class KVCache:
 
     def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
         """Write the new key and value of each row behind its others, and attend over them all."""
-        return paged_decode(
+        decode = avx2.decode if self.exact else paged_decode
+        return decode(
             q_BHd,
             k_BGd,
             v_BGd,
@@ -267,6 +270,7 @@ class PagedAttention:
         self.selector = selector
         self.chunks = [*fresh, *later]
         page_size = cache.page_size
+        self.exact = _Exact(cache, self.chunks) if cache.exact else None
         slots = [c.slots(page_size)[c.start :] for c in self.chunks]
         self.slots_T = upload(torch.cat(slots), device)
         self.num_fresh = sum(c.num_tokens for c in fresh)
@@ -281,6 +285,8 @@ class PagedAttention:
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
+        if self.exact is not None:
+            return self.exact(layer, q_THd)
         outputs = []
         first = self.num_fresh
         if self.fresh is not None:
@@ -292,6 +298,31 @@ class PagedAttention:
         if self.selector is not None:
             self.selector.prefilled(layer, q_THd, self.chunks)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class _Exact:
+    """Attention of chunks over the cache, as rows that are decoded have it, bit for bit."""
+
+    def __init__(self, cache: KVCache, chunks: list[Chunk]) -> None:
+        self.cache = cache
+        widest = max(len(c.pages) for c in chunks)
+        padded = [c.pages + [0] * (widest - len(c.pages)) for c in chunks]
+        self.table_SP = torch.tensor(padded, dtype=torch.int32)
+        sizes = torch.tensor([c.num_tokens for c in chunks])
+        self.sequences_T = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(sizes)
+        lengths = [torch.arange(c.start + 1, c.stop + 1, dtype=torch.int32) for c in chunks]
+        self.lengths_T = torch.cat(lengths)
+
+    def __call__(self, layer: int, q_THd: Tensor) -> Tensor:
+        return avx2.attend(
+            q_THd,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            self.table_SP,
+            self.sequences_T,
+            self.lengths_T,
+            q_THd.shape[-1] ** -0.5,
+        )
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowroll.kernels.matmul import ordered
 from lowroll.kernels.training.low_rank import Update
 from lowroll.model import frozen
 from lowroll.model.logprobs import float32_product
 from lowroll.quant import fp8
-from lowroll.quant.formats import QTensor
+from lowroll.quant.formats import QTensor, get_format
 
 
 class Adapter(nn.Module):
@@ -149,6 +150,7 @@ def product(
     parts: Mapping[str, int],
     whole: bool = True,
     update: Update | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer's product with its adapter on, and the update's factors l and (alpha / r) B.
 
@@ -157,7 +159,8 @@ def product(
     multiplied with, if not with that (`quant.fp8.gradient`). The gradient with respect to codes
     passes the quantizer unchanged. whole: whether l B' is in the product. Without, whoever reads it
     adds it, and sends back the gradient of the sum. update: x is a gate-up product [T, 2K] that
-    lacks this, and what is multiplied is its silu(gate) * up."""
+    lacks this, and what is multiplied is its silu(gate) * up. exact: sums of a row are those of any
+    batch (`kernels.invariant`); of a dense weight or codes in their own arithmetic."""
     adapted = [part for part, _, _ in adapter.blocks(parts)]
     masters = [*(adapter.a[part] for part in adapted), *(adapter.b[part] for part in adapted)]
     in_codes = codes is not None
@@ -177,6 +180,7 @@ def product(
         parts,
         whole,
         update,
+        exact,
         *masters,
     )
     return y_TN, low_TL, adapter.matrices(parts, x_TK.dtype)[1]
@@ -201,7 +205,18 @@ def _base(
     return F.linear(low_TL, b_NL, bias_N).addmm_(x_TK, weight_NK.t())
 
 
-_GIVEN = 10  # arguments before the masters
+def _exact_base(
+    x_TK: Tensor, weight_NK: Tensor | None, bias_N: Tensor | None, codes: QTensor | None
+) -> Tensor:
+    """x W' + b of a dense weight, or of codes in their own arithmetic."""
+    if codes is not None and not get_format(codes.format).dense:
+        return codes.linear(x_TK.detach(), bias_N)
+    dense_NK = weight_NK if codes is None else codes.tensors["weight"]
+    assert dense_NK is not None
+    return ordered.product(x_TK, dense_NK, bias_N)
+
+
+_GIVEN = 11  # arguments before the masters
 
 
 class _AdaptedProduct(torch.autograd.Function):
@@ -218,6 +233,7 @@ class _AdaptedProduct(torch.autograd.Function):
         parts: Mapping[str, int],
         whole: bool,
         update: Update | None,
+        exact: bool,
         *masters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         given, ctx.update = x_TK, update
@@ -225,8 +241,10 @@ class _AdaptedProduct(torch.autograd.Function):
             x_TK = update.gate(given)
         a_LK, b_NL = adapter.matrices(parts, x_TK.dtype)
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
-        low_TL = F.linear(x_TK, a_LK)
-        if codes is not None and in_codes:
+        low_TL = (ordered.product if exact else F.linear)(x_TK, a_LK)
+        if exact:
+            y_TN = _exact_base(x_TK, weight_NK, bias_N, codes) + ordered.product(low_TL, b_NL)
+        elif codes is not None and in_codes:
             y_TN = codes.linear(x_TK.detach(), bias_N)
             if whole:
                 y_TN = y_TN.addmm_(low_TL, b_NL.t())

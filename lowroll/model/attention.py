@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -22,6 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lowroll.kernels.attention import avx2
+from lowroll.kernels.invariant import gradient
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -80,6 +83,29 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
             return _by_length(q_THd, k_TGd, v_TGd, shapes)
         there, back = order()
         return _by_length(q_THd[there], k_TGd[there], v_TGd[there], shapes)[back]
+
+    return attend
+
+
+def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
+    """`varlen`, in which a query's bits depend on the query and its keys alone: those of a row that
+    is decoded (`kernels.attention.avx2`). In float32, on a CPU."""
+    plain = varlen(lengths, device)
+    starts = torch.tensor([0, *accumulate(lengths)][:-1], dtype=torch.int32)
+    sizes = torch.tensor(lengths)
+    table_SN = starts[:, None] + torch.arange(max(lengths), dtype=torch.int32)  # pages of a token
+    sequences_T = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(sizes)
+    lengths_T = torch.cat([torch.arange(1, n + 1, dtype=torch.int32) for n in lengths])
+
+    def fast(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        keys_T1Gd, values_T1Gd = (x_TGd.contiguous()[:, None] for x_TGd in (k_TGd, v_TGd))
+        scale = q_THd.shape[-1] ** -0.5
+        return avx2.attend(q_THd, keys_T1Gd, values_T1Gd, table_SN, sequences_T, lengths_T, scale)
+
+    def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        made = gradient.of(partial(plain, layer), fast, q_THd, k_TGd, v_TGd)
+        assert isinstance(made, Tensor)
+        return made
 
     return attend
 

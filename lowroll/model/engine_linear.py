@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowroll.kernels.fused.swiglu import silu_mul
+from lowroll.kernels.invariant import product
 from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.model.linear import Linear
 from lowroll.quant.formats import QTensor, get_format
@@ -38,11 +38,13 @@ class EngineLinear(Linear):
         refuse_gradient(x_TK)
         if self.adapter is not None and self.adapter.enabled:
             return self.adapted(self.adapter, x_TK)[0]
+        if self.exact and (dense := self.dense) is not None:
+            return product.linear(x_TK, dense, self.bias)
         return codes.linear(x_TK, self.bias)
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
         """The product of silu(gate) * up, quantized as it is made."""
-        return self(silu_mul(gate_up_TN, self.row_kind))
+        return self(self.gate(gate_up_TN))
 
 
 def refuse_gradient(x: Tensor) -> None:

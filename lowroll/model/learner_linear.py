@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
+from lowroll.kernels.invariant import product
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.kernels.training.low_rank import Update
@@ -45,6 +46,8 @@ class LearnerLinear(Linear):
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.adapter is not None and self.adapter.enabled:
             return self.adapted(self.adapter, x_TK)[0]
+        if self.exact and self.transposed is None and (dense := self.dense) is not None:
+            return product.linear(x_TK, dense, self.bias)
         if isinstance(self.weight, QTensor):
             return _FrozenProduct.apply(x_TK, self.bias, self.weight, self.aligned, self.transposed)
         if self.aligned is None and self.transposed is None:
@@ -58,7 +61,9 @@ class LearnerLinear(Linear):
             return _GatedProduct.apply(
                 gate_up_TN, self.weight, self.bias, self.aligned, self.transposed
             )
-        return self(remake(silu_mul(gate_up_TN), silu_mul, gate_up_TN))
+        made = self.gate(gate_up_TN)
+        assert isinstance(made, Tensor)
+        return self(remake(made, self.gate, gate_up_TN))
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
         """With an adapter of its own the backward pass makes silu(gate) * up again in the pass that

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lowroll.kernels.fused.swiglu import silu_mul
+from lowroll.kernels.invariant import rows as invariant
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.kernels.training import low_rank
@@ -51,6 +53,7 @@ class Linear(nn.Module):
         # of the weight's transpose, what a gradient is multiplied with, see weights.aligned
         self.transposed: QTensor | None = None
         self.adapter: Adapter | None = None
+        self.exact = False  # see `Transformer.be_exact`
 
     def rows(self, part: str) -> slice:
         """Where a part's rows lie in the fused matrix."""
@@ -88,6 +91,19 @@ class Linear(nn.Module):
         raise NotImplementedError
 
     @property
+    def dense(self) -> Tensor | None:
+        """The matrix that the forward multiplies with where it is plain numbers, as a parameter or
+        in a dense format; None where it is codes."""
+        codes = self.codes
+        if codes is None and not isinstance(self.weight, QTensor):
+            return self.weight
+        codes = self.weight if codes is None else codes
+        assert isinstance(codes, QTensor)
+        if not get_format(codes.format).dense:
+            return None
+        return codes.tensors["weight"] if isinstance(self.weight, QTensor) else self.weight
+
+    @property
     def row_kind(self) -> str | None:
         """The kind of quantized rows that the layer wants as its input, where whoever makes the
         input can quantize it; None: plain activations."""
@@ -100,6 +116,13 @@ class Linear(nn.Module):
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
         """The product of silu(gate) * up."""
         raise NotImplementedError
+
+    def gate(self, gate_up_TN: Tensor | Product) -> Tensor | Rows:
+        """silu(gate) * up, as the layer wants it."""
+        if self.exact:
+            assert isinstance(gate_up_TN, Tensor)
+            return invariant.silu_mul(gate_up_TN)
+        return silu_mul(gate_up_TN, self.row_kind)
 
     def base_and_update(self, x_TK: Tensor | Rows) -> tuple[Tensor | Product, Update | None]:
         """The product, and the adapter's update that is missing in it; None when nothing is.
@@ -138,4 +161,5 @@ class Linear(nn.Module):
             self.parts,
             whole,
             update,
+            self.exact,
         )

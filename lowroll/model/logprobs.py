@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels.matmul import ordered
 from lowroll.kernels.training import logprobs as kernels
 
 KEPT = 3  # chunks whose G is kept: beside one chunk's logits no more than two chunks' with their G
@@ -45,16 +46,17 @@ def token_log_probs(
     targets_T: Tensor,
     temperature: float = 1.0,
     chunk: int = 1024,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, both [T] float32.
 
     `hidden_TD[t]` predicts `targets_T[t]`; `weight_VD` is the lm_head. The log-probs carry gradient
-    to both, the entropy carries none. `chunk` rows of logits exist at a time. ValueError for a
-    temperature that is not above 0.
+    to both, the entropy carries none. `chunk` rows of logits exist at a time. exact: a row's logits
+    are those of any batch (`kernels.invariant`). ValueError for a temperature that is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature: log-probs need a temperature above 0, got {temperature}")
-    return _TokenLogProbs.apply(hidden_TD, weight_VD, targets_T, temperature, chunk)
+    return _TokenLogProbs.apply(hidden_TD, weight_VD, targets_T, temperature, chunk, exact)
 
 
 def logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -95,6 +97,7 @@ class _TokenLogProbs(torch.autograd.Function):
         targets_T: Tensor,
         temperature: float,
         chunk: int,
+        exact: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.temperature = temperature
         ctx.chunk = chunk
@@ -109,7 +112,10 @@ class _TokenLogProbs(torch.autograd.Function):
         kept = _kept(hidden_TD) if ctx.needs_input_grad[1] else 0
         ctx.slopes = {}  # G of chunks by number; whoever reads one lets go of it
         for i, rows in enumerate(_chunks(hidden_TD, chunk)):
-            logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
+            if exact:
+                logits_CV = ordered.product(hidden_TD[rows], weight_VD)
+            else:
+                logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
             if slope_TD is not None and grad_CV is not None:
                 grad_CV = grad_CV[: len(logits_CV)]
             else:
@@ -133,7 +139,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_T: Tensor, _entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[1]:
             (slope_TD,) = ctx.saved_tensors
-            return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), None, None, None, None
+            return (slope_TD * grad_T[:, None]).to(slope_TD.dtype), *(None,) * 5
         hidden_TD, weight_VD, targets_T, logp_T = ctx.saved_tensors
         # of a plain sum it is one number with stride 0; kernels read addresses
         grad_T = grad_T.contiguous()
@@ -157,7 +163,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     hidden_grad[rows] *= scale_C1
             _add_float32_product(weight_grad, grad_CV.t(), hidden_CD)
             del grad_CV
-        return hidden_grad, weight_grad.to(weight_VD.dtype), None, None, None
+        return hidden_grad, weight_grad.to(weight_VD.dtype), *(None,) * 4
 
 
 def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:

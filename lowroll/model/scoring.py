@@ -87,8 +87,14 @@ def _score_packed(
     lengths = [len(ids) for ids in sequences]
     ids_T = torch.tensor([token for ids in sequences for token in ids], device=model.device)
     pos_T = torch.tensor([pos for length in lengths for pos in range(length)], device=model.device)
-    hidden_TD = model(ids_T, pos_T, replayed(lengths, evictions, model.device))
-    logp_T, _ = token_log_probs(hidden_TD, model.lm_head_weight, ids_T.roll(-1), temperature)
+    if any(evictions):
+        attend = replayed(lengths, evictions, model.device)
+    else:
+        attend = model.causal(lengths)
+    hidden_TD = model(ids_T, pos_T, attend)
+    logp_T, _ = token_log_probs(
+        hidden_TD, model.lm_head_weight, ids_T.roll(-1), temperature, exact=model.exact
+    )
     rows = logp_T.split(lengths)
     return [
         row[prompt_len - 1 : -1].clone() for row, prompt_len in zip(rows, prompt_lens, strict=True)

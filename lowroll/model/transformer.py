@@ -12,7 +12,7 @@ Legend: T tokens, D hidden size, H query heads, G key-value heads, d head size, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -21,9 +21,12 @@ from torch import Tensor, nn
 
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
+from lowroll.kernels.invariant import product
+from lowroll.kernels.invariant import rows as invariant
+from lowroll.kernels.invariant.heads import rotate_heads as invariant_heads
 from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.model import logprobs
-from lowroll.model.attention import Attend
+from lowroll.model.attention import Attend, exact_varlen, varlen
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
@@ -46,6 +49,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.eps = eps
         self.noise: Tensor | None = None
+        self.exact = False  # see `Transformer.be_exact`
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.add(x, None)[1]
@@ -57,6 +61,9 @@ class RMSNorm(nn.Module):
     ) -> tuple[Tensor, Tensor | Rows]:
         """(x + update, its norm): one pass over both. The norm is quantized to `rows` where its
         reader wants that."""
+        if self.exact:
+            assert not isinstance(update_TD, Product)
+            return invariant.add_rms_norm(x_TD, update_TD, self.gain, self.eps)
         return add_rms_norm(x_TD, update_TD, self.gain, self.eps, rows)
 
     @property
@@ -80,6 +87,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
+        self.exact = False  # see `Transformer.be_exact`
         self.heads = spec.num_heads
         self.kv_heads = spec.num_kv_heads
         self.head_dim = spec.head_dim
@@ -138,7 +146,8 @@ class Block(nn.Module):
     ) -> Stream:
         q_norm = None if self.q_norm is None else self.q_norm.gain
         k_norm = None if self.k_norm is None else self.k_norm.gain
-        q_THd, k_TGd, v_TGd = rotate_heads(
+        rotate = invariant_heads if self.exact else rotate_heads
+        q_THd, k_TGd, v_TGd = rotate(
             self.qkv(x_TD),
             cos,
             sin,
@@ -213,6 +222,7 @@ class Transformer(nn.Module):
         self.spec = spec
         self.run_block: RunBlock = run_block
         self.read_blocks: ReadBlocks = all_blocks
+        self.exact = False
         # names of weights whose storages belong to another model too
         self.shared: frozenset[str] = frozenset()
         self.embedding = nn.Parameter(
@@ -252,6 +262,19 @@ class Transformer(nn.Module):
         assert isinstance(normed_TD, Tensor)
         return normed_TD if wanted_P is None or early_P is not None else normed_TD[wanted_P]
 
+    def be_exact(self) -> Transformer:
+        """Compute every row as in any other batch, bit for bit (`kernels.invariant`): one token
+        after the other, a prompt in any chunks, and a learner's packed sequences. In float32 on a
+        CPU; `exactness.refuse` says what keeps a model from it."""
+        for module in self.modules():
+            if isinstance(module, Transformer | Block | RMSNorm | Linear):
+                module.exact = True
+        return self
+
+    def causal(self, lengths: Sequence[int]) -> Attend:
+        """Causal attention over packed sequences of these lengths."""
+        return (exact_varlen if self.exact else varlen)(lengths, self.device)
+
     @property
     def lm_head_weight(self) -> Tensor:
         """The matrix [V, D] from hidden states to logits: its own, or the embedding when they are
@@ -261,6 +284,8 @@ class Transformer(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, V], float32 on CUDA in half precision (`logprobs.logits`); elsewhere in the
         model's dtype."""
+        if self.exact:
+            return product.linear(hidden_TD, self.lm_head_weight)
         if self.head is None or hidden_TD.is_cuda:
             return logprobs.logits(hidden_TD, self.lm_head_weight)
         return self.head.linear(hidden_TD)

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from lowroll.model import lora
-from lowroll.model.attention import Attend, varlen
+from lowroll.model.attention import Attend
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.replay import check_evictions, replayed
 from lowroll.model.transformer import Transformer
@@ -186,6 +186,7 @@ class Forward:
                     packed.targets_N,
                     temperature=self._temperature(packed.samples[0]),
                     chunk=self.logprob_chunk,
+                    exact=self.model.exact,
                 )
                 del hidden_TD
                 if counts:
@@ -214,7 +215,7 @@ class Forward:
     def attend(self, packed: Packed) -> Attend:
         """To all that came before, or to what was left of it."""
         if not self.replay_kv:
-            return varlen(packed.lengths, self.model.device)
+            return self.model.causal(packed.lengths)
         evictions = [sample.rollout.evictions for sample in packed.chosen]
         return replayed(packed.lengths, evictions, self.model.device)
 

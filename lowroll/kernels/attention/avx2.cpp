@@ -1,5 +1,5 @@
-// Decode attention over a paged cache on a CPU with AVX2, in float32: each row's new key and value go to their slot, and
-// its queries attend over the row's keys where they lie.
+// Attention over a paged cache on a CPU with AVX2, in float32: of rows whose new key and value go to their slot first, or
+// of any queries over keys that lie there already.
 //
 // A task is a key-value head of a row, and up to four of its query heads share every key and value that is read. Keys
 // come in blocks of 64 with a running maximum (Milakov and Gimelshein 2018), so nothing grows with the context. What a
@@ -15,37 +15,18 @@ constexpr int WIDEST = 256; // numbers of a head
 
 struct Problem {
     const float* q;         // [B, H, d]
-    const float* k;         // rows of [G, d], k_stride apart
+    const float* k;         // rows of [G, d], k_stride apart; null: all keys are in the cache
     const float* v;
     float* keys;            // [pages, P, G, d]
     float* values;
     const int32_t* table;   // rows of pages, table_stride apart
+    const int32_t* rows;    // of the table, one a query; null: its own
     const int32_t* lengths; // keys of a row, the new one's included; 0: nothing is written, the output is 0
     float* out;             // [B, H, d]
     int64_t k_stride, v_stride, table_stride;
     float scale;
     int B, H, G, d, P, threads;
 };
-
-// e^x of x <= 0, 0 below -87, NaN of NaN: 2^n e^r with |r| <= log(2) / 2, and a polynomial for e^r (Cephes, expf).
-static INLINE __m256 exponential(__m256 x) {
-    const __m256 lowest = _mm256_set1_ps(-87.0f);
-    const __m256 live = _mm256_cmp_ps(x, lowest, _CMP_NLE_UQ);
-    const __m256 at = _mm256_max_ps(lowest, x);     // the second where one is NaN
-    const __m256 n = _mm256_round_ps(_mm256_mul_ps(at, _mm256_set1_ps(1.44269504f)),
-                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), at);
-    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-    __m256 y = _mm256_set1_ps(1.9875691500e-4f);
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.3981999507e-3f));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(8.3334519073e-3f));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(4.1665795894e-2f));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.6666665459e-1f));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(5.0000001201e-1f));
-    y = _mm256_add_ps(_mm256_fmadd_ps(y, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
-    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-    return _mm256_and_ps(_mm256_mul_ps(y, _mm256_castsi256_ps(power)), live);
-}
 
 static INLINE float largest(__m256 x) {
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -131,7 +112,7 @@ static INLINE void gather(State<R>& s, const float* values, const int64_t* from,
 template <int R> static void attend(const Problem& p, int row, int g, int head) {
     State<R> s;
     const int length = p.lengths[row], d = p.d;
-    const int32_t* pages = p.table + row * p.table_stride;
+    const int32_t* pages = p.table + (p.rows ? p.rows[row] : row) * p.table_stride;
     const int64_t at = ((int64_t)row * p.H + head) * d;
     for (int r = 0; r < R; ++r) {
         s.most[r] = -INFINITY, s.weight[r] = 0;
@@ -156,7 +137,7 @@ template <int R> static void attend(const Problem& p, int row, int g, int head) 
 
 static void attend_heads(const Problem& p, int row, int g) {
     const int length = p.lengths[row], d = p.d, each = p.H / p.G;
-    if (length > 0) {
+    if (p.k && length > 0) {
         const int64_t page = p.table[row * p.table_stride + (length - 1) / p.P];
         const int64_t slot = ((page * p.P + (length - 1) % p.P) * p.G + g) * d;
         memcpy(p.keys + slot, p.k + row * p.k_stride + g * d, sizeof(float) * d);

@@ -1,13 +1,14 @@
-"""Decode attention on a CPU: `avx2.cpp` for torch, float32, over the cache as it is.
+"""Attention on a CPU: `avx2.cpp` for torch, float32, over the cache as it is.
 
 Torch copies the pages of every row and attends to the copies under a mask. This reads each key and
-value once where it lies, for four query heads at a time. A row's bits depend on the row alone:
-neither on the rows beside it nor on threads.
+value once where it lies, for four query heads at a time. A query's bits depend on the query and its
+keys alone: neither on the rows beside it, nor on pages, nor on threads. So decoding, a prompt in any
+chunks and a learner may have the same (`attend`).
 
 Few numbers are left to torch, whose bits small models keep.
 
-Legend: B rows, H query heads, G key-value heads, d head size, p pages of the cache, P tokens of a
-page, N pages of a table row.
+Legend: B rows, T queries, S sequences, H query heads, G key-value heads, d head size, p pages of the
+cache, P tokens of a page, N pages of a table row.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels import cxx
+from lowroll.kernels.build import pointer
 from lowroll.kernels.support import NO_GRADIENT, Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -34,7 +36,7 @@ class Problem(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("q", "k", "v", "keys", "values", "table", "lengths", "out")
+            for name in ("q", "k", "v", "keys", "values", "table", "rows", "lengths", "out")
         ),
         *((name, ctypes.c_int64) for name in ("k_stride", "v_stride", "table_stride")),
         ("scale", ctypes.c_float),
@@ -74,14 +76,41 @@ def decode(
     scale: float,
 ) -> Tensor:
     """As `decode.paged_decode`. Heads of k and v lie contiguous within a row; rows may be strided."""
+    return _run(q_BHd, (k_BGd, v_BGd), (keys_pPGd, values_pPGd), table_BN, None, lengths_B, scale)
+
+
+def attend(
+    q_THd: Tensor,
+    keys_pPGd: Tensor,
+    values_pPGd: Tensor,
+    table_SN: Tensor,
+    sequences_T: Tensor,
+    lengths_T: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention [T, H, d] of each query over the first `lengths` keys of its sequence, which are in
+    the cache; bit for bit what `decode` gives a row of that length. table, sequences and lengths:
+    int32."""
+    return _run(q_THd, None, (keys_pPGd, values_pPGd), table_SN, sequences_T, lengths_T, scale)
+
+
+def _run(
+    q_BHd: Tensor,
+    fresh: tuple[Tensor, Tensor] | None,
+    cache: tuple[Tensor, Tensor],
+    table_BN: Tensor,
+    rows_B: Tensor | None,
+    lengths_B: Tensor,
+    scale: float,
+) -> Tensor:
     rows, heads, d = q_BHd.shape
-    page, kv_heads = keys_pPGd.shape[1:3]
+    page, kv_heads = cache[0].shape[1:3]
     q_BHd = q_BHd.contiguous()
     out_BHd = torch.empty_like(q_BHd)
-    tensors = (q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, out_BHd)
+    tensors = (q_BHd, *(fresh or (None, None)), *cache, table_BN, rows_B, lengths_B, out_BHd)
     problem = Problem(
-        *(tensor.data_ptr() for tensor in tensors),
-        *(tensor.stride(0) for tensor in (k_BGd, v_BGd, table_BN)),
+        *(pointer(tensor) for tensor in tensors),
+        *(0 if tensor is None else tensor.stride(0) for tensor in (*tensors[1:3], table_BN)),
         scale,
         rows,
         heads,

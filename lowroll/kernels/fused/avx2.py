@@ -78,6 +78,22 @@ def rotate_heads(
     v is a copy then, and nothing of qkv is kept."""
     if not torch.is_inference_mode_enabled():
         return Rotation.apply(qkv_TN, cos, sin, heads, kv_heads, d)
+    q_THd, k_TGd = heads_of(qkv_TN, cos, sin, heads, kv_heads, d, q_norm_d, k_norm_d, eps)
+    return q_THd, k_TGd, qkv_TN[:, (heads + kv_heads) * d :].unflatten(1, (kv_heads, d))
+
+
+def heads_of(
+    qkv_TN: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    q_norm_d: Tensor | None,
+    k_norm_d: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """(q [T, H, d], k [T, G, d]) of qkv, by the kernel."""
     tokens = qkv_TN.shape[0]
     qkv_TN = qkv_TN if qkv_TN.stride(1) == 1 else qkv_TN.contiguous()
     q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)
@@ -94,7 +110,7 @@ def rotate_heads(
         torch.get_num_threads(),
     )
     cxx.run(SOURCE, "avx2_heads", problem)
-    return q_THd, k_TGd, qkv_TN[:, (heads + kv_heads) * d :].unflatten(1, (kv_heads, d))
+    return q_THd, k_TGd
 
 
 class Rotation(torch.autograd.Function):

@@ -46,7 +46,7 @@ def rotate_heads(
     if not triton_supports(sums) or sums.numel() == 0:
         dense = qkv.dense() if isinstance(qkv, Product) else qkv
         fast = avx2.supports(dense, heads, head_dim, q_norm_d, k_norm_d)
-        rotate = avx2.rotate_heads if fast else _plain
+        rotate = avx2.rotate_heads if fast else plain_heads
         return rotate(dense, cos, sin, heads, kv_heads, head_dim, q_norm_d, k_norm_d, eps)
     if torch.is_grad_enabled() and any(
         isinstance(t, Tensor) and t.requires_grad for t in (qkv, q_norm_d, k_norm_d)
@@ -57,7 +57,7 @@ def rotate_heads(
     return _forward(qkv, cos, sin, heads, kv_heads, head_dim, q_norm_d, k_norm_d, eps)
 
 
-def _plain(
+def plain_heads(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -68,6 +68,7 @@ def _plain(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`rotate_heads` of a tensor, in plain torch."""
     split = (heads, kv_heads, kv_heads)
     q_THd, k_TGd, v_TGd = qkv.view(qkv.shape[0], sum(split), head_dim).split(split, dim=1)
     if q_norm_d is not None and k_norm_d is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowroll.config import RunConfig
 from lowroll.kernels.matmul.w8a8 import scaled_mm_supports
-from lowroll.model import hf, lora, scaling
+from lowroll.model import exact, hf, lora, scaling
 from lowroll.model.folder import resolve
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
@@ -56,6 +56,10 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
         model.requires_grad_(True)
     if cfg.forward_weights is not None:
         aligned.align(model, compute.format(cfg.forward_weights))
+    if cfg.rollout.exact:
+        layers = [name for name, _ in model.linears()]
+        exact.refuse(model.spec, format, layers, compute.device, compute.dtype)
+        model.be_exact()
     if train.backward == "fp8":
         aligned.transpose(model)
     return recompute.apply(model, train.sized().activation_checkpointing or False)

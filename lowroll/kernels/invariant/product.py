@@ -1,0 +1,38 @@
+"""The product with a float32 matrix, `kernels.matmul.ordered`, with gradients.
+
+Legend: T tokens, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.matmul import ordered
+
+
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x W' + b [T, N], float32."""
+    made = _Product.apply(x_TK, weight_NK, bias_N)
+    assert isinstance(made, Tensor)
+    return made
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x_TK if needs_weight else None, weight_NK if needs_x else None)
+        return ordered.product(x_TK, weight_NK, bias_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, weight_NK = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            grad_TN @ weight_NK if needs_x else None,
+            grad_TN.t() @ x_TK if needs_weight else None,
+            grad_TN.sum(0) if needs_bias else None,
+        )

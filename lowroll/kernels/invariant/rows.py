@@ -1,0 +1,113 @@
+"""RMSNorm with the residual before it, and SwiGLU's gate: `rows.cpp` for torch, with gradients.
+
+Legend: T tokens, D features, F intermediate size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowroll.kernels import cxx
+from lowroll.kernels.build import pointer
+from lowroll.kernels.invariant import gradient
+from lowroll.kernels.support import Support
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+class Problem(ctypes.Structure):
+    """The struct of `rows.cpp`."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, ctypes.c_void_p) for name in ("x", "update", "weight", "sum", "out")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "update_stride")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("T", "D", "threads")),
+    ]
+
+
+def supports_device(device: torch.device) -> Support:
+    """Is it a CPU with AVX2, on a machine with a compiler that builds the kernel?"""
+    if device.type != "cpu":
+        return cxx.NO_CPU
+    return cxx.supports(SOURCE, "rows are normed by torch")
+
+
+def add_rms_norm(
+    x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x + update, its norm), as `kernels.fused.norm.add_rms_norm`, all float32."""
+    if update_TD is None:
+        return x_TD, gradient.of(_plain_norm, _norm, x_TD, weight_D, eps)
+    sum_TD, normed_TD = gradient.of(_plain_add, _add, x_TD, update_TD, weight_D, eps)
+    return sum_TD, normed_TD
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [T, F] of gate_up [T, 2F], float32."""
+    made = gradient.of(_plain_gate, _gate, gate_up)
+    assert isinstance(made, Tensor)
+    return made
+
+
+def _plain_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
+def _plain_add(
+    x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    sum_TD = x_TD + update_TD
+    return sum_TD, _plain_norm(sum_TD, weight_D, eps)
+
+
+def _plain_gate(gate_up: Tensor) -> Tensor:
+    gate_TF, up_TF = gate_up.chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
+
+
+def _norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return _run("invariant_norm", x_TD, None, weight_D, eps)[1]
+
+
+def _add(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    sum_TD, normed_TD = _run("invariant_norm", x_TD, update_TD, weight_D, eps)
+    assert sum_TD is not None
+    return sum_TD, normed_TD
+
+
+def _gate(gate_up: Tensor) -> Tensor:
+    return _run("invariant_gate", gate_up, None, None, 0.0)[1]
+
+
+def _run(
+    function: str, x: Tensor, update_TD: Tensor | None, weight_D: Tensor | None, eps: float
+) -> tuple[Tensor | None, Tensor]:
+    """The sum, where there is an update, and what is made of it."""
+    width = x.shape[-1] // 2 if weight_D is None else x.shape[-1]
+    x = _in_rows(x)
+    update_TD = None if update_TD is None else _in_rows(update_TD)
+    weight_D = None if weight_D is None else weight_D.contiguous()
+    out = x.new_empty(len(x), width)
+    sum_TD = None if update_TD is None else torch.empty_like(out)
+    problem = Problem(
+        *(pointer(t) for t in (x, update_TD, weight_D, sum_TD, out)),
+        x.stride(0),
+        0 if update_TD is None else update_TD.stride(0),
+        eps,
+        len(x),
+        width,
+        torch.get_num_threads(),
+    )
+    cxx.run(SOURCE, function, problem)
+    return sum_TD, out
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

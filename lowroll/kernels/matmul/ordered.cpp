@@ -1,0 +1,266 @@
+// y = x W^T + bias in float32 on a CPU with AVX2 or AVX-512, with one order of a sum for every batch, thread and CPU.
+//
+// Lane j of 16 adds up x[k] w[k] over k = j, j + 16, j + 32, ..., one fused multiply-add after the other from 0 on, as
+// if zeros followed behind K. Then lanes j and j + 8 are added, of those j and j + 4, j and j + 2, j and j + 1, and the
+// bias last, which is 0 where there is none. The sides of an addition may change places: no bit of a number changes.
+//
+// Rows of x and of w are read where they lie. A tile of w stays in the first cache while the rows of a block of x,
+// which stays in the second, are multiplied with it, a few at a time; the next tile is fetched meanwhile.
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "../avx2.h"
+
+#define WIDE __attribute__((target("avx512f")))
+
+struct Problem {
+    const float* x;         // rows of K, x_stride apart
+    const float* w;         // rows of K, w_stride apart
+    const float* bias;      // [N], or null
+    float* y;               // [M, N]
+    int64_t x_stride, w_stride;
+    int M, N, K, wide, threads;
+};
+
+constexpr int LANES = 16;
+constexpr int64_t BLOCK = 1 << 16;  // numbers of a block of x, which stays in the second cache
+constexpr int64_t LONGEST = 256;    // rows of it
+constexpr int64_t PANEL = 1 << 18;  // numbers of the rows of w that all blocks meet, one after the other
+constexpr int64_t TASK = 1 << 18;   // products that pay for waking a thread
+constexpr int64_t TASKS = 8;        // of a thread, where there are products enough
+
+// Rows that are fetched into the cache while others are multiplied.
+struct Ahead {
+    const float* const* rows;
+    int count;
+};
+
+static INLINE void fetch(const Ahead& ahead, int k) {
+    for (int i = 0; i < ahead.count; ++i) _mm_prefetch((const char*)(ahead.rows[i] + k), _MM_HINT_T0);
+}
+
+// -- AVX2 -------------------------------------------------------------------------------------------------------------
+
+// Lanes j and j + 4 of two vectors, added: those of a, then those of b.
+static INLINE __m256 add_fours(__m256 a, __m256 b) {
+    return _mm256_add_ps(_mm256_blend_ps(a, b, 0xf0), _mm256_permute2f128_ps(a, b, 0x21));
+}
+
+// Of every four lanes j and j + 2.
+static INLINE __m256 add_twos(__m256 a, __m256 b) {
+    return _mm256_add_ps(_mm256_blend_ps(a, b, 0xcc), _mm256_shuffle_ps(a, b, 0x4e));
+}
+
+// Of every two lanes both.
+static INLINE __m256 add_ones(__m256 a, __m256 b) {
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+}
+
+struct Avx2 {
+    static constexpr int ROWS = 2, COLUMNS = 3;     // whose sums fit in the registers
+
+    // sums += lanes k .. k + 15; of those, the ones in `mask` unless they are WHOLE.
+    template <int R, bool WHOLE>
+    static INLINE void step(const float* const* x, const float* const* w, int k, const __m256i* mask, __m256* sums) {
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) {
+            const auto load = [&](const float* at) LAMBDA {
+                return WHOLE ? _mm256_loadu_ps(at + k + 8 * h) : _mm256_maskload_ps(at + k + 8 * h, mask[h]);
+            };
+            __m256 a[R];
+            for (int r = 0; r < R; ++r) a[r] = load(x[r]);
+#pragma GCC unroll 3
+            for (int c = 0; c < COLUMNS; ++c) {
+                __m256 b = load(w[c]);
+                asm("" : "+x"(b));  // stays in a register: the compiler would load it again for each row
+#pragma GCC unroll 2
+                for (int r = 0; r < R; ++r) {
+                    __m256& sum = sums[(r * COLUMNS + c) * 2 + h];
+                    sum = _mm256_fmadd_ps(a[r], b, sum);
+                }
+            }
+        }
+    }
+
+    // out = R rows of x times a tile of w, plus the bias; all have COLUMNS numbers a row.
+    template <int R>
+    static void multiply(const float* x, int64_t stride, const float* const* tile, int K, Ahead ahead,
+                         const float* bias, float* out) {
+        const float *rows[R], *w[COLUMNS];
+        for (int r = 0; r < R; ++r) rows[r] = x + r * stride;
+        for (int c = 0; c < COLUMNS; ++c) w[c] = tile[c];
+        __m256 sums[16];
+        for (auto& sum : sums) sum = _mm256_setzero_ps();
+        int k = 0;
+        for (; k + LANES <= K; k += LANES) {
+            fetch(ahead, k);
+            step<R, true>(rows, w, k, nullptr, sums);
+        }
+        if (k < K) {
+            int live[LANES];
+            for (int i = 0; i < LANES; ++i) live[i] = k + i < K ? -1 : 0;
+            const __m256i mask[2] = {_mm256_loadu_si256((__m256i*)live), _mm256_loadu_si256((__m256i*)(live + 8))};
+            fetch(ahead, k);
+            step<R, false>(rows, w, k, mask, sums);
+        }
+        __m256 v[4];
+        for (int i = 0; i < 4; ++i) {
+            const __m256* at = sums + 2 * i;
+            v[i] = add_fours(_mm256_add_ps(at[0], at[1]), _mm256_add_ps(at[8], at[9]));
+        }
+        const __m256 sum = add_ones(add_twos(v[0], v[1]), add_twos(v[2], v[3]));
+        _mm256_storeu_ps(out, _mm256_add_ps(sum, _mm256_loadu_ps(bias)));
+    }
+};
+
+// -- AVX-512 ----------------------------------------------------------------------------------------------------------
+
+static INLINE WIDE __m512 add_eights(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
+}
+
+// Of two numbers in each of a and b: the fours of a's first, of its second, then those of b.
+static INLINE WIDE __m512 add_fours(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+static INLINE WIDE __m512 add_twos(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps(a, b, 0x4e));
+}
+
+static INLINE WIDE __m512 add_ones(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
+
+// The lanes of each of 16 vectors.
+static INLINE WIDE __m512 add_lanes_of_16(const __m512* v) {
+    __m512 fours[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) fours[i] = add_fours(add_eights(v[i], v[i + 4]), add_eights(v[i + 8], v[i + 12]));
+    return add_ones(add_twos(fours[0], fours[1]), add_twos(fours[2], fours[3]));
+}
+
+// The lanes of each of 8, in the first 8 lanes.
+static INLINE WIDE __m512 add_lanes_of_8(const __m512* v) {
+    const __m512 even = add_fours(add_eights(v[0], v[4]), add_eights(v[1], v[5]));
+    const __m512 odd = add_fours(add_eights(v[2], v[6]), add_eights(v[3], v[7]));
+    const __m512 twos = add_twos(even, odd);
+    const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 4, 12, 5, 13, 0, 0, 0, 0, 0, 0, 0, 0);
+    return _mm512_permutexvar_ps(order, add_ones(twos, twos));
+}
+
+struct Avx512 {
+    static constexpr int ROWS = 4, COLUMNS = 6;
+
+    template <int R, bool WHOLE>
+    static INLINE WIDE void step(const float* const* x, const float* const* w, int k, __mmask16 mask, __m512* sums) {
+        const auto load = [&](const float* at) LAMBDA WIDE {
+            return WHOLE ? _mm512_loadu_ps(at + k) : _mm512_maskz_loadu_ps(mask, at + k);
+        };
+        __m512 a[R];
+        for (int r = 0; r < R; ++r) a[r] = load(x[r]);
+#pragma GCC unroll 6
+        for (int c = 0; c < COLUMNS; ++c) {
+            const __m512 b = load(w[c]);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) sums[r * COLUMNS + c] = _mm512_fmadd_ps(a[r], b, sums[r * COLUMNS + c]);
+        }
+    }
+
+    template <int R>
+    static WIDE void multiply(const float* x, int64_t stride, const float* const* tile, int K, Ahead ahead,
+                              const float* bias, float* out) {
+        const float *rows[R], *w[COLUMNS];
+        for (int r = 0; r < R; ++r) rows[r] = x + r * stride;
+        for (int c = 0; c < COLUMNS; ++c) w[c] = tile[c];
+        __m512 sums[24];
+#pragma GCC unroll 24
+        for (int i = 0; i < 24; ++i) sums[i] = _mm512_setzero_ps();
+        int k = 0;
+        for (; k + LANES <= K; k += LANES) {
+            fetch(ahead, k);
+            step<R, true>(rows, w, k, 0, sums);
+        }
+        if (k < K) {
+            fetch(ahead, k);
+            step<R, false>(rows, w, k, (__mmask16)((1u << (K - k)) - 1), sums);
+        }
+        if constexpr (R > 1) _mm512_storeu_ps(out, _mm512_add_ps(add_lanes_of_16(sums), _mm512_loadu_ps(bias)));
+        if constexpr (R == 1 || R > 2) {
+            constexpr int first = R == 1 ? 0 : 16;
+            const __m256 sum = _mm512_castps512_ps256(add_lanes_of_8(sums + first));
+            _mm256_storeu_ps(out + first, _mm256_add_ps(sum, _mm256_loadu_ps(bias + first)));
+        }
+    }
+};
+
+// -- tasks ------------------------------------------------------------------------------------------------------------
+
+template <class Call> static INLINE void with_rows(int rows, Call call) {
+    switch (rows) {
+        case 1: return call(std::integral_constant<int, 1>());
+        case 2: return call(std::integral_constant<int, 2>());
+        case 3: return call(std::integral_constant<int, 3>());
+        default: return call(std::integral_constant<int, 4>());
+    }
+}
+
+// Rows m .. m + rows - 1 of x times a tile of w, of which `columns` from n on are asked for; `ahead` is the next tile.
+template <class Set>
+static void multiply_tile(const Problem& p, int m, int rows, int n, int columns, const Ahead& ahead) {
+    constexpr int C = Set::COLUMNS;
+    const float* w[C];
+    float bias[Set::ROWS * C + 8] = {}, out[Set::ROWS * C + 8];     // whole vectors
+    for (int c = 0; c < C; ++c) {
+        const int at = n + least(c, columns - 1);                   // the last row again where there is none
+        w[c] = p.w + at * p.w_stride;
+        for (int r = 0; r < Set::ROWS; ++r) bias[r * C + c] = p.bias ? p.bias[at] : 0;
+    }
+    const int groups = (rows + Set::ROWS - 1) / Set::ROWS, few = rows / groups, more = rows % groups;
+    const int each = (ahead.count + groups - 1) / groups;
+    const float* x = p.x + m * p.x_stride;
+    float* y = p.y + m * (int64_t)p.N + n;
+    for (int g = 0; g < groups; ++g) {
+        const int count = few + (g < more), fetched = least(g * each, ahead.count);
+        const Ahead part{ahead.rows + fetched, least(each, ahead.count - fetched)};
+        with_rows(count, [&](auto R) LAMBDA {
+            if constexpr (R() <= Set::ROWS) Set::template multiply<R()>(x, p.x_stride, w, p.K, part, bias, out);
+        });
+        x += count * p.x_stride;
+        for (int r = 0; r < count; ++r, y += p.N) {
+            if (columns == C) memcpy(y, out + r * C, sizeof(float) * C);    // a size that the compiler knows
+            else memcpy(y, out + r * C, sizeof(float) * columns);
+        }
+    }
+}
+
+template <class Set> static void multiply_panel(const Problem& p, int m, int rows, int n, int end) {
+    constexpr int C = Set::COLUMNS;
+    for (; n < end; n += C) {
+        const float* next[C];
+        const int left = std::max(0, least(C, end - n - C));
+        for (int i = 0; i < left; ++i) next[i] = p.w + (n + C + i) * p.w_stride;
+        multiply_tile<Set>(p, m, rows, n, least(C, end - n), {next, left});
+    }
+}
+
+// A task is a block of x and a panel of w.
+template <class Set> static void multiply(const Problem& p, Parallel parallel) {
+    constexpr int R = Set::ROWS, C = Set::COLUMNS;
+    const int64_t M = p.M, N = p.N, K = p.K, groups = (M + R - 1) / R, tiles = (N + C - 1) / C;
+    const int64_t blocks = std::min(std::max(M * K / BLOCK, M / LONGEST) + 1, groups);
+    const int64_t tasks = std::min(M * N * K / TASK, p.threads * TASKS);
+    const int64_t panels = std::min(std::max(N * K / PANEL, tasks / blocks) + 1, tiles);
+    share(parallel, p.threads, (int)(blocks * panels), 1, [&](int i) {
+        const int64_t block = i % blocks, panel = i / blocks;
+        const int64_t m = groups * block / blocks * R, last = std::min(M, groups * (block + 1) / blocks * R);
+        const int64_t n = tiles * panel / panels * C, end = std::min(N, tiles * (panel + 1) / panels * C);
+        multiply_panel<Set>(p, (int)m, (int)(last - m), (int)n, (int)end);
+    });
+}
+
+extern "C" void ordered_product(const Problem* p, Parallel parallel) {
+    if (p->wide) multiply<Avx512>(*p, parallel);
+    else multiply<Avx2>(*p, parallel);
+}

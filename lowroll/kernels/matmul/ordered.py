@@ -1,0 +1,62 @@
+"""y = x W^T in float32 on a CPU, by sums whose order is fixed: `ordered.cpp` for torch.
+
+    s_j = fma over k = j, j + 16, j + 32, ...       j: 16 lanes; zeros follow behind K
+    y[m, n] = tree(s_0 .. s_15) + bias[n]           lanes j and j + 8 first, then j + 4, j + 2, j + 1
+
+BLAS chooses the order by the number of rows, their alignment and the threads. Here the bits of
+y[m, n] depend on x[m, :], w[n, :] and bias[n] alone: a row is the same alone and in any batch, and on
+CPUs with AVX2 and with AVX-512.
+
+Legend: M rows, N out features, K in features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels import cxx
+from lowroll.kernels.build import pointer
+from lowroll.kernels.support import Support
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+class Problem(ctypes.Structure):
+    """The struct of `ordered.cpp`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "y")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "w_stride")),
+        *((name, ctypes.c_int) for name in ("M", "N", "K", "wide", "threads")),
+    ]
+
+
+def supports_device(device: torch.device) -> Support:
+    """Is it a CPU with AVX2, on a machine with a compiler that builds the kernel?"""
+    if device.type != "cpu":
+        return cxx.NO_CPU
+    return cxx.supports(SOURCE, "float32 rows are multiplied in an order that depends on the batch")
+
+
+@cache
+def has_avx512() -> bool:
+    """Whether this CPU runs the wider of the two kernels, which have the same bits."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x times the transpose of w, plus the bias: [M, N]. All are float32; rows may be strided."""
+    (M, K), N = x_MK.shape, w_NK.shape[0]
+    x_MK, w_NK = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MK, w_NK))
+    bias_N = None if bias_N is None else bias_N.contiguous()
+    y_MN = torch.empty(M, N)
+    if y_MN.numel():
+        held = [pointer(t) for t in (x_MK, w_NK, bias_N, y_MN)]
+        sizes = x_MK.stride(0), w_NK.stride(0), M, N, K, has_avx512(), torch.get_num_threads()
+        cxx.run(SOURCE, "ordered_product", Problem(*held, *sizes))
+    return y_MN
