@@ -141,6 +141,12 @@ def _add_engine(p: argparse._ArgumentGroup) -> None:
         help="norms that take the noise of a run with a noise section, with its weights",
     )
     p.add_argument(
+        "--exact",
+        action="store_true",
+        help="a request gets the same bits whatever runs beside it: float32 on a CPU, with int8, "
+        "int8_rotated or dense weights",
+    )
+    p.add_argument(
         "--weights-dir",
         metavar="DIR",
         help="a folder of published weights, a folder a version, for POST /weights",
@@ -398,6 +404,7 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
         max_batch=arguments.max_batch,
         kv_dtype=kv.kv_dtype,
         noisy=arguments.noisy,
+        exact=arguments.exact,
         lookahead=arguments.lookahead or (LOOKAHEAD if device.type == "cuda" else None),
         **(PROMPTS if device.type == "cuda" else {}),
     )

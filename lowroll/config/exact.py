@@ -30,7 +30,6 @@ def exact_problems(cfg: RunConfig) -> Iterator[Problem]:
         ("train.forward", train.forward not in ("dense", "aligned"), "aligned, as it will be"),
         ("train.replay_kv", train.replay_kv, "false: no key is dropped"),
         ("noise", clean, "null, or noise.learner: shared"),
-        ("launcher", cfg.launcher != "none", "none: it is for one process"),
         ("device", cfg.device == "cuda", "cpu: the GPU's kernels do not have it yet"),
         ("dtype", cfg.dtype == "bfloat16", "float32"),
     )

@@ -29,12 +29,14 @@ from lowroll.engine.grammar import Grammars
 from lowroll.engine.request import validate
 from lowroll.engine.runner import Runner
 from lowroll.engine.scheduler import Scheduler
+from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import recorder_bytes
 from lowroll.kv.storage import storage
+from lowroll.model import exact as exactness
 from lowroll.model import hf
 from lowroll.model.claims import total_memory
 from lowroll.model.experts import StackedLinear
@@ -129,6 +131,8 @@ class NativeEngine:
     and so do the log-probs behind them. It needs the dense cache, unrounded, and one format.
     cuda_graphs: False starts the kernels of a decode step or a short pass over prompts one by one,
     to look for a fault.
+    exact: a request has the same bits whatever runs beside it (`Transformer.be_exact`); a model that
+    is exact makes an engine that is.
     ValueError names the argument that is wrong.
     """
 
@@ -160,6 +164,7 @@ class NativeEngine:
         prefix_caching: bool = True,
         turn_caching: bool = False,
         cuda_graphs: bool = True,
+        exact: bool = False,
     ) -> None:
         if lookahead is not None and not 1 <= lookahead <= MOST_STEPS:
             raise ValueError(f"lookahead: expected 1..{MOST_STEPS} steps, got {lookahead}")
@@ -185,6 +190,8 @@ class NativeEngine:
             assert self.folder is not None
             self.model = rollout_load(self.folder, weights, device, dtype, noisy)
         self.spec = self.model.spec
+        if exact or self.model.exact:
+            self._be_exact(weights)
         self.context = min(self.spec.max_position, max_model_len or self.spec.max_position)
         self._max_batch = max_batch
         self.receiver = Receiver(self.model, self.large_batch_model)
@@ -220,6 +227,17 @@ class NativeEngine:
         self.scheduler = self._schedule(
             max_batch, max_prefill_tokens, prefill_chunk, lookahead, gather
         )
+
+    def _be_exact(self, weights: str) -> None:
+        """ValueError for what cannot be."""
+        unlike = self.storage is not KVCache or self.kv.budget is not None
+        if unlike or self.large_batch_model is not None:
+            raise ValueError("exact: needs the dense cache, unrounded, and one format")
+        layers = [name for name, _ in self.model.linears()]
+        exactness.refuse(
+            self.spec, weights, layers, self.model.device, self.model.dtype, key="exact"
+        )
+        self.model.be_exact()
 
     # -- the door ----------------------------------------------------------------------------------
 

@@ -21,28 +21,33 @@ FORMATS = ("int8", "int8_rotated", "fp32")
 
 
 def refuse(
-    spec: ModelSpec, format: str, layers: Iterable[str], device: torch.device, dtype: torch.dtype
+    spec: ModelSpec,
+    format: str,
+    layers: Iterable[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    key: str = "rollout.exact",
 ) -> None:
     """ValueError when a model whose linear `layers` are in `format` cannot be exact, with what
-    could be."""
+    could be. key: what asks."""
     if device.type != "cpu":
-        raise ValueError(f"rollout.exact: it runs on a CPU, and the device is {device}")
+        raise ValueError(f"{key}: it runs on a CPU, and the device is {device}")
     if dtype != torch.float32:
-        raise ValueError(f"rollout.exact: it computes in float32, and the dtype is {dtype}")
+        raise ValueError(f"{key}: it computes in float32, and the dtype is {dtype}")
     for part in (rows, heads, attention, ordered):
         if not (found := part.supports_device(device)):
-            raise ValueError(f"rollout.exact: a kernel of this CPU {found.why_not}")
+            raise ValueError(f"{key}: a kernel of this CPU {found.why_not}")
     if spec.num_experts:
-        raise ValueError(f"rollout.exact: {spec.architecture} has experts, which are not exact yet")
+        raise ValueError(f"{key}: {spec.architecture} has experts, which are not exact yet")
     if spec.head_dim % heads.MULTIPLE or spec.head_dim > attention.WIDEST:
         raise ValueError(
-            f"rollout.exact: heads have {spec.head_dim} numbers; it takes multiples of "
-            f"{heads.MULTIPLE} up to {attention.WIDEST}"
+            f"{key}: heads have {spec.head_dim} numbers; it takes multiples of {heads.MULTIPLE} up "
+            f"to {attention.WIDEST}"
         )
     chosen = get_format(format)
     odd = sorted({form.name for form in map(chosen.of, layers)} - {*FORMATS})
     if odd:
         raise ValueError(
-            f"rollout.weights: {odd[0]} sums in another order for many rows than for few; "
-            f"rollout.exact takes {', '.join(FORMATS)}"
+            f"{key}: {odd[0]} weights sum in another order for many rows than for few; it takes "
+            f"{', '.join(FORMATS)}"
         )

@@ -94,14 +94,11 @@ class Linear(nn.Module):
     def dense(self) -> Tensor | None:
         """The matrix that the forward multiplies with where it is plain numbers, as a parameter or
         in a dense format; None where it is codes."""
-        codes = self.codes
-        if codes is None and not isinstance(self.weight, QTensor):
-            return self.weight
-        codes = self.weight if codes is None else codes
-        assert isinstance(codes, QTensor)
-        if not get_format(codes.format).dense:
+        weight = self.weight
+        codes = weight if isinstance(weight, QTensor) else self.codes
+        if codes is not None and not get_format(codes.format).dense:
             return None
-        return codes.tensors["weight"] if isinstance(self.weight, QTensor) else self.weight
+        return weight.tensors["weight"] if isinstance(weight, QTensor) else weight
 
     @property
     def row_kind(self) -> str | None:

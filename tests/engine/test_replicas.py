@@ -6,13 +6,17 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lowroll.config import from_mapping
 from lowroll.engine.native import NativeEngine
 from lowroll.engine.parts import cost, dealt
 from lowroll.engine.remote.pool import EnginePool
+from lowroll.kernels.invariant import rows
+from lowroll.model import hf
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.types import Group, Request
 from tests.fixtures.fleets import Fleet
@@ -97,6 +101,25 @@ def drawn(urls: list[str], requests: list[Request], parts: int | None) -> list[G
 
 def flat(groups: list[Group]) -> list[list[float]]:
     return [[*one.token_ids, *one.logprobs] for group in groups for one in group.rollouts]
+
+
+def test_exact_engines_need_no_parts(tmp_path: Path) -> None:
+    """Whatever runs beside a request, on whichever engine, its bits are those of one that is alone."""
+    if not rows.supports_device(torch.device("cpu")):
+        pytest.skip("needs a CPU with AVX2 and a C++ compiler")
+    folder, requests = hf_folder(tmp_path / "model"), asked(11)
+
+    def made(**options: Any) -> NativeEngine:
+        model = hf.load(folder).be_exact()
+        options = {"cache_tokens": 2048, "page_size": 4, **options}
+        return NativeEngine(model, weights="int8", device="cpu", **options)
+
+    alone = made(max_batch=1, prefill_chunk=5, prefix_caching=False)
+    wanted = [alone.generate([request])[0] for request in requests]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(listening(made(), TOKENS)) for _ in range(3)]
+        for count in (1, 3):
+            assert flat(drawn(urls[:count], requests, None)) == flat(wanted), f"{count} engines"
 
 
 @pytest.mark.parametrize(

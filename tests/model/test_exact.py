@@ -111,3 +111,28 @@ def test_recorded_is_recomputed_in_every_mix(folder: Path, format: str, adapter:
             {n: one.weight.numel() for n, one in model.linears()},  # type: ignore[operator]
         )
     assert sum(check(model, own, seed) for seed in range(6)) > 200
+
+
+def test_an_engine_can_be_asked_for_it(folder: Path) -> None:
+    """A request that waits for nobody, and one beside others, after others and in pieces."""
+    asked = Request([5, 6, 7, 8], n=2, max_tokens=12, seed=4, id="mine")
+    alone = NativeEngine(folder, "int8", exact=True, cache_tokens=512).generate([asked])[0]
+    others = [Request([9 + i, 3, 5], n=3, max_tokens=7 + i, seed=i) for i in range(5)]
+    busy = NativeEngine(folder, "int8", exact=True, cache_tokens=512, prefill_chunk=2, page_size=4)
+    busy.generate(others)
+    for position in (0, 3, 5):
+        around = [*others[:position], asked, *others[position:]]
+        found = busy.generate(around)[position]
+        for mine, theirs in zip(found.rollouts, alone.rollouts, strict=True):
+            assert (mine.token_ids, mine.logprobs) == (theirs.token_ids, theirs.logprobs)
+
+
+def test_what_an_engine_cannot_make_exact(folder: Path) -> None:
+    for options, words in (
+        ({"weights": "nvfp4"}, "exact: nvfp4 weights sum in another order"),
+        ({"weights": "bf16"}, "exact: it computes in float32"),
+        ({"weights": "int8", "kv_dtype": "fp8"}, "exact: needs the dense cache"),
+        ({"weights": "int8", "large_batch_weights": "fp32"}, "exact: needs the dense cache"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            NativeEngine(folder, exact=True, cache_tokens=64, **options)  # type: ignore[arg-type]

@@ -81,8 +81,12 @@ LONG = pytest.mark.long
             marks=LONG,
         ),
         pytest.param({"train": {**STEPS, **LORA}, "noise": NOISE}, marks=LONG),
+        {
+            "train": {**STEPS, **LORA},
+            "rollout": {"max_tokens": 6, "weights": "int8_rotated", "exact": True},
+        },
     ],
-    ids=["int8-evaluated", "lora-noise-zmq", "lora-zmq", "bf16-zmq", "lora-noise"],
+    ids=["int8-evaluated", "lora-noise-zmq", "lora-zmq", "bf16-zmq", "lora-noise", "exact"],
 )
 def test_roles_by_hand_are_one_process_bit_for_bit(
     model: Path, tmp_path: Path, changes: dict[str, Any]
