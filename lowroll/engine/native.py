@@ -191,7 +191,7 @@ class NativeEngine:
             self.model = rollout_load(self.folder, weights, device, dtype, noisy)
         self.spec = self.model.spec
         if exact or self.model.exact:
-            self._be_exact(weights)
+            self._be_exact()
         self.context = min(self.spec.max_position, max_model_len or self.spec.max_position)
         self._max_batch = max_batch
         self.receiver = Receiver(self.model, self.large_batch_model)
@@ -228,15 +228,12 @@ class NativeEngine:
             max_batch, max_prefill_tokens, prefill_chunk, lookahead, gather
         )
 
-    def _be_exact(self, weights: str) -> None:
+    def _be_exact(self) -> None:
         """ValueError for what cannot be."""
         unlike = self.storage is not KVCache or self.kv.budget is not None
         if unlike or self.large_batch_model is not None:
             raise ValueError("exact: needs the dense cache, unrounded, and one format")
-        layers = [name for name, _ in self.model.linears()]
-        exactness.refuse(
-            self.spec, weights, layers, self.model.device, self.model.dtype, key="exact"
-        )
+        exactness.refuse(self.spec, self.model.device, self.model.dtype, key="exact")
         self.model.be_exact()
 
     # -- the door ----------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from lowroll.kernels.training.low_rank import Update
 from lowroll.model import frozen
 from lowroll.model.logprobs import float32_product
 from lowroll.quant import fp8
-from lowroll.quant.formats import QTensor, get_format
+from lowroll.quant.formats import QTensor
 
 
 class Adapter(nn.Module):
@@ -205,17 +205,6 @@ def _base(
     return F.linear(low_TL, b_NL, bias_N).addmm_(x_TK, weight_NK.t())
 
 
-def _exact_base(
-    x_TK: Tensor, weight_NK: Tensor | None, bias_N: Tensor | None, codes: QTensor | None
-) -> Tensor:
-    """x W' + b of a dense weight, or of codes in their own arithmetic."""
-    if codes is not None and not get_format(codes.format).dense:
-        return codes.linear(x_TK.detach(), bias_N)
-    dense_NK = weight_NK if codes is None else codes.tensors["weight"]
-    assert dense_NK is not None
-    return ordered.product(x_TK, dense_NK, bias_N)
-
-
 _GIVEN = 11  # arguments before the masters
 
 
@@ -243,7 +232,12 @@ class _AdaptedProduct(torch.autograd.Function):
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         low_TL = (ordered.product if exact else F.linear)(x_TK, a_LK)
         if exact:
-            y_TN = _exact_base(x_TK, weight_NK, bias_N, codes) + ordered.product(low_TL, b_NL)
+            y_TN = ordered.product(low_TL, b_NL)
+            if codes is None:
+                assert weight_NK is not None
+                y_TN += ordered.product(x_TK, weight_NK, bias_N)
+            else:
+                y_TN += codes.linear(x_TK.detach(), bias_N, exact)
         elif codes is not None and in_codes:
             y_TN = codes.linear(x_TK.detach(), bias_N)
             if whole:

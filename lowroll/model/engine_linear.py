@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowroll.kernels.invariant import product
 from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.model.linear import Linear
 from lowroll.quant.formats import QTensor, get_format
@@ -38,9 +37,7 @@ class EngineLinear(Linear):
         refuse_gradient(x_TK)
         if self.adapter is not None and self.adapter.enabled:
             return self.adapted(self.adapter, x_TK)[0]
-        if self.exact and (dense := self.dense) is not None:
-            return product.linear(x_TK, dense, self.bias)
-        return codes.linear(x_TK, self.bias)
+        return codes.linear(x_TK, self.bias, self.exact)
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor | Product:
         """The product of silu(gate) * up, quantized as it is made."""

@@ -32,7 +32,7 @@ from lowroll.model import frozen
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
 from lowroll.quant import fp8
-from lowroll.quant.formats import QTensor, get_format
+from lowroll.quant.formats import QTensor, float_product, get_format
 
 
 class LearnerLinear(Linear):
@@ -46,13 +46,17 @@ class LearnerLinear(Linear):
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.adapter is not None and self.adapter.enabled:
             return self.adapted(self.adapter, x_TK)[0]
-        if self.exact and self.transposed is None and (dense := self.dense) is not None:
-            return product.linear(x_TK, dense, self.bias)
         if isinstance(self.weight, QTensor):
-            return _FrozenProduct.apply(x_TK, self.bias, self.weight, self.aligned, self.transposed)
+            codes = self.weight if self.exact else self.aligned
+            return _FrozenProduct.apply(
+                x_TK, self.bias, self.weight, codes, self.transposed, self.exact
+            )
         if self.aligned is None and self.transposed is None:
-            return F.linear(x_TK, self.weight, self.bias)
-        return _LearningProduct.apply(x_TK, self.weight, self.bias, self.aligned, self.transposed)
+            multiply = product.linear if self.exact else F.linear
+            return multiply(x_TK, self.weight, self.bias)
+        return _LearningProduct.apply(
+            x_TK, self.weight, self.bias, self.aligned, self.transposed, self.exact
+        )
 
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor:
         """The product of silu(gate) * up, which the backward pass makes again."""
@@ -83,12 +87,16 @@ class LearnerLinear(Linear):
 
 
 def _multiply(
-    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, codes: QTensor | None
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    codes: QTensor | None,
+    exact: bool = False,
 ) -> Tensor:
     """The product with the codes where there are any, else with the weight."""
     if codes is None:
-        return F.linear(x_TK, weight_NK, bias_N)
-    return codes.linear(x_TK.detach(), bias_N)
+        return float_product(x_TK, weight_NK, bias_N, exact)
+    return codes.linear(x_TK.detach(), bias_N, exact)
 
 
 def _input_gradient(
@@ -116,12 +124,13 @@ class _LearningProduct(torch.autograd.Function):
         bias_N: Tensor | None,
         codes: QTensor | None,
         transposed: QTensor | None,
+        exact: bool,
     ) -> Tensor:
         ctx.stands_for, ctx.transposed = codes, transposed
         kept_NK = weight_NK if codes is None and transposed is None else None
         ctx.save_for_backward(x_TK if ctx.needs_input_grad[1] else None, kept_NK)
         ctx.dtypes = [None if t is None else t.dtype for t in (weight_NK, bias_N)]
-        return _multiply(x_TK, weight_NK, bias_N, codes)
+        return _multiply(x_TK, weight_NK, bias_N, codes, exact)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
@@ -134,7 +143,7 @@ class _LearningProduct(torch.autograd.Function):
             weight_grad_NK = (grad_TN.t() @ x_TK).to(ctx.dtypes[0])
         if ctx.needs_input_grad[2]:
             bias_grad_N = grad_TN.sum(0).to(ctx.dtypes[1])
-        return x_grad_TK, weight_grad_NK, bias_grad_N, None, None
+        return x_grad_TK, weight_grad_NK, bias_grad_N, None, None, None
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -185,12 +194,13 @@ class _FrozenProduct(torch.autograd.Function):
         weight: QTensor,
         codes: QTensor | None,
         transposed: QTensor | None,
+        exact: bool,
     ) -> Tensor:
         ctx.weight = weight if codes is None else codes
         ctx.transposed = transposed
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         if codes is not None:
-            return codes.linear(x_TK.detach(), bias_N)
+            return codes.linear(x_TK.detach(), bias_N, exact)
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         return frozen.multiply(x_TK, weight, bias_in_dtype_N)
 
@@ -201,4 +211,4 @@ class _FrozenProduct(torch.autograd.Function):
             x_grad_TK = _input_gradient(grad_TN, ctx.weight, ctx.transposed)
         if ctx.needs_input_grad[1]:
             bias_grad_N = grad_TN.sum(0).to(ctx.bias_dtype)
-        return x_grad_TK, bias_grad_N, None, None, None
+        return x_grad_TK, bias_grad_N, None, None, None, None

@@ -91,16 +91,6 @@ class Linear(nn.Module):
         raise NotImplementedError
 
     @property
-    def dense(self) -> Tensor | None:
-        """The matrix that the forward multiplies with where it is plain numbers, as a parameter or
-        in a dense format; None where it is codes."""
-        weight = self.weight
-        codes = weight if isinstance(weight, QTensor) else self.codes
-        if codes is not None and not get_format(codes.format).dense:
-            return None
-        return weight.tensors["weight"] if isinstance(weight, QTensor) else weight
-
-    @property
     def row_kind(self) -> str | None:
         """The kind of quantized rows that the layer wants as its input, where whoever makes the
         input can quantize it; None: plain activations."""

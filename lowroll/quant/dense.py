@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowroll.kernels.matmul import gemv
+from lowroll.kernels.matmul import gemv, ordered
 from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.table import FORMATS
 
@@ -43,10 +43,14 @@ class Dense(Format):
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         return q.tensors["weight"].to(dtype)
 
-    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+    def linear(
+        self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Tensor:
         x = x_MK.to(self.dtype)
         w_NK = q.tensors["weight"]
         bias_N = None if bias_N is None else bias_N.to(self.dtype)
+        if exact:
+            return ordered.product(x, w_NK, bias_N)
         if gemv.supports(x, w_NK):
             return gemv.linear(x, w_NK, bias_N).to(x_MK.dtype)
         if (

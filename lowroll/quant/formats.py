@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels import checksum
-from lowroll.kernels.matmul import avx2, w4a16
+from lowroll.kernels.matmul import avx2, ordered, w4a16
 from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import DEFAULT, EIGHT_BITS, FORMATS, OWN
@@ -105,9 +105,10 @@ class QTensor:
         """The matrix [N, K] that the codes stand for."""
         return get_format(self.format).dequantize(self, dtype)
 
-    def linear(self, x_MK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        """x_MK times the matrix, in the format's own arithmetic. Returns y_MN in the dtype of x."""
-        return get_format(self.format).linear(x_MK, self, bias_N)
+    def linear(self, x_MK: Tensor, bias_N: Tensor | None = None, exact: bool = False) -> Tensor:
+        """x_MK times the matrix, in the format's own arithmetic. Returns y_MN in the dtype of x. exact:
+        as `Format.linear`."""
+        return get_format(self.format).linear(x_MK, self, bias_N, exact)
 
     def copy_(self, other: QTensor) -> QTensor:
         """Take over the codes and scales of `other` in place: no storage moves. ValueError when they
@@ -271,7 +272,11 @@ class Format(ABC):
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor: ...
 
     @abstractmethod
-    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor: ...
+    def linear(
+        self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Tensor:
+        """x times the matrix, in the format's own arithmetic. exact: a row's bits are those of any
+        batch, in float32 on a CPU (`kernels.invariant`)."""
 
     def rounded(self, x_MK: Tensor) -> Tensor:
         """Activations as `linear` multiplies them with the dequantized matrix: float32. For formats
@@ -385,6 +390,11 @@ def dense_from(shape: tuple[int, int]) -> int:
     return 64 if shape[0] * shape[1] >= LARGE else 32
 
 
+def float_product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, exact: bool) -> Tensor:
+    """x W' + b of plain numbers; `exact` as for `Format.linear`."""
+    return ordered.product(x_MK, w_NK, bias_N) if exact else F.linear(x_MK, w_NK, bias_N)
+
+
 class WeightOnly(Format):
     """Low-bit storage only: the product is that of the dequantized matrix, in the activations'
     dtype.
@@ -396,7 +406,9 @@ class WeightOnly(Format):
 
     fallback = EIGHT_BITS
 
-    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+    def linear(
+        self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Tensor:
         many = x_MK.is_cuda and x_MK.shape[0] > dense_from(q.shape)
         kept = many and f"dense {x_MK.dtype}" in q.packed
         if not kept and w4a16.supports(self.kernel, x_MK, q.shape):
@@ -404,7 +416,7 @@ class WeightOnly(Format):
         if avx2.supports(self.kernel, x_MK, q.shape):
             return avx2.linear(self.kernel, q.tensors, x_MK, q.shape[0], bias_N)
         bias_N = None if bias_N is None else bias_N.to(x_MK.dtype)
-        return F.linear(x_MK, multiplicand(q, x_MK.dtype), bias_N)
+        return float_product(x_MK, multiplicand(q, x_MK.dtype), bias_N, exact)
 
 
 _MADE: dict[str, Format] = {}

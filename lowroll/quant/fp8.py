@@ -36,7 +36,7 @@ from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul.w8a8 import multiply, scaled_mm_supports
 from lowroll.kernels.quantize.quantize8 import quantize_columns_into, quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
-from lowroll.quant.formats import QTensor, divide, multiplicand, nonzero
+from lowroll.quant.formats import QTensor, divide, float_product, multiplicand, nonzero
 from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import join, split
 from lowroll.quant.scheme import Scheme, arguments
@@ -101,15 +101,19 @@ class Float8(Gridded):
         else:
             quantize_columns_into(w_NK.t(), *made, KIND)
 
-    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
-        return self.product(quantize_rows(x_MK, KIND), q, bias_N).dense()
+    def linear(
+        self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Tensor:
+        return self.product(quantize_rows(x_MK, KIND), q, bias_N, exact).dense()
 
-    def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
+    def product(
+        self, rows: Rows, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Product:
         if rows.codes_MK.device.type != "cpu":
             return multiply(rows, q.tensors["weight"], q.tensors["weight_scale"], bias_N)
         values_NK = q.derive("codes", lambda q: q.tensors["weight"].float())
         return Product(
-            F.linear(rows.codes_MK.float(), values_NK),
+            float_product(rows.codes_MK.float(), values_NK, None, exact),
             rows.scale_M1,
             q.tensors["weight_scale"],
             bias_N,
@@ -172,9 +176,12 @@ class Float8Block(Gridded):
     def pitch(self, name: str, num_in: int) -> Fraction:
         return Fraction(1, BLOCK) if name == "weight_scale" else Fraction(1)
 
-    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+    def linear(
+        self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Tensor:
         bias_N = None if bias_N is None else bias_N.float()
-        return F.linear(self.rounded(x_MK), multiplicand(q, torch.float32), bias_N).to(x_MK.dtype)
+        dense_NK = multiplicand(q, torch.float32)
+        return float_product(self.rounded(x_MK), dense_NK, bias_N, exact).to(x_MK.dtype)
 
     def rounded(self, x_MK: Tensor) -> Tensor:
         blocks_MGS = split(x_MK, BLOCK)

@@ -27,7 +27,14 @@ from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import avx2, w4a16
 from lowroll.kernels.quantize.quantize4 import quantize4
 from lowroll.kernels.quantize.rows import quantize_rows
-from lowroll.quant.formats import QTensor, WeightOnly, divide, multiplicand, nonzero
+from lowroll.quant.formats import (
+    QTensor,
+    WeightOnly,
+    divide,
+    float_product,
+    multiplicand,
+    nonzero,
+)
 from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import join, pack, split, unpack
 from lowroll.quant.int8 import KIND as ROWS
@@ -171,13 +178,16 @@ class Int4Int8(Symmetric):
         unpacked="int-quantized",
     )
 
-    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+    def linear(
+        self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Tensor:
         rows = quantize_rows(x_MK, ROWS)
         if avx2.supports(self.kernel, x_MK, q.shape):
             codes_MK = rows.codes_MK.float()
             y_MN = avx2.linear(self.kernel, q.tensors, codes_MK, q.shape[0], integers=True)
         else:
-            y_MN = F.linear(rows.codes_MK.float(), multiplicand(q, torch.float32))
+            dense_NK = multiplicand(q, torch.float32)
+            y_MN = float_product(rows.codes_MK.float(), dense_NK, None, exact)
         y_MN *= rows.scale_M1
         if bias_N is not None:
             y_MN += bias_N

@@ -67,7 +67,9 @@ class Int8(Gridded):
             return ""
         return f"{found.why_not}, so its codes are multiplied as float32 numbers"
 
-    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+    def linear(
+        self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Tensor:
         return self.product(quantize_rows(x_MK, self.rows), q, bias_N).dense()
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:

@@ -77,7 +77,9 @@ class Mixed(Format):
     def dequantize(self, q: QTensor, dtype: torch.dtype) -> Tensor:
         raise self._no_layer()
 
-    def linear(self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None) -> Tensor:
+    def linear(
+        self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Tensor:
         raise self._no_layer()
 
     def _no_layer(self) -> ValueError:

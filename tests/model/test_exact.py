@@ -14,6 +14,7 @@ from lowroll.model import exact, hf, lora
 from lowroll.model.scoring import score
 from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
+from lowroll.quant.table import low_bit
 from lowroll.types import Request
 from lowroll.weights import aligned
 from lowroll.weights.publish import quantize_base
@@ -49,7 +50,7 @@ def exact_model(folder: Path, format: str, adapter: bool = False) -> Transformer
                 p.data.copy_(torch.randn(p.shape, generator=draw) * 0.1)
     if format != "fp32":
         aligned.align(model, format)
-    exact.refuse(model.spec, format, [name for name, _ in model.linears()], CPU, torch.float32)
+    exact.refuse(model.spec, CPU, torch.float32)
     return model.be_exact()
 
 
@@ -98,19 +99,30 @@ def check(model: Transformer, format: str, seed: int) -> int:
     return tokens
 
 
+def formats(model: Transformer) -> str:
+    """The format of an exact learner's rollouts."""
+    if model.weight_format is not None:
+        return model.weight_format
+    held = {name: one.aligned.format if one.aligned else "fp32" for name, one in model.linears()}
+    sizes = {name: one.weight.numel() for name, one in model.linears()}  # type: ignore[operator]
+    return mixed.register(held, sizes)
+
+
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("format", ["int8", "int8_rotated", "fp32", "mixed"])
 def test_recorded_is_recomputed_in_every_mix(folder: Path, format: str, adapter: bool) -> None:
     model = exact_model(folder, format, adapter)
-    own = model.weight_format or next(
-        (one.aligned.format for _, one in model.linears() if one.aligned), "fp32"
-    )
-    if format == "mixed" and not adapter:
-        own = mixed.register(
-            {n: one.aligned.format if one.aligned else "fp32" for n, one in model.linears()},
-            {n: one.weight.numel() for n, one in model.linears()},  # type: ignore[operator]
-        )
-    assert sum(check(model, own, seed) for seed in range(6)) > 200
+    assert sum(check(model, formats(model), seed) for seed in range(6)) > 200
+
+
+@pytest.mark.parametrize("format", low_bit())
+def test_every_format_is_exact(format: str, tmp_path: Path) -> None:
+    """Small matrices are multiplied as floats, large ones as codes where there is a kernel."""
+    for i, sizes in enumerate(({"hidden_size": 64}, {"hidden_size": 512, "num_hidden_layers": 1})):
+        wide = {**sizes, "intermediate_size": 2 * sizes["hidden_size"]}
+        path = hf_folder(tmp_path / f"{i}", "qwen3", head_dim=64, **wide)
+        model = exact_model(path, format, adapter=i == 0)
+        assert sum(check(model, format, seed) for seed in range(3)) > 50
 
 
 def test_an_engine_can_be_asked_for_it(folder: Path) -> None:
@@ -129,7 +141,6 @@ def test_an_engine_can_be_asked_for_it(folder: Path) -> None:
 
 def test_what_an_engine_cannot_make_exact(folder: Path) -> None:
     for options, words in (
-        ({"weights": "nvfp4"}, "exact: nvfp4 weights sum in another order"),
         ({"weights": "bf16"}, "exact: it computes in float32"),
         ({"weights": "int8", "kv_dtype": "fp8"}, "exact: needs the dense cache"),
         ({"weights": "int8", "large_batch_weights": "fp32"}, "exact: needs the dense cache"),

@@ -57,8 +57,7 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     if cfg.forward_weights is not None:
         aligned.align(model, compute.format(cfg.forward_weights))
     if cfg.rollout.exact:
-        layers = [name for name, _ in model.linears()]
-        exact.refuse(model.spec, format, layers, compute.device, compute.dtype)
+        exact.refuse(model.spec, compute.device, compute.dtype)
         model.be_exact()
     if train.backward == "fp8":
         aligned.transpose(model)
