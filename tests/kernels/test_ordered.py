@@ -102,8 +102,9 @@ def test_a_column_is_the_same_alone_and_anywhere_in_any_matrix(K: int, wide: Non
 
 
 @runs_here
-def test_threads_strides_and_alignment_change_no_bit(wide: None, threads: None) -> None:
-    x, w, bias = normal(600, 576), normal(1000, 576), normal(1000)
+@pytest.mark.parametrize("K", (40, 576))
+def test_threads_strides_and_alignment_change_no_bit(K: int, wide: None, threads: None) -> None:
+    x, w, bias = normal(600, K), normal(1000, K), normal(1000)
     torch.set_num_threads(1)
     want = ordered.product(x, w, bias)
     apart = [torch.cat([t[:, :5], t, t[:, :8]], 1)[:, 5:-8] for t in (x, w)]
@@ -129,6 +130,58 @@ def test_avx2_and_avx512_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
                 monkeypatch.setattr(ordered, "has_avx512", lambda: width)
                 found.append(ordered.product(x, w, bias))
             assert torch.equal(*found)
+
+
+def either_way(
+    x: Tensor, w: Tensor, bias: Tensor | None, patch: pytest.MonkeyPatch
+) -> list[Tensor]:
+    """Their product with lanes that are parts of a sum, and with lanes that are columns."""
+    found = []
+    for across in (False, True):
+        patch.setattr(ordered, "goes_across", lambda *sizes, across=across: across)
+        found.append(ordered.product(x, w, bias))
+    return found
+
+
+def bits(y: Tensor) -> Tensor:
+    """One pattern for every NaN: which of two an addition keeps is not part of the order."""
+    return y.masked_fill(y.isnan(), float("nan")).view(torch.int32)
+
+
+# Whose products and sums are zeros of both signs and denormals, too.
+TINY = (0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 1e-38, -1e-41, 1e-45)
+NOT_FINITE = (3e38, float("inf"), float("-inf"), float("nan"))
+
+
+@runs_here
+@pytest.mark.parametrize("numbers", (None, TINY, TINY + NOT_FINITE), ids=("normal", "tiny", "any"))
+def test_lanes_across_the_columns_have_the_same_bits(
+    numbers: tuple[float, ...] | None, wide: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        if numbers is None:
+            return torch.randn(*shape, generator=g)
+        return torch.tensor(numbers)[torch.randint(len(numbers), shape, generator=g)]
+
+    for K in range(ordered.DEEPEST + 2):  # beyond the last, there is one way
+        for M, N in ((1, 1), (2, 33), (5, 64), (9, 100), (130, 17)):
+            x, w = draw(M, K), draw(N, K)
+            for bias in (None, draw(N), torch.full((N,), -0.0)):
+                along, across = either_way(x, w, bias, monkeypatch)
+                assert torch.equal(bits(along), bits(across)), (M, N, K)
+
+
+@runs_here
+def test_a_sum_of_nothing_but_negative_zeros_keeps_its_sign_unless_zeros_follow(
+    wide: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each product is below the smallest number: its lane is -0 until the 0 behind K is added."""
+    for K in range(1, ordered.DEEPEST + 1):
+        x, w, bias = torch.full((3, K), 1e-30), torch.full((40, K), -1e-30), torch.full((40,), -0.0)
+        for y in either_way(x, w, bias, monkeypatch):
+            assert (y == 0).all() and (y.signbit() == (K % 16 == 0)).all(), K
 
 
 @runs_here

@@ -6,6 +6,10 @@
 //
 // Rows of x and of w are read where they lie. A tile of w stays in the first cache while the rows of a block of x,
 // which stays in the second, are multiplied with it, a few at a time; the next tile is fetched meanwhile.
+//
+// Where K is small, nearly all of that time goes to adding up the lanes of a sum. Then a vector holds one lane of many
+// columns instead (`across`): no shuffle is needed to add the lanes of all of them. The order is the same, so each bit
+// is.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -20,7 +24,7 @@ struct Problem {
     const float* bias;      // [N], or null
     float* y;               // [M, N]
     int64_t x_stride, w_stride;
-    int M, N, K, wide, threads;
+    int M, N, K, wide, across, threads;
 };
 
 constexpr int LANES = 16;
@@ -29,6 +33,9 @@ constexpr int64_t LONGEST = 256;    // rows of it
 constexpr int64_t PANEL = 1 << 18;  // numbers of the rows of w that all blocks meet, one after the other
 constexpr int64_t TASK = 1 << 18;   // products that pay for waking a thread
 constexpr int64_t TASKS = 8;        // of a thread, where there are products enough
+constexpr int DEEPEST = 4 * LANES;  // K that `across` takes
+constexpr int NEAR = 1 << 12;       // numbers of the columns of w that stay in the first cache there
+constexpr int64_t SHORTEST = 128;   // rows of a block there, which pay for turning w
 
 // Rows that are fetched into the cache while others are multiplied.
 struct Ahead {
@@ -112,6 +119,45 @@ struct Avx2 {
         const __m256 sum = add_ones(add_twos(v[0], v[1]), add_twos(v[2], v[3]));
         _mm256_storeu_ps(out, _mm256_add_ps(sum, _mm256_loadu_ps(bias)));
     }
+
+    // -- across: w is turned, TILE columns side by side
+
+    static constexpr int TILE = 8, PAIR = 2;
+
+    // sums = lanes J, J + WIDTH, J + 2 WIDTH, ... of R rows, added up: the two halves, one after the other, so that few
+    // sums wait in registers.
+    template <int R, int STEPS, int J, int WIDTH>
+    static INLINE void add_up(const float* const* x, const float* w, __m256* sums) {
+        if constexpr (WIDTH < LANES) {
+            __m256 more[R];
+            add_up<R, STEPS, J, 2 * WIDTH>(x, w, sums);
+            add_up<R, STEPS, J + WIDTH, 2 * WIDTH>(x, w, more);
+            for (int r = 0; r < R; ++r) {
+                sums[r] = _mm256_add_ps(sums[r], more[r]);
+                asm("" : "+x"(sums[r]));    // here: the compiler would add all of them last, from memory
+            }
+        } else {
+            for (int r = 0; r < R; ++r) sums[r] = _mm256_setzero_ps();
+#pragma GCC unroll 4
+            for (int k = J; k < STEPS * LANES; k += LANES) {
+                __m256 b = _mm256_load_ps(w + k * TILE);
+                asm("" : "+x"(b));  // as in `step`
+                for (int r = 0; r < R; ++r) sums[r] = _mm256_fmadd_ps(_mm256_broadcast_ss(x[r] + k), b, sums[r]);
+            }
+        }
+    }
+
+    // y = R rows of x times some tiles of w, plus the bias. All have STEPS * LANES numbers a row.
+    template <int R, int STEPS>
+    static void multiply_across(const float* const* x, const float* w, const float* bias, int tiles, float* y,
+                                int64_t y_stride) {
+        for (int t = 0; t < tiles; ++t, w += STEPS * LANES * TILE, bias += TILE, y += TILE) {
+            __m256 sums[R];
+            add_up<R, STEPS, 0, 1>(x, w, sums);
+            const __m256 b = _mm256_loadu_ps(bias);
+            for (int r = 0; r < R; ++r) _mm256_storeu_ps(y + r * y_stride, _mm256_add_ps(sums[r], b));
+        }
+    }
 };
 
 // -- AVX-512 ----------------------------------------------------------------------------------------------------------
@@ -193,12 +239,57 @@ struct Avx512 {
             _mm256_storeu_ps(out + first, _mm256_add_ps(sum, _mm256_loadu_ps(bias + first)));
         }
     }
+
+    // Two vectors of columns, so that a number of x that is loaded is used twice, as one of w is by two rows.
+    static constexpr int TILE = 32, PAIR = 2;
+
+    template <int R, int STEPS, int J, int WIDTH>
+    static INLINE WIDE void add_up(const float* const* x, const float* w, __m512* sums) {
+        if constexpr (WIDTH < LANES) {
+            __m512 more[2 * R];
+            add_up<R, STEPS, J, 2 * WIDTH>(x, w, sums);
+            add_up<R, STEPS, J + WIDTH, 2 * WIDTH>(x, w, more);
+#pragma GCC unroll 4
+            for (int i = 0; i < 2 * R; ++i) {
+                sums[i] = _mm512_add_ps(sums[i], more[i]);
+                asm("" : "+v"(sums[i]));
+            }
+        } else {
+#pragma GCC unroll 4
+            for (int i = 0; i < 2 * R; ++i) sums[i] = _mm512_setzero_ps();
+#pragma GCC unroll 4
+            for (int k = J; k < STEPS * LANES; k += LANES) {
+                __m512 b[2] = {_mm512_load_ps(w + k * TILE), _mm512_load_ps(w + k * TILE + 16)};
+                asm("" : "+v"(b[0]), "+v"(b[1]));
+#pragma GCC unroll 2
+                for (int r = 0; r < R; ++r) {
+                    __m512 a = _mm512_set1_ps(x[r][k]);
+                    asm("" : "+v"(a));
+                    for (int c = 0; c < 2; ++c) sums[2 * r + c] = _mm512_fmadd_ps(a, b[c], sums[2 * r + c]);
+                }
+            }
+        }
+    }
+
+    template <int R, int STEPS>
+    static WIDE void multiply_across(const float* const* x, const float* w, const float* bias, int tiles, float* y,
+                                     int64_t y_stride) {
+        for (int t = 0; t < tiles; ++t, w += STEPS * LANES * TILE, bias += TILE, y += TILE) {
+            __m512 sums[2 * R];
+            add_up<R, STEPS, 0, 1>(x, w, sums);
+            for (int c = 0; c < 2; ++c) {
+                const __m512 b = _mm512_loadu_ps(bias + 16 * c);
+                for (int r = 0; r < R; ++r)
+                    _mm512_storeu_ps(y + r * y_stride + 16 * c, _mm512_add_ps(sums[2 * r + c], b));
+            }
+        }
+    }
 };
 
 // -- tasks ------------------------------------------------------------------------------------------------------------
 
-template <class Call> static INLINE void with_rows(int rows, Call call) {
-    switch (rows) {
+template <class Call> static INLINE void with_constant(int count, Call call) {
+    switch (count) {
         case 1: return call(std::integral_constant<int, 1>());
         case 2: return call(std::integral_constant<int, 2>());
         case 3: return call(std::integral_constant<int, 3>());
@@ -224,7 +315,7 @@ static void multiply_tile(const Problem& p, int m, int rows, int n, int columns,
     for (int g = 0; g < groups; ++g) {
         const int count = few + (g < more), fetched = least(g * each, ahead.count);
         const Ahead part{ahead.rows + fetched, least(each, ahead.count - fetched)};
-        with_rows(count, [&](auto R) LAMBDA {
+        with_constant(count, [&](auto R) LAMBDA {
             if constexpr (R() <= Set::ROWS) Set::template multiply<R()>(x, p.x_stride, w, p.K, part, bias, out);
         });
         x += count * p.x_stride;
@@ -260,7 +351,101 @@ template <class Set> static void multiply(const Problem& p, Parallel parallel) {
     });
 }
 
+// -- tasks across -----------------------------------------------------------------------------------------------------
+
+// out[k][n] = in[n][k], 8 of each, of which `mask` has the k that there are unless all are; the rest is 0. The rows of
+// `out` are `stride` apart.
+template <bool WHOLE>
+static INLINE void turn(const float* const* in, const __m128i* mask, float* out, int stride) {
+    __m256 v[8], twos[8];
+    for (int i = 0; i < 8; ++i) {               // four k of rows i and i + 4; of the k behind them in the second half
+        const int row = i % 4, h = i / 4;
+        const auto load = [&](const float* at) LAMBDA {
+            return WHOLE ? _mm_loadu_ps(at + 4 * h) : _mm_maskload_ps(at + 4 * h, mask[h]);
+        };
+        v[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(load(in[row])), load(in[row + 4]), 1);
+    }
+    for (int i = 0; i < 8; i += 2) {
+        twos[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
+        twos[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        const int first = i / 2 * 4 + i % 2;
+        _mm256_store_ps(out + 2 * i * stride, _mm256_shuffle_ps(twos[first], twos[first + 2], 0x44));
+        _mm256_store_ps(out + (2 * i + 1) * stride, _mm256_shuffle_ps(twos[first], twos[first + 2], 0xee));
+    }
+}
+
+// Columns n .. n + 7 of the transpose of w, the last one again where there is none; zeros behind K, up to `deep`.
+static void turn_columns(const Problem& p, int n, int deep, float* out, int stride) {
+    const float* in[8];
+    for (int i = 0; i < 8; ++i) in[i] = p.w + least(n + i, p.N - 1) * p.w_stride;
+    for (int k = 0; k < deep; k += 8, out += 8 * stride) {
+        if (k + 8 <= p.K) {
+            turn<true>(in, nullptr, out, stride);
+        } else {
+            const __m128i left = _mm_set1_epi32(p.K - k), four = _mm_setr_epi32(0, 1, 2, 3);
+            const __m128i mask[2] = {_mm_cmpgt_epi32(left, four),
+                                     _mm_cmpgt_epi32(left, _mm_add_epi32(four, _mm_set1_epi32(4)))};
+            turn<false>(in, mask, out, stride);
+        }
+        for (auto& row : in) row += 8;
+    }
+}
+
+// Rows m .. last - 1 of x times columns n .. end - 1.
+template <class Set, int STEPS> static void multiply_across(const Problem& p, int m, int last, int n, int end) {
+    constexpr int T = Set::TILE, R = Set::PAIR, DEEP = STEPS * LANES;
+    alignas(64) float w[NEAR], bias[NEAR / DEEP] = {};
+    float padded[R * DEEP] = {}, out[R * T];
+    const int tiles = (end - n) / T, left = (end - n) % T;
+    for (int i = 0; i < end - n; i += T)
+        for (int c = 0; c < T; c += 8) turn_columns(p, n + i + c, DEEP, w + i * DEEP + c, T);
+    if (p.bias) memcpy(bias, p.bias + n, sizeof(float) * (end - n));
+    for (int count; m < last; m += count) {
+        count = least(R, last - m);
+        const float* x[R];
+        for (int r = 0; r < count; ++r) {
+            x[r] = p.x + (m + r) * p.x_stride;
+            if (p.K == DEEP) continue;
+            memcpy(padded + r * DEEP, x[r], sizeof(float) * p.K);
+            x[r] = padded + r * DEEP;
+        }
+        const auto run = [&](int first, int number, float* y, int64_t stride) LAMBDA {
+            const float *at = w + first * T * DEEP, *b = bias + first * T;
+            if (count == R) Set::template multiply_across<R, STEPS>(x, at, b, number, y, stride);
+            else Set::template multiply_across<1, STEPS>(x, at, b, number, y, stride);
+        };
+        float* y = p.y + m * (int64_t)p.N + n;
+        run(0, tiles, y, p.N);
+        if (!left) continue;
+        run(tiles, 1, out, T);
+        for (int r = 0; r < count; ++r) memcpy(y + r * (int64_t)p.N + tiles * T, out + r * T, sizeof(float) * left);
+    }
+}
+
+// A task is a block of x and a panel of w, which is turned for it.
+template <class Set, int STEPS> static void multiply_across(const Problem& p, Parallel parallel) {
+    constexpr int R = Set::PAIR, T = Set::TILE, most = NEAR / (STEPS * LANES * T);
+    const int64_t M = p.M, N = p.N, groups = (M + R - 1) / R, tiles = (N + T - 1) / T;
+    const int64_t tasks = std::min(M * N * (STEPS + 1) * LANES / TASK, p.threads * TASKS);     // adding is work, too
+    const int64_t fewest = (tiles + most - 1) / most;
+    const int64_t blocks = std::max<int64_t>(1, std::min(tasks / fewest, M / SHORTEST));
+    const int64_t panels = std::min(std::max(fewest, tasks / blocks), tiles);
+    share(parallel, p.threads, (int)(blocks * panels), 1, [&](int i) {
+        const int64_t block = i % blocks, panel = i / blocks;
+        const int64_t m = groups * block / blocks * R, last = std::min(M, groups * (block + 1) / blocks * R);
+        const int64_t n = tiles * panel / panels * T, end = std::min(N, tiles * (panel + 1) / panels * T);
+        multiply_across<Set, STEPS>(p, (int)m, (int)last, (int)n, (int)end);
+    });
+}
+
+template <class Set> static void run(const Problem& p, Parallel parallel) {
+    if (!p.across || p.K > DEEPEST) return multiply<Set>(p, parallel);
+    with_constant((p.K + LANES - 1) / LANES, [&](auto STEPS) LAMBDA { multiply_across<Set, STEPS()>(p, parallel); });
+}
+
 extern "C" void ordered_product(const Problem* p, Parallel parallel) {
-    if (p->wide) multiply<Avx512>(*p, parallel);
-    else multiply<Avx2>(*p, parallel);
+    if (p->wide) run<Avx512>(*p, parallel);
+    else run<Avx2>(*p, parallel);
 }

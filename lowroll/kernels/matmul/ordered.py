@@ -24,6 +24,7 @@ from lowroll.kernels.build import pointer
 from lowroll.kernels.support import Support
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+DEEPEST = 64  # K of a product that may go across
 
 
 class Problem(ctypes.Structure):
@@ -32,7 +33,7 @@ class Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("x_stride", "w_stride")),
-        *((name, ctypes.c_int) for name in ("M", "N", "K", "wide", "threads")),
+        *((name, ctypes.c_int) for name in ("M", "N", "K", "wide", "across", "threads")),
     ]
 
 
@@ -49,6 +50,15 @@ def has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
+def goes_across(M: int, N: int, K: int) -> bool:
+    """Whether lanes are columns: few numbers a row, as in LoRA's way up. The bits are the same.
+
+    Measured: 1.3 to 3 times the speed. Fewer columns leave lanes empty, and turning w costs AVX2 more
+    than it gains when few rows share it.
+    """
+    return K <= DEEPEST and N >= 128 and (has_avx512() or M > 2 or K <= 32)
+
+
 def product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x times the transpose of w, plus the bias: [M, N]. All are float32; rows may be strided."""
     (M, K), N = x_MK.shape, w_NK.shape[0]
@@ -57,6 +67,7 @@ def product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     y_MN = torch.empty(M, N)
     if y_MN.numel():
         held = [pointer(t) for t in (x_MK, w_NK, bias_N, y_MN)]
-        sizes = x_MK.stride(0), w_NK.stride(0), M, N, K, has_avx512(), torch.get_num_threads()
-        cxx.run(SOURCE, "ordered_product", Problem(*held, *sizes))
+        sizes = x_MK.stride(0), w_NK.stride(0), M, N, K
+        how = has_avx512(), goes_across(M, N, K), torch.get_num_threads()
+        cxx.run(SOURCE, "ordered_product", Problem(*held, *sizes, *how))
     return y_MN
