@@ -26,8 +26,6 @@ def refuse(
     for part in (rows, heads, attention, ordered):
         if not (found := part.supports_device(device)):
             raise ValueError(f"{key}: a kernel of this CPU {found.why_not}")
-    if spec.num_experts:
-        raise ValueError(f"{key}: {spec.architecture} has experts, which are not exact yet")
     if spec.head_dim % heads.MULTIPLE or spec.head_dim > attention.WIDEST:
         raise ValueError(
             f"{key}: heads have {spec.head_dim} numbers; it takes multiples of {heads.MULTIPLE} up "

@@ -24,10 +24,20 @@ import torch
 from torch import Tensor, nn
 
 from lowroll.kernels.fused.swiglu import silu_mul
+from lowroll.kernels.invariant import product
+from lowroll.kernels.invariant import rows as invariant
 from lowroll.kernels.launch import triton_supports
+from lowroll.kernels.matmul import ordered
 from lowroll.kernels.moe import grouped
 from lowroll.kernels.moe.grouped import Stack
-from lowroll.kernels.moe.route import Groups, choose, combine, gather, sort_slots
+from lowroll.kernels.moe.route import (
+    Groups,
+    choose,
+    choose_by,
+    combine,
+    gather,
+    sort_slots,
+)
 from lowroll.model.engine_linear import refuse_gradient
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec
@@ -90,8 +100,9 @@ class LearnerStack(StackedLinear):
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         weight = self.weight if self.aligned is None else self.aligned
         master_NK = None if isinstance(self.weight, QTensor) else self.weight
+        in_codes = self.aligned is not None or self.exact
         y_PN = _GroupedProduct.apply(
-            x_PK, master_NK, weight, groups, self.num_experts, self.aligned is not None
+            x_PK, master_NK, weight, groups, self.num_experts, in_codes, self.exact
         )
         assert isinstance(y_PN, Tensor)
         return y_PN
@@ -112,7 +123,7 @@ class EngineStack(StackedLinear):
 
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         refuse_gradient(x_PK)
-        return _low_bit(x_PK, self.codes, groups, self.num_experts)
+        return _low_bit(x_PK, self.codes, groups, self.num_experts, self.exact)
 
 
 class Experts(nn.Module):
@@ -129,8 +140,11 @@ class Experts(nn.Module):
             spec.num_experts, hidden, {"gate_proj": wide, "up_proj": wide}, device, dtype
         )
         self.down = self.stacked(spec.num_experts, wide, {"down_proj": hidden}, device, dtype)
+        self.exact = False  # see `Transformer.be_exact`
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        if self.exact:
+            return self._exactly(x_TD)
         weights_TS, experts_TS = self.router(x_TD)
         groups = sort_slots(experts_TS, self.gate_up.num_experts)
         gate_up_P = self.gate_up.multiply(gather(x_TD, groups, self.router.choices), groups)
@@ -138,6 +152,18 @@ class Experts(nn.Module):
         assert isinstance(h_PF, Tensor)
         y_PD = self.down.multiply(h_PF, groups)
         return combine(y_PD, weights_TS, x_TD.dtype, groups)
+
+    def _exactly(self, x_TD: Tensor) -> Tensor:
+        """A token's experts and sums are those of any batch: its logits are, and what they choose is
+        added from the first choice on."""
+        logits_TE = product.linear(x_TD, self.router.weight)
+        weights_TS, experts_TS = choose_by(logits_TE, self.router.choices, self.router.renormalize)
+        groups = sort_slots(experts_TS, self.gate_up.num_experts)
+        gate_up_P = self.gate_up.multiply(gather(x_TD, groups, self.router.choices), groups)
+        y_PD = self.down.multiply(invariant.silu_mul(gate_up_P), groups)
+        y_TSD = y_PD[groups.place_P].unflatten(0, (-1, self.router.choices))
+        parts = (y_TSD * weights_TS[..., None]).unbind(1)
+        return sum(parts[1:], parts[0])
 
 
 class LearnerExperts(Experts):
@@ -181,13 +207,17 @@ class _GroupedProduct(torch.autograd.Function):
         groups: Groups,
         num_experts: int,
         aligned: bool,
+        exact: bool,
     ) -> Tensor:
         ctx.weight, ctx.groups, ctx.num_experts = weight, groups, num_experts
         ctx.master_dtype = None if master_NK is None else master_NK.dtype
         ctx.save_for_backward(x_PK if ctx.needs_input_grad[1] else None)
         if isinstance(weight, QTensor) and aligned:
-            return _low_bit(x_PK.detach(), weight, groups, num_experts)
+            return _low_bit(x_PK.detach(), weight, groups, num_experts, exact)
         w_ENK = _dense(weight, num_experts, x_PK.dtype)
+        if exact:
+            pieces = x_PK.detach().split([end - start for start, end in groups.bounds])
+            return torch.cat([ordered.product(*pair) for pair in zip(pieces, w_ENK, strict=True)])
         return grouped.product(x_PK.detach(), w_ENK.transpose(1, 2), groups)
 
     @staticmethod
@@ -202,7 +232,7 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             master_grad_ENK = grouped.outer(grad_PN, x_PK, ctx.groups)
             master_grad_NK = master_grad_ENK.flatten(0, 1).to(ctx.master_dtype)
-        return x_grad_PK, master_grad_NK, None, None, None, None
+        return x_grad_PK, master_grad_NK, *(None,) * 5
 
 
 def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Tensor:
@@ -226,19 +256,23 @@ def _stack(weight: QTensor, num_experts: int, dtype: torch.dtype) -> Stack:
     return Stack("dense", num_experts, _dense(weight, num_experts, dtype).flatten(0, 1))
 
 
-def _low_bit(x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int) -> Tensor:
+def _low_bit(
+    x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool = False
+) -> Tensor:
     """Sorted rows times their experts' matrices in the format's own arithmetic."""
     if triton_supports(x_PK):
         return grouped.multiply(x_PK, _stack(weight, num_experts, x_PK.dtype), groups)
-    return _low_bit_product(x_PK, weight, groups, num_experts)
+    return _low_bit_product(x_PK, weight, groups, num_experts, exact)
 
 
-def _low_bit_product(x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int) -> Tensor:
+def _low_bit_product(
+    x_PK: Tensor, weight: QTensor, groups: Groups, num_experts: int, exact: bool
+) -> Tensor:
     """The format's own product, an expert at a time."""
     experts = weight.derive("experts", lambda q: tuple(_experts(q, num_experts)))
     return torch.cat(
         [
-            expert.linear(x_PK[start:end])
+            expert.linear(x_PK[start:end], None, exact)
             for expert, (start, end) in zip(experts, groups.bounds, strict=True)
             if end > start
         ]

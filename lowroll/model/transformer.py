@@ -27,6 +27,7 @@ from lowroll.kernels.invariant.heads import rotate_heads as invariant_heads
 from lowroll.kernels.quantize.rows import Product, Rows
 from lowroll.model import logprobs
 from lowroll.model.attention import Attend, exact_varlen, varlen
+from lowroll.model.experts import Experts
 from lowroll.model.layers import LEARNER, Layers
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
@@ -267,7 +268,7 @@ class Transformer(nn.Module):
         after the other, a prompt in any chunks, and a learner's packed sequences. In float32 on a
         CPU; `exactness.refuse` says what keeps a model from it."""
         for module in self.modules():
-            if isinstance(module, Transformer | Block | RMSNorm | Linear):
+            if isinstance(module, Transformer | Block | RMSNorm | Linear | Experts):
                 module.exact = True
         return self
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
     not rows.supports_device(CPU), reason="needs a CPU with AVX2 and a C++ compiler"
 )
-FAMILIES = ("qwen3", "llama-biases", "qwen2-tied")
+FAMILIES = ("qwen3", "llama-biases", "qwen2-tied", "qwen3-moe")
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of 16 numbers
 
 
@@ -43,7 +43,8 @@ def exact_model(folder: Path, format: str, adapter: bool = False) -> Transformer
         format = mixed.register(names, sizes)
     if adapter:
         quantize_base(model, format)
-        lora.attach(model, 4, 8.0, ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"), 0)
+        targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+        lora.attach(model, 4, 8.0, targets[: 3 if model.spec.num_experts else 5], 0)
         draw = torch.Generator().manual_seed(1)
         for name, p in model.trainable_parameters().items():
             if ".b." in name:

@@ -52,7 +52,11 @@ def choose(
     with a gradient as without."""
     if triton_supports(x_TD):
         return _Choose.apply(x_TD, router_ED, choices, renormalize)
-    logits_TE = F.linear(x_TD.float(), router_ED.float())
+    return choose_by(F.linear(x_TD.float(), router_ED.float()), choices, renormalize)
+
+
+def choose_by(logits_TE: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """`choose` in plain torch, by the router's logits in float32."""
     experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :choices]
     return _weights(logits_TE, experts_TS, renormalize), experts_TS
 
