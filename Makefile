@@ -57,6 +57,7 @@ goldens: $(STAMP)
 fuzz: $(STAMP)
 	$(PY) -m tests.fuzz --mixes 20000
 	$(PY) -m tests.fuzz_runs --runs 200
+	$(PY) -m tests.fuzz_exact --mixes 20000
 	$(PY) -m pytest -m hypothesis --hypothesis-profile search
 
 # Under an hour: runs that are killed, full and broken disks, damaged files, hostile folders. docs/reliability.md has what

@@ -15,9 +15,10 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ from lowroll.runs.calibration import calibration_sequences, first_requests
 from lowroll.runs.folder import WEIGHTS as FILE
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.terminal import tell
-from lowroll.types import Batch, Request, Sample, printable
+from lowroll.types import Request, Sample, printable
 from lowroll.weights import noise
 from lowroll.weights.budget import Allocation, Calibration, allocate
 
@@ -50,6 +51,7 @@ NUM_PROMPTS = 8
 RESPONSE_TOKENS = 48  # at most, of each
 SAMPLES, LONG_TOKENS = 8, 128  # to each prompt, and of each, where a rounding is calibrated
 TEXT_TOKENS = 128  # of each piece of a text
+PROMPT_TOKENS = 1024  # at most, of each prompt before what a policy has said
 NAMED = 8  # layers that a report names
 PROMPTS = (
     "Write a short story about a lighthouse.",
@@ -68,6 +70,14 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
     goes on, else searched for and written there. ValueError for a file that is not this budget's."""
     cfg, path = home.cfg, home.path / FILE
     if not is_budget(cfg.rollout.weights):
+        if path.is_file() and not resume:
+            _read(path)  # of an earlier run, which this one replaces
+            path.unlink()
+        if cfg.rollout.weights == STORED and not cfg.train.lora:
+            tell(
+                "rollout.weights: stored: all weights learn, and each publication rounds them to nearest; "
+                "train.lora: true keeps the folder's codes"
+            )
         return with_weights(cfg, named(cfg.rollout.weights, cfg, compute, chat))
     if not (resume and (path.is_file() or home.has_steps())):
         if path.exists():
@@ -90,9 +100,25 @@ def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
     if kept["budget"] != budget:
         raise ValueError(f"rollout.weights: {budget}, and {path} is of {printable(kept['budget'])}")
     try:
+        _refuse_others(kept["weights"], cfg, compute)
         return with_weights(cfg, mixed.read(kept["weights"], compute.dtype))
     except ValueError as error:
         raise ValueError(f"{path}: weights: {printable(error)}") from None
+
+
+def _refuse_others(weights: object, cfg: RunConfig, compute: Compute) -> None:
+    """ValueError for formats of other layers than the model has."""
+    model = models.outline("model", cfg.model, compute)
+    sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
+    found: dict[str, object] = {}
+    for layers in weights.values() if isinstance(weights, dict) else ():
+        found |= layers if isinstance(layers, dict) else {}
+    for name in sizes.keys() | found.keys():
+        if sizes.get(name) != found.get(name):
+            raise ValueError(
+                f"{name} has {sizes.get(name, 'no')} weights in {cfg.model}, and "
+                f"{found.get(name, 'none')} here"
+            )
 
 
 def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> str:
@@ -133,13 +159,14 @@ def of_model(
 
 
 def again(
-    home: RunFolder, budget: str, model: Transformer, batch: Batch | None, step: int
+    home: RunFolder, budget: str, model: Transformer, samples: Sequence[Sample], step: int
 ) -> tuple[str, dict[str, dict[str, int]]] | None:
     """Search once more, for the weights that a learner has after a step, on what the policy has
     said in it, and note the result in the run's file. Return the format's name and the layers of
     each format; None when there is nothing to measure on, or nothing keeps the budget any more."""
-    seen = _calibration([] if batch is None else batch.samples)
+    seen = _calibration(samples)
     if not seen.sequences:
+        log.warning("guard: step %d: no response to measure on; the formats stay", step)
         return None
     try:
         with phases() as on_phase, noise.muted(model):
@@ -150,15 +177,11 @@ def again(
                 lambda done, total: on_phase("budget: layers", done, total),
             )
     except ValueError as error:
-        log.warning("guard: step %d: %s", step, error)
+        log.warning("guard: step %d: the formats stay: %s", step, error)
         return None
-    path = home.path / FILE
-    kept = _read(path)
-    earlier = kept.get("again")
-    before = [one for one in earlier if one["step"] < step] if isinstance(earlier, list) else []
-    kept["again"] = [*before, {"step": step, **_found(found)}]
-    text = json.dumps(kept, indent=1) + "\n"
-    home.space.write(path, lambda: write_file(path, text.encode()))
+    kept = _read(home.path / FILE)
+    kept["again"] = [*_up_to(kept, step - 1), {"step": step, **_found(found)}]
+    _write(home, kept)
     for line in report(budget, found):
         log.info("%s", line)
     assignment = mixed.in_dtype(found.assignment, model.dtype)
@@ -166,17 +189,52 @@ def again(
     return name, mixed.stated(assignment, found.sizes)
 
 
+def cut(home: RunFolder, step: int) -> None:
+    """Forget the choices that a run made after the step that it goes on from."""
+    path = home.path / FILE
+    if not (is_budget(home.cfg.rollout.weights) and path.is_file()):
+        return
+    kept = _read(path)
+    before = _up_to(kept, step)
+    if before != kept.get("again", []):
+        _write(home, {**kept, "again": before})
+
+
+def _up_to(kept: Mapping[str, object], step: int) -> list[dict[str, object]]:
+    """The later choices in a file, of steps up to one."""
+    found = kept.get("again", [])
+    if not isinstance(found, list):
+        return []
+    rows = (one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int))
+    return [one for one in rows if one["step"] <= step]
+
+
+def _write(home: RunFolder, kept: Mapping[str, object]) -> None:
+    path, text = home.path / FILE, json.dumps(kept, indent=1) + "\n"
+    home.space.write(path, lambda: write_file(path, text.encode()))
+
+
 def _calibration(samples: Sequence[Sample]) -> Calibration:
-    """The beginnings of what a policy has said to the first prompts."""
-    chosen = samples[:NUM_PROMPTS]
-    rows = [s.prompt_ids + s.rollout.token_ids[:RESPONSE_TOKENS] for s in chosen]
-    return Calibration(rows, [len(s.prompt_ids) for s in chosen])
+    """The beginnings of what a policy has said, of each group in turn, behind the ends of the
+    prompts."""
+    said = [sample for sample in samples if sample.group >= 0 and sample.rollout.token_ids]
+    said.sort(key=lambda sample: sample.rollout.behavior.sample)
+    pairs = [
+        (s.prompt_ids[-PROMPT_TOKENS:], s.rollout.token_ids[:RESPONSE_TOKENS])
+        for s in said[:NUM_PROMPTS]
+    ]
+    return Calibration([p + r for p, r in pairs], [len(p) for p, _ in pairs])
 
 
 def stored(cfg: RunConfig, dtype: torch.dtype) -> str:
     """Return the low-bit format of the run's model folder, whose dense layers have `dtype`.
     ValueError for a dense one."""
     held = hf.exact_format(resolve(cfg.model, weights=False), dtype)
+    if held is None and hf.exact_format(resolve(cfg.model, weights=False), torch.float32):
+        raise ValueError(
+            f"rollout.weights: {STORED}: the codes of {cfg.model} are exact in float32 alone; write "
+            "dtype: float32"
+        )
     if held is None:
         raise ValueError(
             f"rollout.weights: {STORED}, and {cfg.model} holds dense weights; write {OWN}, a format or "
@@ -247,9 +305,12 @@ def answers(source: str | Path, model: Transformer, device: torch.device) -> lis
         {"model": str(source), "rollout": {"weights": OWN, "max_tokens": LONG_TOKENS}}
     )
     compute = Compute(device, model.dtype)
-    with phases() as on_phase:
-        on_phase("calibration: draw", 0, 1)
-        drawn = draw(cfg, compute, model, models.chat_of(cfg), PROMPTS, SAMPLES, LONG_TOKENS)
+    try:
+        with phases() as on_phase:
+            on_phase("calibration: draw", 0, 1)
+            drawn = draw(cfg, compute, model, models.chat_of(cfg), PROMPTS, SAMPLES, LONG_TOKENS)
+    except ValueError as error:
+        raise ValueError(f"{error}; name a text to look at: --calibration FILE") from None
     return [list(ids) for ids in drawn.sequences]
 
 
@@ -265,7 +326,8 @@ def draw(
     """Return `n` responses of the dense model with each of their prompts: `texts`, or those of the
     run's environments. most: tokens of a response."""
     asked = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
-    most = min(most, cfg.rollout.max_tokens)
+    longest = max(len(one.prompt_ids) for one in asked)
+    most = max(1, min(most, cfg.rollout.max_tokens, model.spec.max_position - longest))
     requests = [replace(one, max_tokens=most) for one in asked]
     engine = NativeEngine(
         model,

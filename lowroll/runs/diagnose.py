@@ -216,10 +216,12 @@ def diagnose(
     given = cfg.resolved()
     compute = Compute.of(given)
     chat = models.chat_of(given)
+    held = _checkpoint(run)
+    if held is not None and held.meta.get("command") == "sft":
+        raise ValueError(f"diagnose: {run} is a run of lowroll sft, which has drawn nothing")
     cfg = _settled(given, run, compute, chat)
     model = models.learner(cfg, compute)
     notes = _notes(cfg)
-    held = _checkpoint(run)
     weights = cfg.rollout.weights if held is None else _weights(held, given, cfg.rollout.weights)
     if held is not None:
         restore_weights(model, held.tensors["model"], held.state["trainer"])

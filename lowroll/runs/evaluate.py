@@ -30,6 +30,7 @@ from lowroll.orchestrator.client import PhaseProgress
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.evaluate import check_errors, plan
+from lowroll.quant.table import OWN, STORED
 from lowroll.runs import budget
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
@@ -242,6 +243,8 @@ def _under(cfg: RunConfig, kv: KvConfig) -> RunConfig:
 
 def _rollouts(cfg: RunConfig) -> str:
     """The format of the rollouts."""
+    if cfg.rollout.weights == STORED:  # a dense model may stand in the place of the run's folder
+        return hf.exact_format(resolve(cfg.model), Compute.of(cfg).dtype) or OWN
     if "weights" in cfg.rollout.model_fields_set:
         own = None
     else:

@@ -37,6 +37,7 @@ from lowroll.model.tokenizer import tokenizer_home
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.quant import dense
+from lowroll.quant.budget import is_budget
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.quant.layouts import unread_by_transformers
 from lowroll.runs import budget, sft
@@ -140,6 +141,13 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
             f"--as: {run} trains all weights and has no adapter; export it as merged or rollout"
         )
     saved = Store(run / "checkpoints").load(step)
+    supervised = saved.meta.get("command") == "sft"
+    if supervised and kind == "rollout" and is_budget(cfg.rollout.weights):
+        raise ValueError(
+            f"--as: {run} is a run of lowroll sft, which searches for no formats; export it as merged"
+        )
+    if supervised:
+        cfg = sft.plain(cfg)
     model, compute = _learner(cfg, saved, run)
     source = resolve(cfg.model)
     gap = note = None
@@ -151,8 +159,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
         gap = _save_merged(model, out, source, batch)
         form = _format_of(model)
     else:
-        supervised = saved.meta.get("command") == "sft"
-        settled = sft.plain(cfg) if supervised else budget.settled(cfg, run, compute)
+        settled = budget.settled(cfg, run, compute)
         form = compute.format(fallen_to(saved.state) or settled.rollout.weights)
         dtype = get_format(form).dtype or compute.dtype
         note = _save_rollout(rollout_copy(model, form, dtype), out, source)
@@ -231,8 +238,6 @@ def _learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer,
     had."""
     cfg = cfg.model_copy(update={"device": "cpu"})
     supervised = saved.meta.get("command") == "sft"
-    if supervised:
-        cfg = sft.plain(cfg)
     first = Compute.of(cfg)
     dtypes = [first.dtype] if cfg.dtype != "auto" else [torch.float32, torch.bfloat16]
     for compute in (replace(first, dtype=dtype) for dtype in dtypes):

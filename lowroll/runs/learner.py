@@ -42,7 +42,7 @@ from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.probe import probe
 from lowroll.transport.base import RolloutReceiver
-from lowroll.types import Batch
+from lowroll.types import Batch, Sample
 from lowroll.weights.publish import digest
 
 log = logging.getLogger(__name__)
@@ -161,6 +161,7 @@ class Learner:
         )
         self.made = 0  # the last step
         self._seen: Batch | None = None  # of its batch, what an adapter's gap is measured on
+        self._samples: list[Sample] = []  # of its batch, what formats may be chosen on
         self.drawn: State = {}  # the orchestrator's, after the last batch
 
     @property
@@ -198,6 +199,7 @@ class Learner:
         self.heed_monitor()
         self.publisher.publish(self.version)
         self.home.resume(saved.step, self.about())
+        budget.cut(self.home, saved.step)
         self.made = saved.step
         log.info("resumed after step %d", saved.step)
         return saved.step + 1
@@ -208,6 +210,7 @@ class Learner:
         stage = self.enter(step)
         metrics = batch.stats | stage | self.trainer.step(batch)
         self._seen = excerpt(batch)
+        self._samples = batch.samples
         metrics |= self.monitor.look(step, metrics)
         self._agree()
         if batch.orchestrator is not None:
@@ -280,11 +283,12 @@ class Learner:
 
     def _choose_formats(self, guard: Guard) -> None:
         """Search for the formats of the budget again, on what the rollouts have said last."""
-        found = budget.again(self.home, self.budget, self.model, self._seen, self.version)
+        found = budget.again(self.home, self.budget, self.model, self._samples, self.version)
         if found is None:
-            guard.chosen(guard.weights, {})
+            guard.without_choice()
         else:
             guard.chosen(*found)
+        self._samples = []
 
     def _set_options(self) -> None:
         options = self.monitor.options(self.stages.now)

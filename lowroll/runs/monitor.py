@@ -118,6 +118,11 @@ class Monitor:
                 f"{held['tightened']} times; keep a guard section (action: warn leaves it so)"
             )
         if self.guard is not None and held:
+            if _format_of(held) is None and held["weights"] != self.cfg.rollout.weights:
+                raise ValueError(
+                    f"rollout.weights: the run drew from {held['weights']}, and would go on with "
+                    f"{self.cfg.rollout.weights}: another model, or rollout_weights.json was changed"
+                )
             self.guard.restore(held)
             _format_of(held)
         self.widened = state["widened"]

@@ -20,7 +20,7 @@ from lowroll.config.roles import one_process_notes, one_process_problems
 from lowroll.envs import Environment, child
 from lowroll.kv.capacity import Workload
 from lowroll.metrics import trackers
-from lowroll.model import claims, hf, lora
+from lowroll.model import claims, exact, hf, lora
 from lowroll.model.folder import resolve
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
@@ -146,6 +146,9 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
     found.attempt(lambda: sft.refuse_ranks(cfg))
     found.attempt(lambda: RunFolder(cfg, "sft").check(resume, overwrite))
     compute = found.attempt(lambda: Compute.of(cfg))
+    if compute is not None:
+        folder = Path(cfg.output_dir)
+        cfg = found.attempt(lambda: budget.settled(cfg, folder, compute)) or cfg
     model = found.attempt(lambda: _learner(cfg, compute, found)) if compute else None
     chat = found.attempt(lambda: models.chat_of(cfg)) if model else None
     found.attempt(lambda: _settings(cfg))
@@ -174,6 +177,9 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
     models.refuse_adapter("model", cfg.model)
     model = _outline("model", cfg.model, compute, found)
     models.refuse_backward(cfg, compute, model.spec)
+    models.refuse_scale(cfg)
+    if cfg.rollout.exact:
+        exact.refuse(model.spec, compute.device, compute.dtype)
     if cfg.train.lora:
         lora.check(
             model.spec, cfg.train.lora_rank, cfg.train.lora_alpha, cfg.train.lora_target_modules

@@ -23,7 +23,7 @@ from lowroll.model import hf, lora
 from lowroll.model.folder import resolve
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.quant.budget import is_budget
-from lowroll.quant.table import DEFAULT, STORED
+from lowroll.quant.table import DEFAULT
 from lowroll.runs import budget
 from lowroll.runs.attempt import RunResult, attempt, drive
 from lowroll.runs.build import environments, models, trainer
@@ -177,7 +177,7 @@ def _shown(value: float | None, spec: str) -> str:
 
 
 def _learner(cfg: RunConfig, compute: Compute) -> SftLearner:
-    cfg = plain(cfg)
+    cfg = budget.settled(plain(cfg), Path(cfg.output_dir), compute)
     chat, given = models.chat_of(cfg), examples(cfg)
     now = _sized(cfg, compute, chat, given)
     tell(*(note for note in now.notes if note not in cfg.notes))
@@ -211,7 +211,7 @@ def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str
 
 def plain(cfg: RunConfig) -> RunConfig:
     """The settings without update-aware scaling, the aligned forward and low-bit gradients, which
-    belong to the run that follows; so does a budget of its rollouts. ValueError for an adapter on
+    belong to the run that follows; so does a budget of its rollouts, and `rollout.exact`. ValueError for an adapter on
     the base of a budget."""
     dense = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
     if is_budget(cfg.rollout.weights):
@@ -223,9 +223,9 @@ def plain(cfg: RunConfig) -> RunConfig:
         cfg = cfg.model_copy(
             update={"rollout": cfg.rollout.model_copy(update={"weights": DEFAULT})}
         )
-    if cfg.rollout.weights == STORED:
-        cfg = budget.with_weights(cfg, budget.stored(cfg, Compute.of(cfg).dtype))
-    return cfg.model_copy(update={"train": cfg.train.model_copy(update=dense)})
+    rollout = cfg.rollout.model_copy(update={"exact": False})
+    train = cfg.train.model_copy(update=dense)
+    return cfg.model_copy(update={"train": train, "rollout": rollout})
 
 
 def examples(cfg: RunConfig) -> list[Demonstration]:

@@ -16,9 +16,9 @@ row with any alarm comes the action, and the count begins again:
     tighten     every bound b of the objective becomes b^p around its neutral value (see `rescale`); thrice at most
     fallback    the rollouts get the format that theirs names (`Format.fallback`), until dense
 
-Where the formats of layers were chosen by a budget (`rollout.weights: {max_kl: ...}`), an alarm of the KL has
-them chosen again first, for the weights as they are by then. A choice that comes out the same did not
-help: the action follows, and the next choice waits twice as long.
+Where the formats of layers were chosen by a budget (`rollout.weights: {max_kl: ...}`), an alarm of the KL at the
+end of a streak has them chosen again first, for the weights as they are by then. A choice that comes
+out the same did not help: the action follows, and the next choice waits twice as long.
 
 What the guard decides is a function of the metrics that a run repeats bit for bit, and of the state
 that it saves, so a resumed run decides the same. A guard that never fires changes nothing.
@@ -132,14 +132,17 @@ class Guard:
     def chosen(self, weights: str, formats: dict[str, dict[str, int]]) -> None:
         """Take the format that was chosen for the rollouts. formats: as `quant.mixed.stated` gives
         them."""
-        self.wants_choice = False
         self.choices += 1
         if weights == self.weights:
-            self.wait = 2 * self.wait + 1
-        else:
-            self.weights, self.formats, self.wait = weights, formats, 0
-            self._forget()
-        self.waited = 0
+            self.without_choice()
+            return
+        self.weights, self.formats = weights, formats
+        self.wants_choice, self.wait, self.waited = False, 0, 0
+        self._forget()
+
+    def without_choice(self) -> None:
+        """Take that no other format was found: the next search waits twice as long."""
+        self.wants_choice, self.wait, self.waited = False, 2 * self.wait + 1, 0
 
     @property
     def has_moved(self) -> bool:
@@ -154,7 +157,7 @@ class Guard:
 
     def _choose(self) -> list[str]:
         self.wants_choice = True
-        return ["the budget's formats are chosen again, for the weights as they are now"]
+        return ["the budget's formats are searched for again, for the weights as they are now"]
 
     def state(self) -> dict[str, Any]:
         """JSON data from which `restore` goes on bitwise."""

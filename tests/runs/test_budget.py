@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import lowroll
 from lowroll.cli import serve
 from lowroll.cli.main import main
 from lowroll.config import from_mapping
@@ -22,12 +23,13 @@ from lowroll.quant.budget import Budget
 from lowroll.quant.formats import get_format
 from lowroll.quant.mixed import Mixed
 from lowroll.quant.table import EIGHT_BITS
-from lowroll.runs import demo, preflight, sft
+from lowroll.runs import budget, demo, preflight, sft
 from lowroll.runs.budget import FILE
 from lowroll.runs.build.trainer import guard as build_guard
 from lowroll.runs.diagnose import diagnose
 from lowroll.runs.evaluate import evaluate
 from lowroll.runs.export import export_run, quantize_folder
+from lowroll.runs.folder import RunFolder
 from lowroll.runs.roles import limits
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights.publish import digest, quantize_base
@@ -284,7 +286,10 @@ def test_a_budget_of_kl_is_the_guards_bound(model: Path, tmp_path: Path) -> None
     watch = build_guard(cfg, "max_kl=0.01")
     assert watch is not None and watch.settings.kl_above == 0.02
     wide = build_guard(cfg, "max_kl=1")
-    assert wide is not None and wide.settings.kl_above == 0.1
+    assert wide is not None and wide.settings.kl_above == 2
+    own = from_mapping(tree(model, tmp_path / "run", "int8") | {"guard": {"kl_above": 0.5}})
+    chosen = build_guard(own, "max_kl=0.01")
+    assert chosen is not None and chosen.settings.kl_above == 0.5
     plain = build_guard(cfg)
     assert plain is not None and not plain.has_budget
     loud = {"mismatch/kl_k3": 0.03, "mismatch/ess": 0.9, "mismatch/weight_max": 2.0}
@@ -304,7 +309,7 @@ def test_a_budget_that_is_lost_leaves_the_formats(model: Path, tmp_path: Path) -
     with patch("lowroll.runs.budget.parse", side_effect=[Budget(1.0, 4.6)] + [Budget(0, 4.6)] * 2):
         folder = train(asked).folder
     assert "again" not in kept(folder)
-    assert "guard: step 1: rollout.weights: max_kl=0,max_bits=4.6 cannot be kept" in "".join(
+    assert "guard: step 1: the formats stay: rollout.weights: max_kl=0,max_bits=4.6 cannot be" in "".join(
         path.read_text() for path in (folder / "logs").iterdir()
     )
 
@@ -352,7 +357,6 @@ def test_stored_is_the_format_by_its_name(model: Path, tmp_path: Path, lora: boo
     assert fingerprint(runs[0]) == fingerprint(runs[1])
     cfg = from_mapping(tree(low, tmp_path / "look", "stored", lora=lora))
     assert not preflight.look_at_run(cfg).problems
-    assert sft.plain(cfg).rollout.weights == "nvfp4"
     rows = evaluate(from_mapping(cfg.tree() | {"eval": {"num_examples": 2}}))
     assert [row["weights"] for row in rows][:2] == ["fp32", "nvfp4"]
 
@@ -373,3 +377,64 @@ def test_what_stores_nothing_or_cannot_be_searched_is_refused(model: Path, tmp_p
     assert any("has experts" in line for line in preflight.look_at_run(cfg).problems)
     with pytest.raises(ValueError, match=r"large_batch_weights: null"):
         from_mapping({"model": "m", "rollout": {"weights": "stored", "large_batch_weights": "fp8"}})
+
+
+def test_an_edited_file_is_refused(model: Path, tmp_path: Path) -> None:
+    """Layers of another model, and formats that the run did not draw from."""
+    whole_run = train(tree(model, tmp_path / "whole", SOME, max_steps=3)).folder
+    folder = tmp_path / "run"
+    copy_stopped_after(whole_run, 2, folder)
+    file = folder / FILE
+    whole = json.loads(file.read_text())
+    (first, second), layers = list(whole["weights"])[:2], whole["weights"]
+    swapped = {**layers, first: layers[second], second: layers[first]}
+    more = {**layers, first: {**layers[first], "blocks.9.qkv": 8}}
+    for weights, words in (
+        (swapped, r"rollout\.weights: the run drew from mixed-.* was changed"),
+        (more, rf"{FILE}: weights: blocks\.9\.qkv has no weights in .*, and 8 here"),
+    ):
+        file.write_text(json.dumps({**whole, "weights": weights}))
+        with pytest.raises(ValueError, match=words):
+            train(tree(model, folder, SOME, max_steps=3), resume=True)
+    file.write_text(json.dumps({**whole, "again": [1, {"a": 2}, {"step": "3"}]}))
+    asked = tree(model, folder, SOME, max_steps=3) | {
+        "guard": {"kl_above": 1e-12, "patience": 1, "ess_below": None}
+    }
+    train(asked, resume=True)
+    assert [one["step"] for one in kept(folder)["again"]] == [3]
+
+
+def test_a_file_of_an_earlier_run_goes(model: Path, tmp_path: Path) -> None:
+    folder = train(tree(model, tmp_path / "run", SOME)).folder
+    lowroll.run(from_mapping(tree(model, folder, "int8")), overwrite=True)
+    assert not (folder / FILE).exists()
+
+
+def test_nothing_to_measure_on_is_no_choice(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = train(tree(model, tmp_path / "run", SOME)).folder
+    home = RunFolder(from_mapping(tree(model, folder, SOME)), "grpo")
+    assert budget.again(home, "max_bits=6", hf.load(model), [], 7) is None
+    assert "guard: step 7: no response to measure on; the formats stay" in caplog.text
+    watch = build_guard(from_mapping(tree(model, folder, "int8")), "max_kl=0.01")
+    assert watch is not None
+    watch.wants_choice = True
+    watch.without_choice()
+    assert (watch.choices, watch.wants_choice, watch.wait) == (0, False, 1)
+
+
+def test_a_final_model_is_evaluated_where_the_run_began_with_codes(
+    careful: Path, tmp_path: Path
+) -> None:
+    asked = tree(careful, tmp_path / "run", "stored") | {"eval": {"num_examples": 2}}
+    folder = train(asked).folder
+    rows = evaluate(from_mapping(asked | {"model": str(folder / "final")}))
+    assert {row["weights"] for row in rows} == {"fp32"}
+
+
+def test_codes_are_not_scaled(careful: Path, tmp_path: Path) -> None:
+    asked = tree(careful, tmp_path / "run", "stored", lora=True, uaq_scale=1.5)
+    with pytest.raises(ValueError, match=r"train\.uaq_scale: .* holds mixed-.* weights"):
+        train(asked)
+    assert any("train.uaq_scale" in p for p in preflight.look_at_run(from_mapping(asked)).problems)

@@ -34,6 +34,7 @@ from lowroll.model.tokenizer import load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant import int4
 from lowroll.quant.formats import QTensor, get_format
+from lowroll.runs.diagnose import diagnose
 from lowroll.runs.export import export_run, quantize_folder
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.grpo import Run
@@ -861,8 +862,14 @@ def test_a_supervised_run_is_exported(
     torch.testing.assert_close(logits(hf.load(merged.folder)), logits(final), rtol=0, atol=1e-5)
     if adapter:
         export_run(tmp_path / "run", tmp_path / "adapter", "adapter")
+    with pytest.raises(ValueError, match="diagnose: .* is a run of lowroll sft"):
+        diagnose(from_mapping(tree), tmp_path / "run")
+    if weights == "max_bits=5":
+        with pytest.raises(ValueError, match="lowroll sft, which searches for no formats"):
+            export_run(tmp_path / "run", tmp_path / "out", "rollout")
+        return
     done = export_run(tmp_path / "run", tmp_path / "out", "rollout")
-    assert done.format == {"dense": "fp32", "max_bits=5": "int8"}.get(weights, weights)
+    assert done.format == {"dense": "fp32"}.get(weights, weights)
 
 
 def test_exports_are_refused_before_anything_is_written(

@@ -35,5 +35,8 @@ class Compute:
         if weights != OWN:
             return weights
         name = dense.of(self.dtype)
-        assert name is not None
+        if name is None:
+            raise ValueError(
+                f"dtype: no dense format has {self.dtype}; convert the folder to bfloat16 or float32"
+            )
         return name

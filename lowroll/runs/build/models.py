@@ -39,6 +39,7 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     format = compute.format(cfg.rollout.weights)
     early = train.lora and train.uaq_scale is None  # dense weights are scaled
     refuse_adapter("model", cfg.model)
+    refuse_scale(cfg)
     model = hf.load(cfg.model, compute.device, compute.dtype, format if early else None)
     refuse_backward(cfg, compute, model.spec)
     if not train.lora and model.weight_format is not None:
@@ -155,6 +156,16 @@ def refuse_adapter(key: str, source: str | Path) -> None:
         raise ValueError(
             f"{key}: {source} is an adapter folder, and a whole model is needed here; merge it "
             f"into its base first (lowroll export {source} OUT --as merged)"
+        )
+
+
+def refuse_scale(cfg: RunConfig) -> None:
+    """ValueError where the weights that would be scaled are codes that stay."""
+    held = hf.low_bit_format(resolve(cfg.model, weights=False))
+    if cfg.train.uaq_scale is not None and cfg.train.lora and held is not None:
+        raise ValueError(
+            f"train.uaq_scale: {cfg.model} holds {held} weights, which an adapter's base keeps; scale the "
+            "dense model, or write null"
         )
 
 

@@ -83,8 +83,8 @@ def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
     if rollouts.truncated or rollouts.noisy:
         settings = replace(settings, kl_above=None)
     allowed = parse(budget).max_kl if budget else None
-    if allowed and settings.kl_above is not None:
-        settings = replace(settings, kl_above=min(settings.kl_above, MOST_OF_BUDGET * allowed))
+    if allowed and settings.kl_above == GuardSettings.kl_above:  # else it is the user's own
+        settings = replace(settings, kl_above=MOST_OF_BUDGET * allowed)
     # an adapter's base and an aligned learner have the same codes: no format would be nearer
     differs = not cfg.train.lora and cfg.train.forward == "dense"
     return Guard(settings, cfg.rollout.weights, cfg.train.lora, bool(budget) and differs)
