@@ -31,7 +31,6 @@ def main() -> int:
     parser.add_argument("--mixes", type=int, default=20000)
     parser.add_argument("--first", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as home:
 
         @cache
@@ -44,6 +43,7 @@ def main() -> int:
         tokens = 0
         for seed in range(args.first, args.first + args.mixes):
             draw = random.Random(seed)
+            torch.set_num_threads(draw.choice((1, 1, 2, 3)))
             format = draw.choice(("fp32", "mixed", *low_bit()))
             try:
                 model = model_of(draw.choice(FAMILIES), format, draw.random() < 0.5)

@@ -143,8 +143,7 @@ def _add_engine(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--exact",
         action="store_true",
-        help="a request gets the same bits whatever runs beside it: float32 on a CPU, with int8, "
-        "int8_rotated or dense weights",
+        help="a request gets the same bits whatever runs beside it: float32 on a CPU",
     )
     p.add_argument(
         "--weights-dir",

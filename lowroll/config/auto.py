@@ -68,7 +68,8 @@ class Rollouts:
 
     @property
     def low_bit(self) -> bool:
-        return not is_dense(self.weights)
+        """Whether the learner computes otherwise than they were drawn for their weights' sake."""
+        return not self.exact and not is_dense(self.weights)
 
     @property
     def forgets(self) -> bool:
@@ -144,7 +145,7 @@ AUTO: tuple[Row, ...] = (
         "aligned",
         "none",
         "none",
-        "and the learner computes their log-probs with the same bits: there is nothing to correct",
+        "and a learner of their version computes their log-probs with the same bits: there is nothing to correct",
         "",
         lambda r: r.exact and not r.noisy,
         {"rollout": {"weights": "int8_rotated", "exact": True}},

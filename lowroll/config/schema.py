@@ -347,11 +347,16 @@ class RunConfig(Section):
         )
 
     @property
+    def forward(self) -> str:
+        """The learner's forward; beside exact rollouts it multiplies as they do."""
+        if not self.rollout.exact:
+            return self.train.forward
+        return "dense" if is_dense(self.rollout.weights) else "aligned"
+
+    @property
     def forward_weights(self) -> str | None:
         """The format of the learner's forward; None: the learner multiplies with its own weights."""
-        forward = self.train.forward
-        if self.rollout.exact:
-            forward = "dense" if is_dense(self.rollout.weights) else "aligned"
+        forward = self.forward
         if forward == "dense":
             return None
         return self.rollout.weights if forward == "aligned" else forward
@@ -406,6 +411,7 @@ class RunConfig(Section):
                 **resolved_advantage(self, default.advantage),
                 "correction": correction,
                 "loss": self.loss.model_copy(update=loss),
+                "train": self.train.model_copy(update={"forward": self.forward}),
                 "rollout": self.rollout.with_kv(self.rollout.kv and self.rollout.kv.resolved()),
                 "dapo": self.dapo.model_copy(update={"dynamic_sampling": self.samples_dynamically}),
                 "env": tuple(named(env) for env in environments(self)),
@@ -445,8 +451,8 @@ def rollouts_of(cfg: RunConfig) -> Rollouts:
         truncated=tuple(f"{name} {value}" for name, value in cut.items()),
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
         exact=rollout.exact,
-        aligned=cfg.train.forward in ("aligned", rollout.weights) and second is None,
-        rounds=cfg.train.forward not in ("dense", "aligned", rollout.weights),
+        aligned=cfg.forward in ("aligned", rollout.weights) and second is None,
+        rounds=cfg.forward not in ("dense", "aligned", rollout.weights),
         lora=cfg.train.lora and not low_bit,
         kv_policy=rollout.cache.policy,
         kv_dtype=rollout.cache.kv_dtype,

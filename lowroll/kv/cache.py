@@ -270,7 +270,7 @@ class PagedAttention:
         self.selector = selector
         self.chunks = [*fresh, *later]
         page_size = cache.page_size
-        self.exact = _Exact(cache, self.chunks) if cache.exact else None
+        self.exact = _ExactAttention(cache, self.chunks) if cache.exact else None
         slots = [c.slots(page_size)[c.start :] for c in self.chunks]
         self.slots_T = upload(torch.cat(slots), device)
         self.num_fresh = sum(c.num_tokens for c in fresh)
@@ -300,7 +300,7 @@ class PagedAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-class _Exact:
+class _ExactAttention:
     """Attention of chunks over the cache, as rows that are decoded have it, bit for bit."""
 
     def __init__(self, cache: KVCache, chunks: list[Chunk]) -> None:

@@ -553,7 +553,7 @@ METRICS: tuple[Metric, ...] = (
     _M(
         "guard/choices",
         "times",
-        "how often the formats of a budget have been chosen again so far",
+        "how often other formats have been chosen under a budget so far",
         "0",
     ),
     _M(

@@ -92,15 +92,15 @@ def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
     is decoded (`kernels.attention.avx2`). In float32, on a CPU."""
     plain = varlen(lengths, device)
     starts = torch.tensor([0, *accumulate(lengths)][:-1], dtype=torch.int32)
-    sizes = torch.tensor(lengths)
-    table_SN = starts[:, None] + torch.arange(max(lengths), dtype=torch.int32)  # pages of a token
-    sequences_T = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(sizes)
+    # pages of a token: every row of the table begins at its own token, and goes on as long as it likes
+    table_T1 = torch.arange(sum(lengths), dtype=torch.int32)[:, None]
+    starts_T = starts.repeat_interleave(torch.tensor(lengths))
     lengths_T = torch.cat([torch.arange(1, n + 1, dtype=torch.int32) for n in lengths])
 
     def fast(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         keys_T1Gd, values_T1Gd = (x_TGd.contiguous()[:, None] for x_TGd in (k_TGd, v_TGd))
         scale = q_THd.shape[-1] ** -0.5
-        return avx2.attend(q_THd, keys_T1Gd, values_T1Gd, table_SN, sequences_T, lengths_T, scale)
+        return avx2.attend(q_THd, keys_T1Gd, values_T1Gd, table_T1, starts_T, lengths_T, scale)
 
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         made = gradient.of(partial(plain, layer), fast, q_THd, k_TGd, v_TGd)

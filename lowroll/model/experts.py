@@ -100,7 +100,7 @@ class LearnerStack(StackedLinear):
     def multiply(self, x_PK: Tensor, groups: Groups) -> Tensor:
         weight = self.weight if self.aligned is None else self.aligned
         master_NK = None if isinstance(self.weight, QTensor) else self.weight
-        in_codes = self.aligned is not None or self.exact
+        in_codes = self.aligned is not None
         y_PN = _GroupedProduct.apply(
             x_PK, master_NK, weight, groups, self.num_experts, in_codes, self.exact
         )

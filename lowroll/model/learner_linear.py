@@ -32,7 +32,7 @@ from lowroll.model import frozen
 from lowroll.model.linear import Linear
 from lowroll.model.recompute import remake
 from lowroll.quant import fp8
-from lowroll.quant.formats import QTensor, float_product, get_format
+from lowroll.quant.formats import QTensor, float_product, get_format, multiplicand
 
 
 class LearnerLinear(Linear):
@@ -47,9 +47,8 @@ class LearnerLinear(Linear):
         if self.adapter is not None and self.adapter.enabled:
             return self.adapted(self.adapter, x_TK)[0]
         if isinstance(self.weight, QTensor):
-            codes = self.weight if self.exact else self.aligned
             return _FrozenProduct.apply(
-                x_TK, self.bias, self.weight, codes, self.transposed, self.exact
+                x_TK, self.bias, self.weight, self.aligned, self.transposed, self.exact
             )
         if self.aligned is None and self.transposed is None:
             multiply = product.linear if self.exact else F.linear
@@ -201,6 +200,8 @@ class _FrozenProduct(torch.autograd.Function):
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         if codes is not None:
             return codes.linear(x_TK.detach(), bias_N, exact)
+        if exact:
+            return float_product(x_TK, multiplicand(weight, x_TK.dtype), bias_N, exact)
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         return frozen.multiply(x_TK, weight, bias_in_dtype_N)
 

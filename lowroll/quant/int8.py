@@ -70,6 +70,7 @@ class Int8(Gridded):
     def linear(
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Tensor:
+        # sums of integers are exact in any batch
         return self.product(quantize_rows(x_MK, self.rows), q, bias_N).dense()
 
     def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:

@@ -169,6 +169,7 @@ def again(
         log.warning("guard: step %d: no response to measure on; the formats stay", step)
         return None
     try:
+        kept = _read(home.path / FILE)
         with phases() as on_phase, noise.muted(model):
             found = allocate(
                 model,
@@ -179,7 +180,6 @@ def again(
     except ValueError as error:
         log.warning("guard: step %d: the formats stay: %s", step, error)
         return None
-    kept = _read(home.path / FILE)
     kept["again"] = [*_up_to(kept, step - 1), {"step": step, **_found(found)}]
     _write(home, kept)
     for line in report(budget, found):

@@ -136,6 +136,8 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
             f"{run}: not a run folder (no config.yaml), nor an adapter's (no adapter_config.json)"
         )
     cfg = load(run / "config.yaml").resolved()
+    inexact = cfg.rollout.model_copy(update={"exact": False})  # any machine may export
+    cfg = cfg.model_copy(update={"rollout": inexact})
     if kind == "adapter" and not cfg.train.lora:
         raise ValueError(
             f"--as: {run} trains all weights and has no adapter; export it as merged or rollout"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowroll.config import RunConfig
+from lowroll.config.schema import rollouts_of
 from lowroll.quant import mixed
 from lowroll.runs.build import trainer
 from lowroll.trainer.guard import rescale
@@ -36,6 +37,8 @@ class Monitor:
     def __init__(self, cfg: RunConfig, budget: str = "") -> None:
         self.cfg = cfg
         self.guard = trainer.guard(cfg, budget)
+        late = cfg.asynchrony.max_async_level > 0 or cfg.asynchrony.partial != "none"
+        self.expects_bits = cfg.rollout.exact and not (late or rollouts_of(cfg).truncated)
         self.widened = 0  # doublings of the exponent of what `correction: auto` chose
         self.on_note: Callable[[str], object] = log.info
 
@@ -97,12 +100,26 @@ class Monitor:
                 f"rollout.kv: {policy} dropped no key in step 1: every prompt with its response "
                 "fits in budget + buffer, as in a dense cache"
             )
+        self._check_bits(step, metrics)
         if self.guard is None:
             return {}
         values, told = self.guard.look(metrics)
         for line in told:
             log.warning("guard: step %d: %s", step, line)
         return values
+
+    def _check_bits(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once that exact rollouts are not what the learner computes, where they should be."""
+        apart = metrics.get("mismatch/logp_diff_max", 0.0)
+        if not (self.expects_bits and apart > 0):
+            return
+        self.expects_bits = False
+        log.warning(
+            "rollout.exact: step %d: a recorded log-prob is %.2g nats off the learner's; they were to be "
+            "the same number. Do engine and learner run on one kind of processor, with the same torch?",
+            step,
+            apart,
+        )
 
     def state(self) -> dict[str, Any]:
         """JSON data from which `restore` goes on bitwise: a checkpoint's `guard` and `widened`."""
@@ -118,12 +135,12 @@ class Monitor:
                 f"{held['tightened']} times; keep a guard section (action: warn leaves it so)"
             )
         if self.guard is not None and held:
+            self.guard.restore(held)
             if _format_of(held) is None and held["weights"] != self.cfg.rollout.weights:
                 raise ValueError(
                     f"rollout.weights: the run drew from {held['weights']}, and would go on with "
                     f"{self.cfg.rollout.weights}: another model, or rollout_weights.json was changed"
                 )
-            self.guard.restore(held)
             _format_of(held)
         self.widened = state["widened"]
 

@@ -102,7 +102,7 @@ class Guard:
         self.to_dense = to_dense or settings.fallback == "dense"
         self.has_budget = has_budget
         self.wants_choice = False
-        self.choices = 0  # how often the formats were chosen again
+        self.choices = 0  # how often other formats were chosen
         self.wait = self.waited = 0  # alarms in a row that act before the next choice
         self.formats: dict[str, dict[str, int]] | None = None  # those chosen, as files hold them
         self.tightened = self.fallbacks = self.streak = self.num_seen = 0
@@ -132,10 +132,10 @@ class Guard:
     def chosen(self, weights: str, formats: dict[str, dict[str, int]]) -> None:
         """Take the format that was chosen for the rollouts. formats: as `quant.mixed.stated` gives
         them."""
-        self.choices += 1
         if weights == self.weights:
             self.without_choice()
             return
+        self.choices += 1
         self.weights, self.formats = weights, formats
         self.wants_choice, self.wait, self.waited = False, 0, 0
         self._forget()

@@ -39,7 +39,7 @@ def rotated(given: tuple) -> tuple[Tensor, ...]:
 def test_heads_are_those_of_torch(shape: tuple[int, ...], normed: bool) -> None:
     for wide in (0, 24):
         given = heads(*shape, normed, wide)
-        for got, want in zip(rotated(given), rope._plain(*given), strict=True):
+        for got, want in zip(rotated(given), rope.plain_heads(*given), strict=True):
             assert got.shape == want.shape
             torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
 
@@ -64,7 +64,7 @@ def test_a_learner_has_the_bits_of_an_engine_and_the_gradient_of_torch() -> None
     want = rotated(given)
     plain, mine = (given[0].clone().requires_grad_(True) for _ in range(2))
     weights = [torch.randn_like(x) for x in want]
-    for qkv, rotate in ((plain, rope._plain), (mine, rope.rotate_heads)):
+    for qkv, rotate in ((plain, rope.plain_heads), (mine, rope.rotate_heads)):
         found = rotate(qkv, *given[1:])
         sum((w * x).sum() for w, x in zip(weights, found, strict=True)).backward()
     assert all(map(torch.equal, found, want))

@@ -206,3 +206,15 @@ def test_nothing_gives_nothing_and_empty_sums_the_bias() -> None:
 
 def test_other_devices_have_a_reason() -> None:
     assert ordered.supports_device(torch.device("meta")).why_not == "runs on a CPU"
+
+
+def test_other_numbers_and_shapes_are_refused() -> None:
+    x, w = torch.ones(2, 8), torch.ones(3, 8)
+    for given, words in (
+        ((x.bfloat16(), w), "expected float32"),
+        ((x, w.double()), "expected float32"),
+        ((x, w[:, :7]), r"\[2, 8\], \[3, 7\] do not fit"),
+        ((x, w, torch.ones(2)), "do not fit"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ordered.product(*given)

@@ -21,6 +21,7 @@ CHANGES: dict[str, Any] = {
     "vllm": {"max_concurrent": 2},
     "parts": 2,
     "weights": "int8",
+    "exact": True,
     "kv": {"policy": "streaming", "budget": 5, "buffer": 1, "sinks": 1},
     "max_tokens": 5,
     "min_tokens": 4,

@@ -415,6 +415,8 @@ def test_aipo_learns_from_its_kl_where_there_is_no_advantage():
 class Spoken(torch.nn.Module):
     """Stands in for a model whose log-probs of the four response tokens are its parameter."""
 
+    exact = False
+
     def __init__(self, log_probs):
         super().__init__()
         self.spec, self.device = spec_from_config(CONFIG), torch.device("cpu")
@@ -428,6 +430,9 @@ class Spoken(torch.nn.Module):
 
     def linears(self):
         return iter(())
+
+    def causal(self, lengths):
+        return None
 
 
 A11 = [-1.2, -0.8, -3.0, -0.1]

@@ -60,8 +60,14 @@ def goes_across(M: int, N: int, K: int) -> bool:
 
 
 def product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x times the transpose of w, plus the bias: [M, N]. All are float32; rows may be strided."""
+    """x times the transpose of w, plus the bias: [M, N]. Rows may be strided. ValueError for other
+    numbers than float32, and for shapes that do not fit."""
     (M, K), N = x_MK.shape, w_NK.shape[0]
+    given = (x_MK, w_NK) if bias_N is None else (x_MK, w_NK, bias_N)
+    if any(t.dtype != torch.float32 for t in given):
+        raise ValueError(f"ordered: expected float32, got {', '.join(str(t.dtype) for t in given)}")
+    if w_NK.shape[1] != K or bias_N is not None and bias_N.shape != (N,):
+        raise ValueError(f"ordered: {', '.join(str(list(t.shape)) for t in given)} do not fit")
     x_MK, w_NK = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MK, w_NK))
     bias_N = None if bias_N is None else bias_N.contiguous()
     y_MN = torch.empty(M, N)
