@@ -8,6 +8,7 @@ import pytest
 
 from lowroll.engine.native import NativeEngine
 from lowroll.kernels.invariant import rows
+from lowroll.kernels.matmul import avx2
 from lowroll.quant.table import low_bit
 from lowroll.types import Request
 from tests.fixtures.exact import CPU, check, exact_model, format_of
@@ -26,20 +27,21 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("format", ["int8", "int8_rotated", "fp32", "mixed"])
+@pytest.mark.parametrize("format", ["int8_rotated", "mixed"])
 def test_recorded_is_recomputed_in_every_mix(folder: Path, format: str, adapter: bool) -> None:
     model = exact_model(folder, format, adapter)
-    assert sum(check(model, format_of(model), seed) for seed in range(6)) > 200
+    assert sum(check(model, format_of(model), seed) for seed in range(3)) > 100
 
 
-@pytest.mark.parametrize("format", low_bit())
+@pytest.mark.parametrize("format", ["fp32", *low_bit()])
 def test_every_format_is_exact(format: str, tmp_path: Path) -> None:
     """Small matrices are multiplied as floats, large ones as codes where there is a kernel."""
-    for i, sizes in enumerate(({"hidden_size": 64}, {"hidden_size": 512, "num_hidden_layers": 1})):
-        wide = {**sizes, "intermediate_size": 2 * sizes["hidden_size"]}
-        path = hf_folder(tmp_path / f"{i}", "qwen3", head_dim=64, **wide)
-        model = exact_model(path, format, adapter=i == 0)
-        assert sum(check(model, format, seed) for seed in range(3)) > 50
+    widths = (64, 512) if format in (*avx2.FORMATS, "w4a8") else (64,)
+    for width in widths:
+        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1}
+        path = hf_folder(tmp_path / f"{width}", "qwen3", head_dim=64, **sizes)
+        model = exact_model(path, format, adapter=width == 64)
+        assert sum(check(model, format, seed) for seed in range(2)) > 30
 
 
 def test_an_engine_can_be_asked_for_it(folder: Path) -> None:
