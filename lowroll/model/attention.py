@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowroll.kernels.attention import avx2
-from lowroll.kernels.invariant import gradient
+from lowroll.kernels.invariant.gradient import with_gradient_of
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -103,7 +103,7 @@ def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> 
         return avx2.attend(q_THd, keys_T1Gd, values_T1Gd, table_T1, starts_T, lengths_T, scale)
 
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        made = gradient.of(partial(plain, layer), fast, q_THd, k_TGd, v_TGd)
+        made = with_gradient_of(partial(plain, layer), fast, q_THd, k_TGd, v_TGd)
         assert isinstance(made, Tensor)
         return made
 

@@ -93,7 +93,7 @@ def heads_of(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(q [T, H, d], k [T, G, d]) of qkv, by the kernel."""
+    """Return (q [T, H, d], k [T, G, d]) of qkv, by the kernel."""
     tokens = qkv_TN.shape[0]
     qkv_TN = qkv_TN if qkv_TN.stride(1) == 1 else qkv_TN.contiguous()
     q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)

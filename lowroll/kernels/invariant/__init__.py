@@ -2,7 +2,7 @@
 
 What `rollout.exact` is made of: decoding, prefilling and the learner run these, so a token's log-prob
 is the same number wherever it is computed. Each sums in one order, by its row alone. Forward passes
-alone are meant: a gradient is that of the plain operation (`gradient.of`).
+alone are meant: a gradient is that of the plain operation (`gradient.with_gradient_of`).
 
     rows         norms with the residual before them, and silu(gate) * up
     heads        norm and rotation of queries and keys, by `kernels.fused.avx2`

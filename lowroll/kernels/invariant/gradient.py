@@ -11,7 +11,7 @@ from torch import Tensor
 Function = Callable[..., Any]
 
 
-def of(plain: Function, fast: Function, *inputs: Any) -> Any:
+def with_gradient_of(plain: Function, fast: Function, *inputs: Any) -> Any:
     """Return fast(*inputs), a tensor or a tuple of tensors, which has the gradient of
     plain(*inputs).
 
@@ -21,10 +21,10 @@ def of(plain: Function, fast: Function, *inputs: Any) -> Any:
     wanted = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
     if not (wanted and torch.is_grad_enabled()):
         return fast(*inputs)
-    return _Twin.apply(plain, fast, *inputs)
+    return _FastForward.apply(plain, fast, *inputs)
 
 
-class _Twin(torch.autograd.Function):
+class _FastForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plain: Function, fast: Function, *inputs: Any) -> Any:
         ctx.plain = plain

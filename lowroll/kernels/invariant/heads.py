@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowroll.kernels.fused import avx2, rope
-from lowroll.kernels.invariant import gradient
+from lowroll.kernels.invariant.gradient import with_gradient_of
 
 
 def rotate_heads(
@@ -24,7 +24,7 @@ def rotate_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `kernels.fused.rope.rotate_heads`, all float32; heads in multiples of `avx2.MULTIPLE`."""
     given = qkv_TN, cos, sin, heads, kv_heads, head_dim, q_norm_d, k_norm_d, eps
-    q_THd, k_TGd, v_TGd = gradient.of(rope.plain_heads, _fast, *given)
+    q_THd, k_TGd, v_TGd = with_gradient_of(rope.plain_heads, _fast, *given)
     return q_THd, k_TGd, v_TGd
 
 
@@ -35,8 +35,10 @@ def _fast(
     heads: int,
     kv_heads: int,
     d: int,
-    *norms_and_eps: object,
+    q_norm_d: Tensor | None,
+    k_norm_d: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = avx2.heads_of(qkv_TN, cos, sin, heads, kv_heads, d, *norms_and_eps)  # type: ignore[arg-type]
+    q_THd, k_TGd = avx2.heads_of(qkv_TN, cos, sin, heads, kv_heads, d, q_norm_d, k_norm_d, eps)
     v_TGd = qkv_TN[:, (heads + kv_heads) * d :].contiguous().unflatten(1, (kv_heads, d))
-    return (*made, v_TGd)
+    return q_THd, k_TGd, v_TGd

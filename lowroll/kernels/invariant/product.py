@@ -14,7 +14,7 @@ from lowroll.kernels.matmul import ordered
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x W' + b [T, N], float32."""
+    """Return x W' + b [T, N], float32."""
     made = _Product.apply(x_TK, weight_NK, bias_N)
     assert isinstance(made, Tensor)
     return made

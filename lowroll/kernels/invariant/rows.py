@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import pointer
-from lowroll.kernels.invariant import gradient
+from lowroll.kernels.invariant.gradient import with_gradient_of
 from lowroll.kernels.support import Support
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -33,7 +33,7 @@ class Problem(ctypes.Structure):
 
 
 def supports_device(device: torch.device) -> Support:
-    """Is it a CPU with AVX2, on a machine with a compiler that builds the kernel?"""
+    """Return whether it is a CPU with AVX2, on a machine with a compiler that builds the kernel."""
     if device.type != "cpu":
         return cxx.NO_CPU
     return cxx.supports(SOURCE, "rows are normed by torch")
@@ -42,16 +42,16 @@ def supports_device(device: torch.device) -> Support:
 def add_rms_norm(
     x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(x + update, its norm), as `kernels.fused.norm.add_rms_norm`, all float32."""
+    """Return (x + update, its norm), as `kernels.fused.norm.add_rms_norm`, all float32."""
     if update_TD is None:
-        return x_TD, gradient.of(_plain_norm, _norm, x_TD, weight_D, eps)
-    sum_TD, normed_TD = gradient.of(_plain_add, _add, x_TD, update_TD, weight_D, eps)
+        return x_TD, with_gradient_of(_plain_norm, _norm, x_TD, weight_D, eps)
+    sum_TD, normed_TD = with_gradient_of(_plain_add, _add, x_TD, update_TD, weight_D, eps)
     return sum_TD, normed_TD
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [T, F] of gate_up [T, 2F], float32."""
-    made = gradient.of(_plain_gate, _gate, gate_up)
+    """Return silu(gate) * up [T, F] of gate_up [T, 2F], float32."""
+    made = with_gradient_of(_plain_gate, _gate, gate_up)
     assert isinstance(made, Tensor)
     return made
 

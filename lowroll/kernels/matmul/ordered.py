@@ -38,7 +38,7 @@ class Problem(ctypes.Structure):
 
 
 def supports_device(device: torch.device) -> Support:
-    """Is it a CPU with AVX2, on a machine with a compiler that builds the kernel?"""
+    """Return whether it is a CPU with AVX2, on a machine with a compiler that builds the kernel."""
     if device.type != "cpu":
         return cxx.NO_CPU
     return cxx.supports(SOURCE, "float32 rows are multiplied in an order that depends on the batch")
@@ -46,12 +46,12 @@ def supports_device(device: torch.device) -> Support:
 
 @cache
 def has_avx512() -> bool:
-    """Whether this CPU runs the wider of the two kernels, which have the same bits."""
+    """Return whether this CPU runs the wider of the two kernels, which have the same bits."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def goes_across(M: int, N: int, K: int) -> bool:
-    """Whether lanes are columns: few numbers a row, as in LoRA's way up. The bits are the same.
+    """Return whether lanes are columns: few numbers a row, as in LoRA's way up. The bits are the same.
 
     Measured: 1.3 to 3 times the speed. Fewer columns leave lanes empty, and turning w costs AVX2 more
     than it gains when few rows share it.
@@ -60,7 +60,7 @@ def goes_across(M: int, N: int, K: int) -> bool:
 
 
 def product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x times the transpose of w, plus the bias: [M, N]. Rows may be strided. ValueError for other
+    """Return x times the transpose of w, plus the bias: [M, N]. Rows may be strided. ValueError for other
     numbers than float32, and for shapes that do not fit."""
     (M, K), N = x_MK.shape, w_NK.shape[0]
     given = (x_MK, w_NK) if bias_N is None else (x_MK, w_NK, bias_N)

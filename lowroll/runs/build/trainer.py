@@ -35,7 +35,7 @@ _CRITIC_OPTIM = Mirror(
 )
 _GUARD = Mirror(GuardSettings, GuardConfig)
 _NOISE = Mirror(NoiseSchedule, NoiseConfig, given=("total_steps", "seed"))
-MOST_OF_BUDGET = 2.0  # times its KL, measured on other tokens than the run's, are no alarm
+KL_ALARM_OVER_BUDGET = 2.0  # times its KL, measured on other tokens than the run's, are no alarm
 
 
 def learn(cfg: RunConfig) -> LearnSettings:
@@ -84,7 +84,7 @@ def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
         settings = replace(settings, kl_above=None)
     allowed = parse(budget).max_kl if budget else None
     if allowed and settings.kl_above == GuardSettings.kl_above:  # else it is the user's own
-        settings = replace(settings, kl_above=MOST_OF_BUDGET * allowed)
+        settings = replace(settings, kl_above=KL_ALARM_OVER_BUDGET * allowed)
     # an adapter's base and an aligned learner have the same codes: no format would be nearer
     differs = not cfg.train.lora and cfg.train.forward == "dense"
     return Guard(settings, cfg.rollout.weights, cfg.train.lora, bool(budget) and differs)
