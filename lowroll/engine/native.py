@@ -233,12 +233,7 @@ class NativeEngine:
         unlike = self.storage is not KVCache or self.kv.budget is not None
         if unlike or self.large_batch_model is not None:
             raise ValueError("exact: needs the dense cache, unrounded, and one format")
-        held = [linear.weight for _, linear in self.model.linears()]
-        forms = {get_format(w.format) for w in held if isinstance(w, QTensor)}
-        if other := [form.name for form in forms if form.dtype not in (None, torch.float32)]:
-            raise ValueError(f"exact: it computes in float32, and some layers are {other[0]}")
-        exactness.refuse(self.spec, self.model.device, self.model.dtype, key="exact")
-        self.model.be_exact()
+        exactness.make(self.model, key="exact")
 
     # -- the door ----------------------------------------------------------------------------------
 

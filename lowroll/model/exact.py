@@ -13,6 +13,18 @@ from lowroll.kernels.fused import avx2 as heads
 from lowroll.kernels.invariant import rows
 from lowroll.kernels.matmul import ordered
 from lowroll.model.spec import ModelSpec
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import QTensor, get_format
+
+
+def make(model: Transformer, key: str = "rollout.exact") -> None:
+    """Have a model compute exactly. ValueError as `refuse`, and for layers that are not float32."""
+    held = [linear.weight for _, linear in model.linears()]
+    forms = {get_format(w.format) for w in held if isinstance(w, QTensor)}
+    if other := [form.name for form in forms if form.dtype not in (None, torch.float32)]:
+        raise ValueError(f"{key}: it computes in float32, and some layers are {other[0]}")
+    refuse(model.spec, model.device, model.dtype, key)
+    model.be_exact()
 
 
 def refuse(

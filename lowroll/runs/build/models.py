@@ -58,8 +58,7 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
     if cfg.forward_weights is not None:
         aligned.align(model, compute.format(cfg.forward_weights))
     if cfg.rollout.exact:
-        exact.refuse(model.spec, compute.device, compute.dtype)
-        model.be_exact()
+        exact.make(model)
     if train.backward == "fp8":
         aligned.transpose(model)
     return recompute.apply(model, train.sized().activation_checkpointing or False)
