@@ -630,7 +630,7 @@ def test_the_end_waits_for_those_in_flight_as_long_as_it_may(engine: NativeEngin
             assert await loop.settle(10) == 0
             assert (await first.group()).rollouts[0].finish_reason == "length"
             loop.closing = False
-            moody.slow_s = 0.01
+            moody.slow_s = 0.05
             await loop.submit(ask(3, 4, max_tokens=LONG))
             assert await loop.settle(0.1) == 1
 
