@@ -78,8 +78,7 @@ def rotate_heads(
     v is a copy then, and nothing of qkv is kept."""
     if not torch.is_inference_mode_enabled():
         return Rotation.apply(qkv_TN, cos, sin, heads, kv_heads, d)
-    q_THd, k_TGd = heads_of(qkv_TN, cos, sin, heads, kv_heads, d, q_norm_d, k_norm_d, eps)
-    return q_THd, k_TGd, qkv_TN[:, (heads + kv_heads) * d :].unflatten(1, (kv_heads, d))
+    return heads_of(qkv_TN, cos, sin, heads, kv_heads, d, q_norm_d, k_norm_d, eps)
 
 
 def heads_of(
@@ -92,8 +91,9 @@ def heads_of(
     q_norm_d: Tensor | None,
     k_norm_d: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Return (q [T, H, d], k [T, G, d]) of qkv, by the kernel."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (q [T, H, d], k [T, G, d], v [T, G, d]) of qkv, by the kernel; v is a view in inference
+    mode, and else a copy, as a function of autograd may give."""
     tokens = qkv_TN.shape[0]
     qkv_TN = qkv_TN if qkv_TN.stride(1) == 1 else qkv_TN.contiguous()
     q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)
@@ -110,7 +110,10 @@ def heads_of(
         torch.get_num_threads(),
     )
     cxx.run(SOURCE, "avx2_heads", problem)
-    return q_THd, k_TGd
+    v_TN = qkv_TN[:, (heads + kv_heads) * d :]
+    if not torch.is_inference_mode_enabled():
+        v_TN = v_TN.clone(memory_format=torch.contiguous_format)
+    return q_THd, k_TGd, v_TN.unflatten(1, (kv_heads, d))
 
 
 class Rotation(torch.autograd.Function):

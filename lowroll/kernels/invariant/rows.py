@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import pointer
+from lowroll.kernels.fused.norm import rms_norm
 from lowroll.kernels.invariant.gradient import with_gradient_of
 from lowroll.kernels.support import Support
 
@@ -44,7 +45,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (x + update, its norm), as `kernels.fused.norm.add_rms_norm`, all float32."""
     if update_TD is None:
-        return x_TD, with_gradient_of(_plain_norm, _norm, x_TD, weight_D, eps)
+        return x_TD, with_gradient_of(rms_norm, _norm, x_TD, weight_D, eps)
     sum_TD, normed_TD = with_gradient_of(_plain_add, _add, x_TD, update_TD, weight_D, eps)
     return sum_TD, normed_TD
 
@@ -56,15 +57,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return made
 
 
-def _plain_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
-
-
 def _plain_add(
     x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     sum_TD = x_TD + update_TD
-    return sum_TD, _plain_norm(sum_TD, weight_D, eps)
+    return sum_TD, rms_norm(sum_TD, weight_D, eps)
 
 
 def _plain_gate(gate_up: Tensor) -> Tensor:
