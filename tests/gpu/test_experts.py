@@ -184,7 +184,7 @@ def test_formats_without_a_kernel_round_activations(format: str) -> None:
         x_PK = route.gather(x_TD, groups, CHOICES)
         got, want = (
             engine.gate_up.multiply(x_PK, groups),
-            _low_bit_product(x_PK, engine.gate_up.weight, groups, COUNT),
+            _low_bit_product(x_PK, engine.gate_up.weight, groups, COUNT, exact=False),
         )
         assert (got - want).float().norm() < 3e-3 * want.float().norm()
 
