@@ -2,40 +2,66 @@
 
     rollout     a batch of rollouts of an RL step (`bench.work`): seconds of whole calls
     prompts     prompts of 256 tokens, one token each: prefill
-    update      one GRPO update of 16 sequences of 128 tokens
+    update      one GRPO update of 16 sequences of 128 tokens (on a GPU 64 of 512)
     step        generating those sequences and learning from them
 
     python -m bench.exact [--model smollm2] [--weights int8_rotated] [--rounds 5] [--out FOLDER]
+    python -m bench.exact --device cuda --shape qwen2.5-7b        random weights of `bench.shapes`
 
-Without it the learner's forward is dense, as a run has it by default. Rows are added to `exact.json`;
-a ratio is of tokens a second with it over those without.
+Without it the learner's forward is what a run has by default. Rows are added to `exact.json`, of a GPU
+to `exact-gpu.json`; a ratio is of tokens a second with it over those without.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from bench import laptop
 from bench.record import BASELINES, Row, interleave, merge, show, speed_row
+from bench.roofline import synchronize
+from bench.shapes import SHAPES, random_model
 from bench.turns import Ours
 from bench.work import Work
 from lowroll import Engine
 from lowroll.config import RunConfig
+from lowroll.model import hf
 from lowroll.model.folder import resolve
 from lowroll.runs.build import models, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.step import learn
 
-ROLLOUTS = (Work(1, 64, 64), Work(16, 64, 64), Work(16, 256, 1, group=1))
-STEP = Work(16, 64, 64)
-STEP_MUST, DECODE_MUST = 0.80, 0.80  # of the speed without it: a step 25 % slower at most
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a kind of device is measured with; what a step must keep of the speed without it."""
+
+    rollouts: tuple[Work, ...]
+    step: Work
+    microbatch: int  # tokens
+    must: float
+
+
+SIZES = {
+    "cpu": Sizes(
+        (Work(1, 64, 64), Work(16, 64, 64), Work(16, 256, 1, group=1)), Work(16, 64, 64), 512, 0.80
+    ),
+    "cuda": Sizes(
+        (Work(1, 256, 128), Work(16), Work(64), Work(256), Work(32, 1024, 1, group=1)),
+        Work(64),
+        16384,
+        0.87,
+    ),
+}
+DECODE_MUST = 0.80
 SIDES = {"exact": True, "plain": False}
 
 
@@ -46,21 +72,28 @@ class Side:
         cfg = RunConfig.model_validate(
             {
                 "model": str(args.model),
-                "device": "cpu",
+                "device": args.device,
                 "rollout": {"weights": args.weights, "exact": exact},
-                "train": {"lora": True, "tokens_per_microbatch": 512, "logprob_chunk": 256},
+                "train": {"lora": True, "tokens_per_microbatch": args.sizes.microbatch},
             }
         ).resolved()
-        self.model = models.learner(cfg, Compute.of(cfg))
+        step, compute = args.sizes.step, Compute.of(cfg)
+        self.model = models.learner(cfg, compute)
         self.optimizer = Optimizer(self.model.trainable_parameters(), trainer.optim(cfg))
         self.settings = trainer.learn(cfg)
-        tokens = max(work.cache_tokens() for work in ROLLOUTS)
-        engine = Engine(self.model, weights=args.weights, cache_tokens=tokens, max_batch=16)
+        most = max(work.batch for work in args.sizes.rollouts)
+        engine = Engine(
+            self.model,
+            weights=args.weights,
+            dtype=compute.dtype,
+            cache_tokens=max(work.cache_tokens() for work in args.sizes.rollouts),
+            max_batch=most,
+        )
         self.ours = Ours(engine)
         rows = Namespace(
-            rows=STEP.batch,
-            length=STEP.prompt_tokens + STEP.new_tokens,
-            prompt=STEP.prompt_tokens,
+            rows=step.batch,
+            length=step.prompt_tokens + step.new_tokens,
+            prompt=step.prompt_tokens,
             weights=args.weights,
         )
         self.batch = laptop.batch_of(rows, self.model.spec.vocab_size)
@@ -68,6 +101,7 @@ class Side:
     def update(self) -> None:
         """One update of a batch that is there."""
         learn(self.model, self.batch, self.optimizer, self.settings)
+        synchronize(self.model.device)
 
 
 def in_turns(
@@ -95,35 +129,47 @@ def measure(args: Namespace) -> list[Row]:
     """All rows of a model."""
     sides = {name: Side(args, exact) for name, exact in SIDES.items()}
     name, rows = f"{args.name} {args.weights} exact over plain", list[Row]()
-    for work in ROLLOUTS:
+    step_work = args.sizes.step
+    for work in args.sizes.rollouts:
         amount = work.batch * (work.prompt_tokens if work.is_apart else work.new_tokens)
         run = lambda side, seed, work=work: side.ours.run(work, seed)  # noqa: E731
         rows.append(in_turns(f"{name} {work.title}", amount, run, sides, args)[-1])
-    amount = STEP.batch * (STEP.prompt_tokens + STEP.new_tokens)
+    amount = step_work.batch * (step_work.prompt_tokens + step_work.new_tokens)
     rows.append(in_turns(f"{name} update", amount, lambda side, _: side.update(), sides, args)[-1])
 
     def step(side: Side, seed: int) -> None:
-        side.ours.run(STEP, seed)
+        side.ours.run(step_work, seed)
         side.update()
+        synchronize(side.model.device)
 
     exact, plain, _ = in_turns(f"{name} step", amount, step, sides, args)
-    rows.append(speed_row(f"{name} step", amount, "tokens/s", exact, plain, STEP_MUST))
+    rows.append(speed_row(f"{name} step", amount, "tokens/s", exact, plain, args.sizes.must))
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="rollout.exact, with and without, in turns.")
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, on a GPU")
+    parser.add_argument("--device", choices=SIZES, default="cpu")
     parser.add_argument("--weights", default="int8_rotated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    args.name, args.model = args.model, resolve(args.model)
-    began = time.monotonic()
-    rows = measure(args)
-    print(merge("exact", rows, args.out, threads=args.threads, rounds=args.rounds))
+    args.sizes, began = SIZES[args.device], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.shape:
+            args.name = args.shape
+            random = random_model(SHAPES[args.shape], args.device)
+            args.model = hf.save(random, Path(folder) / args.shape)
+            del random
+        else:
+            args.name, args.model = args.model, resolve(args.model)
+        rows = measure(args)
+    file = "exact" if args.device == "cpu" else "exact-gpu"
+    print(merge(file, rows, args.out, threads=args.threads, rounds=args.rounds))
     met = show(f"rollout.exact ({time.monotonic() - began:.0f} s)", rows)
     return 0 if met else 1
 

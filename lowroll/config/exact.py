@@ -30,8 +30,7 @@ def exact_problems(cfg: RunConfig) -> Iterator[Problem]:
         ("train.forward", train.forward not in ("dense", "aligned"), "aligned, as it will be"),
         ("train.replay_kv", train.replay_kv, "false: no key is dropped"),
         ("noise", clean, "null, or noise.learner: shared"),
-        ("device", cfg.device == "cuda", "cpu: the GPU's kernels do not have it yet"),
-        ("dtype", cfg.dtype == "bfloat16", "float32"),
+        ("dtype", cfg.dtype == "bfloat16" and cfg.device == "cpu", "float32 on a CPU"),
     )
     for key, asked, instead in others:
         if asked:

@@ -18,17 +18,18 @@ head size, K keys that stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lowroll.kernels.attention import avx2
 from lowroll.kernels.attention.decode import gather_pages, paged_decode, write_pages
 from lowroll.kernels.compact.move import move
+from lowroll.kernels.invariant import attention as invariant
 from lowroll.kv.policy.base import Selector
 from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
 from lowroll.model.attention import Attend, packed, suffixes, upload, varlen
@@ -171,7 +172,7 @@ class KVCache:
 
     def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
         """Write the new key and value of each row behind its others, and attend over them all."""
-        decode = avx2.decode if self.exact else paged_decode
+        decode = invariant.decode if self.exact else paged_decode
         return decode(
             q_BHd,
             k_BGd,
@@ -308,21 +309,17 @@ class _ExactAttention:
         widest = max(len(c.pages) for c in chunks)
         padded = [c.pages + [0] * (widest - len(c.pages)) for c in chunks]
         self.table_SP = torch.tensor(padded, dtype=torch.int32)
-        sizes = torch.tensor([c.num_tokens for c in chunks])
-        self.sequences_T = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(sizes)
-        lengths = [torch.arange(c.start + 1, c.stop + 1, dtype=torch.int32) for c in chunks]
-        self.lengths_T = torch.cat(lengths)
+        self.lengths_S = torch.tensor([c.num_tokens for c in chunks], dtype=torch.int32)
+        self.before_S = torch.tensor([c.start for c in chunks], dtype=torch.int32)
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, layer: int, q_THd: Tensor) -> Tensor:
-        return avx2.attend(
-            q_THd,
-            self.cache.keys[layer],
-            self.cache.values[layer],
-            self.table_SP,
-            self.sequences_T,
-            self.lengths_T,
-            q_THd.shape[-1] ** -0.5,
-        )
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if self.attend is None:
+            self.attend = invariant.paged(
+                keys, self.table_SP, self.lengths_S, self.before_S, q_THd.shape[1]
+            )
+        return self.attend(q_THd, keys, values)
 
 
 @dataclass(frozen=True)
@@ -337,7 +334,13 @@ class PackedPrompts:
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
+        if self.cache.exact:
+            return self._exact(q_THd, k_TGd, v_TGd)
         return packed(q_THd, k_TGd, v_TGd, self.bounds, self.longest)
+
+    @cached_property
+    def _exact(self) -> invariant.Causal:
+        return invariant.packed(self.bounds.diff(), self.longest)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowroll.kernels.matmul import ordered
 from lowroll.kernels.training.low_rank import Update
 from lowroll.model import frozen
 from lowroll.model.logprobs import float32_product
@@ -231,13 +232,13 @@ class _AdaptedProduct(torch.autograd.Function):
         bias_in_dtype_N = None if bias_N is None else bias_N.to(x_TK.dtype)
         low_TL = float_product(x_TK, a_LK, None, exact)
         if exact:
-            y_TN = float_product(low_TL, b_NL, None, exact)
             if codes is not None and in_codes:
-                y_TN += codes.linear(x_TK.detach(), bias_N, exact)
+                y_TN = codes.linear(x_TK.detach(), bias_N, exact)
             else:
                 dense_NK = weight_NK if codes is None else multiplicand(codes, x_TK.dtype)
                 assert dense_NK is not None
-                y_TN += float_product(x_TK, dense_NK, bias_N, exact)
+                y_TN = ordered.product(x_TK, dense_NK, bias_in_dtype_N)
+            y_TN = ordered.product(low_TL, b_NL, added_MN=y_TN)
         elif codes is not None and in_codes:
             y_TN = codes.linear(x_TK.detach(), bias_N)
             if whole:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowroll.kernels.attention import avx2
+from lowroll.kernels.invariant import attention as invariant
 from lowroll.kernels.invariant.gradient import with_gradient_of
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -89,18 +89,10 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
 
 def exact_varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend:
     """`varlen`, in which a query's bits depend on the query and its keys alone: those of a row that
-    is decoded (`kernels.attention.avx2`). In float32, on a CPU."""
+    is decoded (`kernels.invariant.attention`)."""
     plain = varlen(lengths, device)
-    starts = torch.tensor([0, *accumulate(lengths)][:-1], dtype=torch.int32)
-    # pages of a token: every row of the table begins at its own token, and goes on as long as it likes
-    table_T1 = torch.arange(sum(lengths), dtype=torch.int32)[:, None]
-    starts_T = starts.repeat_interleave(torch.tensor(lengths))
-    lengths_T = torch.cat([torch.arange(1, n + 1, dtype=torch.int32) for n in lengths])
-
-    def fast(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        keys_T1Gd, values_T1Gd = (x_TGd.contiguous()[:, None] for x_TGd in (k_TGd, v_TGd))
-        scale = q_THd.shape[-1] ** -0.5
-        return avx2.attend(q_THd, keys_T1Gd, values_T1Gd, table_T1, starts_T, lengths_T, scale)
+    lengths_S = upload(torch.tensor(lengths, dtype=torch.int32), device)
+    fast = invariant.packed(lengths_S, sum(lengths))
 
     def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         made = with_gradient_of(partial(plain, layer), fast, q_THd, k_TGd, v_TGd)

@@ -33,7 +33,7 @@ class EngineLinear(Linear):
     def forward(self, x_TK: Tensor | Rows) -> Tensor | Product:
         codes = self.codes
         if isinstance(x_TK, Rows):
-            return get_format(codes.format).product(x_TK, codes, self.bias)
+            return get_format(codes.format).product(x_TK, codes, self.bias, self.exact)
         refuse_gradient(x_TK)
         if self.adapter is not None and self.adapter.enabled:
             return self.adapted(self.adapter, x_TK)[0]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 
 from lowroll.kernels.attention import avx2 as attention
+from lowroll.kernels.attention import tiled
 from lowroll.kernels.fused import avx2 as heads
 from lowroll.kernels.invariant import rows
+from lowroll.kernels.launch import INTERPRETED
 from lowroll.kernels.matmul import ordered
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
@@ -18,11 +20,12 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 def make(model: Transformer, key: str = "rollout.exact") -> None:
-    """Have a model compute exactly. ValueError as `refuse`, and for layers that are not float32."""
+    """Have a model compute exactly. ValueError as `refuse`, and for layers of another dtype than the
+    model's."""
     held = [linear.weight for _, linear in model.linears()]
     forms = {get_format(w.format) for w in held if isinstance(w, QTensor)}
-    if other := [form.name for form in forms if form.dtype not in (None, torch.float32)]:
-        raise ValueError(f"{key}: it computes in float32, and some layers are {other[0]}")
+    if other := [form.name for form in forms if form.dtype not in (None, model.dtype)]:
+        raise ValueError(f"{key}: it computes in {model.dtype}, and some layers are {other[0]}")
     refuse(model.spec, model.device, model.dtype, key)
     model.be_exact()
 
@@ -31,10 +34,20 @@ def refuse(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, key: str = "rollout.exact"
 ) -> None:
     """ValueError when a model cannot be exact, with what could be. key: what asks."""
-    if device.type != "cpu":
-        raise ValueError(f"{key}: it runs on a CPU, and the device is {device}")
+    if device.type == "cpu" and not INTERPRETED:
+        return _refuse_cpu(spec, device, dtype, key)
+    found = tiled.supports_device(device) and tiled.supports_heads(
+        spec.head_dim, spec.num_heads, spec.num_kv_heads
+    )
+    if not found:
+        raise ValueError(f"{key}: attention {found.why_not}")
+    if spec.num_experts:
+        raise ValueError(f"{key}: experts have the same bits on a CPU alone; set device: cpu")
+
+
+def _refuse_cpu(spec: ModelSpec, device: torch.device, dtype: torch.dtype, key: str) -> None:
     if dtype != torch.float32:
-        raise ValueError(f"{key}: it computes in float32, and the dtype is {dtype}")
+        raise ValueError(f"{key}: on a CPU it computes in float32, and the dtype is {dtype}")
     for part in (rows, heads, attention, ordered):
         if not (found := part.supports_device(device)):
             raise ValueError(f"{key}: a kernel of this CPU {found.why_not}")

@@ -60,7 +60,7 @@ class LearnerLinear(Linear):
     def after_swiglu(self, gate_up_TN: Tensor | Product) -> Tensor:
         """The product of silu(gate) * up, which the backward pass makes again."""
         assert isinstance(gate_up_TN, Tensor)
-        if self._learns_alone and triton_supports(gate_up_TN):
+        if self._learns_alone and not self.exact and triton_supports(gate_up_TN):
             return _GatedProduct.apply(
                 gate_up_TN, self.weight, self.bias, self.aligned, self.transposed
             )

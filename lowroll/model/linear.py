@@ -106,10 +106,7 @@ class Linear(nn.Module):
 
     def gate(self, gate_up_TN: Tensor | Product) -> Tensor | Rows:
         """silu(gate) * up, as the layer wants it."""
-        if self.exact:
-            assert isinstance(gate_up_TN, Tensor)
-            return invariant.silu_mul(gate_up_TN)
-        return silu_mul(gate_up_TN, self.row_kind)
+        return (invariant.silu_mul if self.exact else silu_mul)(gate_up_TN, self.row_kind)
 
     def base_and_update(self, x_TK: Tensor | Rows) -> tuple[Tensor | Product, Update | None]:
         """The product, and the adapter's update that is missing in it; None when nothing is.
@@ -120,6 +117,7 @@ class Linear(nn.Module):
         if (
             adapter is None
             or not adapter.enabled
+            or self.exact
             or not isinstance(x_TK, Tensor)
             or not triton_supports(x_TK)
             or not low_rank.supports(adapter.rank, x_TK.dtype)

@@ -26,7 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import ordered
+from lowroll.kernels.sampling import chosen
 from lowroll.kernels.training import logprobs as kernels
 
 KEPT = 3  # chunks whose G is kept: beside one chunk's logits no more than two chunks' with their G
@@ -113,16 +115,20 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.slopes = {}  # G of chunks by number; whoever reads one lets go of it
         for i, rows in enumerate(_chunks(hidden_TD, chunk)):
             if exact:
-                logits_CV = ordered.product(hidden_TD[rows], weight_VD)
+                logits_CV = ordered.product(hidden_TD[rows], weight_VD, dtype=torch.float32)
             else:
                 logits_CV = float32_product(hidden_TD[rows], weight_VD.t())
             if slope_TD is not None and grad_CV is not None:
                 grad_CV = grad_CV[: len(logits_CV)]
             else:
                 grad_CV = torch.empty_like(logits_CV, dtype=weight_VD.dtype) if i < kept else None
-            logp_T[rows], entropy_T[rows] = kernels.token_log_probs(
+            as_drawn_C = None
+            if exact and triton_supports(logits_CV):  # elsewhere there is one log-softmax
+                as_drawn_C = chosen.log_probs(logits_CV, targets_T[rows], temperature)
+            logp_C, entropy_T[rows] = kernels.token_log_probs(
                 logits_CV, targets_T[rows], temperature, grad_CV
             )
+            logp_T[rows] = logp_C if as_drawn_C is None else as_drawn_C
             if slope_TD is not None and grad_CV is not None:
                 torch.mm(grad_CV, weight_VD, out=slope_TD[rows])
             elif grad_CV is not None:

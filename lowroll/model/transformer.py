@@ -62,10 +62,8 @@ class RMSNorm(nn.Module):
     ) -> tuple[Tensor, Tensor | Rows]:
         """(x + update, its norm): one pass over both. The norm is quantized to `rows` where its
         reader wants that."""
-        if self.exact:
-            assert not isinstance(update_TD, Product)
-            return invariant.add_rms_norm(x_TD, update_TD, self.gain, self.eps)
-        return add_rms_norm(x_TD, update_TD, self.gain, self.eps, rows)
+        add = invariant.add_rms_norm if self.exact else add_rms_norm
+        return add(x_TD, update_TD, self.gain, self.eps, rows)
 
     @property
     def gain(self) -> Tensor:
@@ -286,7 +284,7 @@ class Transformer(nn.Module):
         """Logits [T, V], float32 on CUDA in half precision (`logprobs.logits`); elsewhere in the
         model's dtype."""
         if self.exact:
-            return product.linear(hidden_TD, self.lm_head_weight)
+            return product.linear(hidden_TD, self.lm_head_weight, dtype=torch.float32)
         if self.head is None or hidden_TD.is_cuda:
             return logprobs.logits(hidden_TD, self.lm_head_weight)
         return self.head.linear(hidden_TD)

@@ -50,7 +50,7 @@ class Dense(Format):
         w_NK = q.tensors["weight"]
         bias_N = None if bias_N is None else bias_N.to(self.dtype)
         if exact:
-            return ordered.product(x, w_NK, bias_N)
+            return ordered.product(x, w_NK, bias_N).to(x_MK.dtype)
         if gemv.supports(x, w_NK):
             return gemv.linear(x, w_NK, bias_N).to(x_MK.dtype)
         if (

@@ -276,7 +276,7 @@ class Format(ABC):
         self, x_MK: Tensor, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Tensor:
         """x times the matrix, in the format's own arithmetic. exact: a row's bits are those of any
-        batch, in float32 on a CPU (`kernels.invariant`)."""
+        batch (`kernels.invariant`)."""
 
     def rounded(self, x_MK: Tensor) -> Tensor:
         """Activations as `linear` multiplies them with the dequantized matrix: float32. For formats
@@ -288,7 +288,9 @@ class Format(ABC):
         known of its kernels and instructions; "" where nothing says so."""
         return ""
 
-    def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
+    def product(
+        self, rows: Rows, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Product:
         """`linear` of activations that are quantized already; its scales may be left to the kernel
         that comes next."""
         raise NotImplementedError(f"{self.name} has no product of quantized rows")
@@ -411,7 +413,7 @@ class WeightOnly(Format):
     ) -> Tensor:
         many = x_MK.is_cuda and x_MK.shape[0] > dense_from(q.shape)
         kept = many and f"dense {x_MK.dtype}" in q.packed
-        if not kept and w4a16.supports(self.kernel, x_MK, q.shape):
+        if not kept and not exact and w4a16.supports(self.kernel, x_MK, q.shape):
             return w4a16.linear(self.kernel, q.tensors, x_MK, q.shape, bias_N)
         if avx2.supports(self.kernel, x_MK, q.shape):
             return avx2.linear(self.kernel, q.tensors, x_MK, q.shape[0], bias_N)

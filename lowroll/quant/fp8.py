@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
+from lowroll.kernels.matmul import ordered
 from lowroll.kernels.matmul.w8a8 import multiply, scaled_mm_supports
 from lowroll.kernels.quantize.quantize8 import quantize_columns_into, quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
@@ -109,11 +110,17 @@ class Float8(Gridded):
     def product(
         self, rows: Rows, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Product:
-        if rows.codes_MK.device.type != "cpu":
-            return multiply(rows, q.tensors["weight"], q.tensors["weight_scale"], bias_N)
-        values_NK = q.derive("codes", lambda q: q.tensors["weight"].float())
+        codes_NK, on_cuda = q.tensors["weight"], rows.codes_MK.is_cuda
+        if on_cuda and not exact:
+            return multiply(rows, codes_NK, q.tensors["weight_scale"], bias_N)
+        if on_cuda:  # bfloat16 holds every code
+            numbers = rows.codes_MK.bfloat16(), codes_NK.bfloat16()
+            sums_MN = ordered.product(*numbers, dtype=torch.float32)
+        else:
+            values_NK = q.derive("codes", lambda q: q.tensors["weight"].float())
+            sums_MN = float_product(rows.codes_MK.float(), values_NK, None, exact)
         return Product(
-            float_product(rows.codes_MK.float(), values_NK, None, exact),
+            sums_MN,
             rows.scale_M1,
             q.tensors["weight_scale"],
             bias_N,

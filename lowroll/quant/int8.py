@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.matmul import exact, onednn
+from lowroll.kernels.matmul import exact as in_parts
+from lowroll.kernels.matmul import onednn
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
@@ -73,13 +74,15 @@ class Int8(Gridded):
         # sums of integers are exact in any batch
         return self.product(quantize_rows(x_MK, self.rows), q, bias_N).dense()
 
-    def product(self, rows: Rows, q: QTensor, bias_N: Tensor | None) -> Product:
+    def product(
+        self, rows: Rows, q: QTensor, bias_N: Tensor | None, exact: bool = False
+    ) -> Product:
         if onednn.supports_device(rows.codes_MK.device):
             packed = q.derive("onednn", pack)
             sums_MN = onednn.multiply(rows.codes_MK, packed)
         elif rows.codes_MK.device.type == "cpu":
-            weight = q.derive("values", lambda q: exact.split(q.tensors["codes"]))
-            sums_MN = exact.multiply(rows.codes_MK, weight) * q.tensors["scale"].flatten()
+            weight = q.derive("values", lambda q: in_parts.split(q.tensors["codes"]))
+            sums_MN = in_parts.multiply(rows.codes_MK, weight) * q.tensors["scale"].flatten()
         else:
             return multiply(rows, q.tensors["codes"], q.tensors["scale"], bias_N)
         return Product(sums_MN, rows.scale_M1, None, bias_N, rows.dtype)

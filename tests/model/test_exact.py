@@ -60,7 +60,7 @@ def test_an_engine_can_be_asked_for_it(folder: Path) -> None:
 
 def test_what_an_engine_cannot_make_exact(folder: Path) -> None:
     for options, words in (
-        ({"weights": "bf16"}, "exact: it computes in float32"),
+        ({"weights": "bf16"}, "exact: on a CPU it computes in float32"),
         ({"weights": "int8", "kv_dtype": "fp8"}, "exact: needs the dense cache"),
         ({"weights": "int8", "large_batch_weights": "fp32"}, "exact: needs the dense cache"),
     ):

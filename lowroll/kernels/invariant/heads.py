@@ -1,11 +1,23 @@
-"""Heads that are normed and rotated by `kernels.fused.avx2`, with gradients: `rotate_heads`, as that of
-`kernels.fused.rope`, of float32 heads in multiples of `avx2.MULTIPLE`."""
+"""Heads that are normed and rotated as in any batch, with gradients: `kernels.fused.rope.rotate_heads`. On
+a CPU in `kernels.fused.avx2`, of float32 heads in multiples of `avx2.MULTIPLE`; in Triton a program
+has the heads of a token."""
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from lowroll.kernels.fused import avx2, rope
 from lowroll.kernels.invariant.gradient import with_gradient_of
+from lowroll.kernels.launch import triton_supports
+from lowroll.kernels.quantize.rows import Product
 
-rotate_heads = partial(with_gradient_of, rope.plain_heads, avx2.heads_of)
+
+def rotate_heads(qkv: Tensor | Product, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (q [T, H, d], k [T, G, d], v [T, G, d]); arguments as `kernels.fused.rope.rotate_heads`."""
+    if isinstance(qkv, Product) or triton_supports(qkv):
+        return rope.rotate_heads(qkv, *how)
+    made = with_gradient_of(rope.plain_heads, avx2.heads_of, qkv, *how)
+    assert isinstance(made, tuple)
+    return made

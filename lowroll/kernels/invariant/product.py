@@ -1,4 +1,4 @@
-"""The product with a float32 matrix, `kernels.matmul.ordered`, with gradients.
+"""The product with a matrix of plain numbers, `kernels.matmul.ordered`, with gradients.
 
 Legend: T tokens, K in features, N out features.
 """
@@ -13,26 +13,40 @@ from torch import Tensor
 from lowroll.kernels.matmul import ordered
 
 
-def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Return x W' + b [T, N], float32."""
-    made = _Product.apply(x_TK, weight_NK, bias_N)
+def linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return x W' + b [T, N], rounded once to `dtype` (that of x unless given)."""
+    made = _Product.apply(x_TK, weight_NK, bias_N, dtype)
     assert isinstance(made, Tensor)
     return made
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        needs_x, needs_weight, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.dtype = x_TK.dtype
         ctx.save_for_backward(x_TK if needs_weight else None, weight_NK if needs_x else None)
-        return ordered.product(x_TK, weight_NK, bias_N)
+        return ordered.product(x_TK, weight_NK, bias_N, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, weight_NK = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_TN = grad_TN.to(ctx.dtype)
         return (
             grad_TN @ weight_NK if needs_x else None,
             grad_TN.t() @ x_TK if needs_weight else None,
             grad_TN.sum(0) if needs_bias else None,
+            None,
         )

@@ -1,4 +1,5 @@
-"""RMSNorm with the residual before it, and SwiGLU's gate: `rows.cpp` for torch, with gradients.
+"""RMSNorm with the residual before it, and SwiGLU's gate: `rows.cpp` for torch, with gradients. In
+Triton a program has a row in any batch, so there `kernels.fused` has them.
 
 Legend: T tokens, D features, F intermediate size.
 """
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import pointer
+from lowroll.kernels.fused import norm, swiglu
 from lowroll.kernels.fused.norm import rms_norm
 from lowroll.kernels.invariant.gradient import with_gradient_of
+from lowroll.kernels.launch import triton_supports
+from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
 from lowroll.kernels.support import Support
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -41,17 +45,32 @@ def supports_device(device: torch.device) -> Support:
 
 
 def add_rms_norm(
-    x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return (x + update, its norm), as `kernels.fused.norm.add_rms_norm`, all float32."""
+    x_TD: Tensor,
+    update_TD: Tensor | Product | None,
+    weight_D: Tensor,
+    eps: float,
+    rows: str | None = None,
+) -> tuple[Tensor, Tensor | Rows]:
+    """Return (x + update, its norm), as `kernels.fused.norm.add_rms_norm`; on a CPU float32, and no
+    rows."""
+    if triton_supports(x_TD):
+        # a kernel that rounds too may sum squares in another order: what it stores decides on that
+        sum_TD, normed = norm.add_rms_norm(x_TD, update_TD, weight_D, eps)
+        assert isinstance(normed, Tensor)
+        return sum_TD, normed if rows is None else quantize_rows(normed, rows)
+    assert rows is None and not isinstance(update_TD, Product)
     if update_TD is None:
         return x_TD, with_gradient_of(rms_norm, _norm, x_TD, weight_D, eps)
     sum_TD, normed_TD = with_gradient_of(_plain_add, _add, x_TD, update_TD, weight_D, eps)
     return sum_TD, normed_TD
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [T, F] of gate_up [T, 2F], float32."""
+def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
+    """Return silu(gate) * up [T, F] of gate_up [T, 2F], as `kernels.fused.swiglu.silu_mul`; on a CPU
+    float32, and no rows."""
+    if isinstance(gate_up, Product) or triton_supports(gate_up):
+        return swiglu.silu_mul(gate_up, rows)
+    assert rows is None
     made = with_gradient_of(_plain_gate, _gate, gate_up)
     assert isinstance(made, Tensor)
     return made

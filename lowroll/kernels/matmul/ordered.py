@@ -21,6 +21,8 @@ from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import pointer
+from lowroll.kernels.launch import triton_supports
+from lowroll.kernels.matmul import tiled
 from lowroll.kernels.support import Support
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -59,9 +61,18 @@ def goes_across(M: int, N: int, K: int) -> bool:
     return K <= DEEPEST and N >= 128 and (has_avx512() or M > 2 or K <= 32)
 
 
-def product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Return x times the transpose of w, plus the bias: [M, N]. Rows may be strided. ValueError for other
-    numbers than float32, and for shapes that do not fit."""
+def product(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    bias_N: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    added_MN: Tensor | None = None,
+) -> Tensor:
+    """Return x times the transpose of w, plus the bias, plus what is added: [M, N]. Rows may be
+    strided. On a CPU float32; on CUDA `tiled.product`, in any floating dtype, rounded once to `dtype`
+    (that of x unless given). ValueError for other numbers, and for shapes that do not fit."""
+    if triton_supports(x_MK):
+        return tiled.product(x_MK, w_NK, bias_N, dtype, added_MN)
     (M, K), N = x_MK.shape, w_NK.shape[0]
     given = (x_MK, w_NK) if bias_N is None else (x_MK, w_NK, bias_N)
     if any(t.dtype != torch.float32 for t in given):
@@ -76,4 +87,4 @@ def product(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         sizes = x_MK.stride(0), w_NK.stride(0), M, N, K
         how = has_avx512(), goes_across(M, N, K), torch.get_num_threads()
         cxx.run(SOURCE, "ordered_product", Problem(*held, *sizes, *how))
-    return y_MN
+    return y_MN if added_MN is None else y_MN.add_(added_MN)

@@ -1,0 +1,103 @@
+"""A run with `rollout.exact`: in how many steps what was recorded is, bit for bit, what the learner
+computes.
+
+Prompts are read in pieces, rows wait for room, and micro-batches are small, so that few tokens have the
+same neighbours on both sides. Rows are added to `exact.json`, of a GPU to `exact-gpu.json`.
+
+    python -m bench.same_bits [--model smollm2] [--steps 200] [--device cpu] [--full] [--weights FORMAT]
+    python -m bench.same_bits --device cuda --shape qwen2.5-7b --env reverse_text
+
+--shape: random weights of `bench.shapes` with the tokenizer and the vocabulary of --model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from bench.record import BASELINES, Row, merge, show
+from bench.shapes import SHAPES, random_model
+from lowroll import run
+from lowroll.config import from_mapping
+from lowroll.metrics.record import read
+from lowroll.model import hf
+from lowroll.model.folder import resolve
+from lowroll.model.spec import read_spec
+
+EQUAL = "mismatch/logp_diff_max"
+
+
+def prove(args: argparse.Namespace, folder: Path) -> list[Row]:
+    """Run, and count."""
+    model, name = resolve(args.model), args.shape or args.model
+    if args.shape:
+        sizes = {**SHAPES[args.shape], "vocab_size": read_spec(model).vocab_size}
+        random = random_model(sizes, args.device)
+        model = hf.save(random, folder / "model", tokenizer_from=model)
+        del random
+    tree = {
+        "model": str(model),
+        "device": args.device,
+        "output_dir": str(folder / "run"),
+        "env": [{"id": args.env}],
+        "batch_size": 8,
+        "rollouts_per_example": 4,
+        "rollout": {
+            "weights": args.weights,
+            "exact": True,
+            "max_tokens": 32,
+            "prefill_chunk": 24,
+            "max_batch": 5,
+        },
+        "train": {
+            "max_steps": args.steps,
+            "lora": not args.full,
+            "learning_rate": 1e-6 if args.full else 1e-4,
+            "tokens_per_microbatch": 300,
+        },
+        "ckpt": {"interval": args.steps},
+    }
+    records = read(run(from_mapping(tree)).folder)
+    print(
+        *(f"{r['step']}: reward {r['reward/mean']:.3f}, {EQUAL} {r[EQUAL]}" for r in records),
+        sep="\n",
+    )
+    same = sum(record[EQUAL] == 0 for record in records)
+    first, last = (
+        sum(r["reward/mean"] for r in some) / 10 for some in (records[:10], records[-10:])
+    )
+    how = f"{name} {args.weights} {'full' if args.full else 'LoRA'}"
+    return [
+        Row(
+            f"{how}: steps with the same bits on both sides, of {args.steps}",
+            "steps",
+            float(same),
+            must=float(args.steps),
+            goal="ours at least",
+            note=f"reward of the first ten {first:.2f}, of the last {last:.2f}; no correction",
+        )
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Steps of a run that have the same bits twice.")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--env", default="records")
+    parser.add_argument("--weights", default="int8_rotated")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--out", type=Path, default=BASELINES)
+    args = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = prove(args, Path(folder))
+    print(merge("exact" if args.device == "cpu" else "exact-gpu", rows, args.out))
+    return 0 if show(f"rollout.exact ({time.monotonic() - began:.0f} s)", rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,524 @@
+"""Attention whose bits depend on a query and its keys alone, in Triton: over the pages of a cache, or
+over keys that lie packed.
+
+    shares of SHARE keys, each in tiles of BLOCK:    m, l, o of the online softmax (Milakov and Gimelshein 2018)
+    shares are joined in order, from the first on:   m' = max(m, m_s)
+                                                     l' = l 2^(m - m') + l_s 2^(m_s - m'),  o' likewise
+
+Shares begin at multiples of SHARE, whatever the batch: a query that is decoded, one of a prompt, of
+a later chunk or of a learner's packed sequence has the same tiles, products and order. Tiles of which
+a query sees nothing change nothing of it: its maximum stays, and zeros are added. The sum of the
+weights is a product with ones, as the tensor cores sum whatever rows are beside it.
+
+A tile of queries is `queries` neighbours of one sequence with the query heads of a key-value head.
+Few rows that are decoded have a program for each share, whose results a second launch joins; the
+programs of more rows, and of prompts, go through their shares one after the other.
+
+Legend: T query tokens, I tiles of queries, S sequences, H query heads, G key-value heads, d head
+size, p pages, P tokens of a page, N pages of a table row, L joined shares, B decoded rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.attention.decode import packed_heads
+from lowroll.kernels.launch import (
+    INTERPRETED,
+    after_others,
+    block,
+    early_start,
+    jit,
+    tl,
+    triton_supports_device,
+)
+from lowroll.kernels.support import YES, Support, no
+
+SHARE = 256  # keys
+WIDEST = 256  # numbers of a head
+PROGRAMS = 132 * 2  # that decode at once: two a multiprocessor of an H200
+
+
+class Tiles(NamedTuple):
+    """Tiles of queries, int32 [I] each: the first token, how many (0 is none), the keys that lie
+    before the first one's own, and where the sequence's keys are: a row of the page table, or the
+    first of them."""
+
+    first_I: Tensor
+    count_I: Tensor
+    before_I: Tensor
+    origin_I: Tensor
+
+
+def supports_device(device: torch.device) -> Support:
+    """Return whether Triton's kernels run there."""
+    return triton_supports_device(device)
+
+
+def supports_heads(head_dim: int, heads: int, kv_heads: int) -> Support:
+    """Return whether it takes heads of this size and number."""
+    if head_dim > WIDEST:
+        return no(f"takes heads of up to {WIDEST}")
+    if block(heads // kv_heads) > 16:
+        return no("takes at most 16 query heads a key-value head")
+    return YES
+
+
+class Launch(NamedTuple):
+    """Rows of a product (queries times the heads of a key-value head), keys of a tile, loads in
+    flight and warps."""
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+
+
+def choose(d: int, size: int, decoded: bool) -> Launch:
+    """Return how heads of d numbers of `size` bytes are multiplied: what an H200 liked best. Keys of a
+    tile depend on no more, as bits depend on them."""
+    width = max(16, block(d)) * size
+    keys = min(128, max(32, 2**15 // width))
+    if INTERPRETED:  # numpy's order goes by the shape of a product
+        return Launch(64, keys, 1, 4)
+    if decoded:
+        return Launch(16, keys, 3 if width <= 256 else 2, 4)
+    return Launch(128, keys, 1, 8) if width == 256 else Launch(64, keys, 1, 4)
+
+
+def queries_of(heads: int, kv_heads: int, d: int, size: int) -> int:
+    """Return the queries of a tile, of heads of d numbers of `size` bytes."""
+    return max(1, choose(d, size, decoded=False).rows // block(heads // kv_heads))
+
+
+def tile(lengths_S: Tensor, before_S: Tensor, origin_S: Tensor, queries: int, most: int) -> Tiles:
+    """Return `most` tiles, or as many as there are where that is fewer, of sequences whose queries
+    lie behind each other. All int32, on one device; nothing waits for it.
+
+    lengths_S: queries. before_S: keys before each one's first query. origin_S: as in `Tiles`.
+    """
+    tiles_S = (lengths_S + (queries - 1)) // queries
+    ends_S = tiles_S.cumsum(0)
+    at_I = torch.arange(most, device=lengths_S.device)
+    sequence_I = torch.searchsorted(ends_S, at_I, right=True).clamp(max=len(lengths_S) - 1)
+    skipped_I = (at_I - (ends_S - tiles_S)[sequence_I]) * queries
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    left_I = lengths_S[sequence_I] - skipped_I
+    count_I = torch.where(at_I < ends_S[-1], left_I.clamp(min=0, max=queries), 0)
+    found = (
+        starts_S[sequence_I] + skipped_I,
+        count_I,
+        before_S[sequence_I] + skipped_I,
+        origin_S[sequence_I],
+    )
+    return Tiles(*(x_I.to(torch.int32) for x_I in found))
+
+
+def attend(
+    q_THd: Tensor,
+    keys_pPGd: Tensor,
+    values_pPGd: Tensor,
+    table_SN: Tensor | None,
+    tiles: Tiles,
+    scale: float,
+) -> Tensor:
+    """Return o [T, H, d] of queries over keys, each over those before its own and its own.
+
+    table_SN: int32, the pages of each sequence; None: keys and values are packed, [T, G, d].
+    """
+    q_THd = packed_heads(q_THd)
+    out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
+    tokens, heads, d = q_THd.shape
+    kv_heads = keys_pPGd.shape[-2]
+    if table_SN is None:
+        keys_pPGd, values_pPGd = packed_heads(keys_pPGd), packed_heads(values_pPGd)
+    how = choose(d, q_THd.element_size(), decoded=False)
+    _prompts_kernel[(len(tiles.first_I), kv_heads)](
+        q_THd,
+        keys_pPGd,
+        values_pPGd,
+        table_SN,
+        *tiles,
+        out_THd,
+        q_THd.stride(0),
+        *(
+            (keys_pPGd.stride(0), values_pPGd.stride(0))
+            if table_SN is None
+            else (kv_heads * d,) * 2
+        ),
+        0 if table_SN is None else table_SN.stride(0),
+        scale * math.log2(math.e),
+        H=heads,
+        G=kv_heads,
+        d=d,
+        PAGE=0 if table_SN is None else keys_pPGd.shape[1],
+        D=max(16, block(d)),
+        R=how.rows,
+        PER=block(heads // kv_heads),
+        BLOCK=how.keys,
+        SHARE=SHARE,
+        STAGES=how.stages,
+        num_warps=how.warps,
+        enable_fp_fusion=False,
+        **early_start(),
+    )
+    return out_THd
+
+
+def decode(
+    q_BHd: Tensor,
+    k_BGd: Tensor,
+    v_BGd: Tensor,
+    keys_pPGd: Tensor,
+    values_pPGd: Tensor,
+    table_BN: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+) -> Tensor:
+    """`kernels.attention.decode.paged_decode`, with the bits of `attend`."""
+    q_BHd, k_BGd, v_BGd = (packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
+    rows, heads, d = q_BHd.shape
+    page, kv_heads = keys_pPGd.shape[1:3]
+    shares = -(-table_BN.shape[1] * page // SHARE)
+    programs = max(1, min(shares, PROGRAMS // (rows * kv_heads)))
+    out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=q_BHd.device)
+    part_LBHd = stats_2LBH = None
+    if programs > 1:
+        part_LBHd = out_BHd.new_empty((shares, rows, heads, d), dtype=torch.float32)
+        stats_2LBH = part_LBHd.new_empty((2, shares, rows, heads))
+    how = choose(d, q_BHd.element_size(), decoded=True)
+    _decode_kernel[(kv_heads * rows * programs,)](
+        q_BHd,
+        k_BGd,
+        v_BGd,
+        keys_pPGd,
+        values_pPGd,
+        table_BN,
+        lengths_B,
+        out_BHd,
+        part_LBHd,
+        stats_2LBH,
+        rows,
+        programs,
+        shares,
+        q_BHd.stride(0),
+        k_BGd.stride(0),
+        v_BGd.stride(0),
+        table_BN.stride(0),
+        scale * math.log2(math.e),
+        H=heads,
+        G=kv_heads,
+        d=d,
+        PAGE=page,
+        D=max(16, block(d)),
+        R=how.rows,
+        PER=block(heads // kv_heads),
+        BLOCK=how.keys,
+        SHARE=SHARE,
+        STAGES=how.stages,
+        num_warps=how.warps,
+        enable_fp_fusion=False,
+        **early_start(),
+    )
+    if part_LBHd is not None:
+        _join_kernel[(rows * heads,)](
+            part_LBHd,
+            stats_2LBH,
+            lengths_B,
+            out_BHd,
+            rows,
+            shares,
+            H=heads,
+            d=d,
+            D=max(16, block(d)),
+            SHARE=SHARE,
+            num_warps=1,
+            enable_fp_fusion=False,
+            **early_start(),
+        )
+    return out_BHd
+
+
+# -- Triton: softmax in base 2, so `scale` arrives times log2(e) ------------------------------------
+
+
+@jit
+def _base(table, origin, offs_n, in_n, stride, PAGE: tl.constexpr):
+    """Where the numbers of these keys begin."""
+    if PAGE:
+        page_n = tl.load(table + offs_n // PAGE, mask=in_n, other=0).to(tl.int64)
+        return (page_n * PAGE + offs_n % PAGE) * stride
+    else:
+        return (origin + offs_n).to(tl.int64) * stride
+
+
+@jit
+def _share(
+    q_rd,
+    seen_r,
+    keys,
+    values,
+    table,
+    origin,
+    first,
+    stop,
+    key_stride,
+    value_stride,
+    scale,
+    d: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Maximum, mass and sum of values of the keys [first, stop), of which each row sees those below
+    `seen_r`."""
+    offs_d = tl.arange(0, D)
+    in_d = offs_d < d
+    ones_nk = tl.full([BLOCK, 16], 1.0, q_rd.dtype)
+    m_r = tl.full([R], float("-inf"), tl.float32)
+    l_rk = tl.zeros([R, 16], tl.float32)
+    o_rd = tl.zeros([R, D], tl.float32)
+    for start in tl.range(first, stop, BLOCK, num_stages=STAGES):
+        offs_n = start + tl.arange(0, BLOCK)
+        in_n = offs_n < stop
+        in_nd = in_n[:, None] & in_d[None, :]
+        k_n = _base(table, origin, offs_n, in_n, key_stride, PAGE)
+        v_n = k_n
+        if not PAGE:
+            v_n = _base(table, origin, offs_n, in_n, value_stride, PAGE)
+        k_nd = tl.load(keys + k_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
+        v_nd = tl.load(values + v_n[:, None] + offs_d[None, :], mask=in_nd, other=0.0)
+        s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee") * scale
+        s_rn = tl.where(offs_n[None, :] < seen_r[:, None], s_rn, float("-inf"))
+        new_r = tl.maximum(m_r, tl.max(s_rn, 1))
+        shift_r = tl.where(new_r == float("-inf"), 0.0, new_r)
+        p_rn = tl.exp2(s_rn - shift_r[:, None]).to(v_nd.dtype)
+        old_r = tl.exp2(m_r - shift_r)
+        l_rk = tl.dot(p_rn, ones_nk, l_rk * old_r[:, None], input_precision="ieee")
+        o_rd = tl.dot(p_rn, v_nd, o_rd * old_r[:, None], input_precision="ieee")
+        m_r = new_r
+    return m_r, tl.max(l_rk, 1), o_rd
+
+
+@jit
+def _weights(m, m_s):
+    """The maximum of what is joined, and what both sides are multiplied by."""
+    new = tl.maximum(m, m_s)
+    shift = tl.where(new == float("-inf"), 0.0, new)
+    return new, tl.exp2(m - shift), tl.exp2(m_s - shift)
+
+
+@jit
+def _prompts_kernel(
+    q,
+    keys,
+    values,
+    table,
+    first_ptr,
+    count_ptr,
+    before_ptr,
+    origin_ptr,
+    out,
+    q_stride,
+    key_stride,
+    value_stride,
+    table_stride,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    d: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    PER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARE: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One key-value head of one tile of queries."""
+    after_others(EARLY)
+    at, head = tl.program_id(0), tl.program_id(1)
+    count = tl.load(count_ptr + at)
+    if count == 0:
+        return
+    first, before = tl.load(first_ptr + at), tl.load(before_ptr + at)
+    origin = tl.load(origin_ptr + at)
+    offs_r, offs_d = tl.arange(0, R), tl.arange(0, D)
+    query_r, head_r = offs_r // PER, head * (H // G) + offs_r % PER
+    live_r = (query_r < count) & (offs_r % PER < H // G)
+    live_rd = live_r[:, None] & (offs_d < d)[None, :]
+    token_r = (first + query_r).to(tl.int64)
+    q_at = q + token_r[:, None] * q_stride + head_r[:, None] * d + offs_d[None, :]
+    q_rd = tl.load(q_at, mask=live_rd, other=0.0)
+    seen_r = before + 1 + tl.minimum(query_r, count - 1)
+    if PAGE:
+        table += origin.to(tl.int64) * table_stride
+    stop = before + count
+    m_r = tl.full([R], float("-inf"), tl.float32)
+    l_r = tl.zeros([R], tl.float32)
+    o_rd = tl.zeros([R, D], tl.float32)
+    for share in range(0, stop, SHARE):
+        m_s, l_s, o_s = _share(
+            q_rd,
+            seen_r,
+            keys + head * d,
+            values + head * d,
+            table,
+            origin,
+            share,
+            tl.minimum(share + SHARE, stop),
+            key_stride,
+            value_stride,
+            scale,
+            d,
+            PAGE,
+            D,
+            R,
+            BLOCK,
+            STAGES,
+        )
+        m_r, old_r, new_r = _weights(m_r, m_s)
+        l_r = l_r * old_r + l_s * new_r
+        o_rd = o_rd * old_r[:, None] + o_s * new_r[:, None]
+    out_at = out + token_r[:, None] * (H * d) + head_r[:, None] * d + offs_d[None, :]
+    tl.store(out_at, tl.div_rn(o_rd, l_r[:, None]).to(out.dtype.element_ty), mask=live_rd)
+
+
+@jit
+def _decode_kernel(
+    q,
+    k,
+    v,
+    keys,
+    values,
+    table,
+    lengths,
+    out,
+    part,
+    stats,
+    rows,
+    programs,
+    shares,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    d: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    PER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARE: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One key-value head of one row, over some shares of its keys; G fastest, then rows. The program
+    of the last share writes the new key and value to their slot, and reads them there."""
+    after_others(EARLY)
+    pid = tl.program_id(0)
+    head, row, program = pid % G, (pid // G) % rows, pid // (G * rows)
+    length = tl.load(lengths + row)
+    last = tl.maximum(length - 1, 0)
+    offs_r, offs_d = tl.arange(0, R), tl.arange(0, D)
+    head_r = head * (H // G) + offs_r
+    live_rd = (offs_r < H // G)[:, None] & (offs_d < d)[None, :]
+    out_at = out + (row * H + head_r).to(tl.int64)[:, None] * d + offs_d[None, :]
+    if length <= 0:
+        if program == 0:
+            tl.store(out_at, tl.zeros([R, D], out.dtype.element_ty), mask=live_rd)
+        return
+    table += row.to(tl.int64) * table_stride
+    if (last // SHARE) % programs == program:
+        in_d = offs_d < d
+        k_d = tl.load(k + row.to(tl.int64) * k_stride + head * d + offs_d, mask=in_d)
+        v_d = tl.load(v + row.to(tl.int64) * v_stride + head * d + offs_d, mask=in_d)
+        page = tl.load(table + last // PAGE).to(tl.int64)
+        slot = (page * PAGE + last % PAGE) * (G * d) + head * d + offs_d
+        tl.store(keys + slot, k_d, mask=in_d)
+        tl.store(values + slot, v_d, mask=in_d)
+        tl.debug_barrier()  # every thread's part is written before any is read
+    q_at = q + row.to(tl.int64) * q_stride + head_r[:, None] * d + offs_d[None, :]
+    q_rd = tl.load(q_at, mask=live_rd, other=0.0)
+    seen_r = tl.full([R], 0, tl.int32) + length
+    m_r = tl.full([R], float("-inf"), tl.float32)
+    l_r = tl.zeros([R], tl.float32)
+    o_rd = tl.zeros([R, D], tl.float32)
+    for share in range(program, tl.cdiv(length, SHARE), programs):
+        m_s, l_s, o_s = _share(
+            q_rd,
+            seen_r,
+            keys + head * d,
+            values + head * d,
+            table,
+            0,
+            share * SHARE,
+            tl.minimum(share * SHARE + SHARE, length),
+            G * d,
+            G * d,
+            scale,
+            d,
+            PAGE,
+            D,
+            R,
+            BLOCK,
+            STAGES,
+        )
+        if part is None:
+            m_r, old_r, new_r = _weights(m_r, m_s)
+            l_r = l_r * old_r + l_s * new_r
+            o_rd = o_rd * old_r[:, None] + o_s * new_r[:, None]
+        else:
+            to_r = (share * rows + row).to(tl.int64) * H + head_r
+            tl.store(part + to_r[:, None] * d + offs_d[None, :], o_s, mask=live_rd)
+            tl.store(stats + to_r, m_s, mask=offs_r < H // G)
+            tl.store(stats + shares.to(tl.int64) * rows * H + to_r, l_s, mask=offs_r < H // G)
+    if part is None:
+        tl.store(out_at, tl.div_rn(o_rd, l_r[:, None]).to(out.dtype.element_ty), mask=live_rd)
+
+
+@jit
+def _join_kernel(
+    part,
+    stats,
+    lengths,
+    out,
+    rows,
+    shares,
+    H: tl.constexpr,
+    d: tl.constexpr,
+    D: tl.constexpr,
+    SHARE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The shares of one head of one row, in their order."""
+    after_others(EARLY)
+    row, head = tl.program_id(0) // H, tl.program_id(0) % H
+    length = tl.load(lengths + row)
+    if length <= 0:
+        return
+    offs_d = tl.arange(0, D)
+    in_d = offs_d < d
+    m_1 = tl.full([1], float("-inf"), tl.float32)
+    l_1 = tl.zeros([1], tl.float32)
+    o_d = tl.zeros([D], tl.float32)
+    for share in range(0, tl.cdiv(length, SHARE)):
+        at = (share * rows + row).to(tl.int64) * H + head
+        m_s = tl.load(stats + at)
+        l_s = tl.load(stats + shares.to(tl.int64) * rows * H + at)
+        o_s = tl.load(part + at * d + offs_d, mask=in_d, other=0.0)
+        m_1, old_1, new_1 = _weights(m_1, m_s)
+        l_1 = l_1 * old_1 + l_s * new_1
+        o_d = o_d * old_1 + o_s * new_1
+    at = (row * H + head).to(tl.int64) * d + offs_d
+    tl.store(out + at, tl.div_rn(o_d, l_1).to(out.dtype.element_ty), mask=in_d)

@@ -1,0 +1,96 @@
+"""Attention in which a query's bits depend on the query and its keys alone: `kernels.attention.avx2` on a
+CPU, `kernels.attention.tiled` on CUDA.
+
+Legend: T query tokens, S sequences, B decoded rows, H query heads, G key-value heads, d head size, p
+pages, P tokens of a page, N pages of a table row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.attention import avx2, tiled
+from lowroll.kernels.launch import triton_supports
+
+Causal = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q [T, H, d], k [T, G, d], v [T, G, d]) -> o
+
+
+def packed(lengths_S: Tensor, tokens: int) -> Causal:
+    """Return causal attention over packed sequences, without a gradient. lengths_S: int32, of `tokens`
+    in all, on their device, for which nothing waits."""
+    starts_S = (lengths_S.cumsum(0) - lengths_S).int()
+    if not triton_supports(lengths_S):
+        return _on_a_cpu(lengths_S, starts_S)
+
+    @cache
+    def tiles(queries: int) -> tiled.Tiles:
+        most = -(-tokens // queries) + len(lengths_S)
+        return tiled.tile(lengths_S, torch.zeros_like(lengths_S), starts_S, queries, most)
+
+    def attend(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        sizes = q_THd.shape[1], k_TGd.shape[1], q_THd.shape[2], q_THd.element_size()
+        queries = tiled.queries_of(*sizes)
+        return tiled.attend(q_THd, k_TGd, v_TGd, None, tiles(queries), q_THd.shape[-1] ** -0.5)
+
+    return attend
+
+
+def _on_a_cpu(lengths_S: Tensor, starts_S: Tensor) -> Causal:
+    # pages of a token: every row of the table begins at its own token, and goes on as long as it likes
+    table_T1 = torch.arange(int(lengths_S.sum()), dtype=torch.int32)[:, None]
+    starts_T = starts_S.repeat_interleave(lengths_S)
+    lengths_T = torch.cat([torch.arange(1, n + 1, dtype=torch.int32) for n in lengths_S.tolist()])
+
+    def attend(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        keys_T1Gd, values_T1Gd = (x_TGd.contiguous()[:, None] for x_TGd in (k_TGd, v_TGd))
+        scale = q_THd.shape[-1] ** -0.5
+        return avx2.attend(q_THd, keys_T1Gd, values_T1Gd, table_T1, starts_T, lengths_T, scale)
+
+    return attend
+
+
+def paged(
+    keys_pPGd: Tensor, table_SN: Tensor, lengths_S: Tensor, before_S: Tensor, heads: int
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return attention (q [T, H, d], keys, values) -> o of the queries of sequences over their pages, which
+    hold their keys already.
+
+    keys_pPGd: any layer's. table_SN, lengths_S (queries) and before_S (keys before the first of
+    them): int32, on a CPU.
+    """
+    if triton_supports(keys_pPGd):
+        kv_heads, d = keys_pPGd.shape[2:]
+        queries = tiled.queries_of(heads, kv_heads, d, keys_pPGd.element_size())
+        most = int((-(-lengths_S // queries)).sum())
+        rows_S = torch.arange(len(lengths_S), dtype=torch.int32)
+        made = tiled.tile(lengths_S, before_S, rows_S, queries, most)
+        device = keys_pPGd.device
+        tiles, table_SN = tiled.Tiles(*(x_I.to(device) for x_I in made)), table_SN.to(device)
+        return lambda q, keys, values: tiled.attend(
+            q, keys, values, table_SN, tiles, q.shape[-1] ** -0.5
+        )
+    sequences_T = torch.arange(len(lengths_S), dtype=torch.int32).repeat_interleave(lengths_S)
+    spans = zip(before_S.tolist(), lengths_S.tolist(), strict=True)
+    lengths_T = torch.cat([torch.arange(b + 1, b + n + 1, dtype=torch.int32) for b, n in spans])
+    return lambda q, keys, values: avx2.attend(
+        q, keys, values, table_SN, sequences_T, lengths_T, q.shape[-1] ** -0.5
+    )
+
+
+def decode(
+    q_BHd: Tensor,
+    k_BGd: Tensor,
+    v_BGd: Tensor,
+    keys_pPGd: Tensor,
+    values_pPGd: Tensor,
+    table_BN: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+) -> Tensor:
+    """`kernels.attention.decode.paged_decode`, with the bits of the others."""
+    run = tiled.decode if triton_supports(q_BHd) else avx2.decode
+    return run(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)

@@ -1,0 +1,225 @@
+"""y = x W' in Triton by sums whose order is fixed: `kernels.matmul.ordered` for CUDA.
+
+    parts of PART features each (of a matrix with more than NARROW columns: all of K)
+    a part's sum: 16 features after 16, from its first on, in float32
+    y[m, n] = the parts, from the first on, + bias[n] + added[m, n]
+
+A vendor's library chooses tiles, instructions and parts of K by the number of rows. Here parts are
+those of the matrix, and the tensor cores add 16 products at once whatever the tile: the same products
+in the same order for one row and for thousands (on an H200 of twelve tiles for 1 to 4,096 rows none
+differed in a bit; docs/LOG.md). Parts of few tiles are made by programs of their own, and joined by a
+second launch. Weights are the left operand of the product, as in `kernels.matmul.integers`. Numbers of
+32 bits are multiplied as they are, without tensor cores.
+
+Legend: M rows, N out features, K in features, P parts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowroll.kernels.launch import after_others, block, early_start, jit, tl
+
+MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for them, whatever the device
+NARROW = (
+    256  # columns of a matrix, such as LoRA's way down, whose few tiles would wait for all of K
+)
+PART = 1024
+JOINED = 1024  # results of a program that joins parts
+
+
+class Tile(NamedTuple):
+    """A tile of the result, the features of a step along K, loads in flight and warps."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+
+
+def product(
+    x_MK: Tensor,
+    w_NK: Tensor,
+    bias_N: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    added_MN: Tensor | None = None,
+) -> Tensor:
+    """Return x times the transpose of w, plus the bias, plus what is added: [M, N], rounded once to
+    `dtype` (that of x unless given). ValueError for operands of different types, and shapes that do
+    not fit."""
+    (M, K), N = x_MK.shape, w_NK.shape[0]
+    if x_MK.dtype != w_NK.dtype:
+        raise ValueError(f"tiled: expected one dtype, got {x_MK.dtype} and {w_NK.dtype}")
+    if w_NK.shape[1] != K or bias_N is not None and bias_N.shape != (N,):
+        raise ValueError(f"tiled: {[*x_MK.shape]} and {[*w_NK.shape]} do not fit")
+    x_MK, w_NK = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MK, w_NK))
+    y_MN = torch.empty(M, N, dtype=dtype or x_MK.dtype, device=x_MK.device)
+    if y_MN.numel() == 0:
+        return y_MN
+    tile = choose(M, N, x_MK.element_size())
+    tiles = -(-M // tile.rows) * -(-N // tile.columns)
+    part = PART if N <= NARROW else -(-K // PART) * PART
+    parts, sums_PMN = -(-K // part), None
+    if parts > 1 and tiles < MULTIPROCESSORS:
+        sums_PMN = torch.empty(parts, M, N, dtype=torch.float32, device=x_MK.device)
+    bias_N, added_MN = (None if t is None else t.contiguous() for t in (bias_N, added_MN))
+    _product_kernel[(tiles, 1 if sums_PMN is None else parts)](
+        x_MK,
+        w_NK,
+        bias_N,
+        added_MN,
+        y_MN,
+        sums_PMN,
+        M,
+        N,
+        K,
+        part,
+        x_MK.stride(0),
+        w_NK.stride(0),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        EVEN=K % tile.depth == 0,
+        ALONE=parts == 1,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+        **early_start(),
+    )
+    if sums_PMN is not None:
+        _join_kernel[(-(-M * N // JOINED),)](
+            sums_PMN,
+            bias_N,
+            added_MN,
+            y_MN,
+            M,
+            N,
+            parts,
+            BLOCK=JOINED,
+            num_warps=4,
+            enable_fp_fusion=False,
+            **early_start(),
+        )
+    return y_MN
+
+
+def choose(M: int, N: int, size: int) -> Tile:
+    """Return the tile for a product of these sizes, of numbers of `size` bytes."""
+    if size > 2:
+        return Tile(min(32, max(16, block(M))), 64, 64, 2, 4)
+    wide = -(-N // 128) * -(-M // 128) >= MULTIPROCESSORS
+    if N <= NARROW and M > 64:
+        return Tile(64, 64, 64, 4, 4)
+    if M > 512:
+        return Tile(256, 128, 64, 3, 8)
+    if M > 64:
+        return Tile(128, 128, 64, 3, 8) if wide else Tile(64, 64, 64, 4, 4)
+    return Tile(max(16, block(M)), 64, 128, 5, 4)
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+@jit
+def _product_kernel(
+    x,
+    w,
+    bias,
+    added,
+    y,
+    parts,
+    M,
+    N,
+    K,
+    part,
+    x_stride,
+    w_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALONE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One tile of y, or of one part of it. Tiles of the same weights are neighbours."""
+    after_others(EARLY)
+    tile = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
+    first = tile // (8 * tiles_n) * 8  # bands of 8 tiles of rows
+    high = tl.minimum(tiles_m - first, 8)
+    m = (first + tile % (8 * tiles_n) % high) * ROWS + tl.arange(0, ROWS)
+    n = tile % (8 * tiles_n) // high * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    # rows and channels beyond the last are read from the first ones and never written
+    x_at = x + (m % M).to(tl.int64)[:, None] * x_stride + depth[None, :]
+    w_at = w + (n % N).to(tl.int64)[:, None] * w_stride + depth[None, :]
+    if parts is not None:
+        start = tl.program_id(1) * part
+        whole = _part(
+            x_at, w_at, depth, start, tl.minimum(start + part, K), K, ROWS, COLUMNS, DEPTH, EVEN
+        )
+    elif ALONE:
+        whole = _part(x_at, w_at, depth, 0, K, K, ROWS, COLUMNS, DEPTH, EVEN)
+    else:
+        whole = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+        for start in range(0, K, part):
+            whole += _part(
+                x_at, w_at, depth, start, tl.minimum(start + part, K), K, ROWS, COLUMNS, DEPTH, EVEN
+            )
+    live = (m[:, None] < M) & (n[None, :] < N)
+    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    if parts is not None:
+        tl.store(parts + tl.program_id(1).to(tl.int64) * M * N + at, tl.trans(whole), mask=live)
+    else:
+        _finish(tl.trans(whole), bias, added, y, at, n[None, :], live)
+
+
+@jit
+def _part(
+    x_at,
+    w_at,
+    depth,
+    first,
+    stop,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Sums over the features [first, stop)."""
+    sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    for k in range(first, stop, DEPTH):
+        if EVEN:
+            x_tile, w_tile = tl.load(x_at + k), tl.load(w_at + k)
+        else:
+            x_tile = tl.load(x_at + k, mask=depth[None, :] < K - k, other=0.0)
+            w_tile = tl.load(w_at + k, mask=depth[None, :] < K - k, other=0.0)
+        sums = tl.dot(w_tile, x_tile.T, sums, input_precision="ieee")
+    return sums
+
+
+@jit
+def _finish(sums, bias, added, y, at, n, live):
+    """Add what is to be added, and write the result."""
+    if bias is not None:
+        sums = sums + tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
+    if added is not None:
+        sums = sums + tl.load(added + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(y + at, sums.to(y.dtype.element_ty), mask=live)
+
+
+@jit
+def _join_kernel(sums, bias, added, y, M, N, parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The parts of BLOCK results, in their order."""
+    after_others(EARLY)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < M * N
+    whole = tl.zeros((BLOCK,), tl.float32)
+    for one in range(0, parts):
+        whole += tl.load(sums + tl.cast(one, tl.int64) * M * N + at, mask=live, other=0.0)
+    _finish(whole, bias, added, y, at, at % N, live)
