@@ -159,8 +159,7 @@ def test_what_cannot_be_exact_is_refused(model: Path, tmp_path: Path) -> None:
         ({"rollout": {"engine": "vllm"}}, r"needs rollout\.engine native"),
         ({"rollout": {"large_batch_weights": "fp8"}}, r"needs rollout\.large_batch_weights null"),
         ({"train": {"forward": "fp8"}}, r"needs train\.forward aligned"),
-        ({"dtype": "bfloat16"}, r"needs dtype float32"),
-        ({"device": "cuda"}, r"needs device cpu"),
+        ({"dtype": "bfloat16", "device": "cpu"}, r"needs dtype float32 on a CPU"),
         ({"noise": {}}, r"needs noise null"),
     ):
         merged = {**asked, **{k: v for k, v in changes.items() if not isinstance(v, dict)}}
