@@ -105,7 +105,7 @@ class RolloutConfig(Section):
     # layer gets one; dense: the run's dtype; stored: the codes that the model's folder holds
     weights: Weights = DEFAULT
     # a token's recorded log-prob is, bit for bit, what the learner computes before its update, which
-    # multiplies in the rollouts' formats then (train.forward: aligned); float32 on a CPU
+    # multiplies in the rollouts' formats then (train.forward: aligned); on a CPU in float32
     exact: bool = False
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
