@@ -137,8 +137,9 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def read_spec_apart(folder: Path) -> ModelSpec:
-    """`read_spec` by a process of its own: transformers' configurations import torch, which an
-    orchestrator must not load. Errors are the same; RunFailed when it does not answer in time."""
+    """`read_spec` by a process of its own: transformers' configurations import torch where it is
+    found, which an orchestrator must not load, and which that process takes for missing. Errors are
+    the same; RunFailed when it does not answer in time."""
     command = [sys.executable, "-c", _APART, str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=APART_SECONDS)
@@ -161,6 +162,7 @@ import json, sys
 from dataclasses import asdict
 from pathlib import Path
 from lowroll.model.spec import read_spec
+sys.modules["torch"] = None
 try:
     print(json.dumps(asdict(read_spec(Path(sys.argv[1])))))
 except ValueError as error:

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import yaml
 
 import lowroll
 from lowroll.runs import demo
+from tests.fixtures.roles import forked
 from tests.fixtures.runs import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -74,13 +73,9 @@ def test_the_readmes_second_block_runs_after_the_first(clone: Path) -> None:
     ]
     for command in commands:
         words = shlex.split(command.replace("train.max_steps=20", "train.max_steps=1"))[1:]
-        subprocess.run(
-            [sys.executable, "-m", "lowroll.cli.main", *words],
-            check=True,
-            timeout=300,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
+        log = clone / "log"
+        with forked(log, *words, PYTHONPATH=str(ROOT)) as child:
+            assert child.wait(timeout=300) == 0, log.read_text()
     steps = (clone / "outputs/first/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in steps] == [1, 2]
 

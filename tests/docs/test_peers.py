@@ -20,6 +20,7 @@ import lowroll
 from lowroll.config import RunConfig, load
 from lowroll.envs import make
 from lowroll.runs import demo
+from tests.fixtures.roles import forked
 from tests.fixtures.runs import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -129,14 +130,9 @@ def test_the_page_for_prime_rl(folder: Path, launcher: str) -> None:
     (here,) = blocks("from_prime_rl.md", "yaml")
     Path("run.yaml").write_text(here)
     small = [f"{key}={value}" for key, value in SMALL.items()]
-    command = [sys.executable, "-m", "lowroll.cli.main", "grpo", "run.yaml", *small]
-    subprocess.run(
-        [*command, f"launcher={launcher}", "device=cpu"],
-        cwd=folder,
-        check=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    words = ["grpo", "run.yaml", *small, f"launcher={launcher}", "device=cpu"]
+    with forked(folder / "log", *words, PYTHONPATH=str(ROOT)) as child:
+        assert child.wait(timeout=300) == 0, (folder / "log").read_text()
     (record,) = (folder / "outputs/reverse/metrics.jsonl").read_text().splitlines()
     assert "reward/reverse-text/mean" in json.loads(record)
 

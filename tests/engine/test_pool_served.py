@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ import pytest
 from lowroll.engine.remote import connect
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.types import Group, Request
+from tests.fixtures import forks
 from tests.fixtures.processes import eventually
 from tests.fixtures.tiny import hf_folder
 
@@ -26,27 +27,28 @@ class Server:
     """A child that serves `model`; `url` once it answers."""
 
     def __init__(self, model: Path, port: int = 0) -> None:
-        command = [sys.executable, "-m", "lowroll", "serve", str(model), "--weights", "fp32"]
-        command += ["--device", "cpu", "--cache-tokens", "4096", "--port", str(port)]
-        command += ["--admin-token-env", "POOL_ADMIN", "--max-batch", "64"]
-        self.model = model
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "POOL_ADMIN": ADMIN, "OMP_NUM_THREADS": "1"},
-        )
-        self.port = port
+        words = ["serve", str(model), "--weights", "fp32", "--max-batch", "64"]
+        words += ["--device", "cpu", "--cache-tokens", "4096", "--port", str(port)]
+        words += ["--admin-token-env", "POOL_ADMIN"]
+        self.model, self.port = model, port
+        self.log = tempfile.NamedTemporaryFile()
+        env = {**os.environ, "POOL_ADMIN": ADMIN, "OMP_NUM_THREADS": "1"}
+        self.process = forks.start(words, self.log.fileno(), env)
 
     @property
     def url(self) -> str:
         if not self.port:
-            assert self.process.stdout is not None
-            line = self.process.stdout.readline()
-            assert line.startswith("serving"), line
-            self.port = int(line.strip().removesuffix("/v1").rpartition(":")[2])
+            assert eventually(lambda: self._port() or self.process.poll() is not None)
+            self.port = self._port()
+            assert self.port, self._said()
         return f"http://127.0.0.1:{self.port}"
+
+    def _port(self) -> int:
+        (found,) = re.findall(r"^serving .*:(\d+)/v1$", self._said(), re.MULTILINE) or [0]
+        return int(found)
+
+    def _said(self) -> str:
+        return Path(self.log.name).read_text()
 
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -54,8 +56,7 @@ class Server:
     def close(self) -> None:
         self.process.kill()
         self.process.wait(20)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.log.close()
 
 
 @contextmanager
@@ -108,7 +109,7 @@ def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
         with EnginePool(urls, admin_token=ADMIN, start_s=60.0, silent_s=6.0) as pool:
             assert pool.capabilities.vocab_size == 67
             for n, victim in ((1, a), (8, b)):
-                requests = asked(n, tokens=200)
+                requests = asked(n, tokens=100)
                 with connect(a.url, token=ADMIN) as alone:
                     one = alone.generate(requests)
                 two = pool.generate(requests)
@@ -130,7 +131,7 @@ def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
 def check_alike(groups: list[Group], wanted: list[Group]) -> None:
     """Rollouts agree up to the first token that differs, and few have one: log-probs in float32 are
     1e-6 off, which moves a bound between two of 67 tokens past the number that is drawn once in some
-    1e4 draws, and a rollout has 200."""
+    1e4 draws, and a rollout has 100."""
     parted = []
     for ours, theirs in zip(groups, wanted, strict=True):
         for mine, other in zip(ours.rollouts, theirs.rollouts, strict=True):

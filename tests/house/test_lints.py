@@ -10,16 +10,27 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[2] / "lowroll"
-FILES = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
-    for path in sorted(ROOT.rglob("*.py"))
-}
+FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
+
+
+@cache
+def tree_of(file: str) -> ast.Module:
+    """Parsed when it is asked for: each worker collects these tests, and one runs them."""
+    return ast.parse((ROOT / file).read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """A million objects, which later collections of garbage would look at."""
+    yield
+    tree_of.cache_clear()
 
 
 class Budget(NamedTuple):
@@ -231,15 +242,15 @@ def in_functions(tree: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]
 
 @pytest.mark.parametrize("file", FILES)
 def test_no_file_runs_foreign_code_or_hides_errors_or_grows_without_end(file: str) -> None:
-    assert list(offences(FILES[file])) == []
-    assert sum(1 for _ in ast.walk(FILES[file])) <= FILE_NODES
+    assert list(offences(tree_of(file))) == []
+    assert sum(1 for _ in ast.walk(tree_of(file))) <= FILE_NODES
 
 
 def test_every_broad_except_raises_or_has_its_reason() -> None:
     broad = {
         (file, function)
-        for file, tree in FILES.items()
-        for function, node in in_functions(tree)
+        for file in FILES
+        for function, node in in_functions(tree_of(file))
         if isinstance(node, ast.ExceptHandler)
         and is_broad(node)
         and not isinstance(node.body[-1], ast.Raise)
@@ -250,8 +261,8 @@ def test_every_broad_except_raises_or_has_its_reason() -> None:
 def test_every_wait_ends_or_has_its_reason() -> None:
     endless = {
         (file, function)
-        for file, tree in FILES.items()
-        for function, node in in_functions(tree)
+        for file in FILES
+        for function, node in in_functions(tree_of(file))
         if waits_without_end(node)
     }
     assert endless == ENDLESS.keys()

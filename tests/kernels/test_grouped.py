@@ -221,7 +221,7 @@ def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.Mo
     """Gathering, SwiGLU, scattering and the sum, against plain torch on what the codes stand
     for."""
     monkeypatch.setattr(grouped, "tiles", lambda stack, slots: Tiles(16, 128, 64))
-    tokens, hidden, wide, count, choices = 13, 128, 96, 6, 2
+    tokens, hidden, wide, count, choices = 13, 128, 96, 3, 2
     x_TD, router_ED = normal(tokens, hidden), normal(count, hidden, seed=1)
     gate_up = encoded(normal(count * 2 * wide, hidden, seed=2) * 0.2, format)
     down = encoded(normal(count * hidden, wide, seed=3) * 0.2, format)

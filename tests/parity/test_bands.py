@@ -49,9 +49,18 @@ def fickle(monkeypatch: pytest.MonkeyPatch) -> None:
     be_fickle(monkeypatch)
 
 
+# Objectives see log-probs in float32 whatever the model is. So every pair has the products that round
+# most, and every algorithm and every correction the others.
+OBJECTIVES = [
+    pytest.param(*pair, dtype, id="-".join((*pair, name)))
+    for pair in PAIRS
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+    if name == "bf16" or pair[0] == "grpo" or pair[1] == "tbpo"
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("algorithm", "correction"), PAIRS)
+@pytest.mark.parametrize(("algorithm", "correction", "dtype"), OBJECTIVES)
 def test_every_objective_at_unchanged_weights(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, correction: str, dtype: torch.dtype
 ) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from lowroll.runs import hub, identity
 from lowroll.runs.attempt import RunResult
 from lowroll.runs.memory import fit
 from lowroll.runs.memory import plan as memory_plan
+from tests.fixtures.roles import DEADLINE_S, forked, write
 from tests.fixtures.runs import copy_stopped_after, settings, train
 
 STEPS = 4
@@ -144,7 +145,8 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 
 
 def test_every_key_is_tried() -> None:
-    assert CHANGES.keys() == {*identity.MAY_CHANGE, "train.max_steps"}
+    assert CHANGES.keys() == {*identity.MAY_CHANGE, "train.max_steps"} >= ELSEWHERE
+    assert all(len(CHANGES[key]) == 1 for key in ELSEWHERE)
 
 
 @pytest.fixture
@@ -155,18 +157,60 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "push", lambda *given: "the hub")
 
 
+# what one process on a CPU does not come to, or only tells somebody: all of it in one run
+ELSEWHERE = {
+    "force",
+    "dapo.no_signal",
+    "rollout.vllm",
+    "client",
+    "serve",
+    "rollout_transport",
+    "weight_broadcast",
+    "ray",
+    "logging_steps",
+    "track",
+    "track_project",
+    "push_to_hub",
+    "rollout.cuda_graphs",
+    "train.sharding",
+}
+
+
+def merged(changes: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in (item for change in changes for item in change.items()):
+        found[key] = found.get(key, {}) | value if isinstance(value, dict) else value
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("nobody")
 @pytest.mark.parametrize(
-    "change",
-    [(key, i) for key in CHANGES for i in range(len(CHANGES[key]))],
-    ids=lambda change: f"{change[0]}-{change[1]}",
+    "changes",
+    [
+        pytest.param(merged(CHANGES[key][0] for key in sorted(ELSEWHERE)), id="elsewhere"),
+        *(
+            pytest.param(change, id=f"{key}-{i}")
+            for key in CHANGES
+            if key not in {*ELSEWHERE, "launcher"}
+            for i, change in enumerate(CHANGES[key])
+        ),
+    ],
 )
 def test_what_may_change_changes_nothing(
-    change: tuple[str, int], model: Path, whole: Path, tmp_path: Path
+    changes: dict[str, Any], model: Path, whole: Path, tmp_path: Path
 ) -> None:
-    key, i = change
-    assert learnt(go_on(model, whole, tmp_path / "cut", **CHANGES[key][i]).folder) == learnt(whole)
+    assert learnt(go_on(model, whole, tmp_path / "cut", **changes).folder) == learnt(whole)
+
+
+@pytest.mark.slow
+def test_a_launcher_changes_nothing(model: Path, whole: Path, tmp_path: Path) -> None:
+    copy_stopped_after(whole, 2, tmp_path / "cut")
+    asked = tree(model, tmp_path / "cut", **CHANGES["launcher"][0])
+    words = ("grpo", str(write(asked, tmp_path / "run.yaml")), "launcher=local", "--resume")
+    with forked(tmp_path / "log", *words) as launcher:
+        assert launcher.wait(timeout=DEADLINE_S) == 0, (tmp_path / "log").read_text()
+    assert learnt(tmp_path / "cut") == learnt(whole)
 
 
 @pytest.mark.slow

@@ -47,11 +47,11 @@ from tests.fixtures.processes import eventually, of_sessions
 from tests.fixtures.roles import (
     DEADLINE_S,
     by_hand,
+    forked,
     gate,
     heart,
     outcome,
     reached,
-    started,
     strike,
     write,
 )
@@ -177,7 +177,7 @@ def test_roles_that_are_lost_are_started_again(
     run, log = tmp_path / "roles", tmp_path / "launcher.log"
     file = write(settings(model, run, **longer), tmp_path / "run.yaml")
     words = ("grpo", str(file), "launcher=local")
-    with started(log, *words, LOWROLL_SILENT_S="5") as launcher:
+    with forked(log, *words, LOWROLL_SILENT_S="5") as launcher:
         for step, role, how in losses:
             strike(reached(run, role, step, launcher), how)
             said = "killed by SIGKILL" if how == "kill" else "gives no sign of life"
@@ -200,7 +200,7 @@ def test_one_of_several_engines_is_started_again_alone(model: Path, tmp_path: Pa
     trees[1]["rollout"]["engines"] = 2
     run, log = tmp_path / "killed", tmp_path / "killed.log"
     file = write(trees[1], tmp_path / "run.yaml")
-    with started(log, "grpo", str(file), "launcher=local") as launcher:
+    with forked(log, "grpo", str(file), "launcher=local") as launcher:
         strike(reached(run, "engine-1", 2, launcher), "kill")
         assert launcher.wait(timeout=300) == 0, log.read_text()
     assert outcome(run) == outcome(tmp_path / "one")
@@ -236,27 +236,21 @@ def test_roles_end_with_their_launcher_and_a_second_one_is_refused(
     longer = {"train": {**STEPS, "max_steps": 100_000}}
     file = write(settings(model, run, **longer), tmp_path / "run.yaml")
     words = ("grpo", str(file), "launcher=local")
-    with started(log, *words) as launcher:
+
+    def ended(*words: str) -> tuple[int, str]:
+        other = tmp_path / "other.log"
+        other.unlink(missing_ok=True)
+        with forked(other, *words) as child:
+            return child.wait(timeout=120), other.read_text()
+
+    with forked(log, *words) as launcher:
         pids = [reached(run, role, 1, launcher) for role in ("trainer", "orchestrator", "engine-0")]
-        second = subprocess.run(
-            [sys.executable, "-m", "lowroll", *words, "--resume"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert second.returncode == 1 and f"pid {launcher.pid} on" in second.stderr, second.stderr
+        code, said = ended(*words, "--resume")
+        assert code == 1 and f"pid {launcher.pid} on" in said, said
         for role, command in (("orchestrator", "orchestrate"), ("trainer", "train")):
-            by_itself = subprocess.run(
-                [sys.executable, "-m", "lowroll", command, str(file)]
-                + (["--resume"] if command == "train" else []),
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
+            _, said = ended(command, str(file), *(["--resume"] if command == "train" else []))
             pid = heart(run, role)["pid"]
-            assert f"is in use by pid {pid} on" in by_itself.stderr, by_itself.stderr
+            assert f"is in use by pid {pid} on" in said, said
         launcher.kill()
         launcher.wait(timeout=60)
         assert eventually(lambda: not of_sessions(set(pids)))
@@ -273,14 +267,14 @@ def test_a_signal_stops_the_roles_with_a_checkpoint(model: Path, tmp_path: Path)
     train({**tree, "output_dir": str(tmp_path / "one")})
     file = write(tree, tmp_path / "run.yaml")
     words = ("grpo", str(file), "launcher=local")
-    with started(log, *words) as launcher:
+    with forked(log, *words) as launcher:
         reached(run, "trainer", 2, launcher)
         launcher.terminate()
         assert eventually(lambda: heart(run, "trainer").get("phase") == "ended", DEADLINE_S)
         opened.touch()
         assert launcher.wait(timeout=120) == 143, log.read_text()
     assert list((run / "checkpoints").glob("step_*"))
-    with started(log, *words, "--resume") as launcher:
+    with forked(log, *words, "--resume") as launcher:
         assert launcher.wait(timeout=300) == 0, log.read_text()
     found, wanted = outcome(run), outcome(tmp_path / "one")
     assert found == wanted
@@ -294,9 +288,9 @@ def test_whoever_stops_is_named_by_those_that_wait_for_it(model: Path, tmp_path:
     file, quick = write(tree, tmp_path / "run.yaml"), {"LOWROLL_SILENT_S": "3"}
     logs = {role: tmp_path / f"{role}.log" for role in ("trainer", "orchestrator", "engine-0")}
     with (
-        started(logs["engine-0"], "serve", str(file), "serve.port=0", **quick),
-        started(logs["orchestrator"], "orchestrate", str(file), **quick),
-        started(logs["trainer"], "train", str(file), **quick) as trainer,
+        forked(logs["engine-0"], "serve", str(file), "serve.port=0", **quick),
+        forked(logs["orchestrator"], "orchestrate", str(file), **quick),
+        forked(logs["trainer"], "train", str(file), **quick) as trainer,
     ):
         for role, by, words in (
             ("orchestrator", "trainer", "the orchestrator (process {pid} on "),

@@ -39,6 +39,7 @@ from lowroll.runs.monitor import Monitor
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.types import Batch, Score
 from lowroll.weights.publish import dequantize_base
+from tests.fixtures.roles import forked, write
 from tests.fixtures.runs import copy_stopped_after, fingerprint, settings, train
 
 DATA = Path(os.environ.get("LOWROLL_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -143,19 +144,11 @@ def test_resume_falls_back_from_a_damaged_checkpoint(
     )
 
 
-def die(tree: dict[str, Any], at: str) -> None:
+def die(tree: dict[str, Any], at: str, home: Path) -> None:
     """Run in a process of its own that kills itself at a fault point."""
-    code = (
-        "import json, sys, lowroll; from lowroll.config import from_mapping; "
-        "lowroll.run(from_mapping(json.loads(sys.argv[1])))"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(tree)],
-        timeout=120,
-        capture_output=True,
-        env={**os.environ, "LOWROLL_FAULT": f"{at}:kill"},
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    file, log = write(tree, home / "run.yaml"), home / "killed.log"
+    with forked(log, "grpo", str(file), LOWROLL_FAULT=f"{at}:kill") as child:
+        assert child.wait(timeout=120) == -signal.SIGKILL, log.read_text()
 
 
 @pytest.mark.slow
@@ -175,7 +168,7 @@ def test_a_killed_run_goes_on_without_a_gap(
     tree = settings(model, tmp_path / "whole", train={"max_steps": 3}, ckpt={"interval": interval})
     whole = fingerprint(train(tree).folder)
     tree["output_dir"] = str(tmp_path / "killed")
-    die(tree, at)
+    die(tree, at, tmp_path)
     with pytest.raises(ValueError, match="already holds a run"):
         train(tree)
     with pytest.raises(ValueError, match=r"seed was 3 and is 4"):

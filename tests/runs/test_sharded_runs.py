@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from lowroll.checkpoint.store import Store
 from lowroll.metrics.record import read
 from lowroll.transport.broadcasts import read_broadcast
-from tests.fixtures.roles import started, write
+from tests.fixtures.roles import forked, started, write
 from tests.fixtures.runs import copy_stopped_after, settings, train
 
 BOUND = 2e-6  # reordered sums, as in tests/runs/test_ranks.py
@@ -41,7 +41,7 @@ def test_a_run_in_parts_is_that_of_one_process_and_goes_on_there(
     copy_stopped_after(one, 1, parts)
     tree = settings(model, parts, train=steps | {"gpus": 2, "sharding": "full"})
     file = write(tree, tmp_path / "run.yaml")
-    with started(tmp_path / "log", "grpo", str(file), "launcher=local", "--resume") as launcher:
+    with forked(tmp_path / "log", "grpo", str(file), "launcher=local", "--resume") as launcher:
         assert launcher.wait(timeout=600) == 0, (tmp_path / "log").read_text()
     names = {path.name for path in (parts / "checkpoints" / "step_000002").iterdir()}
     assert {"model.1of2.safetensors", "optimizer.2of2.safetensors"} <= names
