@@ -1,7 +1,7 @@
 """The token of each row by Gumbel-max on a CPU with AVX2: `avx2.cpp` for torch.
 
 It makes noise and winner in one pass, and makes no noise where none can win. Logarithms are its own,
-within 4e-7 of the exact noise; CPUs with AVX-512 run the same code, and have the same bits.
+within 1e-6 of the exact noise; CPUs with AVX-512 run the same code, and have the same bits.
 
 Legend: B rows, V vocabulary.
 """

@@ -93,7 +93,7 @@ def _log2(x):
     elsewhere."""
     if _NATIVE:
         return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
         return tl.log2(x)
@@ -103,14 +103,12 @@ def _log2(x):
 def log2_exponential(word_n):
     """log2(-log2(1 - v)), which is log2(E) and the same number more for each id."""
     v_n = tl.minimum((word_n.to(tl.float32) + 0.5) * 2.3283064365386963e-10, _MOST_V)
-    # beside 1 the GPU's logarithm has no digits left: there, seven terms of the series
-    series_n = tl.fma(v_n, 1 / 7, 1 / 6)
-    series_n = tl.fma(series_n, v_n, 1 / 5)
-    series_n = tl.fma(series_n, v_n, 1 / 4)
-    series_n = tl.fma(series_n, v_n, 1 / 3)
-    series_n = tl.fma(series_n, v_n, 1 / 2)
-    series_n = tl.fma(series_n, v_n, 1.0) * v_n * 1.4426950408889634
-    return _log2(tl.where(v_n < 0.125, series_n, -_log2(1 - v_n)))
+    # beside 1 the GPU's logarithm has no digits left: there, five terms of the series over log(2)
+    series_n = tl.fma(v_n, 0.28853900817779268, 0.36067376022224085)
+    series_n = tl.fma(series_n, v_n, 0.48089834696298783)
+    series_n = tl.fma(series_n, v_n, 0.72134752044448170)
+    series_n = tl.fma(series_n, v_n, 1.4426950408889634) * v_n
+    return _log2(tl.where(v_n < 0.0625, series_n, -_log2(1 - v_n)))
 
 
 @jit
