@@ -1,14 +1,14 @@
 """What a replay keeps of drafts on a real model, and how long a draw takes.
 
-    python -m bench.drafts [--model smollm2] [--device auto] [--formats bf16 int8 ...]
+    python -m bench.drafts [--model smollm2] [--device auto] [--source fp32] [--formats bf16 int8 ...]
                            [--changes 1e-3 1e-2] [--tokens 128] [--samples 4] [--out FOLDER]
     python -m bench.drafts --draws [--device auto] [--vocabularies 49152 151936]
 
-Samples of the dense model, temperature 1, are drafts; each of the other policies draws again at each of
-their places, with the same noise: the formats' and the dense one's own passes over the drafts, and
-models whose weights are off by a relative normal of each change. A line a policy:
+Samples of the model in the format of `--source`, temperature 1, are drafts; each of the other policies
+draws again at each of their places, with the same noise: the source's own pass over the drafts, those
+of the formats, and models whose weights are off by a relative normal of each change. A line a policy:
 
-    distance    mean total variation between its distributions and the dense ones
+    distance    mean total variation between its distributions and the source's
     changed     share of the tokens that it draws otherwise. Gumbel noise allows 2 d / (1 + d) at most, d
                 the distance of the place
     kept        mean tokens before the first that differs, which a replay keeps, of `--tokens`
@@ -51,8 +51,10 @@ ROWS = (1, 16, 256)
 DRAWS = 200  # that are timed
 
 
-def drafts(master: Transformer, folder: Path, samples: int, tokens: int) -> list[Group]:
-    """Samples of the dense model."""
+def drafts(
+    master: Transformer, source: str, folder: Path, samples: int, tokens: int
+) -> list[Group]:
+    """Samples of the model in a format."""
     chat = ChatTokenizer(load_tokenizer(folder))
     asked = [chat.encode_chat([{"role": "user", "content": question}]) for question, _ in TEXTS]
     requests = [
@@ -60,7 +62,7 @@ def drafts(master: Transformer, folder: Path, samples: int, tokens: int) -> list
         for i, ids in enumerate(asked)
     ]
     cache = sum(len(r.prompt_ids) + samples * (tokens + 16) for r in requests) + 1024
-    with closing(NativeEngine(master, "fp32", cache_tokens=cache, max_batch=16)) as engine:
+    with closing(NativeEngine(master, source, cache_tokens=cache, max_batch=16)) as engine:
         return engine.generate(requests)
 
 
@@ -99,21 +101,21 @@ def policy(master: Transformer, format: str) -> Transformer:
 @torch.inference_mode()
 def measure(
     name: str,
-    master: Transformer,
+    source: Transformer,
     groups: list[Group],
     policies: dict[str, Callable[[], Transformer]],
 ) -> list[Row]:
     """Distance, changed and kept of each policy."""
     rows = list[Row]()
-    dense = [again(master, group)[1] for group in groups]
+    there = [again(source, group)[1] for group in groups]
     for title, make in policies.items():
         model = make()
         distances, changes, kept = list[float](), list[float](), list[int]()
-        for group, dense_NSV in zip(groups, dense, strict=True):
+        for group, there_NSV in zip(groups, there, strict=True):
             tokens_NS, p_NSV = again(model, group)
             drawn = [rollout.token_ids for rollout in group.rollouts]
             same_NS = tokens_NS == torch.tensor(drawn, device=model.device)
-            distances += ((p_NSV - dense_NSV).abs().sum(-1) / 2).flatten().tolist()
+            distances += ((p_NSV - there_NSV).abs().sum(-1) / 2).flatten().tolist()
             changes += (~same_NS).float().flatten().tolist()
             kept += same_NS.long().cumprod(-1).sum(-1).tolist()
         found = {"distance": distances, "changed": changes, "kept": kept}
@@ -171,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--source", default="fp32")
     parser.add_argument("--formats", nargs="*", default=["bf16", "int8_rotated", "int8"])
     parser.add_argument("--changes", nargs="*", type=float, default=[1e-3, 1e-2])
     parser.add_argument("--tokens", type=int, default=128)
@@ -185,13 +188,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         folder = resolve(args.model)
         master = hf.load(folder, device, torch.float32).requires_grad_(False)
-        groups = drafts(master, folder, args.samples, args.tokens)
-        policies: dict[str, Callable[[], Transformer]] = {"the same": lambda: master}
+        groups = drafts(master, args.source, folder, args.samples, args.tokens)
+        source = policy(master, args.source)
+        policies: dict[str, Callable[[], Transformer]] = {"its own pass": lambda: source}
         for format in args.formats:
             policies[format] = partial(policy, master, format)
         for change in args.changes:
             policies[f"off by {change:g}"] = partial(off_by, master, change)
-        rows = measure(args.model, master, groups, policies)
+        rows = measure(f"{args.model} {args.source}", source, groups, policies)
     merge("drafts", rows, args.out)
     return 0 if show("drafts", rows) else 1
 
