@@ -16,8 +16,9 @@ which weights computed each position, runs the sequence piece by piece under tho
 (transformers for dense float32, else our model with attention written out), and redoes filters,
 draw and stops in float64. Of every token that the engine returned it asks: is the log-prob right,
 does the noise of (seed, id, sample, position) draw this very token, are those the likeliest, and
-should the sample have ended? Where rounding can turn the answer (a uniform within TOLERANCE of a boundary; a code of an
-activation that one part in ten million turns), the neighbour is accepted and counted.
+should the sample have ended? Where rounding can turn the answer (two scores within TOLERANCE of each
+other; a code of an activation that one part in ten million turns), the neighbour is accepted and
+counted.
 
 A difference names its block: `python -m tests.fuzz --mixes 1 --seed <block>` runs it again.
 """
@@ -43,9 +44,7 @@ from transformers import DynamicCache
 from lowroll import Engine, Request
 from lowroll.engine.base import Drawn
 from lowroll.engine.request import noise_key
-from lowroll.engine.sampler import signed
 from lowroll.engine.sequence import Plan
-from lowroll.kernels.sampling.draw import uniform
 from lowroll.kv.policy.base import footprint
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
@@ -53,6 +52,7 @@ from lowroll.types import Group, Rollout
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import publish, rollout_copy
 from lowroll.weights.update import WeightUpdate
+from tests.fixtures.gumbel import short_of_best
 from tests.fixtures.policies import (
     Bounded,
     ChosenH2O,
@@ -365,8 +365,7 @@ def check_tokens(
     ids, near, first = rollout.token_ids, family.tolerance, len(request.prompt_ids)
     whole, logits_TV = request.prompt_ids + ids, logits_TV[first - 1 :].double()
     stops = {*request.stop_ids, *(() if request.ignore_eos else (EOS,))}
-    key = torch.tensor([signed(noise_key(request, sample))] * len(ids))
-    u_T = uniform(key, torch.arange(first, len(whole)))
+    key = noise_key(request, sample)
     tops = rollout.top_logprobs
     if (tops is None) != (not request.top_logprobs) or len(ids if tops is None else tops) != len(
         ids
@@ -381,7 +380,7 @@ def check_tokens(
             logp_V = filtered(logits_TV[t], request, before, banned, slack)
             if tops is not None and not ranks_agree(logp_V, tops[t], request.top_logprobs, near):
                 return None
-            return agrees(logp_V, request, token, logprob, u_T[t].item(), near)
+            return agrees(logp_V, request, token, logprob, (key, first + t), near)
 
         verdict.tokens += 1
         found = gap(0.0)
@@ -405,17 +404,21 @@ def ranks_agree(logp_V: Tensor, pairs: list[tuple[int, float]], most: int, near:
 
 
 def agrees(
-    logp_V: Tensor, request: Request, token: int, logprob: float, u: float, near: float
+    logp_V: Tensor,
+    request: Request,
+    token: int,
+    logprob: float,
+    place: tuple[int, int],
+    near: float,
 ) -> float | None:
-    """How far the log-prob is from the oracle's, None where it or the token is wrong."""
+    """How far the log-prob is from the oracle's, None where it or the token is wrong. place: the key
+    and the position of the token's noise."""
     gap = abs(logp_V[token].item() - logprob)
     if not gap < near:
         return None
     if not request.temperature:
         return gap if logp_V.max() - logp_V[token] < near else None
-    cdf_V = logp_V.exp().cumsum(0)
-    low, high = (cdf_V[token - 1].item() if token else 0.0), cdf_V[token].item()
-    return gap if low - near / 4 <= u <= high + near / 4 else None
+    return gap if short_of_best(logp_V, *place, token) < near else None
 
 
 def _tied(logits_V: Tensor, request: Request, near: float) -> bool:

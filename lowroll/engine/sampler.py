@@ -15,14 +15,14 @@ Per row, in fp32 and in this order (the order of Hugging Face's processors):
     probabilities whose mass is >= p; equal logits go lower id first in both;
  6. min-p (Nguyen et al. 2024, arXiv:2407.01082): drop what is below min_p * (largest probability).
 Top-k and top-p go by the order of the logits after 2, min-p by their distance to the largest
-(`kernels.sampling.filters`). The rest is normalised; the token is drawn by inverse CDF
+(`kernels.sampling.filters`). The rest is normalised; the token is drawn by Gumbel-max
 (`kernels.sampling.draw`).
 
 Greedy (temperature 0) takes the argmax after 1 and 2, lower id first, and records the log-prob at
 temperature 1 after 1 and 2: the draw itself has log-prob 0, which says nothing.
 
-Noise is that of `kernels.sampling.draw`: a row's uniform is u(key, position), key =
-`request.noise_key`, and does not depend on the batch, the device or the past.
+Noise is that of `kernels.sampling.noise`: a number of key, position and token id, key =
+`request.noise_key`, which does not depend on the batch, the device or the past.
 
 Nothing here but `Ranks.told` waits for the device. A row without a distribution (NaN or +inf logits, or nothing but
 -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error once the numbers are

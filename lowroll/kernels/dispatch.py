@@ -22,6 +22,7 @@ from lowroll.kernels.fused import avx2 as fused_avx2
 from lowroll.kernels.launch import triton_supports_device
 from lowroll.kernels.matmul import avx2, gemv, limbs, onednn, streamed, w4a16, w8a8
 from lowroll.kernels.moe import grouped, routed
+from lowroll.kernels.sampling import avx2 as sampling_avx2
 from lowroll.kernels.support import YES, Support, cuda_supports, no
 
 
@@ -187,7 +188,11 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
     "SwiGLU": (_triton("fused/swiglu"), _torch()),
     "penalties and bans": (_triton("sampling/marks"), _torch()),
     "filters of sampling": (_triton("sampling/filters"), _torch()),
-    "sampling": (_triton("sampling/draw"), _torch()),
+    "sampling": (
+        _triton("sampling/draw"),
+        Kernel("sampling/avx2.cpp", "C++", "", sampling_avx2.supports_device),
+        _torch(),
+    ),
     "end of a decode step": (_triton("sampling/advance"), _torch()),
     "log-probs of the learner": (_triton("training/logprobs"), _torch()),
     "SwiGLU of an adapter": (_triton("training/low_rank", "ranks up to 256"), _torch()),

@@ -314,17 +314,18 @@ def test_a_full_cache_takes_replayed_samples_in_the_order_in_which_they_came(
 
 def test_noise_adapters_and_a_second_format_go_along(folder: Path) -> None:
     """Noise on the norms: the replayed samples have the new one's alone. Adapters: by their weights.
-    A second format for many rows: it checks the drafts, and the spans say so."""
+    A second format for many rows: it checks the drafts, and the spans say so. The seed is one whose
+    samples are all open when the weights come."""
     noisy = engine_of(folder, noisy=True)
     wanted = engine_of(folder, noisy=True)
     model, noise = hf.load(folder), Noise(5, 0.05)
-    for request in requests():
+    for request in requests(3):
         noisy.add(request)
     noisy.update_weights(WeightUpdate.local(model, 0, Noise(3, 0.1)))
     step(noisy, 5)
     for engine in (noisy, wanted):
         engine.update_weights(WeightUpdate.local(model, 1, noise), in_flight="replay")
-    for handle, group in enumerate(wanted.generate(requests())):
+    for handle, group in enumerate(wanted.generate(requests(3))):
         if handle == 0:
             late = finish(noisy)
         assert_same(late[handle], group)
@@ -333,19 +334,19 @@ def test_noise_adapters_and_a_second_format_go_along(folder: Path) -> None:
     adapted = hf.load(folder)
     lora.attach(adapted, rank=3, alpha=6)
     engine = engine_of(adapted)
-    for request in requests():
+    for request in requests(3):
         engine.add(request)
     step(engine, 5)
     for _, linear in adapted.linears():
         for p in linear.adapter.parameters() if linear.adapter is not None else ():
             p.data.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
     engine.update_weights(WeightUpdate.local(adapted, 1), in_flight="replay")
-    late, again = finish(engine), fresh(adapted, requests())
+    late, again = finish(engine), fresh(adapted, requests(3))
     for handle, group in late.items():
         assert_same(group, again[handle])
 
     two = engine_of(folder, large_batch_weights="nf4")
-    for request in requests():
+    for request in requests(3):
         two.add(request)
     done = step(two, 9)
     tag = two.update_weights(WeightUpdate.local(moved(folder, 1e-3), 1), in_flight="replay")
@@ -373,9 +374,9 @@ def test_a_cache_in_8_bits_is_read_by_a_draft_as_by_its_tokens(folder: Path) -> 
 
 def test_samples_in_flight_need_no_cache_between_release_and_the_next_step(folder: Path) -> None:
     """One process, learner and engine in turns: the cache goes while samples are open."""
-    new, wanted = moved(folder, 3e-3), fresh(moved(folder, 3e-3), requests())
+    new, wanted = moved(folder, 3e-3), fresh(moved(folder, 3e-3), requests(3))
     engine = engine_of(folder)
-    for request in requests():
+    for request in requests(3):
         engine.add(request)
     step(engine, 7)
     with pytest.raises(RuntimeError, match="finish, abort or replay them first"):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.attention.decode import paged_decode, write_pages
-from lowroll.kernels.sampling.draw import draw, uniform
+from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.tiles import TILE
 from tests.fixtures.decode import Case
+from tests.fixtures.gumbel import short_of_best
 
 pytestmark = pytest.mark.gpu
 
@@ -119,7 +120,7 @@ def test_prompts_are_written() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [11, 300, 10 * TILE + 7, 151936])
-def test_draws_are_the_inverse_cdf(vocab: int, dtype: torch.dtype) -> None:
+def test_draws_have_the_best_score(vocab: int, dtype: torch.dtype) -> None:
     rows = 24
     g = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(rows, vocab, generator=g) * 3).to(dtype)
@@ -127,31 +128,31 @@ def test_draws_are_the_inverse_cdf(vocab: int, dtype: torch.dtype) -> None:
     keys, positions = (torch.randint(-(2**62), 2**62, (rows,), generator=g) for _ in range(2))
     temperature, greedy = torch.rand(rows, generator=g) + 0.5, torch.arange(rows) % 8 == 7
     for options in ((temperature, greedy), (temperature, None), (None, None)):
-        tokens, logprobs = (
-            x.cpu()
-            for x in draw(
-                logits.cuda(),
-                keys.cuda(),
-                positions.cuda(),
-                *(None if x is None else x.cuda() for x in options),
-            )
-        )
-        assert logprobs.isnan().nonzero().flatten().tolist() == [3, 4, 5] and tokens[
-            3:6
-        ].tolist() == [0, 0, 0]
-        scaled = logits.double() / (
-            1
-            if options[0] is None
-            else torch.where(greedy, 1, temperature)[:, None]
-            if options[1] is not None
-            else temperature[:, None]
-        )
-        logp = scaled.log_softmax(-1)
-        above = logp.exp().cumsum(-1).gather(1, tokens[:, None])[:, 0]
-        logp = logp.gather(1, tokens[:, None])[:, 0]
-        torch.testing.assert_close(logprobs.double(), logp, rtol=0, atol=5e-6, equal_nan=True)
-        u = uniform(keys, positions)
-        drawn = (u <= above + 1e-6) & (u >= above - logp.exp() - 1e-6)
-        if options[1] is not None:
-            drawn[greedy] = (tokens == logits.argmax(-1))[greedy]
-        assert drawn.tolist() == [row not in (3, 4, 5) for row in range(rows)]
+        given = logits, keys, positions, *options
+        found = draw(*(None if x is None else x.cuda() for x in given))
+        tokens, logprobs = (x.cpu() for x in found)
+        assert logprobs.isnan().nonzero().flatten().tolist() == [3, 4, 5]
+        assert tokens[3:6].tolist() == [0, 0, 0]
+        scale = torch.ones(rows) if options[0] is None else temperature
+        scale = scale if options[1] is None else torch.where(greedy, 1.0, scale)
+        logp = (logits.double() / scale[:, None]).log_softmax(-1)
+        want = logp.gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(logprobs.double(), want, rtol=0, atol=5e-6, equal_nan=True)
+        for row in {*range(rows)} - {3, 4, 5}:
+            if options[1] is not None and greedy[row]:
+                assert tokens[row] == logits[row].argmax()
+                continue
+            place = int(keys[row]), int(positions[row])
+            assert short_of_best(logp[row], *place, int(tokens[row])) < 2e-5
+
+
+def test_the_noise_has_the_shape_that_it_should() -> None:
+    """Of equal logits: halves, words and places of a block are drawn alike."""
+    rows, vocab = 1 << 16, 8192
+    at = torch.arange(rows).cuda()
+    tokens, _ = draw(torch.zeros(1, vocab).cuda().expand(rows, -1), at, at)
+    for cells, count in ((tokens // 256, 32), (tokens % 256, 256)):
+        counts = cells.cpu().bincount(minlength=count)
+        assert ((counts - rows / count) ** 2 / (rows / count)).sum() < count + 5 * (
+            2 * count
+        ) ** 0.5

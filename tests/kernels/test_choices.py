@@ -681,6 +681,7 @@ APART = {
     "learner's product of int8 codes",
     "attention/avx2.cpp",
     "fused/avx2.cpp",
+    "sampling/avx2.cpp",
 }
 
 

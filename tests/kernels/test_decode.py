@@ -1,9 +1,8 @@
-"""Decode attention and the draw: what Triton does, run by its interpreter, against float64
+"""Decode attention, and how the draw compiles: what Triton does, run by its interpreter, against float64
 oracles."""
 
 from __future__ import annotations
 
-import math
 import re
 import subprocess
 from pathlib import Path
@@ -11,14 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import lowroll.kernels.sampling.tiles
 from lowroll.kernels import nvcc
 from lowroll.kernels.attention import decode, paged
 from lowroll.kernels.attention.decode import write_pages
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.sampling.draw import draw, uniform
 from lowroll.kernels.sampling.tiles import BLOCK, TILE
 from tests.fixtures.compiled import built
 from tests.fixtures.decode import Case
@@ -95,89 +92,6 @@ def test_write_pages_skips_negative_slots(path: str) -> None:
         assert torch.equal(cache.flatten(0, 1), want)
 
 
-def oracle(logits_V: Tensor, temperature: float, u: float) -> tuple[int, float, float]:
-    """(token, its log-prob, distance of u to the nearest boundary) in float64."""
-    logp_V = (logits_V.double() / temperature).log_softmax(0)
-    cdf_V = logp_V.exp().cumsum(0)
-    token = int((cdf_V <= u * cdf_V[-1]).sum())
-    return token, float(logp_V[token]), float((cdf_V - u).abs().min())
-
-
-@both
-@pytest.mark.parametrize("vocab", [3, 300, TILE + 1, 3 * TILE])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_draws_are_the_inverse_cdf(vocab: int, dtype: torch.dtype, path: str) -> None:
-    g = torch.Generator().manual_seed(vocab)
-    rows = 12
-    logits = (torch.randn(rows, vocab, generator=g) * 2 - torch.arange(vocab) / vocab).to(dtype)
-    logits[:, 1] = -math.inf
-    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g)
-    positions = torch.arange(rows) * 2**31 + 5
-    temperature = torch.linspace(0.5, 1.5, rows)
-    greedy = torch.arange(rows) % 5 == 4
-    tokens, logprobs = draw(logits, keys, positions, temperature, greedy)
-    assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
-    for row, u in enumerate(uniform(keys, positions).tolist()):
-        if greedy[row]:
-            token, logprob = (
-                int(logits[row].argmax()),
-                float(logits[row].double().log_softmax(0).max()),
-            )
-        else:
-            token, logprob, gap = oracle(logits[row], float(temperature[row]), u)
-            assert gap > 1e-7, "choose another seed: a boundary decides nothing"
-        assert int(tokens[row]) == token
-        assert float(logprobs[row]) == pytest.approx(logprob, abs=2e-6)
-
-
-def test_draws_count_as_their_probabilities() -> None:
-    logits = torch.tensor([0.0, -math.inf, 1.0, 2.0, -1.0]).expand(1000, 5)
-    tokens, _ = draw(logits, torch.full((1000,), 17), torch.arange(1000))
-    want = logits[0].softmax(0) * 1000
-    assert ((tokens.bincount(minlength=5) - want).abs() <= 4 * want.sqrt()).all()
-
-
-@both
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_without_a_distribution_has_nan_as_log_prob(bad: float, path: str) -> None:
-    logits = torch.randn(4, TILE + 50)
-    logits[1:, 7] = bad
-    logits[3, 2 * 7] = bad
-    if bad == -math.inf:
-        logits[1:] = bad
-    tokens, logprobs = draw(
-        logits, torch.arange(4), torch.arange(4), None, torch.tensor([False, False, True, False])
-    )
-    assert logprobs.isnan().tolist() == [False, True, True, True]
-    assert tokens[1:].tolist() == [0, 0, 0]
-
-
-@both
-def test_equal_maxima_go_to_the_lower_id(path: str) -> None:
-    logits = torch.zeros(2, 2 * TILE)
-    logits[0, [TILE + 3, 5, 9]] = 4.0
-    logits[1, [2 * TILE - 1, TILE]] = 4.0
-    tokens, _ = draw(
-        logits,
-        torch.zeros(2, dtype=torch.int64),
-        torch.zeros(2, dtype=torch.int64),
-        None,
-        torch.tensor([True, True]),
-    )
-    assert tokens.tolist() == [5, TILE]
-
-
-@both
-def test_a_row_alone_is_the_row_among_others(path: str) -> None:
-    logits, keys, positions = torch.randn(5, 2 * TILE + 9), torch.arange(5), torch.arange(5)
-    tokens, logprobs = draw(logits, keys, positions)
-    for row in range(5):
-        alone = draw(logits[row : row + 1], keys[row : row + 1], positions[row : row + 1])
-        assert torch.equal(alone[0], tokens[row : row + 1]) and torch.equal(
-            alone[1], logprobs[row : row + 1]
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 256])
 def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
@@ -211,10 +125,14 @@ def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
 def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
     types = {
-        "logits_ptr": "*bf16",
+        "logits_ptr": "*fp32",
         "temperature_ptr": "*fp32",
+        "keys_ptr": "*i64",
+        "positions_ptr": "*i64",
         "largest_ptr": "*fp32",
         "mass_ptr": "*fp32",
+        "best_ptr": "*fp32",
+        "winner_ptr": "*i32",
         "tokens": "i32",
         "tiles": "i32",
         "stride": "i32",

@@ -1,7 +1,8 @@
-"""The pass over the logits that every draw begins with: of each tile of a row its maximum and its
-mass, and the same of each block of a tile, for those who look for the largest.
+"""The pass over the logits that every draw begins with: of each tile of a row its maximum, its mass and
+its winner, and maximum and mass of each block of a tile too, for those who look for the largest.
 
     mass = sum exp((x - maximum of the tile) / T)
+    winner = argmax x / T + noise       `noise`; of a greedy row argmax x
 
 Tiles are the same for every batch: so are the bits of a row. A temperature of a greedy row is 1.
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import after_others, early_start, jit, tl
+from lowroll.kernels.sampling.noise import best_of
 
 TILE = 2048
 BLOCK = 128
@@ -23,31 +25,46 @@ WARPS = 4
 
 
 class Tiles(NamedTuple):
-    """largest_BC, mass_BC: float32 of each tile. peaks_BL, parts_BL: float32, the maximum of each
-    block, -inf beyond the vocabulary, and its part of the tile's mass; None where nobody asked."""
+    """largest_BC, mass_BC: float32 of each tile. best_BC, winner_BC: float32 and int32, the best score of
+    each tile and its id; None without noise. peaks_BL, parts_BL: float32, the maximum of each block,
+    -inf beyond the vocabulary, and its part of the tile's mass; None where nobody asked."""
 
     largest_BC: Tensor
     mass_BC: Tensor
+    best_BC: Tensor | None
+    winner_BC: Tensor | None
     peaks_BL: Tensor | None
     parts_BL: Tensor | None
 
 
 def tiles_of(
-    logits_BV: Tensor, temperature_B: Tensor | None, greedy_B: Tensor | None, blocks: bool
+    logits_BV: Tensor,
+    temperature_B: Tensor | None,
+    greedy_B: Tensor | None,
+    blocks: bool,
+    noise: tuple[Tensor, Tensor] | None = None,
 ) -> Tiles:
-    """What the pass leaves. logits_BV: any float dtype, contiguous or expanded rows."""
+    """Run the pass. logits_BV: any float dtype, contiguous or expanded rows. noise: keys and positions
+    of the rows, int64, where winners are wanted."""
     rows, tokens = logits_BV.shape
     tiles = -(-tokens // TILE)
     largest_BC = torch.empty((rows, tiles), dtype=torch.float32, device=logits_BV.device)
     mass_BC = torch.empty_like(largest_BC)
+    best_BC = None if noise is None else torch.empty_like(largest_BC)
+    winner_BC = None if noise is None else torch.empty_like(largest_BC, dtype=torch.int32)
+    keys_B, positions_B = noise or (None, None)
     peaks_BL = largest_BC.new_empty((rows, tiles * TILE // BLOCK)) if blocks else None
     parts_BL = None if peaks_BL is None else torch.empty_like(peaks_BL)
     _masses_kernel[(rows * tiles,)](
         logits_BV,
         temperature_B,
         greedy_B,
+        keys_B,
+        positions_B,
         largest_BC,
         mass_BC,
+        best_BC,
+        winner_BC,
         peaks_BL,
         parts_BL,
         tokens,
@@ -58,7 +75,7 @@ def tiles_of(
         num_warps=WARPS,
         **early_start(),
     )
-    return Tiles(largest_BC, mass_BC, peaks_BL, parts_BL)
+    return Tiles(largest_BC, mass_BC, best_BC, winner_BC, peaks_BL, parts_BL)
 
 
 # -- Triton ----------------------------------------------------------------------------------------
@@ -105,8 +122,12 @@ def _masses_kernel(
     logits_ptr,
     temperature_ptr,
     greedy_ptr,
+    keys_ptr,
+    positions_ptr,
     largest_ptr,
     mass_ptr,
+    best_ptr,
+    winner_ptr,
     peaks_ptr,
     parts_ptr,
     tokens,
@@ -128,6 +149,16 @@ def _masses_kernel(
     p_n = tl.exp2(tl.fma(x_n, factor, -shift_of(largest, factor)))
     tl.store(largest_ptr + row * tiles + tile, largest)
     tl.store(mass_ptr + row * tiles + tile, tl.sum(p_n, 0))
+    if best_ptr is not None:
+        greedy = row < 0
+        if greedy_ptr is not None:
+            greedy = tl.load(greedy_ptr + row) != 0
+        best, winner = best_of(
+            logits_ptr + row.to(tl.int64) * stride, tile, tokens, factor, greedy,
+            tl.load(keys_ptr + row), tl.load(positions_ptr + row), 0.0, 0, False, TILE,
+        )  # fmt: skip
+        tl.store(best_ptr + row * tiles + tile, best)
+        tl.store(winner_ptr + row * tiles + tile, winner)
     if peaks_ptr is not None:
         offs_l = (row * tiles + tile) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
         tl.store(peaks_ptr + offs_l, tl.max(tl.reshape(x_n, [TILE // BLOCK, BLOCK]), 1))
