@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 from lowroll.kernels.sampling import avx2
+from lowroll.kernels.sampling.chosen import log_prob
 from lowroll.kernels.sampling.filters import Filters, Kept, keep
 from lowroll.kernels.sampling.noise import STREAM, best_of, gumbel
 from lowroll.kernels.sampling.tiles import (
@@ -226,12 +227,6 @@ def _pick_kernel(
     finite = is_distribution(largest, total)
     token = tl.where(finite, token, 0)
     chosen = tl.load(logits_ptr + token).to(tl.float32)
-    # the total is relative to the rounded shift: the difference to the exact one is put back
-    rounded = largest.to(tl.float64) * factor - shift
-    logp = (
-        (chosen - largest).to(tl.float64) / temperature
-        + rounded * 0.6931471805599453
-        - tl.log(total)
-    )
+    logp = log_prob(chosen, largest, shift, total, factor, temperature)
     tl.store(token_ptr + row, token.to(tl.int64))
     tl.store(logp_ptr + row, tl.where(finite, logp, float("nan")).to(tl.float32))
