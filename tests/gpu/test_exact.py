@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lowroll.kernels.matmul import tiled as matmul
 from lowroll.kernels.quantize.rows import KINDS, Rows, quantize_rows
 from lowroll.kernels.sampling import chosen
 from lowroll.kernels.sampling.draw import draw
+from lowroll.kernels.sampling.filters import Filters
 from lowroll.metrics.record import read
 from lowroll.model.attention import varlen
 from lowroll.types import Request
@@ -154,18 +156,28 @@ def test_heads_are_rotated_alike(dtype: torch.dtype, normed: bool) -> None:
             assert torch.equal(a, b[some])
 
 
-@pytest.mark.parametrize("vocab", [300, 49152, 151_936])
+@pytest.mark.parametrize("vocab", [67, 300, 5000, 49152, 151_936])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
 def test_the_log_prob_is_the_one_that_was_drawn(vocab: int, temperature: float) -> None:
-    logits = drawn(40, vocab, dtype=torch.float32) * 4
-    keys, positions = torch.arange(40, device=DEVICE), torch.arange(40, device=DEVICE) + 7
-    temperatures = torch.full((40,), temperature, device=DEVICE)
-    greedy = torch.zeros(40, dtype=torch.bool, device=DEVICE)
-    for some in (slice(None), slice(3, 4)):
-        tokens, logps = draw(
-            logits[some], keys[some], positions[some], temperatures[some], greedy[some]
-        )
-        assert torch.equal(chosen.log_probs(logits[some], tokens, temperature), logps)
+    """Of rows in memory, of a single one, and of one row for many."""
+    rows = 4000 if vocab < 1000 else 200
+    logits = drawn(rows, vocab, dtype=torch.float32) * 4
+    keys, positions = torch.arange(rows, device=DEVICE), torch.arange(rows, device=DEVICE) + 7
+    temperatures = torch.full((rows,), temperature, device=DEVICE)
+    greedy = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
+    filters = Filters(
+        torch.full((rows,), vocab, device=DEVICE),
+        torch.ones(rows, dtype=torch.float64, device=DEVICE),
+        torch.full((rows,), -math.inf, dtype=torch.float64, device=DEVICE),
+    )
+    for asked in (None, filters):  # rows without any, beside others that have some
+        noise = keys, positions, temperatures, greedy
+        tokens, logps = draw(logits, *noise, asked)
+        assert torch.equal(chosen.log_probs(logits, tokens, temperature), logps)
+        for row in range(0, rows, 41):
+            tokens, logps = draw(logits[row : row + 1].expand(rows, -1), *noise, asked)
+            found = chosen.log_probs(logits[row : row + 1].repeat(rows, 1), tokens, temperature)
+            assert torch.equal(found, logps)
 
 
 FORMATS = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,33 +122,49 @@ def test_attention_compiles_for_hopper_without_spills(rows: int) -> None:
     assert kernel.metadata.shared <= 75 * 1024, "three programs and more fit on an SM"
 
 
-@pytest.mark.slow
-def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
-    pytest.importorskip("triton")
+NOISE = {"keys_ptr": "*i64", "positions_ptr": "*i64", "best_ptr": "*fp32", "winner_ptr": "*i32"}
+PEAKS = {"peaks_ptr": "*fp32", "parts_ptr": "*fp32"}
+
+
+def pass_over_logits(asked: dict[str, str], aligned: bool) -> Any:
     types = {
         "logits_ptr": "*fp32",
         "temperature_ptr": "*fp32",
-        "keys_ptr": "*i64",
-        "positions_ptr": "*i64",
         "largest_ptr": "*fp32",
         "mass_ptr": "*fp32",
-        "best_ptr": "*fp32",
-        "winner_ptr": "*i32",
         "tokens": "i32",
         "tiles": "i32",
         "stride": "i32",
+        **asked,
     }
-    constants = {
-        "greedy_ptr": None,
-        "peaks_ptr": None,
-        "parts_ptr": None,
-        "TILE": TILE,
-        "BLOCK": BLOCK,
-    }
-    sass = built(
-        lowroll.kernels.sampling.tiles._masses_kernel, types, constants, ("tiles",), num_warps=4
-    ).asm["sass"]
+    constants = dict.fromkeys(("greedy_ptr", *NOISE, *PEAKS))
+    constants |= {"TILE": TILE, "BLOCK": BLOCK, "ALIGNED": aligned, "EARLY": False}
+    left = {name: value for name, value in constants.items() if name not in types}
+    kernel = lowroll.kernels.sampling.tiles._masses_kernel
+    return built(kernel, types, left, ("tiles", "stride"), num_warps=4)
+
+
+@pytest.mark.slow
+def test_the_pass_over_the_logits_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
+    sass = pass_over_logits(NOISE, aligned=True).asm["sass"]
     assert "STL " not in sass and "STL." not in sass and "LDG.E.128" in sass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aligned", [True, False])
+def test_masses_are_summed_in_one_order_whatever_else_is_asked(aligned: bool) -> None:
+    """The learner asks for no noise, and a batch with filters for peaks: their log-probs have the
+    same bits."""
+    pytest.importorskip("triton")
+    found = set()
+    for asked in ({}, NOISE, {**NOISE, **PEAKS, "greedy_ptr": "*i1"}):
+        text = pass_over_logits(asked, aligned).asm["ttgir"]
+        layouts = dict(re.findall(r"(#\w+) = (#ttg\.blocked<.*>)", text))
+        reduced = re.findall(rf"\(tensor<{TILE}xf32, (#\w+)>\) ->", text)
+        assert len(reduced) == 2, "the largest and the mass"
+        found |= {layouts[name] for name in reduced}
+    assert len(found) == 1
 
 
 @pytest.mark.slow

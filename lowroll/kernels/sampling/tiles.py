@@ -47,6 +47,9 @@ def tiles_of(
     """Run the pass. logits_BV: any float dtype, contiguous or expanded rows. noise: keys and positions
     of the rows, int64, where winners are wanted."""
     rows, tokens = logits_BV.shape
+    aligned = tokens % 16 == 0
+    if aligned and (logits_BV.stride(0) % 16 or logits_BV.data_ptr() % 16):
+        logits_BV = logits_BV.clone(memory_format=torch.contiguous_format)
     tiles = -(-tokens // TILE)
     largest_BC = torch.empty((rows, tiles), dtype=torch.float32, device=logits_BV.device)
     mass_BC = torch.empty_like(largest_BC)
@@ -72,6 +75,7 @@ def tiles_of(
         logits_BV.stride(0),
         TILE=TILE,
         BLOCK=BLOCK,
+        ALIGNED=aligned,
         num_warps=WARPS,
         **early_start(),
     )
@@ -117,7 +121,9 @@ def is_distribution(largest, total):
     )
 
 
-@jit
+# The compiler lays a row out by what it knows of the stride, and sums by that layout: it is told by the
+# vocabulary alone, not by the stride, which of one row for many is 0.
+@jit(do_not_specialize=["stride"])
 def _masses_kernel(
     logits_ptr,
     temperature_ptr,
@@ -135,16 +141,19 @@ def _masses_kernel(
     stride,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One tile of one row."""
     after_others(EARLY)
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     factor = 1.4426950408889634 / temperature_of(temperature_ptr, greedy_ptr, row)
+    first = row.to(tl.int64) * stride
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    logits_ptr += first
     offs_n = tile * TILE + tl.arange(0, TILE)
-    x_n = tl.load(
-        logits_ptr + row.to(tl.int64) * stride + offs_n, mask=offs_n < tokens, other=float("-inf")
-    ).to(tl.float32)
+    x_n = tl.load(logits_ptr + offs_n, mask=offs_n < tokens, other=float("-inf")).to(tl.float32)
     largest = tl.max(x_n, 0)
     p_n = tl.exp2(tl.fma(x_n, factor, -shift_of(largest, factor)))
     tl.store(largest_ptr + row * tiles + tile, largest)
@@ -154,7 +163,7 @@ def _masses_kernel(
         if greedy_ptr is not None:
             greedy = tl.load(greedy_ptr + row) != 0
         best, winner = best_of(
-            logits_ptr + row.to(tl.int64) * stride, tile, tokens, factor, greedy,
+            logits_ptr, tile, tokens, factor, greedy,
             tl.load(keys_ptr + row), tl.load(positions_ptr + row), 0.0, 0, False, TILE,
         )  # fmt: skip
         tl.store(best_ptr + row * tiles + tile, best)
