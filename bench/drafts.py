@@ -20,6 +20,7 @@ lie in memory. On a GPU draws run from a graph.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -81,14 +82,13 @@ def again(model: Transformer, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def off_by(master: Transformer, change: float) -> Transformer:
-    """A copy whose matrices are off by a relative normal."""
-    model = rollout_copy(master, "fp32", torch.float32)
-    publish(master, model)
-    generator = torch.Generator(device=model.device).manual_seed(1)
-    for p in model.parameters():
+    """A copy all of whose matrices are off by a relative normal."""
+    moved = copy.deepcopy(master)
+    generator = torch.Generator(device=moved.device).manual_seed(1)
+    for p in moved.parameters():
         if p.ndim > 1:
             p.data.mul_(1 + change * torch.randn(p.shape, generator=generator, device=p.device))
-    return model
+    return policy(moved, "fp32")
 
 
 def policy(master: Transformer, format: str) -> Transformer:
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for change in args.changes:
             policies[f"off by {change:g}"] = partial(off_by, master, change)
         rows = measure(f"{args.model} {args.source}", source, groups, policies)
-    merge("drafts", rows, args.out)
+    merge("drafts" if device.type == "cpu" else "drafts-gpu", rows, args.out)
     return 0 if show("drafts", rows) else 1
 
 

@@ -13,6 +13,7 @@ same neighbours on both sides. Rows are added to `exact.json`, of a GPU to `exac
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -66,7 +67,7 @@ def prove(args: argparse.Namespace, folder: Path) -> list[Row]:
     )
     same = sum(record[EQUAL] == 0 for record in records)
     first, last = (
-        sum(r["reward/mean"] for r in some) / 10 for some in (records[:10], records[-10:])
+        statistics.mean(r["reward/mean"] for r in some) for some in (records[:10], records[-10:])
     )
     how = f"{name} {args.weights} {'full' if args.full else 'LoRA'}"
     return [

@@ -143,7 +143,7 @@ def _add_engine(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--exact",
         action="store_true",
-        help="a request gets the same bits whatever runs beside it: float32 on a CPU",
+        help="a request gets the same bits whatever runs beside it; on a CPU in float32",
     )
     p.add_argument(
         "--weights-dir",

@@ -38,6 +38,7 @@ from lowroll.engine.sequence import (
     Sequence,
     places_of,
 )
+from lowroll.kernels.sampling import chosen
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention, PagedDecode, Rows, Together
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
@@ -306,8 +307,12 @@ class Runner:
             ids_T[prompt_len:].split(SCORE_ROWS),
             strict=True,
         ):
-            logp_CV = log_probs(self.model.logits(hidden_CD), temperature)
-            logp_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
+            logits_CV = self.model.logits(hidden_CD)
+            logp_CV = log_probs(logits_CV, temperature)
+            if self.model.exact:
+                logp_C = chosen.log_probs(logits_CV, targets_C, temperature)
+            else:
+                logp_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
             pieces.append((logp_C, *likeliest(logp_CV, top)))
         logp_T, ids_TK, top_TK = (torch.cat(piece) for piece in zip(*pieces, strict=True))
         return logp_T, ids_TK, top_TK

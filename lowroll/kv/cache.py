@@ -271,9 +271,11 @@ class PagedAttention:
         self.selector = selector
         self.chunks = [*fresh, *later]
         page_size = cache.page_size
-        self.exact = _ExactAttention(cache, self.chunks) if cache.exact else None
         slots = [c.slots(page_size)[c.start :] for c in self.chunks]
         self.slots_T = upload(torch.cat(slots), device)
+        self.exact = _ExactAttention(cache, self.chunks) if cache.exact else None
+        if self.exact is not None:
+            fresh, later = [], []  # it reads all of them where they lie
         self.num_fresh = sum(c.num_tokens for c in fresh)
         self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
         # queries, the slots of all their tokens, attention
@@ -340,7 +342,7 @@ class PackedPrompts:
 
     @cached_property
     def _exact(self) -> invariant.Causal:
-        return invariant.packed(self.bounds.diff(), self.longest)
+        return invariant.packed(self.bounds.diff(), len(self.slots_T))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What keeps a model from `Transformer.be_exact`.
 
 Its rows have the same bits in any batch where every operation is one of `kernels.invariant`, or a
-product of codes whose sums are exact integers (INT8, and 4 bits by `kernels.matmul.avx2`).
+product of codes whose sums are exact integers (INT8; on a CPU 4 bits, too).
 """
 
 from __future__ import annotations

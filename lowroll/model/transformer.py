@@ -263,8 +263,8 @@ class Transformer(nn.Module):
 
     def be_exact(self) -> Transformer:
         """Compute every row as in any other batch, bit for bit (`kernels.invariant`): one token
-        after the other, a prompt in any chunks, and a learner's packed sequences. In float32 on a
-        CPU; `model.exact.refuse` says what keeps a model from it."""
+        after the other, a prompt in any chunks, and a learner's packed sequences.
+        `model.exact.refuse` says what keeps a model from it."""
         for module in self.modules():
             if isinstance(module, Transformer | Block | RMSNorm | Linear | Experts):
                 module.exact = True

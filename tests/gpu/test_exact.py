@@ -19,6 +19,7 @@ from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.metrics.record import read
 from lowroll.model.attention import varlen
+from lowroll.model.logprobs import token_log_probs
 from lowroll.types import Request
 from tests.fixtures.exact import check, exact_model
 from tests.fixtures.runs import settings, train
@@ -241,3 +242,29 @@ def test_a_run_has_no_mismatch(weights: str, lora: bool, model: Path, tmp_path: 
     assert len(records) == 4
     for record in records:
         assert record["mismatch/logp_diff_max"] == 0 and record["mismatch/weight_max"] == 1
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8_rotated"])
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_the_gradient_is_nearly_the_plain_one(format: str, adapter: bool, tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "m", "qwen3", **SIZES)
+    lengths = [50, 170, 30]
+    ids = torch.randint(2, 60, (250,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(DEVICE)
+    factors, found = drawn(250, dtype=torch.float32, seed=5), []
+    for exact in (True, False):
+        model = exact_model(folder, format, adapter, DEVICE, torch.bfloat16)
+        for module in model.modules():
+            if hasattr(module, "exact"):
+                module.exact = exact
+        if not adapter:
+            model.requires_grad_(True)
+        hidden = model(ids, positions, model.causal(lengths))
+        head = model.lm_head_weight
+        logp, _ = token_log_probs(hidden, head, ids.roll(-1), 0.7, chunk=40, exact=exact)
+        (logp * factors).sum().backward()
+        grads = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
+        found.append(torch.cat(grads))
+    mine, theirs = found
+    assert mine.shape == theirs.shape
+    assert (mine - theirs).norm() < 0.1 * theirs.norm()

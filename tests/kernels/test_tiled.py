@@ -13,6 +13,7 @@ from lowroll.kernels.attention import tiled
 from lowroll.kernels.matmul import tiled as matmul
 from lowroll.kernels.sampling import chosen
 from lowroll.kernels.sampling.draw import draw
+from lowroll.model.logprobs import token_log_probs
 from tests.fixtures.exact import check, exact_model
 from tests.fixtures.tiny import hf_folder
 
@@ -123,3 +124,30 @@ def test_an_engine_and_a_learner(adapter: bool, tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "m", "qwen3", **SIZES)
     model = exact_model(folder, "int8", adapter)
     assert check(model, "int8", 1, bound=2e-5) > 10
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_the_gradient_is_the_plain_one(adapter: bool, tmp_path: Path) -> None:
+    """Of dense weights, whose forward is the plain one up to rounding."""
+    folder = hf_folder(tmp_path / "m", "qwen3", **SIZES)
+    lengths, g = [5, 17, 3], torch.Generator().manual_seed(0)
+    ids, factors = torch.randint(2, 60, (25,), generator=g), torch.randn(25, generator=g)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    found = []
+    for exact in (True, False):
+        model = exact_model(folder, "fp32", adapter)
+        for module in model.modules():
+            if hasattr(module, "exact"):
+                module.exact = exact
+        if not adapter:
+            model.requires_grad_(True)
+        hidden = model(ids, positions, model.causal(lengths))
+        head = model.lm_head_weight
+        logp, _ = token_log_probs(hidden, head, ids.roll(-1), 0.7, chunk=4, exact=exact)
+        (logp * factors).sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    mine, theirs = found
+    assert mine.keys() == theirs.keys() and len(mine) >= 4
+    for name, grad in mine.items():
+        assert grad is not None
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-4, msg=name)

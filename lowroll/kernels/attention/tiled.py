@@ -36,14 +36,16 @@ from lowroll.kernels.launch import (
     tl,
     triton_supports_device,
 )
-from lowroll.kernels.support import YES, Support, no
+from lowroll.kernels.support import YES, Support, cuda_supports, no
 
+# products of 16 rows and of 128 take other instructions, which were compared on this chip alone
+CAPABILITY = (9, 0)
 SHARE = 256  # keys
 WIDEST = 256  # numbers of a head
 PROGRAMS = 132 * 2  # that decode at once: two a multiprocessor of an H200
 
 
-class Tiles(NamedTuple):
+class QueryTiles(NamedTuple):
     """Tiles of queries, int32 [I] each: the first token, how many (0 is none), the keys that lie
     before the first one's own, and where the sequence's keys are: a row of the page table, or the
     first of them."""
@@ -55,8 +57,10 @@ class Tiles(NamedTuple):
 
 
 def supports_device(device: torch.device) -> Support:
-    """Return whether Triton's kernels run there."""
-    return triton_supports_device(device)
+    """Return whether Triton's kernels run there, on tensor cores whose instructions were seen to agree."""
+    if not (found := triton_supports_device(device)) or INTERPRETED:
+        return found
+    return cuda_supports(device, CAPABILITY, only=True)
 
 
 def supports_heads(head_dim: int, heads: int, kv_heads: int) -> Support:
@@ -68,7 +72,7 @@ def supports_heads(head_dim: int, heads: int, kv_heads: int) -> Support:
     return YES
 
 
-class Launch(NamedTuple):
+class Shape(NamedTuple):
     """Rows of a product (queries times the heads of a key-value head), keys of a tile, loads in
     flight and warps."""
 
@@ -78,16 +82,16 @@ class Launch(NamedTuple):
     warps: int
 
 
-def choose(d: int, size: int, decoded: bool) -> Launch:
+def choose(d: int, size: int, decoded: bool) -> Shape:
     """Return how heads of d numbers of `size` bytes are multiplied: what an H200 liked best. Keys of a
     tile depend on no more, as bits depend on them."""
     width = max(16, block(d)) * size
     keys = min(128, max(32, 2**15 // width))
     if INTERPRETED:  # numpy's order goes by the shape of a product
-        return Launch(64, keys, 1, 4)
+        return Shape(64, keys, 1, 4)
     if decoded:
-        return Launch(16, keys, 3 if width <= 256 else 2, 4)
-    return Launch(128, keys, 1, 8) if width == 256 else Launch(64, keys, 1, 4)
+        return Shape(16, keys, 3 if width <= 256 else 2, 4)
+    return Shape(128, keys, 1, 8) if width == 256 else Shape(64, keys, 1, 4)
 
 
 def queries_of(heads: int, kv_heads: int, d: int, size: int) -> int:
@@ -95,11 +99,13 @@ def queries_of(heads: int, kv_heads: int, d: int, size: int) -> int:
     return max(1, choose(d, size, decoded=False).rows // block(heads // kv_heads))
 
 
-def tile(lengths_S: Tensor, before_S: Tensor, origin_S: Tensor, queries: int, most: int) -> Tiles:
+def tile(
+    lengths_S: Tensor, before_S: Tensor, origin_S: Tensor, queries: int, most: int
+) -> QueryTiles:
     """Return `most` tiles, or as many as there are where that is fewer, of sequences whose queries
     lie behind each other. All int32, on one device; nothing waits for it.
 
-    lengths_S: queries. before_S: keys before each one's first query. origin_S: as in `Tiles`.
+    lengths_S: queries. before_S: keys before each one's first query. origin_S: as in `QueryTiles`.
     """
     tiles_S = (lengths_S + (queries - 1)) // queries
     ends_S = tiles_S.cumsum(0)
@@ -115,7 +121,7 @@ def tile(lengths_S: Tensor, before_S: Tensor, origin_S: Tensor, queries: int, mo
         before_S[sequence_I] + skipped_I,
         origin_S[sequence_I],
     )
-    return Tiles(*(x_I.to(torch.int32) for x_I in found))
+    return QueryTiles(*(x_I.to(torch.int32) for x_I in found))
 
 
 def attend(
@@ -123,7 +129,7 @@ def attend(
     keys_pPGd: Tensor,
     values_pPGd: Tensor,
     table_SN: Tensor | None,
-    tiles: Tiles,
+    tiles: QueryTiles,
     scale: float,
 ) -> Tensor:
     """Return o [T, H, d] of queries over keys, each over those before its own and its own.
@@ -179,7 +185,7 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """`kernels.attention.decode.paged_decode`, with the bits of `attend`."""
+    """Return what `kernels.attention.decode.paged_decode` does, with the bits of `attend`."""
     q_BHd, k_BGd, v_BGd = (packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]

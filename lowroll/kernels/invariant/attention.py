@@ -27,7 +27,7 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
         return _on_a_cpu(lengths_S, starts_S)
 
     @cache
-    def tiles(queries: int) -> tiled.Tiles:
+    def tiles(queries: int) -> tiled.QueryTiles:
         most = -(-tokens // queries) + len(lengths_S)
         return tiled.tile(lengths_S, torch.zeros_like(lengths_S), starts_S, queries, most)
 
@@ -69,7 +69,8 @@ def paged(
         rows_S = torch.arange(len(lengths_S), dtype=torch.int32)
         made = tiled.tile(lengths_S, before_S, rows_S, queries, most)
         device = keys_pPGd.device
-        tiles, table_SN = tiled.Tiles(*(x_I.to(device) for x_I in made)), table_SN.to(device)
+        tiles = tiled.QueryTiles(*(_upload(x_I, device) for x_I in made))
+        table_SN = _upload(table_SN, device)
         return lambda q, keys, values: tiled.attend(
             q, keys, values, table_SN, tiles, q.shape[-1] ** -0.5
         )
@@ -91,6 +92,11 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """`kernels.attention.decode.paged_decode`, with the bits of the others."""
+    """Return what `kernels.attention.decode.paged_decode` does, with the bits of the others."""
     run = tiled.decode if triton_supports(q_BHd) else avx2.decode
     return run(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
+
+
+def _upload(x: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. The host does not wait, as it would for memory that may be paged out."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -31,7 +31,7 @@ PART = 1024
 JOINED = 1024  # results of a program that joins parts
 
 
-class Tile(NamedTuple):
+class Schedule(NamedTuple):
     """A tile of the result, the features of a step along K, loads in flight and warps."""
 
     rows: int
@@ -107,18 +107,18 @@ def product(
     return y_MN
 
 
-def choose(M: int, N: int, size: int) -> Tile:
+def choose(M: int, N: int, size: int) -> Schedule:
     """Return the tile for a product of these sizes, of numbers of `size` bytes."""
     if size > 2:
-        return Tile(min(32, max(16, block(M))), 64, 64, 2, 4)
+        return Schedule(min(32, max(16, block(M))), 64, 64, 2, 4)
     wide = -(-N // 128) * -(-M // 128) >= MULTIPROCESSORS
     if N <= NARROW and M > 64:
-        return Tile(64, 64, 64, 4, 4)
+        return Schedule(64, 64, 64, 4, 4)
     if M > 512:
-        return Tile(256, 128, 64, 3, 8)
+        return Schedule(256, 128, 64, 3, 8)
     if M > 64:
-        return Tile(128, 128, 64, 3, 8) if wide else Tile(64, 64, 64, 4, 4)
-    return Tile(max(16, block(M)), 64, 128, 5, 4)
+        return Schedule(128, 128, 64, 3, 8) if wide else Schedule(64, 64, 64, 4, 4)
+    return Schedule(max(16, block(M)), 64, 128, 5, 4)
 
 
 # -- Triton ----------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Log-probs of given tokens, with the bits that `kernels.sampling.draw` records of a token that it
-draws, on CUDA.
+"""Log-probs of given tokens, with the bits that `kernels.sampling.draw` records of a token that it draws: in
+Triton by its tiles, elsewhere torch's log-softmax.
 
 Legend: B rows, V vocabulary.
 """
@@ -9,13 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.kernels.launch import block, jit, tl
+from lowroll.kernels.launch import block, jit, tl, triton_supports
 from lowroll.kernels.sampling.tiles import WARPS, row_of, tiles_of
 
 
 def log_probs(logits_BV: Tensor, targets_B: Tensor, temperature: float) -> Tensor:
     """Return the log-prob of each target under softmax(logits / temperature), float32 [B]. Rows are
     contiguous."""
+    if not triton_supports(logits_BV):
+        logp_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
+        return logp_BV.gather(-1, targets_B[:, None])[:, 0]
     rows = logits_BV.shape[0]
     temperature_B = torch.full((rows,), temperature, device=logits_BV.device)
     logp_B = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
@@ -34,6 +37,7 @@ def log_probs(logits_BV: Tensor, targets_B: Tensor, temperature: float) -> Tenso
         logits_BV.stride(0),
         TILES=max(16, block(num_tiles)),
         num_warps=WARPS,
+        enable_fp_fusion=True,
     )
     return logp_B
 
@@ -43,7 +47,7 @@ def log_probs(logits_BV: Tensor, targets_B: Tensor, temperature: float) -> Tenso
 
 @jit
 def log_prob(chosen, largest, shift, total, factor, temperature):
-    """The log-prob of a logit, of a row as `row_of` gives it: the total is relative to the rounded
+    """Return the log-prob of a logit, of a row as `row_of` gives it: the total is relative to the rounded
     shift, and the difference to the exact one is put back."""
     rounded = largest.to(tl.float64) * factor - shift
     return (

@@ -94,6 +94,7 @@ def draw(
         TILE=TILE,
         TILES=max(16, block(num_tiles)),
         num_warps=WARPS,
+        enable_fp_fusion=True,
         **early_start(),
     )
     return tokens_B, logprobs_B

@@ -77,6 +77,7 @@ def tiles_of(
         BLOCK=BLOCK,
         ALIGNED=aligned,
         num_warps=WARPS,
+        enable_fp_fusion=True,
         **early_start(),
     )
     return Tiles(largest_BC, mass_BC, best_BC, winner_BC, peaks_BL, parts_BL)
