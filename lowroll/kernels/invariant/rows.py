@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowroll.kernels import cxx
 from lowroll.kernels.build import pointer
 from lowroll.kernels.fused import norm, swiglu
-from lowroll.kernels.fused.norm import rms_norm
 from lowroll.kernels.invariant.gradient import with_gradient_of
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
@@ -60,8 +58,8 @@ def add_rms_norm(
         return sum_TD, normed if rows is None else quantize_rows(normed, rows)
     assert rows is None and not isinstance(update_TD, Product)
     if update_TD is None:
-        return x_TD, with_gradient_of(rms_norm, _norm, x_TD, weight_D, eps)
-    sum_TD, normed_TD = with_gradient_of(_plain_add, _add, x_TD, update_TD, weight_D, eps)
+        return x_TD, with_gradient_of(norm.rms_norm, _norm, x_TD, weight_D, eps)
+    sum_TD, normed_TD = with_gradient_of(norm.add_rms_norm, _add, x_TD, update_TD, weight_D, eps)
     return sum_TD, normed_TD
 
 
@@ -71,21 +69,9 @@ def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Row
     if isinstance(gate_up, Product) or triton_supports(gate_up):
         return swiglu.silu_mul(gate_up, rows)
     assert rows is None
-    made = with_gradient_of(_plain_gate, _gate, gate_up)
+    made = with_gradient_of(swiglu.silu_mul, _gate, gate_up)
     assert isinstance(made, Tensor)
     return made
-
-
-def _plain_add(
-    x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    sum_TD = x_TD + update_TD
-    return sum_TD, rms_norm(sum_TD, weight_D, eps)
-
-
-def _plain_gate(gate_up: Tensor) -> Tensor:
-    gate_TF, up_TF = gate_up.chunk(2, dim=-1)
-    return F.silu(gate_TF) * up_TF
 
 
 def _norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
