@@ -310,16 +310,19 @@ class _ExactAttention:
         self.cache = cache
         widest = max(len(c.pages) for c in chunks)
         padded = [c.pages + [0] * (widest - len(c.pages)) for c in chunks]
-        self.table_SP = torch.tensor(padded, dtype=torch.int32)
-        self.lengths_S = torch.tensor([c.num_tokens for c in chunks], dtype=torch.int32)
-        self.before_S = torch.tensor([c.start for c in chunks], dtype=torch.int32)
+        sizes = [c.num_tokens for c in chunks]
+        starts = [c.start for c in chunks]
+        self.table_SP, self.lengths_S, self.before_S = (
+            upload(torch.tensor(numbers, dtype=torch.int32), cache.device)
+            for numbers in (padded, sizes, starts)
+        )
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, layer: int, q_THd: Tensor) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if self.attend is None:
             self.attend = invariant.paged(
-                keys, self.table_SP, self.lengths_S, self.before_S, q_THd.shape[1]
+                keys, self.table_SP, self.lengths_S, self.before_S, *q_THd.shape[:2]
             )
         return self.attend(q_THd, keys, values)
 

@@ -54,23 +54,25 @@ def _on_a_cpu(lengths_S: Tensor, starts_S: Tensor) -> Causal:
 
 
 def paged(
-    keys_pPGd: Tensor, table_SN: Tensor, lengths_S: Tensor, before_S: Tensor, heads: int
+    keys_pPGd: Tensor,
+    table_SN: Tensor,
+    lengths_S: Tensor,
+    before_S: Tensor,
+    tokens: int,
+    heads: int,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return attention (q [T, H, d], keys, values) -> o of the queries of sequences over their pages, which
     hold their keys already.
 
-    keys_pPGd: any layer's. table_SN, lengths_S (queries) and before_S (keys before the first of
-    them): int32, on a CPU.
+    keys_pPGd: any layer's. table_SN, lengths_S (queries, `tokens` in all) and before_S (keys before
+    the first of them): int32, on their device, for which nothing waits.
     """
     if triton_supports(keys_pPGd):
         kv_heads, d = keys_pPGd.shape[2:]
         queries = tiled.queries_of(heads, kv_heads, d, keys_pPGd.element_size())
-        most = int((-(-lengths_S // queries)).sum())
-        rows_S = torch.arange(len(lengths_S), dtype=torch.int32)
-        made = tiled.tile(lengths_S, before_S, rows_S, queries, most)
-        device = keys_pPGd.device
-        tiles = tiled.QueryTiles(*(_upload(x_I, device) for x_I in made))
-        table_SN = _upload(table_SN, device)
+        rows_S = torch.arange(len(lengths_S), dtype=torch.int32, device=lengths_S.device)
+        most = -(-tokens // queries) + len(lengths_S)
+        tiles = tiled.tile(lengths_S, before_S, rows_S, queries, most)
         return lambda q, keys, values: tiled.attend(
             q, keys, values, table_SN, tiles, q.shape[-1] ** -0.5
         )
@@ -95,8 +97,3 @@ def decode(
     """Return what `kernels.attention.decode.paged_decode` does, with the bits of the others."""
     run = tiled.decode if triton_supports(q_BHd) else avx2.decode
     return run(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
-
-
-def _upload(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. The host does not wait, as it would for memory that may be paged out."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
