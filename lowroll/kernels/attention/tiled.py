@@ -313,11 +313,12 @@ def _share(
 
 
 @jit
-def _weights(m, m_s):
-    """The maximum of what is joined, and what both sides are multiplied by."""
-    new = tl.maximum(m, m_s)
-    shift = tl.where(new == float("-inf"), 0.0, new)
-    return new, tl.exp2(m - shift), tl.exp2(m_s - shift)
+def _joined(m_r, l_r, o_rd, m_s, l_s, o_s):
+    """Maximum, mass and sum of values of what is there and of the next share."""
+    new_r = tl.maximum(m_r, m_s)
+    shift_r = tl.where(new_r == float("-inf"), 0.0, new_r)
+    old_r, share_r = tl.exp2(m_r - shift_r), tl.exp2(m_s - shift_r)
+    return new_r, l_r * old_r + l_s * share_r, o_rd * old_r[:, None] + o_s * share_r[:, None]
 
 
 @jit
@@ -390,9 +391,7 @@ def _prompts_kernel(
             BLOCK,
             STAGES,
         )
-        m_r, old_r, new_r = _weights(m_r, m_s)
-        l_r = l_r * old_r + l_s * new_r
-        o_rd = o_rd * old_r[:, None] + o_s * new_r[:, None]
+        m_r, l_r, o_rd = _joined(m_r, l_r, o_rd, m_s, l_s, o_s)
     out_at = out + token_r[:, None] * (H * d) + head_r[:, None] * d + offs_d[None, :]
     tl.store(out_at, tl.div_rn(o_rd, l_r[:, None]).to(out.dtype.element_ty), mask=live_rd)
 
@@ -481,9 +480,7 @@ def _decode_kernel(
             STAGES,
         )
         if part is None:
-            m_r, old_r, new_r = _weights(m_r, m_s)
-            l_r = l_r * old_r + l_s * new_r
-            o_rd = o_rd * old_r[:, None] + o_s * new_r[:, None]
+            m_r, l_r, o_rd = _joined(m_r, l_r, o_rd, m_s, l_s, o_s)
         else:
             to_r = (share * rows + row).to(tl.int64) * H + head_r
             tl.store(part + to_r[:, None] * d + offs_d[None, :], o_s, mask=live_rd)
@@ -517,14 +514,13 @@ def _join_kernel(
     in_d = offs_d < d
     m_1 = tl.full([1], float("-inf"), tl.float32)
     l_1 = tl.zeros([1], tl.float32)
-    o_d = tl.zeros([D], tl.float32)
+    o_1d = tl.zeros([1, D], tl.float32)
     for share in range(0, tl.cdiv(length, SHARE)):
         at = (share * rows + row).to(tl.int64) * H + head
         m_s = tl.load(stats + at)
         l_s = tl.load(stats + shares.to(tl.int64) * rows * H + at)
         o_s = tl.load(part + at * d + offs_d, mask=in_d, other=0.0)
-        m_1, old_1, new_1 = _weights(m_1, m_s)
-        l_1 = l_1 * old_1 + l_s * new_1
-        o_d = o_d * old_1 + o_s * new_1
-    at = (row * H + head).to(tl.int64) * d + offs_d
-    tl.store(out + at, tl.div_rn(o_d, l_1).to(out.dtype.element_ty), mask=in_d)
+        m_1, l_1, o_1d = _joined(m_1, l_1, o_1d, m_s, l_s, o_s[None, :])
+    at_1d = (row * H + head).to(tl.int64) * d + offs_d[None, :]
+    o_1d = tl.div_rn(o_1d, l_1[:, None])
+    tl.store(out + at_1d, o_1d.to(out.dtype.element_ty), mask=in_d[None, :])
