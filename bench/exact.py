@@ -84,7 +84,7 @@ class Side:
         most = max(work.batch for work in args.sizes.rollouts)
         engine = Engine(
             self.model,
-            weights=args.weights,
+            weights=compute.format(args.weights),
             dtype=compute.dtype,
             cache_tokens=max(work.cache_tokens() for work in args.sizes.rollouts),
             max_batch=most,
@@ -94,7 +94,7 @@ class Side:
             rows=step.batch,
             length=step.prompt_tokens + step.new_tokens,
             prompt=step.prompt_tokens,
-            weights=args.weights,
+            weights=compute.format(args.weights),
         )
         self.batch = laptop.batch_of(rows, self.model.spec.vocab_size)
 

@@ -86,14 +86,18 @@ class Document:
     def move(self, old: Path, new: Path, mark: Mark) -> None:
         """Take a value, with the marks of all that is beneath it, from one path of sections to
         another. mark: where it was written."""
-        node: Any = self.value
-        for part in old[:-1]:
-            node = node[part]
         inner = {path: kept for path, kept in self.marks.items() if path[: len(old)] == old}
-        for path in inner:
-            del self.marks[path]
-        self.put(new, node.pop(old[-1]), mark)
+        self.put(new, self.drop(old), mark)
         self.marks |= {(*new, *path[len(old) :]): kept for path, kept in inner.items()}
+
+    def drop(self, path: Path) -> Any:
+        """Take a value of sections out, with the marks of all that is beneath it. Returns it."""
+        node: Any = self.value
+        for part in path[:-1]:
+            node = node[part]
+        for beneath in [one for one in self.marks if one[: len(path)] == path]:
+            del self.marks[beneath]
+        return node.pop(path[-1])
 
     def put(self, path: Path, value: Any, mark: Mark) -> None:
         """Write a value, making the sections above it; whatever stood there before is gone."""

@@ -1,8 +1,8 @@
-"""Names that keys of the configuration had before.
+"""Names that keys of the configuration had before, and keys that are gone.
 
 An old name works for one version, in files, overrides and the folders of runs, with a note that
 names the new one; then its row goes, and it is an unknown key like any other. Old and new together
-are refused, because one of them would be ignored.
+are refused, because one of them would be ignored. A key that is gone is dropped with a note for as long.
 """
 
 from __future__ import annotations
@@ -15,12 +15,21 @@ from lowroll.config.document import ConfigError, Document, Mark, Path
 
 # the key before -> the key now
 RENAMED: dict[str, str] = {"rollout.bulk": "rollout.large_batch_weights"}
+# the key before -> what is there instead
+GONE: dict[str, str] = {
+    "rollout.parts": "with rollout.exact any number of engines draws the same bits"
+}
 
 
 def carry_over(document: Document) -> list[str]:
-    """Move what stands under an old name to the new one; a note for each. ConfigError names both
-    when both are given."""
+    """Move what stands under an old name to the new one, and drop what is gone; a note for each.
+    ConfigError names both when both are given."""
     notes = []
+    for old, instead in GONE.items():
+        if _stands(document.value, _path(old)):
+            mark = document.marks.get(_path(old)) or Mark(document.name, old)
+            document.drop(_path(old))
+            notes.append(mark.blame(f"the key is gone, and ignored: {instead}"))
     for old, new in RENAMED.items():
         before = _path(old)
         now = _path(new)

@@ -107,7 +107,6 @@ def role_problems(cfg: RunConfig) -> Iterator[Problem]:
             f"{cfg.rollout.engines} are asked for, and client.{key} says which there are; leave "
             "rollout.engines out",
         )
-    yield from _parts_problems(cfg)
     if level.partial == "keep" and cfg.rollout.release_cache:
         yield (
             (("asynchrony", "partial"), ("rollout", "release_cache")),
@@ -125,28 +124,6 @@ def role_problems(cfg: RunConfig) -> Iterator[Problem]:
             "nccl is for all weights; an adapter travels by files",
         )
     yield from ray_problems(cfg)
-
-
-def _parts_problems(cfg: RunConfig) -> Iterator[Problem]:
-    if cfg.rollout.parts is None:
-        return
-    level = cfg.asynchrony
-    for key, asked in (
-        ("max_async_level", level.max_async_level > 0),
-        ("oversampling_factor", level.oversampling_factor > 1),
-        ("partial", level.partial != "none"),
-    ):
-        if asked:
-            yield (
-                (("rollout", "parts"), ("asynchrony", key)),
-                f"parts are of batches that are drawn whole, and asynchrony.{key} takes groups as they "
-                "end; leave rollout.parts out",
-            )
-    if cfg.rollout.engine != "native":
-        yield (
-            (("rollout", "parts"), ("rollout", "engine")),
-            "only lowroll's own engine can be paused and emptied between parts; leave it out",
-        )
 
 
 def one_process_problems(cfg: RunConfig) -> list[str]:

@@ -98,15 +98,13 @@ class RolloutConfig(Section):
     engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
     vllm: VllmConfig = VllmConfig()  # read by engine: vllm alone
     engines: Count = 1  # that a run with roles has, each a process (on a GPU of its own)
-    # in which a batch is drawn, each by itself: then log-probs do not depend on the number of engines,
-    # not even in their last bits. null: as many as there are engines
-    parts: Count | None = None
     # format of the linear weights, or a budget (max_kl, max_bits, max_bytes, formats) under which each
     # layer gets one; dense: the run's dtype; stored: the codes that the model's folder holds
     weights: Weights = DEFAULT
-    # a token's recorded log-prob is, bit for bit, what the learner computes before its update, which
-    # multiplies in the rollouts' formats then (train.forward: aligned); on a CPU in float32
-    exact: bool = False
+    # true: a token's recorded log-prob is, bit for bit, what the learner computes before its update,
+    # which multiplies in the rollouts' formats then (train.forward: aligned); on a CPU in float32. null:
+    # on a CPU, where they can: the engine, and a learner that is aligned. false: neither
+    exact: bool | None = None
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens
     min_tokens: Annotated[int, Field(ge=0)] = 0  # a response's shortest length, in tokens
@@ -450,7 +448,7 @@ def rollouts_of(cfg: RunConfig) -> Rollouts:
         f"{rollout.weights}+{second}" if low_bit else rollout.weights,
         truncated=tuple(f"{name} {value}" for name, value in cut.items()),
         noisy=cfg.noise is not None and cfg.noise.learner == "clean",
-        exact=rollout.exact,
+        exact=bool(rollout.exact),
         aligned=cfg.forward in ("aligned", rollout.weights) and second is None,
         rounds=cfg.forward not in ("dense", "aligned", rollout.weights),
         lora=cfg.train.lora and not low_bit,

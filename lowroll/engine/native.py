@@ -131,8 +131,7 @@ class NativeEngine:
     and so do the log-probs behind them. It needs the dense cache, unrounded, and one format.
     cuda_graphs: False starts the kernels of a decode step or a short pass over prompts one by one,
     to look for a fault.
-    exact: a request has the same bits whatever runs beside it (`Transformer.be_exact`); a model that
-    is exact makes an engine that is.
+    exact: a request has the same bits whatever runs beside it. None: as a loaded model computes.
     ValueError names the argument that is wrong.
     """
 
@@ -164,7 +163,7 @@ class NativeEngine:
         prefix_caching: bool = True,
         turn_caching: bool = False,
         cuda_graphs: bool = True,
-        exact: bool = False,
+        exact: bool | None = None,
     ) -> None:
         if lookahead is not None and not 1 <= lookahead <= MOST_STEPS:
             raise ValueError(f"lookahead: expected 1..{MOST_STEPS} steps, got {lookahead}")
@@ -177,20 +176,11 @@ class NativeEngine:
         dtype = self._pick_dtype(weights, dtype, device)
         if isinstance(model, Transformer) and model.device != device:
             raise ValueError(f"device: the model is on {model.device} and the engine on {device}")
-        self.large_batch_model: Transformer | None = None
-        if large_batch_weights is not None:
-            master = model if isinstance(model, Transformer) else hf.load(model, device, dtype)
-            self.model = rollout_copy(master, weights, dtype, noisy)
-            self.large_batch_model = beside(
-                master, self.model, get_format(large_batch_weights).name
-            )
-        elif isinstance(model, Transformer):
-            self.model = rollout_copy(model, weights, dtype, noisy)
-        else:
-            assert self.folder is not None
-            self.model = rollout_load(self.folder, weights, device, dtype, noisy)
+        self.model, self.large_batch_model = self._models(
+            model, weights, large_batch_weights, device, dtype, noisy
+        )
         self.spec = self.model.spec
-        if exact or self.model.exact:
+        if getattr(model, "exact", False) if exact is None else exact:
             self._be_exact()
         self.context = min(self.spec.max_position, max_model_len or self.spec.max_position)
         self._max_batch = max_batch
@@ -227,6 +217,24 @@ class NativeEngine:
         self.scheduler = self._schedule(
             max_batch, max_prefill_tokens, prefill_chunk, lookahead, gather
         )
+
+    def _models(
+        self,
+        model: Transformer | str | Path,
+        weights: str,
+        large_batch_weights: str | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        noisy: bool,
+    ) -> tuple[Transformer, Transformer | None]:
+        """What decodes, and what does when many rows do."""
+        if large_batch_weights is None and self.folder is not None:
+            return rollout_load(self.folder, weights, device, dtype, noisy), None
+        master = model if isinstance(model, Transformer) else hf.load(model, device, dtype)
+        made = rollout_copy(master, weights, dtype, noisy)
+        if large_batch_weights is None:
+            return made, None
+        return made, beside(master, made, get_format(large_batch_weights).name)
 
     def _be_exact(self) -> None:
         """ValueError for what cannot be."""

@@ -34,25 +34,33 @@ def refuse(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, key: str = "rollout.exact"
 ) -> None:
     """ValueError when a model cannot be exact, with what could be. key: what asks."""
+    if (said := why_not(spec, device, dtype)) is not None:
+        raise ValueError(f"{key}: {said}")
+
+
+def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What keeps a model from being exact, with what could be; None when nothing does."""
     if device.type == "cpu" and not INTERPRETED:
-        return _refuse_cpu(spec, device, dtype, key)
+        return _why_not_on_cpu(spec, device, dtype)
     found = tiled.supports_device(device) and tiled.supports_heads(
         spec.head_dim, spec.num_heads, spec.num_kv_heads
     )
     if not found:
-        raise ValueError(f"{key}: attention {found.why_not}")
+        return f"attention {found.why_not}"
     if spec.num_experts:
-        raise ValueError(f"{key}: experts have the same bits on a CPU alone; set device: cpu")
+        return "experts have the same bits on a CPU alone; set device: cpu"
+    return None
 
 
-def _refuse_cpu(spec: ModelSpec, device: torch.device, dtype: torch.dtype, key: str) -> None:
+def _why_not_on_cpu(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype != torch.float32:
-        raise ValueError(f"{key}: on a CPU it computes in float32, and the dtype is {dtype}")
+        return f"on a CPU it computes in float32, and the dtype is {dtype}"
     for part in (rows, heads, attention, ordered):
         if not (found := part.supports_device(device)):
-            raise ValueError(f"{key}: a kernel of this CPU {found.why_not}")
+            return f"a kernel of this CPU {found.why_not}"
     if spec.head_dim % heads.MULTIPLE or spec.head_dim > attention.WIDEST:
-        raise ValueError(
-            f"{key}: heads have {spec.head_dim} numbers; it takes multiples of {heads.MULTIPLE} up "
+        return (
+            f"heads have {spec.head_dim} numbers; it takes multiples of {heads.MULTIPLE} up "
             f"to {attention.WIDEST}"
         )
+    return None

@@ -202,7 +202,7 @@ def refuse_other_settings(
         free.append("train.max_steps")
     if cfg.sft.lr_scheduler_type == "constant":
         free.append("sft.steps")
-    if cfg.rollout.parts is not None:  # which are drawn the same by any number of engines
+    if cfg.rollout.exact:  # any number of engines draws the same
         free.append("rollout.engines")
     held = {
         key

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from lowroll.config import RunConfig
 from lowroll.engine.base import Drawn, Engine, EngineStats, InFlight
-from lowroll.engine.parts import dealt
 from lowroll.kv.capacity import NoRoom
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
@@ -83,20 +82,8 @@ class RolloutEngine:
             ) from None
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
-        """As `Engine.generate`; in the parts of `rollout.parts`, as several engines would."""
-        if self.cfg.rollout.parts is None:
-            return self.engine.generate(requests, on_progress=on_progress)
-        found: dict[int, Group] = {}
-        for part in filter(None, dealt(requests, self.cfg.rollout.parts)):
-            self.engine.reset_prefix_cache()
-
-            def tell(done: int, _: int, before: int = len(found)) -> None:
-                if on_progress is not None:
-                    on_progress(before + done, len(requests))
-
-            groups = self.engine.generate([requests[i] for i in part], on_progress=tell)
-            found |= zip(part, groups, strict=True)
-        return [found[i] for i in range(len(requests))]
+        """As `Engine.generate`."""
+        return self.engine.generate(requests, on_progress=on_progress)
 
     def add(self, request: Request) -> int:
         """As `Engine.add`."""

@@ -99,8 +99,6 @@ def rollout_copy(
         if theirs.adapter is not None:
             ours.adapter = _copy_adapter(theirs.adapter)
     rollout.freqs = master.freqs
-    if master.exact:
-        rollout.be_exact()
     rollout.shared = frozenset() if owned else frozenset(shared)
     rollout.head = over(rollout.lm_head_weight)
     return rollout.requires_grad_(False).eval()

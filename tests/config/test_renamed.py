@@ -11,7 +11,7 @@ import yaml
 from lowroll.config import ConfigError, RunConfig, as_config, from_mapping, load, load_surogate
 from lowroll.config.document import parse
 from lowroll.config.load import known_keys
-from lowroll.config.renamed import RENAMED, carry_over, renamed_tree
+from lowroll.config.renamed import GONE, RENAMED, carry_over, renamed_tree
 
 OLD, NEW = "rollout.bulk", "rollout.large_batch_weights"
 NOTE = f"its name is {NEW} now; the old one works in this version, and not in the next"
@@ -72,6 +72,16 @@ def test_old_and_new_together_name_both(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             from_mapping({"model": "m"}, overrides)
         assert str(error.value) == f"override {words}"
+
+
+def test_a_key_that_is_gone_is_dropped_with_a_note(tmp_path: Path) -> None:
+    assert not GONE.keys() & known_keys(RunConfig)
+    path = written(tmp_path, "model: m\nrollout:\n  parts: 3\n  weights: fp8\n")
+    cfg = load(path)
+    assert cfg.rollout.weights == "fp8"
+    assert any(note.startswith(f"{path}:3: rollout.parts: the key is gone") for note in cfg.notes)
+    assert "gone" not in "".join(load(written(tmp_path, cfg.dump())).notes)
+    assert "parts" not in renamed_tree({"rollout": {"parts": None}})["rollout"]
 
 
 def test_what_lies_beneath_a_renamed_section_moves_with_its_lines(

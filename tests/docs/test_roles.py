@@ -88,7 +88,7 @@ def test_two_machines_by_hand(home: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_commands_of_several_engines_run(home: Path, number: int) -> None:
-    """Both engines draw; `rollout.parts` gives what one process has."""
+    """Both engines draw; exact ones draw what one process does."""
     lines = commands("Several engines")
     assert len(lines) == 2
     follow(home, [lines[number]])
@@ -96,6 +96,6 @@ def test_the_commands_of_several_engines_run(home: Path, number: int) -> None:
     assert all(heart(home / "run", f"engine-{i}")["phase"] == "ended" for i in range(2))
     if number:
         tree = yaml.safe_load((home / "run.yaml").read_text())
-        tree["rollout"]["parts"] = 4
+        tree["rollout"]["exact"] = True
         alone = train(tree | {"output_dir": str(home / "alone")}).folder
         assert outcome(alone).items() <= outcome(home / "run").items()

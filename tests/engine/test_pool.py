@@ -202,30 +202,6 @@ def test_an_error_of_the_caller_ends_what_it_asked_for() -> None:
         assert len(pool.generate(asked(8))) == 8
 
 
-def test_a_part_is_drawn_when_all_of_it_have_come() -> None:
-    with engines(1) as (fake,), pooled([fake]) as pool:
-        at_first_token: list[int] = []
-        whole = fake._drawn
-
-        async def watched(body: dict) -> dict:
-            answer = await whole(body)
-            at_first_token.append(len(fake.bodies))
-            return answer
-
-        fake._drawn = watched
-        pool.generate(asked(20, ignore_eos=True))
-        assert set(at_first_token) == {20}
-        assert not fake.paused
-
-
-def test_an_engine_that_loses_its_part_goes_on() -> None:
-    with engines(2) as (a, b), pooled([a, b]) as pool:
-        a.mood.refuse = 1
-        assert len(pool.generate(asked(1))) == 1
-        assert (len(a.bodies), len(b.bodies)) == (1, 1)
-        assert eventually(lambda: not a.paused)
-
-
 def test_a_pause_that_someone_left_is_ended() -> None:
     with engines(1) as (fake,):
         fake.paused = True
@@ -965,22 +941,6 @@ def test_one_that_flaps_is_met_later_each_time(
         b.stop()
         assert eventually(lambda: left[-1] == (1e6, False)), "nobody else works"
         healthy(pool, 1)
-
-
-def fresh(requests: list[Request], count: int, parts: int) -> list[list[str]]:
-    """The ids of what engines were asked between two forgotten caches, in the order of parts."""
-    with engines(count) as fakes, pooled(fakes, parts=parts) as pool:
-        assert pool.generate(requests)
-        found = [ids for fake in fakes for ids in fake.rounds]
-    return sorted(sorted(ids) for ids in found)
-
-
-def test_parts_are_the_same_whatever_the_number_of_engines() -> None:
-    requests = asked(13, 2)
-    one = fresh(requests, 1, 4)
-    assert len(one) == 4 and sorted(sum(one, [])) == sorted(r.id for r in requests)
-    for count in (2, 3, 5):
-        assert fresh(requests, count, 4) == one
 
 
 # -- processes -------------------------------------------------------------------------------------

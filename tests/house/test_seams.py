@@ -15,7 +15,7 @@ FILES = {
     if not (name := path.relative_to(ROOT).as_posix()).startswith("engine/")
 }
 INSIDE = {"format", "runner", "pool", "model", "scheduler", "spec", "large_batch_model", "receiver"}
-DOORS = {"base", "native", "parts", "remote"}  # files of the room that others may import
+DOORS = {"base", "native", "remote"}  # files of the room that others may import
 
 
 def reads(source: str) -> Iterator[str]:

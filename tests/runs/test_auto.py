@@ -19,7 +19,6 @@ from tests.fixtures.runs import TINY, settings, train
 CHANGES: dict[str, Any] = {
     "engine": "vllm",  # its gap is measured in tests/parity/foreign
     "vllm": {"max_concurrent": 2},
-    "parts": 2,
     "weights": "int8",
     "exact": True,
     "kv": {"policy": "streaming", "budget": 5, "buffer": 1, "sinks": 1},

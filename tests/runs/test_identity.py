@@ -619,20 +619,18 @@ def test_data_and_rewards_are_told_apart_by_their_keys(tmp_path: Path, model: Pa
         identity.refuse_other_files(before, identity.read_by(tree()))
 
 
-def test_the_number_of_engines_may_change_where_parts_are_drawn() -> None:
-    """They are drawn alike by any number; else it is in the last bits."""
+def test_the_number_of_engines_may_change_where_they_are_exact() -> None:
+    """They draw alike whatever their number; else it is in the last bits."""
 
-    def tree(parts: int | None, engines: int) -> Any:
-        rollout = {"parts": parts, "engines": engines}
+    def tree(exact: bool | None, engines: int) -> Any:
+        rollout = {"exact": exact, "engines": engines}
         return from_mapping({"model": "m", "launcher": "local", "rollout": rollout})
 
-    for parts, before, after in ((2, 1, 2), (2, 2, 1)):
-        saved = yaml.safe_load(tree(parts, before).dump())
-        identity.refuse_other_settings(saved, tree(parts, after))
+    for before, after in ((1, 2), (2, 1)):
+        saved = yaml.safe_load(tree(True, before).dump())
+        identity.refuse_other_settings(saved, tree(True, after))
     with pytest.raises(ValueError, match=r"rollout\.engines was 2 and is 1$"):
         identity.refuse_other_settings(yaml.safe_load(tree(None, 2).dump()), tree(None, 1))
-    with pytest.raises(ValueError, match=r"rollout\.parts was 4 and is 2$"):
-        identity.refuse_other_settings(yaml.safe_load(tree(4, 2).dump()), tree(2, 1))
 
 
 def test_settings_are_told_apart_key_by_key() -> None:

@@ -61,8 +61,8 @@ def test_a_run_on_a_cluster_is_that_of_one_machine(
 def test_engines_and_ranks_on_a_cluster_are_those_of_one_machine(
     model: Path, tmp_path: Path, cluster: Apart
 ) -> None:
-    """Two engines and two ranks; `rollout.parts` makes the engines' number and places all the same."""
-    more = {"train": {"max_steps": 3, "gpus": 2}, "rollout": {"engines": 2, "parts": 2}}
+    """Two engines and two ranks: the number of engines and their places are all the same."""
+    more = {"train": {"max_steps": 3, "gpus": 2}, "rollout": {"engines": 2}}
     runs = {}
     for name, extra in (("local", {}), ("ray", {"ray": {"address": cluster.address}})):
         folder = tmp_path / name

@@ -192,16 +192,18 @@ def test_roles_that_are_lost_are_started_again(
 
 @pytest.mark.slow
 def test_one_of_several_engines_is_started_again_alone(model: Path, tmp_path: Path) -> None:
-    """In parts, what they draw at level 0 is what one process draws, whatever happens to one."""
-    trees = [settings(model, tmp_path / name, train=STEPS) for name in ("one", "killed")]
-    for tree in trees:
-        tree["rollout"]["parts"] = 3
-    train(trees[0])
-    trees[1]["rollout"]["engines"] = 2
+    """What exact engines draw at level 0 is what one process draws, whatever happens to one."""
     run, log = tmp_path / "killed", tmp_path / "killed.log"
-    file = write(trees[1], tmp_path / "run.yaml")
+    opened = gate(tmp_path / "gated.py", run)
+    tree = settings(model, run, train={**STEPS, **LORA}, rollout={"exact": True})
+    tree["env"][0]["id"] = str(tmp_path / "gated.py")
+    train({**tree, "output_dir": str(tmp_path / "one")})
+    tree["rollout"]["engines"] = 2
+    file = write(tree, tmp_path / "run.yaml")
     with forked(log, "grpo", str(file), "launcher=local") as launcher:
         strike(reached(run, "engine-1", 2, launcher), "kill")
+        assert eventually(lambda: heart(run, "engine-1").get("attempt") == 2, DEADLINE_S)
+        opened.touch()
         assert launcher.wait(timeout=300) == 0, log.read_text()
     assert outcome(run) == outcome(tmp_path / "one")
     attempts = [heart(run, role)["attempt"] for role in ("engine-0", "engine-1", "trainer")]

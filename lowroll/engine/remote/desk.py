@@ -6,11 +6,6 @@ that one has clearly more to do. An engine whose cache is full is sent no more t
 the rest waits here for whoever ends first. What an engine loses goes on at another one with the same
 id and seed, so under the same weights it has the same noise. Every sending has a number, and an
 answer of an earlier one is no answer.
-
-A part is requests that are drawn together, with nothing beside them: which other requests an engine
-draws at the same time moves the last bits of their log-probs. An engine is paused until all of a
-part have come, and when it is lost the whole part is asked again. So do pages of earlier requests
-that a prompt finds, which a `fresh` part does without.
 """
 
 from __future__ import annotations
@@ -21,11 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lowroll.engine.parts import dealt
 from lowroll.engine.remote.completions import PATH, Arrivals, Origin, most_bytes
 from lowroll.engine.remote.engine import Dialect
 from lowroll.engine.remote.member import Member, Terms
-from lowroll.engine.remote.peers import OwnPeer, Peer
 from lowroll.engine.remote.versions import Versions
 from lowroll.engine.remote.wire import AGAIN, Call, EngineLost, Late, ServerError, happens, parsed
 from lowroll.types import Group, Request
@@ -35,14 +28,12 @@ log = logging.getLogger(__name__)
 FAILURES = 4  # of one request before it ends the run: at an engine that goes on
 LOSSES = 32  # engines that one request may see die
 BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # without requests for an engine that said that it is busy
-ARRIVAL_S = 60.0  # until all of a part have come
 # caches full of tokens that an engine is sent: a group counts until its last sample has ended, and
 # with less an engine lacks work meanwhile (`bench.deal`)
 AHEAD = 3.0
 BEHIND = 1.25  # times the work of the engine with least that the one with a turn's pages may have
 LEARNED = 1 / 64  # weight of an answer in the mean of how much of their tokens requests draw
 MOST_HOMES = 1 << 16  # requests of which it is known who drew them
-LOOK_S, LONGEST_LOOK_S = 0.002, 0.05  # between two looks whether they have
 
 Answer = Callable[[int, "Group | Exception"], None]
 
@@ -59,21 +50,6 @@ class Ticket:
     busy_since: float = 0.0  # its engines have been
     avoid: set[str] = field(default_factory=set)  # engines that did not do it right
     ended: bool = False
-    part: int | None = None  # its number, where it is drawn with others
-
-
-@dataclass(eq=False)
-class Part:
-    """Requests that one engine draws together."""
-
-    number: int
-    tickets: Sequence[Ticket]
-    fresh: bool  # without pages of what came before
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def ended(self) -> bool:
-        return all(ticket.ended for ticket in self.tickets)
 
 
 @dataclass(eq=False)
@@ -101,35 +77,18 @@ class Desk:
         self._answer = answer
         self.known: Dialect | None = None  # of the engine that was met last
         self._waiting: deque[Ticket] = deque()
-        self._parts: deque[Part] = deque()
         self._flights: dict[int, Flight] = {}  # by handle
         self._tasks: set[asyncio.Task[None]] = set()
         self._called = False  # requests came, and are dealt in this turn of the loop
         self._share = 1.0  # of the tokens that requests may draw, those that they do
-        self._homes: dict[str, tuple[str, int | None]] = {}  # by id: the engine, the part
+        self._homes: dict[str, str] = {}  # by id: the engine
 
     def add(self, tickets: Sequence[Ticket]) -> None:
-        """Requests, each by itself. They are dealt once for all that come in one turn of the loop."""
+        """Requests. They are dealt once for all that come in one turn of the loop."""
         self._waiting.extend(tickets)
         if not self._called:
             self._called = True
             asyncio.get_running_loop().call_soon(self._pump_added)
-
-    def add_parts(self, tickets: Sequence[Ticket], count: int, fresh: bool) -> None:
-        """Requests by parts. A later turn is rather in the part of the one before, whose engine may
-        have its pages, unless a fresh part forgets them."""
-        wanted = None if fresh else [self._home(ticket)[1] for ticket in tickets]
-        parts = dealt([ticket.request for ticket in tickets], count, wanted)
-        for number, part in enumerate(parts):
-            for i in part:
-                tickets[i].part = number
-            if part:
-                self._parts.append(Part(number, [tickets[i] for i in part], fresh))
-        self.pump()
-
-    def _home(self, ticket: Ticket) -> tuple[str, int | None]:
-        """Engine and part of the turn before."""
-        return self._homes.get(ticket.request.follows or "", ("", None))
 
     @property
     def dialect(self) -> Dialect:
@@ -141,7 +100,7 @@ class Desk:
     @property
     def idle(self) -> bool:
         """Whether nothing is to be done."""
-        return not (self._waiting or self._parts or self._flights)
+        return not (self._waiting or self._flights)
 
     def abort(self, ticket: Ticket) -> None:
         """End a request; its group comes back with what is known of it: nothing."""
@@ -155,34 +114,22 @@ class Desk:
         dialect = self.dialect
         arrivals = self._arrivals(ticket, dialect)
         self._end(ticket, arrivals.aborted(_origin(ticket.request, dialect)))
-        self._parts = deque(part for part in self._parts if not part.ended)
-        for member in self.members:
-            self._end_whole(member)
         self.pump()
 
     def drop_all(self) -> None:
         """Forget all requests."""
         self._waiting.clear()
-        self._parts.clear()
-        for member in self.members:
-            self._end_part(member)
         for flight in list(self._flights.values()):
             flight.ticket.ended = True
             self._drop(flight)
 
     def hand_over(self, member: Member) -> None:
         """What an engine has, to others."""
-        part = member.part
         lost = sorted(member.flights, key=lambda flight: flight.ticket.handle)
         for flight in lost:
             self._drop(flight)
             member.counts.handed_over += not flight.ticket.ended
-        if part is not None:
-            self._end_part(member)
-            if not part.ended:
-                self._parts.appendleft(part)
-        else:
-            self._waiting.extendleft(flight.ticket for flight in reversed(lost))
+        self._waiting.extendleft(flight.ticket for flight in reversed(lost))
         self.pump()
 
     def _pump_added(self) -> None:
@@ -191,27 +138,15 @@ class Desk:
 
     def pump(self) -> None:
         """Send what can be sent."""
-        if not self._waiting and not self._parts:
+        if not self._waiting:
             return  # nothing: every answer and every heartbeat asks
         now = asyncio.get_running_loop().time()
         able = [member for member in self.members if member.takes_work(now)]
-        for member in able:
-            if self._parts and member.part is None and not member.flights:
-                member.part = self._take_part(member)
-                member.part.task = self._start(self._draw_part(member, member.part))
-        able = [member for member in able if member.part is None]
         while self._waiting:
             free = [m for m in able if self._has_room(m, self._waiting[0])]
             if not free:
                 return
             self._send(self._choose(free, self._waiting[0]), self._waiting.popleft())
-
-    def _take_part(self, member: Member) -> Part:
-        """The part that it drew of the turn before, where that waits."""
-        own, count = self.members.index(member), len(self.members)
-        part = next((one for one in self._parts if one.number % count == own), self._parts[0])
-        self._parts.remove(part)
-        return part
 
     def _has_room(self, member: Member, ticket: Ticket) -> bool:
         assert member.peer is not None
@@ -225,7 +160,7 @@ class Desk:
     def _choose(self, free: Sequence[Member], ticket: Ticket) -> Member:
         """Who is to draw it."""
         least = min(free, key=lambda m: (m.url in ticket.avoid, m.outstanding))
-        url, _ = self._home(ticket)
+        url = self._homes.get(ticket.request.follows or "")  # of the turn before
         home = next((m for m in free if m.url == url and url not in ticket.avoid), least)
         most = BEHIND * least.outstanding + self._load(ticket)
         return home if home.outstanding <= most else least
@@ -237,11 +172,11 @@ class Desk:
 
     def _learn(self, flight: Flight, group: Group) -> None:
         """Who drew it, and how long its samples were."""
-        request, part = flight.ticket.request, flight.ticket.part
+        request = flight.ticket.request
         drawn = sum(len(one.token_ids) for one in group.rollouts)
         self._share += LEARNED * (drawn / (request.n * request.max_tokens) - self._share)
         if request.id:
-            self._homes[request.id] = flight.member.url, part
+            self._homes[request.id] = flight.member.url
             if len(self._homes) > MOST_HOMES:
                 del self._homes[next(iter(self._homes))]
 
@@ -280,7 +215,6 @@ class Desk:
         member.busy_s = 0.0
         self._learn(flight, group)
         self._end(flight.ticket, group)
-        self._end_whole(member)
         self.pump()
 
     async def _believe(self, flight: Flight, group: Group) -> None:
@@ -316,10 +250,7 @@ class Desk:
             return
         else:
             member.counts.retries += 1
-        if member.part is not None:
-            self.hand_over(member)
-        else:
-            self._waiting.appendleft(ticket)
+        self._waiting.appendleft(ticket)
         self.pump()
 
     def _weigh(self, flight: Flight, error: ServerError) -> bool:
@@ -389,64 +320,6 @@ class Desk:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._answer(-1, error if isinstance(error, Exception) else RuntimeError(str(error)))
-
-    # -- a part ------------------------------------------------------------------------------------
-
-    async def _draw_part(self, member: Member, part: Part) -> None:
-        """Pause the engine, send all, and let it go on when all have come."""
-        peer = member.peer
-        assert peer is not None
-        try:
-            async with member.pausing:
-                await peer.pause()
-                if part.fresh and isinstance(peer, OwnPeer):
-                    await peer.reset_prefix_cache()
-                before = (await peer.progress(self.terms.beat_s)).open
-                for ticket in part.tickets:
-                    self._send(member, ticket)
-                await self._arrival(member, part, before + len(part.tickets))
-                await peer.resume()
-        except ServerError as error:
-            if error.status in (401, 403, 404):
-                for ticket in part.tickets:
-                    self._end(ticket, error)
-            member.kick(str(error))
-        except asyncio.CancelledError:
-            self._start(self._let_go_on(member, peer))
-            raise
-
-    async def _let_go_on(self, member: Member, peer: Peer) -> None:
-        """An engine that was paused for a part that goes elsewhere."""
-        try:
-            async with member.pausing:
-                await peer.resume()
-        except ServerError as error:
-            member.kick(str(error))
-
-    async def _arrival(self, member: Member, part: Part, count: int) -> None:
-        assert member.peer is not None
-        look = LOOK_S
-        try:
-            async with asyncio.timeout(ARRIVAL_S):
-                while (await member.peer.progress(self.terms.beat_s)).open < count:
-                    await asyncio.sleep(look)
-                    look = min(2 * look, LONGEST_LOOK_S)
-        except TimeoutError:
-            raise ServerError(
-                f"{len(part.tickets)} requests had not come to {member.url} within {ARRIVAL_S:g} s"
-            ) from None
-
-    def _end_whole(self, member: Member) -> None:
-        """Of a part that nobody waits for any more."""
-        if member.part is not None and member.part.ended:
-            for rest in list(member.flights):  # asked again beside those that were missing
-                self._drop(rest)
-            self._end_part(member)
-
-    def _end_part(self, member: Member) -> None:
-        part, member.part = member.part, None
-        if part is not None and part.task is not None and part.task is not asyncio.current_task():
-            part.task.cancel()
 
 
 def _origin(request: Request, dialect: Dialect) -> Origin:

@@ -25,7 +25,7 @@ from lowroll.engine.remote.versions import Versions
 from lowroll.engine.remote.wire import EngineLost, ServerError, Wire, happens
 
 if TYPE_CHECKING:
-    from lowroll.engine.remote.desk import Flight, Part
+    from lowroll.engine.remote.desk import Flight
 
 log = logging.getLogger(__name__)
 
@@ -119,9 +119,7 @@ class Member:
         self.leaving = False  # takes no new requests
         self.suspect = False  # a connection was lost: no new requests before it is heard again
         self.busy_until = self.busy_s = 0.0
-        self.pausing = asyncio.Lock()  # it is paused, or goes on
         self.flights: set[Flight] = set()
-        self.part: Part | None = None
         self.outstanding = 0  # tokens that it may still draw for us
         self.counts = Counts()
         self.tried = asyncio.Event()  # it has been met, or could not be

@@ -86,11 +86,9 @@ class Peer(Protocol):
         requests in flight were sent to."""
         ...
 
-    async def pause(self) -> None:
-        """New requests are taken, and nothing is drawn until `resume`."""
+    async def resume(self) -> None:
+        """It draws again, when somebody has paused it."""
         ...
-
-    async def resume(self) -> None: ...
 
 
 class OwnPeer:
@@ -144,15 +142,8 @@ class OwnPeer:
             raise ServerError(f"{what}: it read {shown}, and {broadcast.digest} was published")
         return held
 
-    async def pause(self) -> None:
-        await self.wire.answer(self._order("/pause?mode=keep", "its pause"))
-
     async def resume(self) -> None:
         await self.wire.answer(self._order("/resume", "the end of its pause"))
-
-    async def reset_prefix_cache(self) -> None:
-        """What comes next has the bits of a fresh engine."""
-        await self.wire.answer(self._order("/reset_prefix_cache", "its cache of prompts"))
 
     def _order(self, path: str, what: str, body: Any = None, deadline_s: float = CONTROL_S) -> Call:
         return Call("POST", path, what, body, deadline_s, token=self.admin)

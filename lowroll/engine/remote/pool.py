@@ -83,10 +83,8 @@ class PoolStats:
 class EnginePool:
     """See the top of the file.
 
-    urls: with or without /v1. token: of clients; admin_token: of control routes, for weights and
-    for requests that are drawn together. parts: in which `generate` has requests drawn, each by
-    itself and without pages of what came before; default as many as there are engines. timeout_s:
-    of one request at one engine. model: that all must serve, unless `check_model` is off. elastic:
+    urls: with or without /v1. token: of clients; admin_token: of control routes, for weights.
+    timeout_s: of one request at one engine. model: that all must serve, unless `check_model` is off. elastic:
     engines by a name in DNS, beside `urls`. start_s: until the first engine answers, and until one
     does when none is left. silent_s: the longest that a silent engine holds its requests. update_s:
     until the first engine has taken new weights; the others have `silent_s` more before they are
@@ -115,7 +113,6 @@ class EnginePool:
         concurrency: int = 256,
         folder: Path | None = None,
         in_flight: InFlight = "keep",
-        parts: int | None = None,
         resolver: Resolver = resolve,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
@@ -126,7 +123,6 @@ class EnginePool:
             update_s, start_s, in_flight,
         )  # fmt: skip
         self.versions = Versions()
-        self._parts = parts
         self._members: list[Member] = []
         self._lives: dict[Member, asyncio.Task[None]] = {}
         self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
@@ -229,20 +225,12 @@ class EnginePool:
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
-        """The groups of all requests, in their order. With the admin's token and nothing else in
-        flight, they are dealt out to `parts`, each drawn together: the same requests have the same
-        bits every time, whatever happens to engines meanwhile. Checks every request before it sends
-        any."""
+        """The groups of all requests, in their order. Checks every request before it sends any."""
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
-        together = not self._open and self._terms.admin is not None and self._dialect_pauses()
         tickets = [self._ticket(request) for request in requests]
         mine = {ticket.handle for ticket in tickets}
-        if together and tickets:
-            count = self._parts or len(self._members)
-            fresh = self._parts is not None
-            self._loop.call_soon_threadsafe(self._desk.add_parts, tickets, count, fresh)
-        elif tickets:
+        if tickets:
             self._loop.call_soon_threadsafe(self._desk.add, tickets)
         done: dict[int, Group] = {}
         try:
@@ -278,19 +266,6 @@ class EnginePool:
         longest = terms.update_s + terms.silent_s + terms.patience_s
         self._do(self._update(broadcast, superseded), longest, self._alive)
         return self.behavior
-
-    def reset_prefix_cache(self) -> None:
-        """Lowroll's own engines forget the pages of prompts: what comes next has the bits of fresh
-        ones. One that does not answer is left alone: it is asked for nothing before it is well."""
-
-        async def reset() -> None:
-            peers = [m.peer for m in self._members if isinstance(m.peer, OwnPeer)]
-            await asyncio.gather(
-                *(peer.reset_prefix_cache() for peer in peers), return_exceptions=True
-            )
-
-        if self._terms.admin is not None:
-            self._do(reset(), self._terms.silent_s)
 
     def replays(self) -> tuple[int, int, int]:
         """`OwnPeer.replays` of all that answer."""
@@ -341,9 +316,6 @@ class EnginePool:
 
     def _dialect(self) -> Any:
         return self._desk.dialect
-
-    def _dialect_pauses(self) -> bool:
-        return all(m.peer is None or isinstance(m.peer, OwnPeer) for m in self._members)
 
     def _validate(self, request: Request, where: str) -> None:
         dialect = self._dialect()

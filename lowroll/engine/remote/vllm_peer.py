@@ -84,9 +84,6 @@ class VllmPeer:
         self._dialect.behavior = BehaviorTag((span,), weights=self._dialect.behavior.weights)
         return held
 
-    async def pause(self) -> None:
-        await self._ask("POST", "/pause?mode=keep", "its pause", CONTROL_S)
-
     async def resume(self) -> None:
         await self._ask("POST", "/resume", "the end of its pause", CONTROL_S)
 

@@ -13,7 +13,7 @@ from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import caches, capabilities, prompts, vllm
+from lowroll.runs.build import caches, capabilities, exactness, prompts, vllm
 from lowroll.runs.build.compute import Compute
 from lowroll.weights.noise import Noise
 from lowroll.weights.update import Kind, WeightUpdate
@@ -90,6 +90,7 @@ def _native(
         prefix_caching=rollout.prefix_caching,
         turn_caching=rollout.turn_caching,
         cuda_graphs=rollout.cuda_graphs,
+        exact=exactness.of_engine(cfg, compute, model.spec, name),
     )
 
 

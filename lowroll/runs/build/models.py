@@ -15,7 +15,7 @@ from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE, Ranks
-from lowroll.runs.build import trainer
+from lowroll.runs.build import exactness, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic
@@ -57,7 +57,7 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
         model.requires_grad_(True)
     if cfg.forward_weights is not None:
         aligned.align(model, compute.format(cfg.forward_weights))
-    if cfg.rollout.exact:
+    if exactness.of_learner(cfg, compute, model.spec):
         exact.make(model)
     if train.backward == "fp8":
         aligned.transpose(model)

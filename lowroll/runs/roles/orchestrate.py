@@ -232,7 +232,6 @@ class Orchestration:
             start_s=GONE_S,
             silent_s=silent_s(),
             alive=self.stopped,
-            parts=cfg.rollout.parts,
             in_flight="replay" if cfg.asynchrony.partial == "replay" else "keep",
         )
 

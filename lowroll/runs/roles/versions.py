@@ -154,7 +154,6 @@ class Engines:
     def without_noise(self, version: int) -> Iterator[None]:
         """For an evaluation; engines with noise are refused before (`orchestrate`)."""
         yield
-        self.pool.reset_prefix_cache()
 
     @property
     def kv(self) -> CachePolicy:

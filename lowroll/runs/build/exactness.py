@@ -1,0 +1,37 @@
+"""Whether a run's engine and its learner compute exactly (`model.exact`).
+
+`rollout.exact` says so. Where it says nothing an engine does on a CPU, if it can: decoding is no slower
+(`python -m bench.exact`), and a request has the same bits whatever is drawn beside it, at any number of
+engines. So does a learner that multiplies in the rollouts' low-bit format. One of dense weights does
+not: its update would take a seventh longer.
+"""
+
+from __future__ import annotations
+
+from lowroll.config import RunConfig
+from lowroll.config.exact import bars_engine
+from lowroll.model import exact
+from lowroll.model.spec import ModelSpec
+from lowroll.quant.formats import get_format
+from lowroll.quant.table import is_dense
+from lowroll.runs.build.compute import Compute
+
+
+def of_engine(cfg: RunConfig, compute: Compute, spec: ModelSpec, format: str) -> bool:
+    """Of an engine whose weights are in `format`."""
+    if cfg.rollout.exact is not None:
+        return cfg.rollout.exact
+    if compute.device.type != "cpu" or any(asked for _, asked, _ in bars_engine(cfg)):
+        return False
+    if get_format(format).dtype not in (None, compute.dtype):
+        return False
+    return exact.why_not(spec, compute.device, compute.dtype) is None
+
+
+def of_learner(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> bool:
+    """Of the learner, which has a reason to be only beside an engine that is."""
+    if cfg.rollout.exact is not None:
+        return cfg.rollout.exact
+    weights = cfg.rollout.weights
+    aligned = cfg.forward_weights == weights and not is_dense(weights)
+    return aligned and of_engine(cfg, compute, spec, weights)
