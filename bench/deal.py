@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from lowroll.engine.remote.desk import Desk, Ticket
-from lowroll.engine.remote.member import Member, Terms
-from lowroll.engine.remote.versions import Versions
+from lowroll.engine.remote.replica import PoolTerms, Replica
+from lowroll.engine.remote.router import QueuedRequest, RequestRouter
+from lowroll.engine.remote.versions import PolicyVersions
 from lowroll.types import Group, Request
 
 STEP_S, ROW_S = 0.008, 0.00004  # of a step, and of each row in it
@@ -107,19 +107,19 @@ class Engine:
 class Flown:
     """A ticket at an engine, as a desk counts it."""
 
-    ticket: Ticket
+    ticket: QueuedRequest
     member: Any
     load: int
 
 
-class Dealt(Desk):
+class Dealt(RequestRouter):
     """The desk, whose flights are draws of arithmetic. lengths: of each request, by id."""
 
     def __init__(self, engines: list[Any], lengths: dict[str, list[int]], answer: Any) -> None:
-        super().__init__(engines, Versions(), Terms(concurrency=1 << 20), answer)
+        super().__init__(engines, PolicyVersions(), PoolTerms(concurrency=1 << 20), answer)
         self.lengths = lengths
 
-    def _send(self, member: Member, ticket: Ticket) -> None:
+    def _send(self, member: Replica, ticket: QueuedRequest) -> None:
         load = self._load(ticket)
         flight: Any = Flown(ticket, member, load)
         member.flights.add(flight)
@@ -135,13 +135,13 @@ class Dealt(Desk):
         group = Group(flight.ticket.request, rollouts)
         self._learn(flight, group)
         self._end(flight.ticket, group)
-        self.pump()
+        self.dispatch()
 
 
 class InTurns(Dealt):
     """Each request to the next engine, at once."""
 
-    def pump(self) -> None:
+    def dispatch(self) -> None:
         while self._waiting:
             ticket = self._waiting.popleft()
             self._send(self.members[ticket.handle % len(self.members)], ticket)
@@ -181,7 +181,7 @@ def simulate(
                 handle += 1
                 asked = Request([1], n=args.groups, max_tokens=args.tokens, id=str(handle))
                 lengths[asked.id] = drawn_lengths(rng, args.groups, args.tokens)
-                tickets.append(Ticket(handle, asked))
+                tickets.append(QueuedRequest(handle, asked))
             left = len(tickets)
             over.clear()
             desk.add(tickets)

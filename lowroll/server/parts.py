@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowroll.engine.remote.packed import pack
+from lowroll.engine.remote.packed_tokens import pack
 from lowroll.server.asks import Offer, Prompt
 from lowroll.server.scoring import Scores, Top
 from lowroll.server.text import Shown, Vocabulary
@@ -82,7 +82,7 @@ class CompletionChoice:
 
     logprobs: how many of the likeliest tokens to tell; None tells no log-probs. echo: the prompt's
     text, when it is repeated, with its scores where log-probs are told. packed: nothing but ids and
-    log-probs, as `engine.remote.packed` has them."""
+    log-probs, as `engine.remote.packed_tokens` has them."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowroll import Engine, Request
-from lowroll.engine.remote.completions import body_of
+from lowroll.engine.remote.protocol import body_of
 from lowroll.engine.request import sampler_settings, validate
 from lowroll.engine.sampler import shaped
 from lowroll.engine.sequence import LiveGroup, Sequence

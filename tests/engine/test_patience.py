@@ -1,4 +1,4 @@
-"""The pool's loop (`engine.remote.patience`) on a clock of the test: whoever comes late to its sockets
+"""The pool's loop (`engine.remote.capped_clock`) on a clock of the test: whoever comes late to its sockets
 does not call others late."""
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from lowroll.engine.remote.member import Member, Terms
-from lowroll.engine.remote.patience import PatientLoop, Turns
-from lowroll.engine.remote.peers import Progress
+from lowroll.engine.remote.capped_clock import CappedClock, CappedClockLoop
+from lowroll.engine.remote.http_client import DeadlineExceeded
 from lowroll.engine.remote.pool import TURNS
-from lowroll.engine.remote.wire import Late
+from lowroll.engine.remote.replica import PoolTerms, Replica
+from lowroll.engine.remote.server_base import ServerProgress
 
-TERMS = Terms(silent_s=30.0)
+TERMS = PoolTerms(silent_s=30.0)
 ROUNDS = 4  # turns of the loop until an answer has been sent for, has come and was read
 
 
-class Busy(Turns):
+class Busy(CappedClock):
     """Each turn of the loop takes `work` seconds, each wait `over` more than was asked."""
 
     def __init__(self, work: float = 0.0, over: float = 0.0, turn_s: float | None = None) -> None:
         self.now, self.work, self.over = 0.0, work, over
-        super().__init__(TERMS.beat_s / TURNS if turn_s is None else turn_s, lambda: self.now)
+        super().__init__(TERMS.heartbeat_s / TURNS if turn_s is None else turn_s, lambda: self.now)
 
     def wait(self, timeout: float | None) -> list[Any]:
         found = super().wait(0.0)
@@ -51,10 +51,10 @@ class Healthy:
         self.beats += 1
         return "running"
 
-    async def progress(self, deadline_s: float) -> Progress:
+    async def progress(self, deadline_s: float) -> ServerProgress:
         await self._answer(deadline_s)
         self.drawn += 1
-        return Progress(1, self.drawn)
+        return ServerProgress(1, self.drawn)
 
     async def _answer(self, deadline_s: float) -> None:
         try:
@@ -64,19 +64,19 @@ class Healthy:
                 while self.turns.now > self.until:
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            raise Late("no answer") from None
+            raise DeadlineExceeded("no answer") from None
 
 
 def run(turns: Busy, work: Coroutine[Any, Any, Any]) -> Any:
-    with asyncio.Runner(loop_factory=lambda: PatientLoop(turns)) as runner:
+    with asyncio.Runner(loop_factory=lambda: CappedClockLoop(turns)) as runner:
         return runner.run(work)
 
 
 async def watched(peer: Healthy, beats: int) -> str:
     """Why an engine with a request of ours is fenced, or "" after so many beats."""
     owner = SimpleNamespace(heard=lambda member: None)
-    member = Member("http://engine", owner, TERMS)  # type: ignore[arg-type]
-    member.peer = peer  # type: ignore[assignment]
+    member = Replica("http://engine", owner, TERMS)  # type: ignore[arg-type]
+    member.server = peer  # type: ignore[assignment]
     member.flights = {object()}  # type: ignore[arg-type]
     life = asyncio.ensure_future(member._watch())
     while not life.done() and peer.beats < beats:
@@ -93,7 +93,7 @@ async def watched(peer: Healthy, beats: int) -> str:
 def test_a_late_watcher_does_not_blame_the_watched(work: float, over: float) -> None:
     turns = Busy(work, over)
     assert run(turns, watched(Healthy(turns), 10)) == ""
-    assert turns.now >= 10 * TERMS.beat_s
+    assert turns.now >= 10 * TERMS.heartbeat_s
 
 
 @pytest.mark.parametrize("work, turn_s", [(0.0, None), (2.5, None), (2.5, 100.0)])

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from lowroll.engine.remote import herald, member
+from lowroll.engine.remote import replica, weight_broadcaster
 from lowroll.engine.remote.discovery import Elastic
-from lowroll.engine.remote.member import Member
+from lowroll.engine.remote.http_client import ServerError
 from lowroll.engine.remote.pool import EnginePool, PoolStats
-from lowroll.engine.remote.probe import ADAPTERS, RELOAD
-from lowroll.engine.remote.wire import ServerError
+from lowroll.engine.remote.replica import Replica
+from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD
 from lowroll.orchestrator.conversations import Conversations, Dialogue
 from lowroll.orchestrator.groups import check_group
 from lowroll.orchestrator.source import Draw
@@ -486,7 +486,7 @@ def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
 def test_an_answer_of_a_version_that_others_still_take_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(herald, "ABREAST_S", 60.0)
+    monkeypatch.setattr(weight_broadcaster, "ABREAST_S", 60.0)
     first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.slow, b.mood.take_s = 0.03, 1e6
@@ -728,12 +728,12 @@ def test_when_all_have_left_a_new_one_is_waited_for() -> None:
 def test_an_engine_that_nobody_watches_any_more_ends_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def broken(self: Member, beat: float) -> tuple[str, int]:
+    async def broken(self: Replica, beat: float) -> tuple[str, int]:
         raise OverflowError("cannot convert float infinity to integer")
 
     with engines(1) as fakes, pooled(fakes, silent_s=QUICK) as pool:
         fakes[0].mood.slow = 0.5
-        monkeypatch.setattr(Member, "_beat", broken)
+        monkeypatch.setattr(Replica, "_heartbeat", broken)
         with pytest.raises(ServerError, match=rf"{fakes[0].port} is not watched any more: Overfl"):
             pool.generate(asked(2, tokens=40, ignore_eos=True))
 
@@ -917,15 +917,15 @@ def test_one_that_returns_sings_before_it_works(
 def test_one_that_flaps_is_met_later_each_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, away = [], Member._away
+    left, away = [], Replica._away
 
-    async def timed(self: Member, seconds: float) -> None:
+    async def timed(self: Replica, seconds: float) -> None:
         clock = asyncio.get_running_loop().time
         began = clock()
         await away(self, seconds)
         left.append((seconds, clock() - began >= seconds))
 
-    monkeypatch.setattr(Member, "_away", timed)
+    monkeypatch.setattr(Replica, "_away", timed)
     with engines(2) as (a, b), pooled([a, b], silent_s=QUICK) as pool:
         for _ in range(4):
             a.stop()
@@ -934,7 +934,7 @@ def test_one_that_flaps_is_met_later_each_time(
             healthy(pool, 2)
         assert [one for one in left if one[0]] == [(0.5, True), (1.0, True), (2.0, True)]
         assert "it was fenced 4 times lately: for 2 s" in caplog.text
-        monkeypatch.setattr(Member, "_flaps", lambda self: 1e6)
+        monkeypatch.setattr(Replica, "_flaps", lambda self: 1e6)
         a.stop()
         healthy(pool, 1)
         a.restart()
@@ -951,7 +951,7 @@ def test_twenty_times_an_engine_is_lost_and_no_request(
     n: int, fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Late answers of one that goes on after it was fenced are nobody's."""
-    monkeypatch.setattr(member, "LONGEST_AWAY", 0.0)
+    monkeypatch.setattr(replica, "LONGEST_AWAY", 0.0)
     requests = asked(8, n, ignore_eos=True)
     with ExitStack() as stack:
         children = [stack.enter_context(started(None, "--slow", "0.01")) for _ in range(2)]

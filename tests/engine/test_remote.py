@@ -29,16 +29,16 @@ from lowroll.engine.remote import (
     ServerError,
     VllmEngine,
     connect,
-    own,
-    transfer,
+    lowroll_server,
+    vllm_nccl,
 )
-from lowroll.engine.remote.client import Client
-from lowroll.engine.remote.completions import Sample
-from lowroll.engine.remote.dialect import HEEDED, VllmDialect
-from lowroll.engine.remote.engine import TURN, Named
-from lowroll.engine.remote.packed import pack
-from lowroll.engine.remote.process import VllmProcess
+from lowroll.engine.remote.http_client import BlockingHttpClient
+from lowroll.engine.remote.packed_tokens import pack
+from lowroll.engine.remote.protocol import PartialSample
+from lowroll.engine.remote.remote_engine import TURN, ServedName
 from lowroll.engine.remote.verify import Verifier
+from lowroll.engine.remote.vllm_process import VllmProcess
+from lowroll.engine.remote.vllm_server import HEEDED, VllmDialect
 from lowroll.engine.request import noise_key
 from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
@@ -113,8 +113,8 @@ def test_a_start_is_told_while_it_is_waited_for(
 ) -> None:
     """And what it leaves lies in its folder, which goes with it."""
     (tmp_path / "keeper.py").write_text(KEEPER)
-    monkeypatch.setattr("lowroll.engine.remote.process.KEEPER", tmp_path / "keeper.py")
-    monkeypatch.setattr("lowroll.engine.remote.process.TELLING", 0.2)
+    monkeypatch.setattr("lowroll.engine.remote.vllm_process.KEEPER", tmp_path / "keeper.py")
+    monkeypatch.setattr("lowroll.engine.remote.vllm_process.TELLING", 0.2)
     told: list[str] = []
     process = VllmProcess([], log=tmp_path / "log", python=sys.executable)
     try:
@@ -211,7 +211,7 @@ def test_an_answer_costs_the_same_however_many_are_open() -> None:
     tag = BehaviorTag((PolicySpan(0, ""),), "fp32")
     client = OneByOne()
     dialect = VllmDialect(able, tag, "policy", V, frozenset({1}), 32.0)
-    engine = RemoteEngine(client, dialect, Named("policy", "policy"))  # type: ignore[arg-type]
+    engine = RemoteEngine(client, dialect, ServedName("policy", "policy"))  # type: ignore[arg-type]
     engine.add(replace(ASKED, id="first"))  # whose answer begins the turns
     client.answer()
     Counted.looks = 0
@@ -476,7 +476,7 @@ def test_a_progress_that_raises_ends_the_call(fake: FakeVllm) -> None:
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://x", "unix:", "http://me:word@host", ""])
 def test_an_odd_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="url: "):
-        Client(url)
+        BlockingHttpClient(url)
 
 
 @pytest.mark.slow
@@ -712,10 +712,10 @@ class Peer:
 def test_workers_are_told_where_to_meet(
     fake: FakeVllm, monkeypatch: pytest.MonkeyPatch, version: str, local: bool
 ) -> None:
-    monkeypatch.setattr(transfer, "Communicator", Peer)
+    monkeypatch.setattr(vllm_nccl, "Communicator", Peer)
     fake.version = version
     with attached(fake) as engine:
-        meeting = transfer.Transfer(engine.client, engine.found, 5.0, local)
+        meeting = vllm_nccl.NcclTransfer(engine.client, engine.found, 5.0, local)
         assert meeting._meet(torch.device("cpu")).world == 3
         assert meeting._meet(torch.device("cpu")) and len(fake.orders) == 1
         told = fake.orders[0][1]["init_info"]
@@ -723,7 +723,7 @@ def test_workers_are_told_where_to_meet(
         if local:
             assert told.pop("master_address") == "127.0.0.1" and list(told) == ["master_port"]
             assert meeting._store is not None
-            assert bytes(range(128)) in meeting._store.get(transfer.STORED_ID)
+            assert bytes(range(128)) in meeting._store.get(vllm_nccl.STORED_ID)
         else:
             assert base64.b64decode(told.pop("nccl_unique_id_b64")) == bytes(range(128))
             assert not told
@@ -732,14 +732,14 @@ def test_workers_are_told_where_to_meet(
 
 def test_an_old_vllm_elsewhere_gets_no_store(fake: FakeVllm) -> None:
     with attached(fake) as engine, pytest.raises(ValueError, match="store to the network"):
-        transfer.Transfer(engine.client, engine.found, 5.0, local=False)
+        vllm_nccl.NcclTransfer(engine.client, engine.found, 5.0, local=False)
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_workers_that_do_not_come_are_not_waited_for(
     fake: FakeVllm, monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
-    monkeypatch.setattr(transfer, "Communicator", Peer)
+    monkeypatch.setattr(vllm_nccl, "Communicator", Peer)
     monkeypatch.setattr(Peer, "hangs", True)
     fake.version = "0.32.0"
     message = "not done within 0.5 s"
@@ -747,7 +747,7 @@ def test_workers_that_do_not_come_are_not_waited_for(
         fake.refused["/init_weight_transfer_engine"] = 500
         message = "answered 500"
     with attached(fake) as engine:
-        meeting = transfer.Transfer(engine.client, engine.found, 0.5, True)
+        meeting = vllm_nccl.NcclTransfer(engine.client, engine.found, 0.5, True)
         with pytest.raises(ServerError, match=message):
             meeting._meet(torch.device("cpu"))
         assert meeting._communicator is None
@@ -807,15 +807,15 @@ def test_a_server_that_says_no_numbers_is_none_of_ours(where: str) -> None:
             return {"data": [{"id": "m", "lowroll": stated}]}
 
     with pytest.raises(ServerError, match="is no server of lowroll's"):
-        own.ask(Said(), None)  # type: ignore[arg-type]
+        lowroll_server.ask(Said(), None)  # type: ignore[arg-type]
 
 
 def test_an_origin_without_numbers_names_its_request() -> None:
     able = Capabilities(128, frozenset(), False, False, True, True, frozenset())
     tag = BehaviorTag((PolicySpan(0, ""),), "fp32")
-    one = Sample(stated={"behavior": {**asdict(tag), "sampler": {"temperature": "hot"}}})
+    one = PartialSample(stated={"behavior": {**asdict(tag), "sampler": {"temperature": "hot"}}})
     with pytest.raises(ServerError, match="request a: no behavior of a sample"):
-        own.OwnDialect(able, tag, "m").tag(ASKED, tag, 0, one)
+        lowroll_server.LowrollDialect(able, tag, "m").tag(ASKED, tag, 0, one)
 
 
 REQUESTS = [

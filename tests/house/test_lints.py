@@ -121,9 +121,12 @@ BROAD = {  # handlers of every error that do not end in a raise
 ENDLESS = {  # waits without a time, and what looks like one
     ("server/ticket.py", "__aiter__"): "`EngineLoop` wakes it when the engine's thread hangs",
     ("server/ticket.py", "group"): "the same",
-    ("engine/remote/desk.py", "_done"): "of a task that has ended",
-    ("engine/remote/wire.py", "happens"): "inside of a timeout",
-    ("engine/remote/client.py", "_serve"): "the thread of the client itself, which `close` ends",
+    ("engine/remote/router.py", "_done"): "of a task that has ended",
+    ("engine/remote/http_client.py", "happens_within"): "inside of a timeout",
+    (
+        "engine/remote/http_client.py",
+        "_serve",
+    ): "the thread of the client itself, which `close` ends",
     ("engine/remote/pool.py", "over"): "of a task that is done: it calls this",
     ("envs/outcome.py", "awaited"): "in a worker, which the pool ends at its deadline",
     ("envs/sandbox/jail.py", "_leave"): "the socket has a time",

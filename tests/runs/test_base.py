@@ -87,6 +87,7 @@ def test_final_is_the_policy_that_learned(case: str, model: Path, tmp_path: Path
         where, learner = session.compute, session.learner.model
         with aligned.suspended(learner), export.noise.muted(learner):
             wanted = logp(learner)
+        exact = session.rollouts.engine.model.exact
         fallen = session.rollouts.engine.behavior.weights != weights
         session.rollouts.engine.update_weights(WeightUpdate.local(learner, 3))  # without noise
         requests = [lowroll.Request([6, 7, 8 + i], n=2, max_tokens=8, seed=i) for i in range(2)]
@@ -96,10 +97,16 @@ def test_final_is_the_policy_that_learned(case: str, model: Path, tmp_path: Path
             for rollout in group.rollouts
         ]
     final = hf.load(tmp_path / "run" / "final", dtype=where.dtype)
+    if learner.exact:
+        final.be_exact()
     torch.testing.assert_close(logp(final), wanted, rtol=0, atol=bound)
     if not fallen and not get_format(weights if weights != "dense" else "fp32").dense:
         engine = lowroll.Engine(
-            tmp_path / "run" / "final", device="cpu", dtype=where.dtype, cache_tokens=1024
+            tmp_path / "run" / "final",
+            device="cpu",
+            dtype=where.dtype,
+            cache_tokens=1024,
+            exact=exact,
         )
         assert engine.behavior.weights == weights
         mine = [rollout for group in engine.generate(requests) for rollout in group.rollouts]

@@ -93,7 +93,7 @@ def test_a_budget_as_long_as_the_context_is_bitwise_the_dense_run(
             model,
             tmp_path / key,
             correction="sparse",
-            rollout={"kv": kv},
+            rollout={"kv": kv, "exact": False},
             train={"max_steps": 2},
         )
         caplog.clear()
@@ -153,7 +153,7 @@ def test_an_evaluation_compares_caches_on_the_same_prompts(
 
     def run(kv: dict[str, Any] | None, *names: str) -> dict[str, Any]:
         drawn.clear()
-        rollout = {"kv": kv, "cache_tokens": None}
+        rollout = {"kv": kv, "cache_tokens": None, "exact": False}
         evaluated = {"num_examples": 4, "rollouts_per_example": 2, "temperature": 1.0}
         cfg = from_mapping(settings(model, tmp_path, rollout=rollout, eval=evaluated))
         rows = evaluate(cfg, ["fp32"], [cfg.rollout.cache.another(name) for name in names])

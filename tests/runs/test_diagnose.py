@@ -46,11 +46,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of(
     model: Path, weights: str, n: int = 2, kv: dict[str, Any] | None = None, **changes: Any
 ) -> Diagnosis:
+    rollout = {"weights": weights, "kv": kv, "max_tokens": 8, "cache_tokens": 1024}
     tree = {
         "model": str(model),
         "device": "cpu",
         "env": [TASK],
-        "rollout": {"weights": weights, "kv": kv, "max_tokens": 8, "cache_tokens": 1024},
+        "rollout": rollout | {"exact": False},  # which a bounded cache could not be
     } | changes
     return diagnose(from_mapping(tree), num_prompts=4, n=n)
 

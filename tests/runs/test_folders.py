@@ -771,7 +771,13 @@ def test_an_exported_rollout_policy_is_the_engines(case: str, model: Path, tmp_p
         )
         assert (weights == changes["rollout"]["weights"]) == ("guard" not in case)
         assert (done.step, done.format) == (2, weights)
-        engine = lowroll.Engine(done.folder, weights=weights, device="cpu", cache_tokens=1024)
+        engine = lowroll.Engine(
+            done.folder,
+            weights=weights,
+            device="cpu",
+            cache_tokens=1024,
+            exact=session.rollouts.engine.model.exact,
+        )
         assert engine.behavior.policy[0].digest == session.rollouts.engine.behavior.policy[0].digest
         requests = [lowroll.Request([6, 7, 8 + i], n=3, max_tokens=8, seed=i) for i in range(3)]
         for mine, theirs in zip(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowroll.engine.remote import herald
+from lowroll.engine.remote import weight_broadcaster
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.model.transformer import Transformer
 from lowroll.runs.roles.versions import Versions
@@ -176,7 +176,7 @@ def test_an_engine_that_is_told_a_version_too_late_is_not_fenced(tmp_path: Path)
 def test_a_wait_for_an_engine_that_takes_a_version_says_so_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(herald, "LOOK_S", 0.01)
+    monkeypatch.setattr(weight_broadcaster, "LOOK_S", 0.01)
     said: list[str] = []
 
     class Told(logging.Handler):
@@ -188,7 +188,7 @@ def test_a_wait_for_an_engine_that_takes_a_version_says_so_again_and_again(
             raise KeyboardInterrupt
 
     first = publish(tmp_path, 1)
-    log, handler = logging.getLogger("lowroll.engine.remote.herald"), Told()
+    log, handler = logging.getLogger("lowroll.engine.remote.weight_broadcaster"), Told()
     log.addHandler(handler)
     try:
         with FakeEngine(weights=tmp_path, admin=ADMIN) as fake, pool_of(fake, 0.6) as pool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lowroll.engine.remote import own
-from lowroll.engine.remote.client import Client
-from lowroll.engine.remote.engine import Named, RemoteEngine
-from lowroll.engine.remote.probe import is_vllm
+from lowroll.engine.remote import lowroll_server
+from lowroll.engine.remote.http_client import BlockingHttpClient, EngineLost, ServerError
+from lowroll.engine.remote.remote_engine import RemoteEngine, ServedName
 from lowroll.engine.remote.verify import NotArrived
-from lowroll.engine.remote.vllm import VllmEngine
-from lowroll.engine.remote.wire import EngineLost, ServerError
+from lowroll.engine.remote.vllm_engine import VllmEngine
+from lowroll.engine.remote.vllm_probe import is_vllm
 
 __all__ = ["EngineLost", "NotArrived", "RemoteEngine", "ServerError", "VllmEngine", "connect"]
 
@@ -33,11 +32,11 @@ def connect(
     stream: as `RemoteEngine`'s. ValueError names what does not fit; ServerError when nothing that
     is known answers.
     """
-    client = Client(url, token=token, concurrency=concurrency)
+    client = BlockingHttpClient(url, token=token, concurrency=concurrency)
     try:
         if not is_vllm(client):
-            dialect = own.ask(client, model)
-            named = Named(dialect.model, dialect.model)
+            dialect = lowroll_server.ask(client, model)
+            named = ServedName(dialect.model, dialect.model)
             return RemoteEngine(client, dialect, named, request_s=request_s, stream=stream)
     except BaseException:
         client.close()

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import math
 
-from lowroll.engine.remote.completions import PATH, prompt_logprobs
-from lowroll.engine.remote.peers import Peer
+from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.protocol import PATH, prompt_logprobs
+from lowroll.engine.remote.server_base import EngineServer
 from lowroll.engine.remote.verify import distance, text
-from lowroll.engine.remote.wire import Call, ServerError, Wire
 
 BOUND = 0.1  # nats a token, root mean square
 MOST_BYTES = 1 << 20
 
 
-async def sung(wire: Wire, peer: Peer, deadline_s: float) -> list[float]:
+async def canary_logprobs(http: HttpClient, server: EngineServer, deadline_s: float) -> list[float]:
     """The log-probs that an engine has for the canary's tokens. ServerError."""
-    dialect = peer.dialect
+    dialect = server.dialect
     ids = text(dialect.vocab_size, dialect.capabilities.context_length)
     what = "its canary score"
-    call = Call("POST", PATH, what, dialect.scoring(ids, 0, 1.0), deadline_s, MOST_BYTES)
-    rows = prompt_logprobs(await wire.answer(call), ids, what)
+    call = HttpCall("POST", PATH, what, dialect.scoring(ids, 0, 1.0), deadline_s, MOST_BYTES)
+    rows = prompt_logprobs(await http.answer(call), ids, what)
     return [row[token][0] for row, token in zip(rows, ids[1:], strict=True)]
 
 

@@ -23,14 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.engine.base import Capabilities, Drawn, InFlight
-from lowroll.engine.remote.desk import Desk, Ticket
+from lowroll.engine.remote.capped_clock import CappedClock, CappedClockLoop
 from lowroll.engine.remote.discovery import Discovery, Elastic, Resolver, resolve
-from lowroll.engine.remote.herald import Herald
-from lowroll.engine.remote.member import Counts, Member, Terms
-from lowroll.engine.remote.patience import PatientLoop, Turns
-from lowroll.engine.remote.peers import Held, OwnPeer, Published, facts
-from lowroll.engine.remote.versions import Versions
-from lowroll.engine.remote.wire import ServerError, happens
+from lowroll.engine.remote.http_client import ServerError, happens_within
+from lowroll.engine.remote.identify import facts
+from lowroll.engine.remote.lowroll_server import LowrollServer
+from lowroll.engine.remote.replica import PoolTerms, QueuedRequest, Replica, ReplicaCounts
+from lowroll.engine.remote.router import RequestRouter
+from lowroll.engine.remote.server_base import HeldPolicy, Published
+from lowroll.engine.remote.versions import PolicyVersions
+from lowroll.engine.remote.weight_broadcaster import WeightBroadcaster
 from lowroll.engine.request import validate
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, printable
 
@@ -65,7 +67,7 @@ class PoolStats:
     """What a report shows of a pool. left: of engines that DNS does not tell any more."""
 
     engines: tuple[EngineReport, ...]
-    left: Counts
+    left: ReplicaCounts
 
     def metrics(self) -> dict[str, float]:
         """Totals, by the names of `metrics.names`."""
@@ -118,27 +120,27 @@ class EnginePool:
     ) -> None:
         if not urls and elastic is None:
             raise ValueError("client.base_url: no engine is named, and no client.elastic.hostname")
-        self._terms = Terms(
+        self._terms = PoolTerms(
             token, admin_token, model, check_model, folder, concurrency, timeout_s, silent_s,
             update_s, start_s, in_flight,
         )  # fmt: skip
-        self.versions = Versions()
-        self._members: list[Member] = []
-        self._lives: dict[Member, asyncio.Task[None]] = {}
+        self.versions = PolicyVersions()
+        self._replicas: list[Replica] = []
+        self._lives: dict[Replica, asyncio.Task[None]] = {}
         self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
         self._answered: queue.SimpleQueue[tuple[int, Group | Exception]] = queue.SimpleQueue()
-        self._open: dict[int, Ticket] = {}
+        self._open: dict[int, QueuedRequest] = {}
         self._ended: dict[int, Group] = {}
         self._next = 0
-        self._left = Counts()  # of engines that have left
+        self._left = ReplicaCounts()  # of engines that have left
         self._none_since: float | None = time.monotonic()  # no engine is ready
         self._closed = False
         self._alive = alive
         self._discovery: Discovery | None = None
-        self._loop = PatientLoop(Turns(self._terms.beat_s / TURNS))
-        self._desk = Desk(self._members, self.versions, self._terms, self._answer)
-        self._herald = Herald(
-            self._members, self.versions, self._terms, self._desk.pump, self._told
+        self._loop = CappedClockLoop(CappedClock(self._terms.heartbeat_s / TURNS))
+        self._router = RequestRouter(self._replicas, self.versions, self._terms, self._answer)
+        self._broadcaster = WeightBroadcaster(
+            self._replicas, self.versions, self._terms, self._router.dispatch, self._told
         )
         self._thread = threading.Thread(target=self._run, name="engine-pool", daemon=True)
         self._thread.start()
@@ -182,7 +184,7 @@ class EnginePool:
     @property
     def behavior(self) -> BehaviorTag:
         """The policy that the next request is drawn from."""
-        held = self.versions.held or Held(0, frozenset({""}))
+        held = self.versions.held or HeldPolicy(0, frozenset({""}))
         spans = tuple(PolicySpan(held.version, digest) for digest in sorted(held.digests))
         told = self._dialect().behavior
         return BehaviorTag(spans, told.weights, told.kv_policy, told.kv_budget, told.kv_dtype)
@@ -195,9 +197,9 @@ class EnginePool:
     def add(self, request: Request) -> int:
         """Send a request; returns its handle. ValueError names the wrong field."""
         self._validate(request, "")
-        ticket = self._ticket(request)
-        self._loop.call_soon_threadsafe(self._desk.add, [ticket])
-        return ticket.handle
+        entry = self._enqueue(request)
+        self._loop.call_soon_threadsafe(self._router.add, [entry])
+        return entry.handle
 
     def step(self) -> list[tuple[int, Group]]:
         """Wait a moment for answers. Returns the requests that have ended, by handle; [] at once
@@ -211,16 +213,16 @@ class EnginePool:
     def abort(self, handle: int) -> bool:
         """Give a request up: its group comes back with finish reason "abort". False if it had
         ended."""
-        ticket = self._open.get(handle)
-        if ticket is None or ticket.ended:
+        entry = self._open.get(handle)
+        if entry is None or entry.ended:
             return False
-        self._loop.call_soon_threadsafe(self._desk.abort, ticket)
+        self._loop.call_soon_threadsafe(self._router.abort, entry)
         return True
 
     def so_far(self, handle: int) -> list[Drawn]:
         """A sample for each that is in flight, without tokens: they come whole, at the end."""
-        ticket = self._open.get(handle)
-        return [] if ticket is None else [Drawn([], [], None) for _ in range(ticket.request.n)]
+        entry = self._open.get(handle)
+        return [] if entry is None else [Drawn([], [], None) for _ in range(entry.request.n)]
 
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None
@@ -228,24 +230,24 @@ class EnginePool:
         """The groups of all requests, in their order. Checks every request before it sends any."""
         for i, request in enumerate(requests):
             self._validate(request, f"requests[{i}].")
-        tickets = [self._ticket(request) for request in requests]
-        mine = {ticket.handle for ticket in tickets}
-        if tickets:
-            self._loop.call_soon_threadsafe(self._desk.add, tickets)
+        entries = [self._enqueue(request) for request in requests]
+        mine = {entry.handle for entry in entries}
+        if entries:
+            self._loop.call_soon_threadsafe(self._router.add, entries)
         done: dict[int, Group] = {}
         try:
-            while len(done) < len(tickets):
+            while len(done) < len(entries):
                 self._turn()
                 done |= {handle: self._ended.pop(handle) for handle in self._ended.keys() & mine}
                 if on_progress is not None:
-                    on_progress(len(done), len(tickets))
+                    on_progress(len(done), len(entries))
         except BaseException:
-            self._loop.call_soon_threadsafe(self._abort_all, tickets)
+            self._loop.call_soon_threadsafe(self._abort_all, entries)
             for handle in mine:
                 self._open.pop(handle, None)
                 self._ended.pop(handle, None)
             raise
-        return [done[ticket.handle] for ticket in tickets]
+        return [done[entry.handle] for entry in entries]
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -271,8 +273,8 @@ class EnginePool:
         """`OwnPeer.replays` of all that answer."""
 
         async def read() -> tuple[int, int, int]:
-            peers = [m.peer for m in self._members if isinstance(m.peer, OwnPeer)]
-            asked = (peer.replays(self._terms.beat_s) for peer in peers)
+            servers = [m.server for m in self._replicas if isinstance(m.server, LowrollServer)]
+            asked = (server.replays(self._terms.heartbeat_s) for server in servers)
             found = await asyncio.gather(*asked, return_exceptions=True)
             sums = [one for one in found if isinstance(one, tuple)]
             return sum(s[0] for s in sums), sum(s[1] for s in sums), sum(s[2] for s in sums)
@@ -284,7 +286,7 @@ class EnginePool:
         """Every engine that is there or expected."""
 
         async def read() -> PoolStats:
-            reports = tuple(_report(member) for member in self._members)
+            reports = tuple(_report(replica) for replica in self._replicas)
             return PoolStats(reports, replace(self._left))
 
         found: PoolStats = self._do(read(), MARGIN)
@@ -315,7 +317,7 @@ class EnginePool:
         return self._dialect()
 
     def _dialect(self) -> Any:
-        return self._desk.dialect
+        return self._router.dialect
 
     def _validate(self, request: Request, where: str) -> None:
         dialect = self._dialect()
@@ -332,11 +334,11 @@ class EnginePool:
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
 
-    def _ticket(self, request: Request) -> Ticket:
-        ticket = Ticket(self._next, request)
+    def _enqueue(self, request: Request) -> QueuedRequest:
+        entry = QueuedRequest(self._next, request)
         self._next += 1
-        self._open[ticket.handle] = ticket
-        return ticket
+        self._open[entry.handle] = entry
+        return entry
 
     def _turn(self) -> None:
         """Wait for an answer, and take those that have come. An error gives up all in flight."""
@@ -372,11 +374,11 @@ class EnginePool:
 
     def _give_up(self) -> None:
         self._open.clear()
-        self._loop.call_soon_threadsafe(self._desk.drop_all)
+        self._loop.call_soon_threadsafe(self._router.drop_all)
 
     def _told(self) -> str:
         """What is wrong with each engine."""
-        told = [f"{m.url}: {m.state}: {m.last_error}" for m in self._members]
+        told = [f"{m.url}: {m.state}: {m.last_error}" for m in self._replicas]
         if self._discovery is not None and self._discovery.last_error:
             told.append(self._discovery.last_error)
         return printable("; ".join(told) or "none is known", 2000)
@@ -391,25 +393,25 @@ class EnginePool:
     def _answer(self, handle: int, outcome: Group | Exception) -> None:
         self._answered.put((handle, outcome))
 
-    def _abort_all(self, tickets: list[Ticket]) -> None:
-        for ticket in tickets:
-            self._desk.abort(ticket)
+    def _abort_all(self, entries: list[QueuedRequest]) -> None:
+        for entry in entries:
+            self._router.abort(entry)
 
     async def _begin(self, urls: Sequence[str]) -> None:
         for url in urls:
-            member = Member(url.rstrip("/").removesuffix("/v1"), self, self._terms)
-            if any(member.url == other.url for other in self._members):
+            replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self._terms)
+            if any(replica.url == other.url for other in self._replicas):
                 raise ValueError(f"client.base_url: {printable(url)} is named twice")
-            self._members.append(member)
-        for member in self._members:
-            self._begin_life(member)
+            self._replicas.append(replica)
+        for replica in self._replicas:
+            self._begin_life(replica)
 
-    def _begin_life(self, member: Member) -> None:
-        life = self._lives[member] = asyncio.ensure_future(member.live())
+    def _begin_life(self, replica: Replica) -> None:
+        life = self._lives[replica] = asyncio.ensure_future(replica.live())
 
         def over(life: asyncio.Task[None]) -> None:
             if not life.cancelled() and (error := life.exception()) is not None:
-                told = ServerError(f"engine {member.url} is not watched any more: {error!r}")
+                told = ServerError(f"engine {replica.url} is not watched any more: {error!r}")
                 told.__cause__ = error
                 self._answer(-1, told)
 
@@ -421,7 +423,7 @@ class EnginePool:
         late = loop.call_later(silent_s, self._tell_late, silent_s)
         try:
             async with asyncio.timeout(self._terms.patience_s):
-                while not any(m.state == "ready" for m in self._members):
+                while not any(m.state == "ready" for m in self._replicas):
                     await asyncio.sleep(0.01)
                     if not self._answered.empty():
                         return  # an error
@@ -432,13 +434,15 @@ class EnginePool:
         finally:
             late.cancel()
         seconds = min(TOGETHER_S, self._terms.patience_s)
-        await asyncio.gather(*(happens(member.tried, seconds) for member in self._members))
+        await asyncio.gather(
+            *(happens_within(replica.tried, seconds) for replica in self._replicas)
+        )
 
     def _tell_late(self, seconds: float) -> None:
         log.warning("no engine has answered for %g s: %s. Waiting for one", seconds, self._told())
 
     async def _end(self) -> None:
-        self._desk.drop_all()
+        self._router.drop_all()
         lives = list(self._lives.values())
         for life in lives:
             life.cancel()
@@ -455,103 +459,105 @@ class EnginePool:
 
     def _meet(self, urls: list[str]) -> None:
         """New engines are met; those that are not told any more get no new requests."""
-        for member in self._members:
-            if not member.named:
-                member.leaving = member.url not in urls
-        known = {member.url for member in self._members}
+        for replica in self._replicas:
+            if not replica.named:
+                replica.leaving = replica.url not in urls
+        known = {replica.url for replica in self._replicas}
         for url in urls:
             if url not in known:
-                member = Member(url, self, self._terms, named=False)
-                self._members.append(member)
-                self._begin_life(member)
+                replica = Replica(url, self, self._terms, named=False)
+                self._replicas.append(replica)
+                self._begin_life(replica)
         self._say_goodbye()
-        self._desk.pump()
+        self._router.dispatch()
 
     def _say_goodbye(self) -> None:
         """Forget those that were to leave and have nothing in flight."""
-        for member in [m for m in self._members if m.leaving and not m.flights]:
-            self._lives.pop(member).cancel()
-            self._members.remove(member)
-            for name, count in asdict(member.counts).items():
+        for replica in [m for m in self._replicas if m.leaving and not m.flights]:
+            self._lives.pop(replica).cancel()
+            self._replicas.remove(replica)
+            for name, count in asdict(replica.counts).items():
                 setattr(self._left, name, getattr(self._left, name) + count)
-            log.info("engine %s has left", member.url)
+            log.info("engine %s has left", replica.url)
         self._note()
 
     def _note(self) -> None:
-        if any(m.state == "ready" for m in self._members):
+        if any(m.state == "ready" for m in self._replicas):
             self._none_since = None
         elif self._none_since is None:
             self._none_since = time.monotonic()
 
     async def _update(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
-        if await self._herald.update(broadcast, superseded):
-            for member in self._members:
-                self._desk.hand_over(member)
+        if await self._broadcaster.update(broadcast, superseded):
+            for replica in self._replicas:
+                self._router.hand_over(replica)
 
     # -- for members -------------------------------------------------------------------------------
 
     @property
     def updating(self) -> bool:
         """Whether engines that work are being told a version."""
-        return self._herald.telling
+        return self._broadcaster.telling
 
-    def agree(self, member: Member) -> None:
+    def agree(self, replica: Replica) -> None:
         """ValueError names what is odd."""
-        assert member.peer is not None
-        found = dict(facts(member.peer))
+        assert replica.server is not None
+        found = dict(facts(replica.server))
         if self._terms.check_model and not self._terms.model:
-            found["model"] = member.peer.dialect.model
+            found["model"] = replica.server.dialect.model
         if self._facts is None:
-            self._facts = member.url, found
+            self._facts = replica.url, found
         first, wanted = self._facts
         for name, value in wanted.items():
             if found[name] != value:
                 raise ValueError(
-                    f"engines do not agree: {name}: {member.url} has {printable(found[name])}, and "
+                    f"engines do not agree: {name}: {replica.url} has {printable(found[name])}, and "
                     f"{first} has {printable(value)}"
                 )
 
-    def admitted(self, member: Member) -> None:
-        assert member.peer is not None
-        self._desk.known = member.peer.dialect
-        log.info("engine %s works", member.url)
+    def admitted(self, replica: Replica) -> None:
+        assert replica.server is not None
+        self._router.known = replica.server.dialect
+        log.info("engine %s works", replica.url)
         self._note()
-        self._desk.pump()
+        self._router.dispatch()
 
-    def heard(self, member: Member) -> None:
-        if member.leaving:
+    def heard(self, replica: Replica) -> None:
+        if replica.leaving:
             self._say_goodbye()
-        self._desk.pump()
+        self._router.dispatch()
 
-    def fenced(self, member: Member) -> None:
+    def fenced(self, replica: Replica) -> None:
         self._note()
-        self._desk.hand_over(member)
-        if member.leaving:
+        self._router.hand_over(replica)
+        if replica.leaving:
             self._say_goodbye()
 
-    def others_work(self, member: Member) -> bool:
+    def others_work(self, replica: Replica) -> bool:
         """Whether an engine is ready beside it."""
-        return any(m.state == "ready" and m is not member for m in self._members)
+        return any(m.state == "ready" and m is not replica for m in self._replicas)
 
-    def witness(self, member: Member) -> Member | None:
+    def witness(self, replica: Replica) -> Replica | None:
         """Another one that works with the same weights."""
         if not self.versions.settled.is_set():
             return None
-        able = (m for m in self._members if m is not member and m.state == "ready" and not m.taking)
-        return next((m for m in able if m.version == member.version), None)
+        able = (
+            m for m in self._replicas if m is not replica and m.state == "ready" and not m.taking
+        )
+        return next((m for m in able if m.version == replica.version), None)
 
-    def misfit(self, member: Member, error: Exception) -> None:
-        said = error if isinstance(error, ValueError) else ValueError(f"{member.url}: {error}")
+    def misfit(self, replica: Replica, error: Exception) -> None:
+        said = error if isinstance(error, ValueError) else ValueError(f"{replica.url}: {error}")
         self._answer(-1, said)
 
 
-def _report(member: Member) -> EngineReport:
-    state = "leaving" if member.leaving else member.state
+def _report(replica: Replica) -> EngineReport:
+    state = "leaving" if replica.leaving else replica.state
     return EngineReport(
-        member.url,
+        replica.url,
         state,
-        member.version,
-        member.outstanding,
-        member.last_error,
-        **asdict(member.counts),
+        replica.version,
+        replica.outstanding,
+        replica.last_error,
+        **asdict(replica.counts),
     )

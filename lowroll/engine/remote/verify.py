@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lowroll.engine.remote.wire import ServerError
+from lowroll.engine.remote.http_client import ServerError
 
 CLEAR = 5.0  # times the distance that a movement must be, to be judged
 LEAST = 1e-4  # nats: below this, no movement is judged

@@ -7,7 +7,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 
-from lowroll.engine.remote.peers import Held, Published
+from lowroll.engine.remote.server_base import HeldPolicy, Published
 from lowroll.types import Group
 
 MOST = 256  # versions that are remembered; a request in flight spans fewer
@@ -21,7 +21,7 @@ class Superseded(Exception):
     """A version that engines cannot take any more, since there is a newer one; its name."""
 
 
-class Versions:
+class PolicyVersions:
     """On the pool's loop alone.
 
     newest: what every engine takes before it works; None while all draw from what they began with.
@@ -30,7 +30,7 @@ class Versions:
 
     def __init__(self) -> None:
         self.newest: Published | None = None
-        self.held: Held | None = None  # the newest that was agreed on
+        self.held: HeldPolicy | None = None  # the newest that was agreed on
         self.settled = asyncio.Event()
         self.settled.set()
         self._agreed: dict[int, frozenset[str]] = {}
@@ -45,7 +45,7 @@ class Versions:
         self.settled.clear()
         return back
 
-    def settle(self, held: Held) -> None:
+    def settle(self, held: HeldPolicy) -> None:
         """All have acknowledged it, or were fenced."""
         self.held = held
         self._agreed[held.version] = held.digests
@@ -53,7 +53,7 @@ class Versions:
             del self._agreed[min(self._agreed)]
         self.settled.set()
 
-    def agrees(self, held: Held) -> bool:
+    def agrees(self, held: HeldPolicy) -> bool:
         """Whether an engine holds what all have agreed on last."""
         return held == self.held
 
@@ -73,7 +73,7 @@ class Versions:
         return None
 
 
-def agreed(acknowledged: Mapping[str, Held]) -> Held:
+def agreed(acknowledged: Mapping[str, HeldPolicy]) -> HeldPolicy:
     """What most engines, by address, acknowledge. Disagreement when two are said equally often."""
     counted = Counter(acknowledged.values()).most_common()
     if len(counted) > 1 and counted[0][1] == counted[1][1]:

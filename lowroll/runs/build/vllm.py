@@ -34,7 +34,7 @@ from lowroll.runs.terminal import tell
 from lowroll.weights.publish import rollout_copy
 
 if TYPE_CHECKING:
-    from lowroll.engine.remote.vllm import VllmEngine
+    from lowroll.engine.remote.vllm_engine import VllmEngine
 
 PYTHON = "LOWROLL_VLLM_PYTHON"
 _LOOK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -129,7 +129,7 @@ def _start(
     log: Path | None,
     **more: Any,
 ) -> VllmEngine:
-    from lowroll.engine.remote.vllm import VllmEngine
+    from lowroll.engine.remote.vllm_engine import VllmEngine
 
     vllm = cfg.rollout.vllm
     written = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
@@ -158,7 +158,7 @@ def _start(
 def attach(cfg: RunConfig, model: Transformer, weights: str) -> Engine:
     """The vLLM at rollout.vllm.url, which goes on after `close`. It serves the run's model, or one
     in the rollouts' format whose folder it names."""
-    from lowroll.engine.remote.vllm import VllmEngine
+    from lowroll.engine.remote.vllm_engine import VllmEngine
 
     vllm = cfg.rollout.vllm
     source = resolve(cfg.model)

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lowroll.config import RunConfig
-from lowroll.engine.remote.process import lasting_folder
+from lowroll.engine.remote.vllm_process import lasting_folder
 from lowroll.runs.build import vllm
 from lowroll.runs.folder import LOGS
 from lowroll.runs.roles.heart import Heart

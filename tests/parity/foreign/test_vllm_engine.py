@@ -486,7 +486,7 @@ def dies_in_mid_request(engine: VllmEngine) -> None:
 
 
 def test_vllm_reads_the_id_of_a_communicator_as_it_was_written() -> None:
-    from lowroll.engine.remote.transfer import stored_id
+    from lowroll.engine.remote.vllm_nccl import stored_id
 
     unique_id = bytes(i * 7 % 256 for i in range(128))
     store, port = stored_id(unique_id)

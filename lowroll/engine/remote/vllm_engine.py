@@ -30,19 +30,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lowroll.engine.base import Capabilities, InFlight
-from lowroll.engine.remote.client import Client
-from lowroll.engine.remote.dialect import HEEDED, VllmDialect
-from lowroll.engine.remote.engine import Named, RemoteEngine
-from lowroll.engine.remote.probe import ADAPTERS, RELOAD, TRANSFER, Vllm, probe
-from lowroll.engine.remote.process import VllmProcess
+from lowroll.engine.remote.http_client import BlockingHttpClient, EngineLost, HttpCall, ServerError
+from lowroll.engine.remote.remote_engine import RemoteEngine, ServedName
 from lowroll.engine.remote.verify import Learner, NotArrived, Verifier
-from lowroll.engine.remote.wire import Call, EngineLost, ServerError
+from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD, TRANSFER, ProbedVllm, probe
+from lowroll.engine.remote.vllm_process import VllmProcess
+from lowroll.engine.remote.vllm_server import HEEDED, VllmDialect
 from lowroll.model.folder import resolve
 from lowroll.types import BehaviorTag, PolicySpan, printable
 
 if TYPE_CHECKING:
-    from lowroll.engine.remote.served import Served
-    from lowroll.engine.remote.transfer import Transfer
+    from lowroll.engine.remote.served_model import ServedModel
+    from lowroll.engine.remote.vllm_nccl import NcclTransfer
     from lowroll.weights.update import Kind, WeightUpdate
 
 _log = logging.getLogger(__name__).info
@@ -64,7 +63,7 @@ class VllmEngine(RemoteEngine):
 
     def __init__(
         self,
-        client: Client,
+        client: BlockingHttpClient,
         folder: Path,
         *,
         exchange: Path | None = None,
@@ -77,7 +76,7 @@ class VllmEngine(RemoteEngine):
         request_s: float = 1200.0,
         stream: bool = False,
     ) -> None:
-        from lowroll.engine.remote.served import served
+        from lowroll.engine.remote.served_model import served
 
         self.folder = folder
         self.found = probe(client)
@@ -86,15 +85,15 @@ class VllmEngine(RemoteEngine):
         self._way = way
         self._verify = verify
         kind = _kind(self.found, self.facts, lora_rank, way)
-        self._transfer: Transfer | None = None
+        self._transfer: NcclTransfer | None = None
         if kind == "full" and way == "nccl":
-            from lowroll.engine.remote.transfer import Transfer
+            from lowroll.engine.remote.vllm_nccl import NcclTransfer
 
-            self._transfer = Transfer(client, self.found, request_s, process is not None)
+            self._transfer = NcclTransfer(client, self.found, request_s, process is not None)
         self._loaded: dict[str, Path] = {}  # adapters that vLLM holds, with their folders
         self._versions: Counter[int] = Counter()
         self.dialect: VllmDialect = _dialect(self.found, self.facts, kind)
-        named = Named(self.found.model, self.found.root)
+        named = ServedName(self.found.model, self.found.root)
         super().__init__(client, self.dialect, named, request_s=request_s, stream=stream)
         self._exchange = Path(tempfile.mkdtemp(prefix="lowroll-weights-", dir=exchange))
         self._verifier = Verifier(self.dialect.vocab_size, self.capabilities.context_length, bound)
@@ -138,7 +137,7 @@ class VllmEngine(RemoteEngine):
         (`process.lasting_folder`); default a temporary one. tell: takes a line now and then about how the start goes.
         EngineLost, with the last error of its log, when it is not ready within start_s.
         """
-        from lowroll.engine.remote.served import served
+        from lowroll.engine.remote.served_model import served
 
         folder = Path(folder).resolve()
         if not (folder / "config.json").is_file():
@@ -156,10 +155,10 @@ class VllmEngine(RemoteEngine):
             devices=devices,
             folder=socket,
         )
-        client: Client | None = None
+        client: BlockingHttpClient | None = None
         try:
             process.wait_ready(start_s, tell)
-            client = Client(process.url, concurrency=concurrency, lost=process.lost)
+            client = BlockingHttpClient(process.url, concurrency=concurrency, lost=process.lost)
             return cls(
                 client,
                 folder,
@@ -202,7 +201,7 @@ class VllmEngine(RemoteEngine):
         its bearer token. exchange: where weights are laid, under the same path on its machine; vLLM
         must have been started with the options of docs/vllm.md. ValueError names what it lacks.
         """
-        client = Client(url, token=token, concurrency=concurrency)
+        client = BlockingHttpClient(url, token=token, concurrency=concurrency)
         try:
             place = _folder(url, folder or probe(client).root)
             return cls(
@@ -286,7 +285,7 @@ class VllmEngine(RemoteEngine):
             )
 
     def _load_adapter(self, update: WeightUpdate) -> None:
-        from lowroll.engine.remote.updates import write_adapter
+        from lowroll.engine.remote.vllm_folders import write_adapter
 
         count = self._versions[update.version]
         name = f"pol-v{update.version}" + (f".{count}" if count else "")
@@ -306,7 +305,7 @@ class VllmEngine(RemoteEngine):
             shutil.rmtree(self._loaded.pop(name), ignore_errors=True)
 
     def _reload(self, update: WeightUpdate) -> None:
-        from lowroll.engine.remote.updates import write_model
+        from lowroll.engine.remote.vllm_folders import write_model
 
         self._versions[update.version] += 1
         name = f"v{update.version}-{self._versions[update.version]}"
@@ -349,7 +348,7 @@ class VllmEngine(RemoteEngine):
     def _order(self, path: str, body: object, what: str) -> None:
         """A control route that says nothing when it has done its work."""
         self.found.needs(what, path.partition("?")[0])
-        self.client.ask(Call("POST", path, what, body, self.request_s))
+        self.client.ask(HttpCall("POST", path, what, body, self.request_s))
 
 
 def _folder(url: str, named: str | Path) -> Path:
@@ -405,7 +404,9 @@ def _rank(wanted: int) -> int:
     raise ValueError(f"lora_rank: vLLM holds adapters of rank {RANKS[-1]} at most, not {wanted}")
 
 
-def _kind(found: Vllm, model: Served, lora_rank: int | None, way: Way | None) -> Kind | None:
+def _kind(
+    found: ProbedVllm, model: ServedModel, lora_rank: int | None, way: Way | None
+) -> Kind | None:
     """Which kind of update this engine will be given. ValueError names what one would need and this
     vLLM lacks."""
     if lora_rank is not None:
@@ -427,7 +428,7 @@ def _kind(found: Vllm, model: Served, lora_rank: int | None, way: Way | None) ->
     return "full"
 
 
-def _dialect(found: Vllm, model: Served, kind: Kind | None) -> VllmDialect:
+def _dialect(found: ProbedVllm, model: ServedModel, kind: Kind | None) -> VllmDialect:
     able = Capabilities(
         context_length=found.context_length,
         updates=frozenset(() if kind is None else (kind,)),

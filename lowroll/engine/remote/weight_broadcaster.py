@@ -8,10 +8,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from lowroll.engine.remote.member import Member, Terms
-from lowroll.engine.remote.peers import Held, Published
-from lowroll.engine.remote.versions import Disagreement, Superseded, Versions, agreed
-from lowroll.engine.remote.wire import ServerError, happens
+from lowroll.engine.remote.http_client import ServerError, happens_within
+from lowroll.engine.remote.replica import PoolTerms, Replica
+from lowroll.engine.remote.server_base import HeldPolicy, Published
+from lowroll.engine.remote.versions import Disagreement, PolicyVersions, Superseded, agreed
 
 log = logging.getLogger(__name__)
 
@@ -20,23 +20,23 @@ LOOK_S = 0.25  # between two looks for a newer version while no engine has taken
 GONE = 409  # the status of an engine that finds no such version any more
 
 
-class Herald:
+class WeightBroadcaster:
     """On the pool's loop alone. pump: called when an engine can draw again. told: what is wrong with
     each engine."""
 
     def __init__(
         self,
-        members: list[Member],
-        versions: Versions,
-        terms: Terms,
-        pump: Callable[[], None],
+        replicas: list[Replica],
+        versions: PolicyVersions,
+        terms: PoolTerms,
+        dispatch: Callable[[], None],
         told: Callable[[], str],
     ) -> None:
-        self.members = members
+        self.replicas = replicas
         self.versions = versions
         self.terms = terms
         self.telling = False  # engines that work
-        self._pump = pump
+        self._dispatch = dispatch
         self._told = told
         self._late: set[asyncio.Future[None]] = set()  # engines that still take weights
 
@@ -48,16 +48,18 @@ class Herald:
         known = self.versions
         if broadcast == known.newest and known.settled.is_set():
             return False
-        ready = [member for member in self.members if member.state == "ready"]
+        ready = [replica for replica in self.replicas if replica.state == "ready"]
         back = known.begin(broadcast)
         self.telling = bool(ready)
         try:
             taken, gone = await self._tell(ready, broadcast, superseded)
             if taken:
                 held = agreed(taken)
-                for member in ready:
-                    if taken.get(member.url, held) != held:
-                        member.kick("its weights have another digest than those of most engines")
+                for replica in ready:
+                    if taken.get(replica.url, held) != held:
+                        replica.mark_unhealthy(
+                            "its weights have another digest than those of most engines"
+                        )
                 known.settle(held)
         except Disagreement as error:
             raise ServerError(str(error)) from None
@@ -73,7 +75,7 @@ class Herald:
         known, terms = self.versions, self.terms
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
         end, remind = clock() + terms.patience_s, clock() + terms.silent_s
-        while not await happens(known.settled, min(LOOK_S, max(0.0, end - clock()))):
+        while not await happens_within(known.settled, min(LOOK_S, max(0.0, end - clock()))):
             now = clock()
             if now >= end:
                 raise ServerError(
@@ -91,14 +93,14 @@ class Herald:
                 )
 
     async def _tell(
-        self, ready: list[Member], broadcast: Published, superseded: Callable[[], bool]
-    ) -> tuple[dict[str, Held], bool]:
+        self, ready: list[Replica], broadcast: Published, superseded: Callable[[], bool]
+    ) -> tuple[dict[str, HeldPolicy], bool]:
         """What each acknowledges, and whether one did not find the version any more. Others that
         cannot take it are fenced; those that need longer than twice the time of the first go on with
         it beside the others (`_await_late`)."""
         loop = asyncio.get_running_loop()
-        asked = {asyncio.ensure_future(member.take(broadcast)): member for member in ready}
-        taken: dict[str, Held] = {}
+        asked = {asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready}
+        taken: dict[str, HeldPolicy] = {}
         gone = False
         pending = set(asked)
         began = loop.time()
@@ -108,16 +110,16 @@ class Herald:
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                member = asked[task]
+                replica = asked[task]
                 try:
-                    taken[member.url] = await task
+                    taken[replica.url] = await task
                     now = loop.time()
                     end = min(end, now + max(ABREAST_S, now - began))
                 except ServerError as error:
                     if error.status == GONE and superseded():
                         gone = True
                     else:
-                        member.kick(f"it did not take {broadcast.path.name}: {error}")
+                        replica.mark_unhealthy(f"it did not take {broadcast.path.name}: {error}")
         if taken:
             grace = self._grace(ready)
             for task in pending:
@@ -127,27 +129,35 @@ class Herald:
         else:
             for task in pending:
                 task.cancel()
-                asked[task].kick(f"it has not taken {broadcast.path.name} in time")
+                asked[task].mark_unhealthy(f"it has not taken {broadcast.path.name} in time")
         return taken, gone
 
     async def _await_late(
-        self, member: Member, task: asyncio.Future[Held], broadcast: Published, seconds: float
+        self,
+        replica: Replica,
+        task: asyncio.Future[HeldPolicy],
+        broadcast: Published,
+        seconds: float,
     ) -> None:
         """One that takes weights longer than the others, which work meanwhile."""
         try:
             async with asyncio.timeout(seconds):
                 held = await task
         except TimeoutError:
-            member.kick(f"it had not taken {broadcast.path.name} {seconds:g} s after the others")
+            replica.mark_unhealthy(
+                f"it had not taken {broadcast.path.name} {seconds:g} s after the others"
+            )
             return
         except ServerError as error:
-            member.kick(f"it did not take {broadcast.path.name}: {error}")
+            replica.mark_unhealthy(f"it did not take {broadcast.path.name}: {error}")
             return
         if broadcast == self.versions.newest and not self.versions.agrees(held):
-            member.kick("its weights have another digest than those of the other engines")
-        self._pump()
+            replica.mark_unhealthy(
+                "its weights have another digest than those of the other engines"
+            )
+        self._dispatch()
 
-    def _grace(self, members: list[Member]) -> float:
+    def _grace(self, replicas: list[Replica]) -> float:
         """Seconds for the others when the first has taken weights: some end what they draw first."""
-        drains = any(m.peer is not None and not m.peer.in_flight for m in members)
+        drains = any(m.server is not None and not m.server.in_flight for m in replicas)
         return max(self.terms.silent_s, self.terms.timeout_s if drains else 0.0)

@@ -19,6 +19,7 @@ listens on loopback alone, and an older vLLM on another machine is refused.
 from __future__ import annotations
 
 import base64
+import ctypes
 import socket
 import threading
 import time
@@ -31,10 +32,8 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from lowroll.engine.remote.client import Client
-from lowroll.engine.remote.nccl import ID_BYTES, Communicator
-from lowroll.engine.remote.probe import TRANSFER, Vllm
-from lowroll.engine.remote.wire import Call, ServerError
+from lowroll.engine.remote.http_client import BlockingHttpClient, HttpCall, ServerError
+from lowroll.engine.remote.vllm_probe import TRANSFER, ProbedVllm
 from lowroll.weights.receive import check_content
 from lowroll.weights.update import WeightUpdate
 
@@ -44,10 +43,12 @@ TURN = 0.05
 INIT, START, UPDATE, FINISH = TRANSFER
 
 
-class Transfer:
+class NcclTransfer:
     """The learner's end. local: vLLM runs on this machine. deadline_s: of each of the steps."""
 
-    def __init__(self, client: Client, found: Vllm, deadline_s: float, local: bool) -> None:
+    def __init__(
+        self, client: BlockingHttpClient, found: ProbedVllm, deadline_s: float, local: bool
+    ) -> None:
         if found.version < ID_IN_REQUEST and not local:
             raise ValueError(
                 f"way: nccl to a {found.shown} on another machine would open a store to the "
@@ -144,8 +145,8 @@ class Transfer:
     def _order(self, path: str, body: object) -> None:
         self.client.ask(self._call(path, body))
 
-    def _call(self, path: str, body: object) -> Call:
-        return Call("POST", path, f"weight transfer ({path})", body, self.deadline_s)
+    def _call(self, path: str, body: object) -> HttpCall:
+        return HttpCall("POST", path, f"weight transfer ({path})", body, self.deadline_s)
 
 
 def stored_id(unique_id: bytes) -> tuple[TCPStore, int]:
@@ -174,3 +175,73 @@ def as_vllm_reads_it(unique_id: bytes) -> bytes:
         b"cvllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"
         b"}C" + bytes([ID_BYTES]) + unique_id + b"\x86\x86R."
     )
+
+
+ID_BYTES = 128
+_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # ncclDataType_t
+_SUM = 0  # ncclRedOp_t
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId"""
+
+    _fields_ = [("internal", ctypes.c_byte * ID_BYTES)]
+
+
+class Communicator:
+    """Rank 0 of `world` ranks. `join` waits for the others, and `broadcast` for all to have it."""
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        self.world = world
+        self.device = device
+        self._nccl = ctypes.CDLL("libnccl.so.2")
+        self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
+        self._id = UniqueId()
+        self._comm = ctypes.c_void_p()
+        self._call("ncclGetUniqueId", ctypes.byref(self._id))
+
+    @property
+    def unique_id(self) -> bytes:
+        """What the other ranks need to join."""
+        return bytes(self._id)
+
+    def join(self) -> None:
+        """Meet the others. vLLM's workers sum one number as they arrive, and so does this one."""
+        with torch.cuda.device(self.device):
+            self._call("ncclCommInitRank", ctypes.byref(self._comm), self.world, self._id, 0)
+            one = torch.zeros(1, device=self.device)
+            here = ctypes.c_void_p(one.data_ptr())
+            self._call("ncclAllReduce", here, here, ctypes.c_size_t(1), 7, _SUM, *self._tail)
+            self._stream.synchronize()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send a contiguous tensor of this device. Queued on the device's current stream."""
+        here = ctypes.c_void_p(tensor.data_ptr())
+        count = ctypes.c_size_t(tensor.numel())
+        with torch.cuda.device(self.device):
+            kind = _TYPES[tensor.dtype]
+            self._call("ncclBroadcast", here, here, count, kind, 0, *self._tail)
+
+    def finish(self) -> None:
+        """Wait until all that was queued is sent."""
+        self._stream.synchronize()
+
+    def abort(self) -> None:
+        """Give up what is under way, from any thread; the communicator is gone."""
+        if self._comm:
+            self._nccl.ncclCommAbort(self._comm)
+            self._comm = ctypes.c_void_p()
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    @property
+    def _tail(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        return self._comm, ctypes.c_void_p(self._stream.cuda_stream)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._nccl, name)(*arguments)
+        if status:
+            reason = self._nccl.ncclGetErrorString(status).decode()
+            raise RuntimeError(f"{name}: {reason}")

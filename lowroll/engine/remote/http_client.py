@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,12 +39,12 @@ class EngineLost(ServerError):
     """The engine at the other end has ended, or is not to be reached."""
 
 
-class Late(ServerError):
+class DeadlineExceeded(ServerError):
     """No answer within the deadline."""
 
 
 @dataclass(frozen=True)
-class Call:
+class HttpCall:
     """One request and what it may cost. again: it may be sent a second time, because nothing of
     the first answer has been used."""
 
@@ -56,7 +59,7 @@ class Call:
     token: str | None = field(default=None, repr=False)  # in place of the wire's own
 
 
-class Wire:
+class HttpClient:
     """An address and its token. `open` and `close` on the loop that everything else is called on.
 
     token: sent as a bearer token. concurrency: requests open at once; more wait for a turn, which
@@ -98,11 +101,11 @@ class Wire:
         """Close the connections."""
         await self._session.close()
 
-    async def answer(self, call: Call) -> Any:
+    async def answer(self, call: HttpCall) -> Any:
         """JSON, or the text of an answer that is none. ServerError."""
         return _parsed(call, await self.body(call))
 
-    async def body(self, call: Call, on_line: Callable[[bytes], None] | None = None) -> bytes:
+    async def body(self, call: HttpCall, on_line: Callable[[bytes], None] | None = None) -> bytes:
         """The bytes of the answer; with `on_line` each line as it comes, and b"" at the end."""
         async with self._turns:
             try:
@@ -111,7 +114,7 @@ class Wire:
             except TimeoutError:
                 raise self.late(call) from None
 
-    async def _tries(self, call: Call, on_line: Callable[[bytes], None] | None) -> bytes:
+    async def _tries(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
         pause = PAUSE
         for left in reversed(range(TRIES if call.again else 1)):
             try:
@@ -128,7 +131,7 @@ class Wire:
             pause *= 2
         raise AssertionError("the last try returns or raises")
 
-    async def _once(self, call: Call, on_line: Callable[[bytes], None] | None) -> bytes:
+    async def _once(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
         data = None if call.body is None else json.dumps(call.body, allow_nan=False).encode()
         other = None if call.token is None else {"Authorization": f"Bearer {call.token}"}
         async with self._session.request(
@@ -153,11 +156,11 @@ class Wire:
             await asyncio.sleep(0.1)
         return error
 
-    def late(self, call: Call) -> ServerError:
+    def late(self, call: HttpCall) -> ServerError:
         """The error of a call that was not answered in time."""
         why = None if self._lost is None else self._lost()
         late = f"{call.what}: no answer from {self.url} within {call.deadline_s:g} s"
-        return Late(late) if why is None else EngineLost(f"{late}; {why}")
+        return DeadlineExceeded(late) if why is None else EngineLost(f"{late}; {why}")
 
 
 def _address(url: str) -> tuple[str | None, str]:
@@ -203,7 +206,7 @@ async def _read(
     return bytes(kept)
 
 
-def parsed(text: bytes, what: str) -> Any:
+def parse_json(text: bytes, what: str) -> Any:
     """JSON of a server. ServerError when it is none, or nested too deeply."""
     try:
         return json.loads(text)
@@ -212,11 +215,11 @@ def parsed(text: bytes, what: str) -> Any:
         raise ServerError(f"{what}: the answer is no JSON: {shown}") from None
 
 
-def _parsed(call: Call, text: bytes) -> Any:
+def _parsed(call: HttpCall, text: bytes) -> Any:
     """Control routes answer with JSON, a line of text, or nothing."""
     if call.text or (call.method == "POST" and text[:1] not in (b"{", b"[")):
         return text.decode(errors="replace")
-    return parsed(text, call.what)
+    return parse_json(text, call.what)
 
 
 def _reason(text: bytes) -> str:
@@ -230,7 +233,7 @@ def _reason(text: bytes) -> str:
     return printable(" ".join(str(message).split()), 500)
 
 
-async def happens(event: asyncio.Event, seconds: float) -> bool:
+async def happens_within(event: asyncio.Event, seconds: float) -> bool:
     """Whether it happens within so long."""
     try:
         async with asyncio.timeout(seconds):
@@ -238,3 +241,86 @@ async def happens(event: asyncio.Event, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+MARGIN = 5.0  # seconds that a waiting thread grants the loop beyond a request's own deadline
+
+
+class BlockingHttpClient:
+    """A wire, and the thread that talks over it. token, concurrency, lost: as `Wire`'s."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        concurrency: int = 256,
+        lost: Callable[[], str | None] | None = None,
+    ) -> None:
+        self.http = HttpClient(url, token=token, concurrency=concurrency, lost=lost)
+        self.url = self.http.url
+        self.answer = self.http.answer
+        self.body = self.http.body
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="remote-engine", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(timeout=MARGIN):
+            raise RuntimeError("the thread of the HTTP client did not start")
+
+    def __enter__(self) -> BlockingHttpClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what is in flight, and the thread. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(timeout=MARGIN)
+
+    def get(self, path: str, what: str, **cost: Any) -> Any:
+        """The JSON of a GET. ServerError says what was waited for."""
+        return self.ask(HttpCall("GET", path, what, again=True, **cost))
+
+    def post(self, path: str, body: Any, what: str, **cost: Any) -> Any:
+        """The JSON of a POST (its text, where it is none), sent once unless `again` says else."""
+        return self.ask(HttpCall("POST", path, what, body, **cost))
+
+    def ask(self, call: HttpCall) -> Any:
+        """The answer, waited for here."""
+        future = self.begin(self.answer(call))
+        try:
+            return future.result(call.deadline_s + MARGIN)
+        except FutureTimeout:
+            future.cancel()
+            raise self.http.late(call) from None
+
+    def begin(self, work: Awaitable[Any]) -> Future[Any]:
+        """Start a coroutine on the client's thread. Cancelling the future closes its connection."""
+
+        async def run() -> Any:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+    # -- on the client's thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        """Keep the connections open until the end is asked for."""
+        self._ended = asyncio.Event()
+        await self.http.open()
+        self._ready.set()
+        await self._ended.wait()
+        mine = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.http.close()

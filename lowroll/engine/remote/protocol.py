@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lowroll.engine.remote.packed import unpack
-from lowroll.engine.remote.wire import ServerError, parsed
+from lowroll.engine.remote.http_client import ServerError, parse_json
+from lowroll.engine.remote.packed_tokens import unpack
 from lowroll.engine.request import sampler_settings
 from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout, printable
 
@@ -85,7 +85,7 @@ def most_bytes(request: Request) -> int:
 
 
 @dataclass
-class Sample:
+class PartialSample:
     """What one sample has drawn so far."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -104,10 +104,10 @@ class Sample:
 
 
 # of sample i: which policy drew it, and what its cache dropped
-Origin = Callable[[int, Sample], tuple[BehaviorTag, Evictions | None]]
+Origin = Callable[[int, PartialSample], tuple[BehaviorTag, Evictions | None]]
 
 
-class Arrivals:
+class ResponseAssembler:
     """The choices of one request as they come, whole or in pieces. ServerError for what cannot be
     true."""
 
@@ -124,7 +124,7 @@ class Arrivals:
         self.vocab_size = vocab_size
         self.model = model
         self.stop_ids = stop_ids
-        self.samples = [Sample() for _ in range(request.n)]
+        self.samples = [PartialSample() for _ in range(request.n)]
 
     def take(self, answer: Any) -> None:
         """An answer, or an event of a stream."""
@@ -141,7 +141,7 @@ class Arrivals:
         kind, _, data = line.strip().partition(b":")
         if kind != b"data" or data.strip() == b"[DONE]":
             return
-        event = parsed(data.strip(), self.what)
+        event = parse_json(data.strip(), self.what)
         if isinstance(event, dict) and "error" in event:
             raise ServerError(f"{self.what}: {_show(event['error'])}", 500)
         if isinstance(event, dict) and event.get("choices"):
@@ -199,7 +199,7 @@ class Arrivals:
         sample.stop_reason = self._stop_reason(index, choice.get("stop_reason"))
         sample.stated = choice.get("lowroll", sample.stated)
 
-    def _take_tokens(self, index: int, sample: Sample, choice: dict[str, Any]) -> None:
+    def _take_tokens(self, index: int, sample: PartialSample, choice: dict[str, Any]) -> None:
         stated = choice.get("logprobs") or {}
         if "packed" in choice:
             ids, logprobs = self._unpacked(index, choice["packed"])
@@ -254,7 +254,7 @@ class Arrivals:
             return reason
         raise self._lie(f"choice {index}: stop_reason {_show(reason)}")
 
-    def _check_end(self, index: int, sample: Sample) -> None:
+    def _check_end(self, index: int, sample: PartialSample) -> None:
         """Does the end that is stated fit the tokens?"""
         count = len(sample.token_ids)
         if sample.finish_reason is None:

@@ -4,7 +4,7 @@
     groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
 
 `RemoteEngine` has what all servers share: requests in flight, their answers, aborts. Which body a
-server wants and which policy it draws from is said by a `Dialect`; `engine.remote.vllm` adds a
+server wants and which policy it draws from is said by a `Dialect`; `engine.remote.vllm_engine` adds a
 vLLM's process, probe and updates.
 """
 
@@ -14,21 +14,20 @@ import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lowroll.engine.base import Capabilities, Drawn, EngineStats, InFlight, Ranked
-from lowroll.engine.remote.client import Client
-from lowroll.engine.remote.completions import (
+from lowroll.engine.remote.http_client import BlockingHttpClient, HttpCall, ServerError, parse_json
+from lowroll.engine.remote.protocol import (
     PATH,
-    Arrivals,
     Origin,
-    Sample,
+    ResponseAssembler,
     most_bytes,
     prompt_logprobs,
 )
-from lowroll.engine.remote.wire import Call, ServerError, parsed
+from lowroll.engine.remote.server_base import Dialect
 from lowroll.engine.request import validate
-from lowroll.types import BehaviorTag, Evictions, Group, Request
+from lowroll.types import BehaviorTag, Group, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +41,7 @@ SCORE_BYTES = 256  # of a token's log-prob in an answer, and of each of its like
 
 
 @dataclass(frozen=True)
-class Named:
+class ServedName:
     """The model behind an address: its name there, and the folder or hub id that it is told to
     be."""
 
@@ -50,48 +49,12 @@ class Named:
     root: str
 
 
-class Dialect(Protocol):
-    """What differs between servers."""
-
-    capabilities: Capabilities
-    behavior: BehaviorTag  # of the next request
-    model: str  # the name that the next request asks for
-    vocab_size: int
-
-    def check(self, request: Request) -> None:
-        """ValueError names a field that this server does not heed."""
-        ...
-
-    def stop_ids(self, request: Request) -> list[int] | None:
-        """Tokens that end a response of the request, the model's own among them; None where the
-        server alone knows."""
-        ...
-
-    def body(self, request: Request) -> dict[str, Any]: ...
-
-    def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
-        """The body that asks for a prompt's log-probs. ValueError for what it cannot score."""
-        ...
-
-    def tag(self, request: Request, behavior: BehaviorTag, index: int, one: Sample) -> BehaviorTag:
-        """Which policy a sample was drawn from. ServerError when the server does not say."""
-        ...
-
-    def evictions(self, one: Sample) -> Evictions | None:
-        """What the cache behind a sample dropped, where that is recorded."""
-        ...
-
-    def stats(self, metrics: str) -> EngineStats:
-        """What its /metrics say."""
-        ...
-
-
 @dataclass
-class Flight:
+class OpenRequest:
     """A request under way."""
 
     request: Request
-    arrivals: Arrivals
+    arrivals: ResponseAssembler
     behavior: BehaviorTag
     model: str
     answer: Future[None]
@@ -109,9 +72,9 @@ class RemoteEngine:
 
     def __init__(
         self,
-        client: Client,
+        client: BlockingHttpClient,
         dialect: Dialect,
-        served: Named,
+        served: ServedName,
         *,
         request_s: float = 1200.0,
         stream: bool = False,
@@ -121,7 +84,7 @@ class RemoteEngine:
         self.served = served
         self.request_s = request_s
         self.stream = stream
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, OpenRequest] = {}
         self._answered: queue.SimpleQueue[int] = queue.SimpleQueue()  # handles, as answers come
         self._ended: dict[int, Group] = {}
         self._next = 0
@@ -236,22 +199,22 @@ class RemoteEngine:
         what = f"request {request.id or handle}"
         model = self.dialect.model
         stop_ids = self.dialect.stop_ids(request)
-        arrivals = Arrivals(request, what, self.dialect.vocab_size, model, stop_ids)
+        arrivals = ResponseAssembler(request, what, self.dialect.vocab_size, model, stop_ids)
         body = self.dialect.body(request) | ({"stream": True} if self.stream else {})
         # a second try repeats id, seed and model; of a stream the first may have been read
-        call = Call(
+        call = HttpCall(
             "POST", PATH, what, body, self.request_s, most_bytes(request), again=not self.stream
         )
         answer = self.client.begin(self._answer(call, arrivals))
-        self._flights[handle] = Flight(request, arrivals, self.behavior, model, answer)
+        self._flights[handle] = OpenRequest(request, arrivals, self.behavior, model, answer)
         answer.add_done_callback(lambda _: self._answered.put(handle))
         return handle
 
-    async def _answer(self, call: Call, arrivals: Arrivals) -> None:
+    async def _answer(self, call: HttpCall, arrivals: ResponseAssembler) -> None:
         if self.stream:
             await self.client.body(call, arrivals.on_line)
         else:
-            arrivals.take(parsed(await self.client.body(call), call.what))
+            arrivals.take(parse_json(await self.client.body(call), call.what))
 
     def _turn(self) -> None:
         """Wait for an answer, and take those that have come. An error gives up all in flight."""
@@ -276,7 +239,7 @@ class RemoteEngine:
             raise ServerError(f"{flight.arrivals.what}: the client was closed") from None
         self._ended[handle] = flight.arrivals.group(self._origin(flight))
 
-    def _origin(self, flight: Flight) -> Origin:
+    def _origin(self, flight: OpenRequest) -> Origin:
         dialect = self.dialect
         return lambda i, one: (
             dialect.tag(flight.request, flight.behavior, i, one),
@@ -324,10 +287,10 @@ class RemoteEngine:
         """Seconds in which all of `count` requests have had their turn and their deadline."""
         return self.request_s * (count + 1)
 
-    def _scoring(self, i: int, ids: list[int], top: int, temperature: float) -> Call:
+    def _scoring(self, i: int, ids: list[int], top: int, temperature: float) -> HttpCall:
         body = self.dialect.scoring(ids, top, temperature)
         most = (1 << 16) + SCORE_BYTES * (top + 1) * len(ids)
-        return Call("POST", PATH, f"score of sequences[{i}]", body, self.request_s, most, True)
+        return HttpCall("POST", PATH, f"score of sequences[{i}]", body, self.request_s, most, True)
 
     def _check_sequences(self, sequences: Sequence[list[int]], prompt_lens: Sequence[int]) -> None:
         longest = self.capabilities.context_length
@@ -350,7 +313,7 @@ class RemoteEngine:
 
     def stats(self) -> EngineStats:
         """What a report shows, from the server's /metrics."""
-        text = self.client.ask(Call("GET", "/metrics", "the metrics", text=True, again=True))
+        text = self.client.ask(HttpCall("GET", "/metrics", "the metrics", text=True, again=True))
         return self.dialect.stats(text)
 
     def linear_weights(self) -> Mapping[str, QTensor]:
@@ -368,7 +331,7 @@ class RemoteEngine:
             raise RuntimeError("release: requests are in flight; finish or abort them first")
 
 
-def _ranked(answer: Any, call: Call, prompt_len: int, top: int) -> Ranked:
+def _ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
     import torch
 
     ids = call.body["prompt"]

@@ -11,10 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from lowroll.engine.remote.client import Client
-from lowroll.engine.remote.completions import PATH
-from lowroll.engine.remote.dialect import HOTTEST
-from lowroll.engine.remote.wire import ServerError
+from lowroll.engine.remote.http_client import BlockingHttpClient, ServerError
+from lowroll.engine.remote.protocol import PATH
 from lowroll.types import printable
 
 OLDEST = (0, 20)
@@ -32,6 +30,7 @@ FIELDS = (  # of a body of /v1/completions that rollouts need
     "repetition_penalty",
     "prompt_logprobs",
 )
+HOTTEST = 2.0  # temperature that vLLM takes
 RELOAD = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache")
 TRANSFER = (
     "/init_weight_transfer_engine",
@@ -43,7 +42,7 @@ ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 @dataclass(frozen=True)
-class Vllm:
+class ProbedVllm:
     """A probed server."""
 
     version: tuple[int, ...]
@@ -73,7 +72,7 @@ class Vllm:
             )
 
 
-def probe(client: Client) -> Vllm:
+def probe(client: BlockingHttpClient) -> ProbedVllm:
     """Ask. ValueError names what rollouts cannot do without; ServerError as any request."""
     version = _version(client.get("/version", "the version of vLLM"))
     described = client.get("/openapi.json", "vLLM's description of its routes")
@@ -83,7 +82,7 @@ def probe(client: Client) -> Vllm:
     if lacking := [field for field in FIELDS if field not in fields]:
         raise ValueError(f"{name}: {PATH} does not take {', '.join(lacking)}")
     model, root, length = _served(client.get("/v1/models", "the list of models"))
-    return Vllm(
+    return ProbedVllm(
         version=version,
         model=model,
         root=root,
@@ -95,7 +94,7 @@ def probe(client: Client) -> Vllm:
     )
 
 
-def is_vllm(client: Client) -> bool:
+def is_vllm(client: BlockingHttpClient) -> bool:
     """Whether a vLLM answers, and not a server of ours."""
     models = client.get("/v1/models", "the list of models")
     try:
@@ -136,7 +135,7 @@ def _served(answer: Any) -> tuple[str, str, int]:
     return model, root, length
 
 
-def _is_processed(client: Client, model: str) -> bool:
+def _is_processed(client: BlockingHttpClient, model: str) -> bool:
     """Are the log-probs those after temperature and top-k? Then two tokens that are left have all
     the mass, and are half as far apart at temperature 2 as at 1."""
     plain = _two_likeliest(client, model, 1.0, 0)
@@ -145,7 +144,9 @@ def _is_processed(client: Client, model: str) -> bool:
     return abs(mass - 1) < 1e-3 and hot[1] - hot[0] < 0.75 * (plain[1] - plain[0]) + 1e-3
 
 
-def _two_likeliest(client: Client, model: str, temperature: float, top_k: int) -> list[float]:
+def _two_likeliest(
+    client: BlockingHttpClient, model: str, temperature: float, top_k: int
+) -> list[float]:
     """Their log-probs, the larger last."""
     body = {
         "model": model,
@@ -168,14 +169,14 @@ def _two_likeliest(client: Client, model: str, temperature: float, top_k: int) -
     return [first, second]
 
 
-def _on_cpu(client: Client) -> bool | None:
+def _on_cpu(client: BlockingHttpClient) -> bool | None:
     info = client.get("/server_info?config_format=text", "vLLM's settings")
     text = str(info.get("vllm_config", "")) if isinstance(info, dict) else ""
     found = re.search(r"device_config=(\w+)", text)
     return None if found is None else found[1] == "cpu"
 
 
-def _takes_adapters(client: Client) -> bool:
+def _takes_adapters(client: BlockingHttpClient) -> bool:
     """A server without LoRA refuses any adapter for that; one with LoRA for its missing folder."""
     body = {"lora_name": "lowroll-probe", "lora_path": "/nonexistent/lowroll-probe"}
     try:

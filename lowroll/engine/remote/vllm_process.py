@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lowroll import machine
 from lowroll.checkpoint.logfile import last_error
-from lowroll.engine.remote.wire import EngineLost
+from lowroll.engine.remote.http_client import EngineLost
 from lowroll.types import printable
 
 KEEPER = Path(__file__).with_name("vllm_keeper.py")

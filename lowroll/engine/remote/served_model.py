@@ -15,7 +15,7 @@ from lowroll.quant.formats import get_format
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """dtype: of its dense weights. weights, weight_bits: format of the linear ones, and bits of
     one."""
 
@@ -31,7 +31,7 @@ class Served:
         return str(self.dtype).removeprefix("torch.")
 
 
-def served(folder: Path, dtype_name: str | None = None) -> Served:
+def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
     """dtype_name: that the server computes in; default the folder's. ValueError as the readers of
     folders say."""
     config = read_config(folder)
@@ -44,7 +44,7 @@ def served(folder: Path, dtype_name: str | None = None) -> Served:
     eos = {*spec.eos_ids}
     if (folder / "tokenizer.json").is_file() and (known := eos_id(folder)) is not None:
         eos.add(known)
-    return Served(
+    return ServedModel(
         vocab_size=spec.vocab_size,
         eos_ids=frozenset(eos),
         tied=spec.tie_embeddings,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 Clock = Callable[[], float]
 
 
-class Turns(selectors.DefaultSelector):
+class CappedClock(selectors.DefaultSelector):
     """Waits of a loop, and what its time is."""
 
     def __init__(self, turn_s: float, clock: Clock = time.monotonic) -> None:
@@ -46,10 +46,10 @@ class Turns(selectors.DefaultSelector):
         self._since = now
 
 
-class PatientLoop(asyncio.SelectorEventLoop):
+class CappedClockLoop(asyncio.SelectorEventLoop):
     """See the top of the file."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: CappedClock) -> None:
         self._turns = turns
         super().__init__(turns)
 

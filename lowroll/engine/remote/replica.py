@@ -16,22 +16,33 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from lowroll.engine.base import InFlight
 from lowroll.engine.remote import canary
-from lowroll.engine.remote.peers import Held, Peer, Progress, Published, meet
-from lowroll.engine.remote.versions import Versions
-from lowroll.engine.remote.wire import EngineLost, ServerError, Wire, happens
-
-if TYPE_CHECKING:
-    from lowroll.engine.remote.desk import Flight
+from lowroll.engine.remote.http_client import (
+    EngineLost,
+    HttpCall,
+    HttpClient,
+    ServerError,
+    happens_within,
+)
+from lowroll.engine.remote.identify import connect_server
+from lowroll.engine.remote.protocol import Origin, ResponseAssembler
+from lowroll.engine.remote.server_base import (
+    EngineServer,
+    HeldPolicy,
+    Published,
+    ServerProgress,
+)
+from lowroll.engine.remote.versions import PolicyVersions
+from lowroll.types import Request
 
 log = logging.getLogger(__name__)
 
 State = Literal["new", "ready", "fenced", "gone"]
-BEATS = 6  # in the longest silence
-MISSED = 4  # that fence an engine
+HEARTBEATS = 6  # in the longest silence
+HEARTBEATS_BEFORE_FENCE = 4  # that fence an engine
 ONCE_MORE_S = 0.2  # until an engine that is not to be reached is asked again
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two meetings
 FLAPS_S = 600.0  # in which fences count: the pause doubles with each
@@ -41,7 +52,7 @@ REFUSED = (401, 403, 404)  # of who asks, or of what is asked for: waiting does 
 
 
 @dataclass(frozen=True)
-class Terms:
+class PoolTerms:
     """What all engines of a pool are held to. Times in seconds."""
 
     token: str | None = field(default=None, repr=False)
@@ -57,12 +68,12 @@ class Terms:
     in_flight: InFlight = "keep"  # what becomes of requests at an update
 
     @property
-    def beat_s(self) -> float:
-        return self.silent_s / BEATS
+    def heartbeat_s(self) -> float:
+        return self.silent_s / HEARTBEATS
 
 
 @dataclass
-class Counts:
+class ReplicaCounts:
     """Of one engine, since the pool was made."""
 
     requests: int = 0  # answered
@@ -74,54 +85,85 @@ class Counts:
     fenced: int = 0
 
 
-class Owner(Protocol):
+@dataclass(eq=False)
+class QueuedRequest:
+    """A request of the pool's caller."""
+
+    handle: int
+    request: Request
+    attempt: int = 0
+    failures: int = 0
+    losses: int = 0
+    busy_since: float = 0.0  # its engines have been
+    avoid: set[str] = field(default_factory=set)  # engines that did not do it right
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class InFlightRequest:
+    """A ticket at an engine."""
+
+    entry: QueuedRequest
+    replica: Replica
+    attempt: int
+    sent: int  # the version that its engine had acknowledged
+    call: HttpCall
+    arrivals: ResponseAssembler
+    origin: Origin
+    load: int  # tokens that it counts for at its engine
+    task: asyncio.Task[None] | None = None
+
+
+class ReplicaOwner(Protocol):
     """The pool, as its members see it."""
 
-    versions: Versions
+    versions: PolicyVersions
 
     @property
     def updating(self) -> bool:
         """Whether engines that work are being told a version."""
         ...
 
-    def agree(self, member: Member) -> None:
+    def agree(self, replica: Replica) -> None:
         """ValueError when it is not as the others are."""
         ...
 
-    def admitted(self, member: Member) -> None: ...
-    def fenced(self, member: Member) -> None: ...
-    def heard(self, member: Member) -> None: ...
-    def others_work(self, member: Member) -> bool: ...
-    def witness(self, member: Member) -> Member | None:
+    def admitted(self, replica: Replica) -> None: ...
+    def fenced(self, replica: Replica) -> None: ...
+    def heard(self, replica: Replica) -> None: ...
+    def others_work(self, replica: Replica) -> bool: ...
+    def witness(self, replica: Replica) -> Replica | None:
         """Another one that works with the same weights."""
         ...
 
-    def misfit(self, member: Member, error: Exception) -> None:
+    def misfit(self, replica: Replica, error: Exception) -> None:
         """It will not fit however long one waits."""
         ...
 
 
-class Member:
+class Replica:
     """See the top of the file. On the pool's loop alone. named: by the configuration, so that one
     that does not fit ends the run."""
 
-    def __init__(self, url: str, owner: Owner, terms: Terms, *, named: bool = True) -> None:
-        self.wire = Wire(url, token=terms.token, concurrency=terms.concurrency + OURS)
-        self.url = self.wire.url
+    def __init__(
+        self, url: str, owner: ReplicaOwner, terms: PoolTerms, *, named: bool = True
+    ) -> None:
+        self.http = HttpClient(url, token=terms.token, concurrency=terms.concurrency + OURS)
+        self.url = self.http.url
         self.owner = owner
         self.terms = terms
         self.named = named
         self.state: State = "new"
-        self.peer: Peer | None = None
-        self.held: Held | None = None
+        self.server: EngineServer | None = None
+        self.held: HeldPolicy | None = None
         self.version = 0  # that it has acknowledged
         self.last_error = "it was not asked yet"
         self.leaving = False  # takes no new requests
         self.suspect = False  # a connection was lost: no new requests before it is heard again
         self.busy_until = self.busy_s = 0.0
-        self.flights: set[Flight] = set()
+        self.flights: set[InFlightRequest] = set()
         self.outstanding = 0  # tokens that it may still draw for us
-        self.counts = Counts()
+        self.counts = ReplicaCounts()
         self.tried = asyncio.Event()  # it has been met, or could not be
         self._taking = asyncio.Lock()
         self._wake = asyncio.Event()
@@ -131,7 +173,7 @@ class Member:
 
     async def live(self) -> None:
         """Until it is cancelled."""
-        await self.wire.open()
+        await self.http.open()
         pause = FIRST_PAUSE
         try:
             while True:
@@ -147,14 +189,14 @@ class Member:
                 pause = min(2 * pause, LONGEST_PAUSE)
         finally:
             self.state = "gone"
-            await self.wire.close()
+            await self.http.close()
 
-    def kick(self, why: str) -> None:
+    def mark_unhealthy(self, why: str) -> None:
         """Have it fenced."""
         self._why = self._why or why
         self._wake.set()
 
-    def doubt(self, why: str) -> None:
+    def mark_suspect(self, why: str) -> None:
         """A connection was lost: is it there?"""
         self.suspect = True
         self.last_error = why
@@ -172,19 +214,19 @@ class Member:
             return False
         if now < self.busy_until:
             return False
-        assert self.peer is not None
+        assert self.server is not None
         if not self.taking:
             return True
-        return self.peer.in_flight and not self.owner.versions.settled.is_set()
+        return self.server.in_flight and not self.owner.versions.settled.is_set()
 
-    async def take(self, broadcast: Published) -> Held:
+    async def take(self, broadcast: Published) -> HeldPolicy:
         """Have it take weights. ServerError when it does not, or says that it took others."""
-        assert self.peer is not None
+        assert self.server is not None
         async with self._taking:
             in_use = {flight.arrivals.model for flight in self.flights}
             late = asyncio.get_running_loop().call_later(self.terms.silent_s, self._tell_late)
             try:
-                held = await self.peer.take(broadcast, self.terms.update_s, in_use)
+                held = await self.server.take(broadcast, self.terms.update_s, in_use)
             finally:
                 late.cancel()
             if held.version != broadcast.version:
@@ -200,25 +242,25 @@ class Member:
     async def _join(self) -> None:
         terms = self.terms
         self._why = None
-        self.peer = await meet(
-            self.wire,
+        self.server = await connect_server(
+            self.http,
             admin=terms.admin,
             model=terms.model,
             check_model=terms.check_model,
-            deadline_s=terms.beat_s,
+            deadline_s=terms.heartbeat_s,
             folder=terms.folder,
             in_flight=terms.in_flight,
         )
-        status = await self.peer.health(terms.beat_s)
+        status = await self.server.health(terms.heartbeat_s)
         if status == "paused" and terms.admin is not None:
-            await self.peer.resume()  # left by one that has ended
+            await self.server.resume()  # left by one that has ended
         self.owner.agree(self)
-        self.held = self.peer.held
+        self.held = self.server.held
         known, proven = self.owner.versions, None
         while proven is None or proven != known.held or not known.settled.is_set():
             await self._catch_up()
             proven = known.held
-            await self._sing()
+            await self._check_logprobs()
         self.state, self.suspect, self.busy_until = "ready", False, 0.0
         self._met = True
         self.last_error = ""
@@ -238,13 +280,13 @@ class Member:
                         f"than those of the other engines"
                     )
             elif self.owner.updating:
-                await happens(known.settled, self.terms.update_s)
+                await happens_within(known.settled, self.terms.update_s)
             else:
                 held = await self.take(newest)
                 if newest is known.newest and not known.settled.is_set():
                     known.settle(held)
         else:
-            held = self.held or Held(0, frozenset({""}))
+            held = self.held or HeldPolicy(0, frozenset({""}))
             if known.held is None:
                 known.settle(held)
             if not known.agrees(held):
@@ -256,17 +298,17 @@ class Member:
         assert known.held is not None
         self.version = known.held.version
 
-    async def _sing(self) -> None:
+    async def _check_logprobs(self) -> None:
         """ServerError when it has other log-probs than an engine that works. Without one that can
         say there is nothing to compare."""
         witness = self.owner.witness(self)
-        assert self.peer is not None
-        if witness is None or witness.peer is None or not self.peer.scores:
+        assert self.server is not None
+        if witness is None or witness.server is None or not self.server.scores:
             return
         seconds = self.terms.silent_s
         mine, theirs = await asyncio.gather(
-            canary.sung(self.wire, self.peer, seconds),
-            canary.sung(witness.wire, witness.peer, seconds),
+            canary.canary_logprobs(self.http, self.server, seconds),
+            canary.canary_logprobs(witness.http, witness.server, seconds),
             return_exceptions=True,
         )
         if isinstance(mine, BaseException):
@@ -278,12 +320,12 @@ class Member:
     async def _watch(self) -> str:
         """Why it has to be fenced."""
         clock = asyncio.get_running_loop().time
-        beat = self.terms.beat_s
+        heartbeat_s = self.terms.heartbeat_s
         heard = moved = knew = clock()
         tokens = -1
         answered = self.counts.requests
         while True:
-            await self._next_beat(beat)
+            await self._next_heartbeat(heartbeat_s)
             if self._why is not None:
                 return self._why
             if self.taking or answered != self.counts.requests:  # taking has its own deadline
@@ -294,12 +336,12 @@ class Member:
             if self.taking:
                 continue
             try:
-                status, now = await self._beat(beat)
+                status, now = await self._heartbeat(heartbeat_s)
             except ServerError as error:
                 self.last_error = str(error)
                 if isinstance(error, EngineLost):
                     return self.last_error
-                if clock() - heard > (MISSED - 0.5) * beat:
+                if clock() - heard > (HEARTBEATS_BEFORE_FENCE - 0.5) * heartbeat_s:
                     return f"silent for {clock() - heard:.1f} s: {error}"
                 continue
             heard = clock()
@@ -307,11 +349,11 @@ class Member:
             self.owner.heard(self)
             if not self.flights or now.tokens != tokens or status != "running":
                 moved, tokens = clock(), now.tokens
-            elif clock() - moved > (MISSED - 0.5) * beat:
+            elif clock() - moved > (HEARTBEATS_BEFORE_FENCE - 0.5) * heartbeat_s:
                 return f"has drawn nothing for {clock() - moved:.1f} s"
             if now.open >= len(self.flights):
                 knew = clock()
-            elif clock() - knew > (MISSED - 0.5) * beat:
+            elif clock() - knew > (HEARTBEATS_BEFORE_FENCE - 0.5) * heartbeat_s:
                 return f"knows of {now.open} requests, and {len(self.flights)} wait for its answer"
 
     def _tell_late(self) -> None:
@@ -322,20 +364,20 @@ class Member:
             self.terms.silent_s,
         )
 
-    async def _beat(self, beat: float) -> tuple[str, Progress]:
+    async def _heartbeat(self, heartbeat_s: float) -> tuple[str, ServerProgress]:
         """(status, its counters while it has requests of ours). EngineLost when it is not to be reached twice."""
-        assert self.peer is not None
+        assert self.server is not None
         try:
-            status = await self.peer.health(beat)
+            status = await self.server.health(heartbeat_s)
         except EngineLost:
             await asyncio.sleep(ONCE_MORE_S)
-            status = await self.peer.health(beat)
+            status = await self.server.health(heartbeat_s)
         if not self.flights:
-            return status, Progress(0, -1)
-        return status, await self.peer.progress(beat)
+            return status, ServerProgress(0, -1)
+        return status, await self.server.progress(heartbeat_s)
 
-    async def _next_beat(self, beat: float) -> None:
-        if await happens(self._wake, beat):
+    async def _next_heartbeat(self, heartbeat_s: float) -> None:
+        if await happens_within(self._wake, heartbeat_s):
             self._wake.clear()
 
     def _fence(self, why: str) -> float:

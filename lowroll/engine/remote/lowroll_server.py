@@ -6,14 +6,20 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lowroll.engine.base import Capabilities, EngineStats
-from lowroll.engine.remote.client import Client
-from lowroll.engine.remote.completions import Sample, body_of, tagged
-from lowroll.engine.remote.wire import ServerError
+from lowroll.engine.base import Capabilities, EngineStats, InFlight
+from lowroll.engine.remote.http_client import BlockingHttpClient, HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.protocol import PartialSample, body_of, tagged
+from lowroll.engine.remote.server_base import (
+    CONTROL_S,
+    Dialect,
+    HeldPolicy,
+    Published,
+    ServerProgress,
+)
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
@@ -25,7 +31,7 @@ _GAUGE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 
 @dataclass
-class OwnDialect:
+class LowrollDialect:
     """What a server of ours has said of itself."""
 
     capabilities: Capabilities
@@ -66,7 +72,9 @@ class OwnDialect:
             "score_temperature": temperature,
         }
 
-    def tag(self, request: Request, behavior: BehaviorTag, index: int, one: Sample) -> BehaviorTag:
+    def tag(
+        self, request: Request, behavior: BehaviorTag, index: int, one: PartialSample
+    ) -> BehaviorTag:
         """The server's own; of a request that was given up before it came, what the server said of
         itself at the start."""
         if one.stated is None and one.given_up:
@@ -80,7 +88,7 @@ class OwnDialect:
             raise ServerError(f"request {request.id}: sample {index} has the tag of another")
         return tag
 
-    def evictions(self, one: Sample) -> Evictions | None:
+    def evictions(self, one: PartialSample) -> Evictions | None:
         """What a bounded cache dropped of a sample, where the server's engine records it."""
         stated = one.stated.get("evictions") if isinstance(one.stated, dict) else None
         if stated is None:
@@ -97,7 +105,7 @@ class OwnDialect:
 
     def stats(self, metrics: str) -> EngineStats:
         """What its /metrics say."""
-        found = {name: float(value) for name, value in _GAUGE.findall(metrics)}
+        found = _metrics(metrics)
         return EngineStats(
             weights=self.behavior.weights,
             weight_bits=self.weight_bits,
@@ -116,13 +124,13 @@ class OwnDialect:
         )
 
 
-def ask(client: Client, model: str | None) -> OwnDialect:
+def ask(client: BlockingHttpClient, model: str | None) -> LowrollDialect:
     """The dialect of the server at an address. ServerError when it is none of ours; ValueError for a
     model that it does not serve."""
     return read(client.get("/v1/models", WHAT), client.url, model)
 
 
-def read(answer: Any, url: str, model: str | None) -> OwnDialect:
+def read(answer: Any, url: str, model: str | None) -> LowrollDialect:
     """The same from a list of models that has come."""
     try:
         served = {one["id"]: one["lowroll"] for one in answer["data"]}
@@ -132,7 +140,7 @@ def read(answer: Any, url: str, model: str | None) -> OwnDialect:
             stated = served[name]
             able, behavior = _capabilities(stated["capabilities"]), _tag(stated["behavior"])
             holds = stated.get("engine", {})
-            found = OwnDialect(
+            found = LowrollDialect(
                 able,
                 behavior,
                 name,
@@ -190,3 +198,75 @@ def _tag(stated: dict[str, Any]) -> BehaviorTag:
         raise TypeError("no policy")
     sampler = {str(name): float(value) for name, value in stated["sampler"].items()}
     return BehaviorTag(**(stated | {"policy": spans, "sampler": sampler}))
+
+
+class LowrollServer:
+    """A server of lowroll's. admin: its admin's token; without one it takes no weights and is never
+    paused. what: becomes of requests in flight at an update."""
+
+    in_flight = True
+
+    def __init__(
+        self, http: HttpClient, dialect: LowrollDialect, admin: str | None, what: InFlight = "keep"
+    ) -> None:
+        self.what = what
+        self.http = http
+        self.dialect: Dialect = dialect
+        self.admin = admin
+        self.scores = dialect.capabilities.scores and dialect.capabilities.vocab_size is not None
+
+    @property
+    def held(self) -> HeldPolicy:
+        return HeldPolicy.of(self.dialect.behavior)
+
+    async def health(self, deadline_s: float) -> str:
+        call = HttpCall("GET", "/health", "its health", deadline_s=deadline_s)
+        answer = await self.http.answer(call)
+        return str(answer.get("status")) if isinstance(answer, dict) else ""
+
+    async def progress(self, deadline_s: float) -> ServerProgress:
+        call = HttpCall("GET", "/metrics", "its metrics", deadline_s=deadline_s, text=True)
+        found = _metrics(await self.http.answer(call))
+        return ServerProgress(int(found.get("requests_open", 0)), int(found.get("drawn_tokens", 0)))
+
+    async def replays(self, deadline_s: float) -> tuple[int, int, int]:
+        """(samples, tokens that they had drawn, those of them that stood), since it began."""
+        call = HttpCall("GET", "/metrics", "its metrics", deadline_s=deadline_s, text=True)
+        found = self.dialect.stats(await self.http.answer(call))
+        return found.replays, found.replayed_tokens, found.kept_tokens
+
+    async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
+        name = broadcast.path.name
+        what = f"taking {name}"
+        body = {"version": name} | ({"in_flight": self.what} if self.what != "keep" else {})
+        answer = await self.http.answer(self._order("/weights", what, body, deadline_s))
+        held = acknowledged(answer, what)
+        read = answer.get("manifest_digest")
+        if read != broadcast.digest and read != broadcast.lies():
+            shown = printable(repr(read), 80)
+            raise ServerError(f"{what}: it read {shown}, and {broadcast.digest} was published")
+        return held
+
+    async def resume(self) -> None:
+        await self.http.answer(self._order("/resume", "the end of its pause"))
+
+    def _order(
+        self, path: str, what: str, body: Any = None, deadline_s: float = CONTROL_S
+    ) -> HttpCall:
+        return HttpCall("POST", path, what, body, deadline_s, token=self.admin)
+
+
+def acknowledged(answer: Any, what: str) -> HeldPolicy:
+    """What an answer of POST /weights says. ServerError."""
+    try:
+        spans = [(int(span["version"]), str(span["digest"])) for span in answer["policy"]]
+        newest = max(version for version, _ in spans)
+    except (KeyError, TypeError, ValueError):
+        shown = printable(repr(answer), 200)
+        raise ServerError(f"{what}: no policy is acknowledged: {shown}") from None
+    return HeldPolicy(newest, frozenset(digest for version, digest in spans if version == newest))
+
+
+def _metrics(text: str) -> dict[str, float]:
+    """Return the values of lowroll's own series in a page of metrics, by name."""
+    return {name: float(value) for name, value in _GAUGE.findall(text)}

@@ -1,0 +1,311 @@
+"""The requests of a pool: who waits, who is where, and who goes to another engine.
+
+A request, which is all samples of a group, goes to the engine with the fewest tokens outstanding. A
+later turn of a conversation goes to the one that drew the turn before and may have its pages, unless
+that one has clearly more to do. An engine whose cache is full is sent no more than it can begin soon:
+the rest waits here for whoever ends first. What an engine loses goes on at another one with the same
+id and seed, so under the same weights it has the same noise. Every sending has a number, and an
+answer of an earlier one is no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from lowroll.engine.remote.http_client import (
+    AGAIN,
+    DeadlineExceeded,
+    EngineLost,
+    HttpCall,
+    ServerError,
+    happens_within,
+    parse_json,
+)
+from lowroll.engine.remote.protocol import PATH, Origin, ResponseAssembler, most_bytes
+from lowroll.engine.remote.replica import InFlightRequest, PoolTerms, QueuedRequest, Replica
+from lowroll.engine.remote.server_base import Dialect
+from lowroll.engine.remote.versions import PolicyVersions
+from lowroll.types import Group, Request
+
+log = logging.getLogger(__name__)
+
+FAILURES = 4  # of one request before it ends the run: at an engine that goes on
+LOSSES = 32  # engines that one request may see die
+BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # without requests for an engine that said that it is busy
+# caches full of tokens that an engine is sent: a group counts until its last sample has ended, and
+# with less an engine lacks work meanwhile (`bench.deal`)
+AHEAD = 3.0
+BEHIND = 1.25  # times the work of the engine with least that the one with a turn's pages may have
+LEARNED = 1 / 64  # weight of an answer in the mean of how much of their tokens requests draw
+MOST_HOMES = 1 << 16  # requests of which it is known who drew them
+
+Answer = Callable[[int, "Group | Exception"], None]
+
+
+class RequestRouter:
+    """On the pool's loop alone. answer: takes what has become of each handle."""
+
+    def __init__(
+        self, replicas: list[Replica], versions: PolicyVersions, terms: PoolTerms, answer: Answer
+    ):
+        self.replicas = replicas
+        self.versions = versions
+        self.terms = terms
+        self._answer = answer
+        self.known: Dialect | None = None  # of the engine that was met last
+        self._waiting: deque[QueuedRequest] = deque()
+        self._flights: dict[int, InFlightRequest] = {}  # by handle
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._called = False  # requests came, and are dealt in this turn of the loop
+        self._share = 1.0  # of the tokens that requests may draw, those that they do
+        self._homes: dict[str, str] = {}  # by id: the engine
+
+    def add(self, entries: Sequence[QueuedRequest]) -> None:
+        """Requests. They are dealt once for all that come in one turn of the loop."""
+        self._waiting.extend(entries)
+        if not self._called:
+            self._called = True
+            asyncio.get_running_loop().call_soon(self._dispatch_added)
+
+    @property
+    def dialect(self) -> Dialect:
+        """Of the first engine that was met; when all have left, of the last one."""
+        found = next(
+            (m.server.dialect for m in [*self.replicas] if m.server is not None), self.known
+        )
+        assert found is not None, "no engine was met"
+        return found
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be done."""
+        return not (self._waiting or self._flights)
+
+    def abort(self, entry: QueuedRequest) -> None:
+        """End a request; its group comes back with what is known of it: nothing."""
+        if entry.ended:
+            return
+        flight = self._flights.get(entry.handle)
+        if flight is not None:
+            self._drop(flight)
+        elif entry in self._waiting:
+            self._waiting.remove(entry)
+        dialect = self.dialect
+        arrivals = self._arrivals(entry, dialect)
+        self._end(entry, arrivals.aborted(_origin(entry.request, dialect)))
+        self.dispatch()
+
+    def drop_all(self) -> None:
+        """Forget all requests."""
+        self._waiting.clear()
+        for flight in list(self._flights.values()):
+            flight.entry.ended = True
+            self._drop(flight)
+
+    def hand_over(self, replica: Replica) -> None:
+        """What an engine has, to others."""
+        lost = sorted(replica.flights, key=lambda flight: flight.entry.handle)
+        for flight in lost:
+            self._drop(flight)
+            replica.counts.handed_over += not flight.entry.ended
+        self._waiting.extendleft(flight.entry for flight in reversed(lost))
+        self.dispatch()
+
+    def _dispatch_added(self) -> None:
+        self._called = False
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Send what can be sent."""
+        if not self._waiting:
+            return  # nothing: every answer and every heartbeat asks
+        now = asyncio.get_running_loop().time()
+        able = [replica for replica in self.replicas if replica.takes_work(now)]
+        while self._waiting:
+            free = [m for m in able if self._has_room(m, self._waiting[0])]
+            if not free:
+                return
+            self._send(self._choose(free, self._waiting[0]), self._waiting.popleft())
+
+    def _has_room(self, replica: Replica, entry: QueuedRequest) -> bool:
+        assert replica.server is not None
+        if not replica.flights:
+            return True
+        cache = getattr(replica.server.dialect, "cache_tokens", 0)
+        if cache and replica.outstanding + self._load(entry) > AHEAD * cache:
+            return False
+        return len(replica.flights) < self.terms.concurrency
+
+    def _choose(self, free: Sequence[Replica], entry: QueuedRequest) -> Replica:
+        """Who is to draw it."""
+        least = min(free, key=lambda m: (m.url in entry.avoid, m.outstanding))
+        url = self._homes.get(entry.request.follows or "")  # of the turn before
+        home = next((m for m in free if m.url == url and url not in entry.avoid), least)
+        most = BEHIND * least.outstanding + self._load(entry)
+        return home if home.outstanding <= most else least
+
+    def _load(self, entry: QueuedRequest) -> int:
+        """Tokens that it is likely to hold: samples end before their longest."""
+        request = entry.request
+        return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
+
+    def _learn(self, flight: InFlightRequest, group: Group) -> None:
+        """Who drew it, and how long its samples were."""
+        request = flight.entry.request
+        drawn = sum(len(one.token_ids) for one in group.rollouts)
+        self._share += LEARNED * (drawn / (request.n * request.max_tokens) - self._share)
+        if request.id:
+            self._homes[request.id] = flight.replica.url
+            if len(self._homes) > MOST_HOMES:
+                del self._homes[next(iter(self._homes))]
+
+    # -- one request -------------------------------------------------------------------------------
+
+    def _send(self, replica: Replica, entry: QueuedRequest) -> None:
+        assert replica.server is not None
+        entry.attempt += 1
+        request, dialect = entry.request, replica.server.dialect
+        arrivals = self._arrivals(entry, dialect)
+        body = dialect.body(request)
+        call = HttpCall(
+            "POST", PATH, arrivals.what, body, self.terms.timeout_s, most_bytes(request)
+        )
+        origin = _origin(request, dialect)
+        load = self._load(entry)
+        flight = InFlightRequest(
+            entry, replica, entry.attempt, replica.version, call, arrivals, origin, load
+        )
+        self._flights[entry.handle] = flight
+        replica.flights.add(flight)
+        replica.outstanding += load
+        flight.task = self._start(self._fly(flight))
+
+    async def _fly(self, flight: InFlightRequest) -> None:
+        replica, arrivals = flight.replica, flight.arrivals
+        try:
+            arrivals.take(parse_json(await replica.http.body(flight.call), arrivals.what))
+            group = arrivals.group(flight.origin)
+            await self._believe(flight, group)
+        except ServerError as error:
+            self._failed(flight, error)
+            return
+        if not self._over(flight):
+            return
+        replica.counts.requests += 1
+        replica.counts.tokens += sum(len(one.token_ids) for one in group.rollouts)
+        replica.busy_s = 0.0
+        self._learn(flight, group)
+        self._end(flight.entry, group)
+        self.dispatch()
+
+    async def _believe(self, flight: InFlightRequest, group: Group) -> None:
+        """ServerError when it was drawn from another version than its engine was told."""
+        spoken = self.versions.problem(group, flight.sent)
+        if spoken is not None and not self.versions.settled.is_set():
+            await happens_within(self.versions.settled, self.terms.update_s)
+            spoken = self.versions.problem(group, flight.sent)
+        if spoken is not None:
+            raise ServerError(f"{flight.arrivals.what}: {flight.replica.url}: {spoken}")
+
+    def _over(self, flight: InFlightRequest) -> bool:
+        """Take a flight out; False when nobody waits for it any more."""
+        if self._flights.get(flight.entry.handle) is not flight:
+            flight.replica.counts.late += 1
+            return False
+        del self._flights[flight.entry.handle]
+        flight.replica.flights.discard(flight)
+        flight.replica.outstanding -= flight.load
+        return True
+
+    def _failed(self, flight: InFlightRequest, error: ServerError) -> None:
+        """Again, somewhere else, later, or never."""
+        entry, replica = flight.entry, flight.replica
+        if not self._over(flight):
+            return
+        final = self._weigh(flight, error)
+        if entry.ended:
+            pass
+        elif final or entry.failures >= FAILURES or entry.losses >= LOSSES:
+            told = ServerError(f"{error} (sent {entry.attempt} times)", error.status)
+            self._end(entry, error if entry.attempt == 1 else told)
+            return
+        else:
+            replica.counts.retries += 1
+        self._waiting.appendleft(entry)
+        self.dispatch()
+
+    def _weigh(self, flight: InFlightRequest, error: ServerError) -> bool:
+        """What an error says of the engine and the request. Returns whether the request is wrong."""
+        entry, replica = flight.entry, flight.replica
+        if isinstance(error, EngineLost):
+            entry.losses += 1
+            replica.mark_suspect(str(error))
+        elif error.status in AGAIN:
+            return self._wait_for(flight, error)
+        elif error.status in (401, 403, 404):  # another server than the one that was met
+            entry.failures += 1
+            replica.mark_unhealthy(str(error))
+        elif error.status is None and not isinstance(error, DeadlineExceeded):
+            entry.failures += 1
+            entry.avoid.add(replica.url)
+            replica.counts.refused += 1
+            replica.mark_unhealthy(f"its answer is not believed: {error}")
+        elif isinstance(error, DeadlineExceeded) or (error.status or 0) >= 500:
+            entry.failures += 1
+            entry.avoid.add(replica.url)
+            replica.last_error = str(error)
+        else:
+            return True
+        return False
+
+    def _wait_for(self, flight: InFlightRequest, error: ServerError) -> bool:
+        """A busy engine: after a while that doubles. Returns whether that was long enough."""
+        loop, replica, entry = asyncio.get_running_loop(), flight.replica, flight.entry
+        now = loop.time()
+        replica.last_error = str(error)
+        if now >= replica.busy_until:
+            replica.busy_s = min(max(2 * replica.busy_s, BUSY_S), LONGEST_BUSY_S)
+            replica.busy_until = now + replica.busy_s
+            loop.call_later(replica.busy_s + 0.001, self.dispatch)
+        entry.busy_since = entry.busy_since or now
+        return now - entry.busy_since > self.terms.patience_s
+
+    def _drop(self, flight: InFlightRequest) -> None:
+        """Close its connection, upon which the engine ends it."""
+        if self._flights.get(flight.entry.handle) is flight:
+            del self._flights[flight.entry.handle]
+        if flight in flight.replica.flights:
+            flight.replica.flights.discard(flight)
+            flight.replica.outstanding -= flight.load
+        if flight.task is not None:
+            flight.task.cancel()
+
+    def _end(self, entry: QueuedRequest, outcome: Group | Exception) -> None:
+        if not entry.ended:
+            entry.ended = True
+            self._answer(entry.handle, outcome)
+
+    def _arrivals(self, entry: QueuedRequest, dialect: Dialect) -> ResponseAssembler:
+        request = entry.request
+        what = f"request {request.id or entry.handle}"
+        stop_ids = dialect.stop_ids(request)
+        return ResponseAssembler(request, what, dialect.vocab_size, dialect.model, stop_ids)
+
+    def _start(self, work: object) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._answer(-1, error if isinstance(error, Exception) else RuntimeError(str(error)))
+
+
+def _origin(request: Request, dialect: Dialect) -> Origin:
+    behavior = dialect.behavior
+    return lambda i, one: (dialect.tag(request, behavior, i, one), dialect.evictions(one))

@@ -1,0 +1,118 @@
+"""What a pool asks of a server beside rollouts: its health, its progress, the policy that it draws
+from, and to take another. `lowroll_server` and `vllm_server` implement it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from lowroll.engine.base import Capabilities, EngineStats
+from lowroll.engine.remote.protocol import PartialSample
+from lowroll.types import BehaviorTag, Evictions, Request
+
+CONTROL_S = 10.0  # until a control route that does little has answered
+
+
+class Dialect(Protocol):
+    """What differs between servers."""
+
+    capabilities: Capabilities
+    behavior: BehaviorTag  # of the next request
+    model: str  # the name that the next request asks for
+    vocab_size: int
+
+    def check(self, request: Request) -> None:
+        """ValueError names a field that this server does not heed."""
+        ...
+
+    def stop_ids(self, request: Request) -> list[int] | None:
+        """Tokens that end a response of the request, the model's own among them; None where the
+        server alone knows."""
+        ...
+
+    def body(self, request: Request) -> dict[str, Any]: ...
+
+    def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
+        """The body that asks for a prompt's log-probs. ValueError for what it cannot score."""
+        ...
+
+    def tag(
+        self, request: Request, behavior: BehaviorTag, index: int, one: PartialSample
+    ) -> BehaviorTag:
+        """Which policy a sample was drawn from. ServerError when the server does not say."""
+        ...
+
+    def evictions(self, one: PartialSample) -> Evictions | None:
+        """What the cache behind a sample dropped, where that is recorded."""
+        ...
+
+    def stats(self, metrics: str) -> EngineStats:
+        """What its /metrics say."""
+        ...
+
+
+class Published(Protocol):
+    """A published policy (`transport.broadcasts.Broadcast`)."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
+    def lies(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class HeldPolicy:
+    """The policy that an engine says it draws from. digests: of its weights, in its format; those
+    for few and for many rows may differ."""
+
+    version: int
+    digests: frozenset[str]
+
+    @classmethod
+    def of(cls, behavior: BehaviorTag) -> HeldPolicy:
+        newest = behavior.policy[-1].version
+        return cls(newest, frozenset(s.digest for s in behavior.policy if s.version == newest))
+
+
+@dataclass(frozen=True)
+class ServerProgress:
+    """Counters of an engine."""
+
+    open: int  # requests that it has taken and not answered
+    tokens: int  # drawn since it began
+
+
+class EngineServer(Protocol):
+    """An engine that has been met. ServerError for an answer that is none."""
+
+    dialect: Dialect
+    in_flight: bool  # requests go on while it takes weights
+    scores: bool  # it says log-probs of a prompt
+
+    @property
+    def held(self) -> HeldPolicy | None:
+        """What it said when it was met; None when it does not say."""
+        ...
+
+    async def health(self, deadline_s: float) -> str:
+        """What its own loop says: "running", "paused", "draining"."""
+        ...
+
+    async def progress(self, deadline_s: float) -> ServerProgress: ...
+
+    async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
+        """Have it draw from a broadcast; returns what it acknowledges. in_use: names of models that
+        requests in flight were sent to."""
+        ...
+
+    async def resume(self) -> None:
+        """It draws again, when somebody has paused it."""
+        ...

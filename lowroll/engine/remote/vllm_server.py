@@ -1,0 +1,351 @@
+"""How a vLLM is asked, and what its answers say of the policy.
+
+What vLLM does otherwise than lowroll's engine is settled here, or refused by name:
+
+    seed           vLLM's noise depends on the seed and the sample, not on the request's id: it gets
+                   the digest of both (`request.noise_key`). The tokens repeat; they are not those
+                   of lowroll's own engine.
+    end            the model's end-of-sequence ids are sent as stop ids with every request, so that
+                   no file beside the model adds any or takes one away
+    vocabulary     both engines and the learner normalise over all `vocab_size` logits, rows that
+                   pad the tokenizer's included: such an id may be drawn, and its log-prob is right
+    min-p          vLLM cuts by min-p before top-p, lowroll after it: both together are refused
+    greedy         vLLM takes n = 1 alone at temperature 0: more are refused
+    temperature    vLLM raises what lies between 0 and 0.01 to 0.01, and takes none above 2: refused
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowroll.engine.base import Capabilities, EngineStats
+from lowroll.engine.remote.http_client import BlockingHttpClient, HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.protocol import PartialSample, body_of, tagged
+from lowroll.engine.remote.server_base import (
+    CONTROL_S,
+    Dialect,
+    HeldPolicy,
+    Published,
+    ServerProgress,
+)
+from lowroll.engine.remote.vllm_probe import ADAPTERS, HOTTEST, RELOAD, ProbedVllm, probe
+from lowroll.engine.request import noise_key
+from lowroll.types import BehaviorTag, PolicySpan, Request, printable
+
+HEEDED = frozenset(
+    {
+        "prompt_ids",
+        "n",
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "stop_ids",
+        "ignore_eos",
+        "seed",
+        "id",
+        "top_logprobs",
+    }
+)
+COLDEST = 0.01  # of temperatures that are not 0
+SEEDS = 2**62  # vLLM adds the number of the sample to the seed
+_SERIES = re.compile(r"^vllm:(\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass
+class VllmDialect:
+    """weights, weight_bits: format of the linear weights, and bits of one."""
+
+    capabilities: Capabilities
+    behavior: BehaviorTag
+    model: str
+    vocab_size: int
+    eos_ids: frozenset[int]
+    weight_bits: float
+    cache_tokens: int = 0  # of its KV cache; 0: /metrics say it (`stats`)
+
+    def check(self, request: Request) -> None:
+        """ValueError names a field that vLLM would not heed as lowroll does."""
+        if request.stop_strings:
+            raise ValueError("stop_strings: vLLM runs without a tokenizer here; use stop_ids")
+        if request.grammar is not None:
+            raise ValueError("grammar: vLLM's grammars are not those of lowroll")
+        if request.temperature == 0 and request.n > 1:
+            raise ValueError(
+                f"n: vLLM draws one greedy sample, and {request.n} were asked for; all are equal"
+            )
+        if 0 < request.temperature < COLDEST:
+            raise ValueError(
+                f"temperature: vLLM draws at {COLDEST} what is asked for at "
+                f"{request.temperature:g}; write 0 for greedy"
+            )
+        if request.temperature > HOTTEST:
+            raise ValueError(f"temperature: vLLM takes {HOTTEST:g} at most")
+        if request.min_p > 0 and request.top_p < 1:
+            raise ValueError("min_p: vLLM cuts by it before top_p, and lowroll after; use one")
+
+    def stop_ids(self, request: Request) -> list[int]:
+        """The request's own, and the model's unless it ignores them."""
+        own = set() if request.ignore_eos else self.eos_ids
+        return sorted({*request.stop_ids, *own})
+
+    def body(self, request: Request) -> dict[str, Any]:
+        """The body of its request."""
+        seed = noise_key(request, 0) % SEEDS
+        return body_of(request, self.model, seed=seed, stop_ids=self.stop_ids(request))
+
+    def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
+        """The body that asks for a prompt's log-probs, which vLLM computes at temperature 1."""
+        if temperature != 1:
+            raise ValueError(f"temperature: vLLM scores at 1 alone, not at {temperature:g}")
+        if len(ids) >= self.capabilities.context_length:
+            raise ValueError(
+                f"sequences: {len(ids)} tokens leave no room in a context of "
+                f"{self.capabilities.context_length} for the one that vLLM draws beyond"
+            )
+        return {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": top,
+            "return_token_ids": True,
+        }
+
+    def evictions(self, one: PartialSample) -> None:
+        """vLLM's cache drops nothing."""
+
+    def tag(
+        self, request: Request, behavior: BehaviorTag, index: int, one: PartialSample
+    ) -> BehaviorTag:
+        """vLLM does not say what it drew from. Requests keep the adapter that they began with, and
+        a full update waits for their end: it is the policy of when they were sent."""
+        return tagged(behavior, request, index)
+
+    def stats(self, metrics: str) -> EngineStats:
+        """What vLLM's /metrics say, summed over its engines."""
+        found: dict[str, float] = {}
+        labels: dict[str, str] = {}
+        for name, inside, value in _SERIES.findall(metrics):
+            found[name] = found.get(name, 0.0) + float(value)
+            if name == "cache_config_info":
+                labels = dict(_LABEL.findall(inside))
+        blocks, block = _int(labels.get("num_gpu_blocks")), _int(labels.get("block_size"))
+        return EngineStats(
+            weights=self.behavior.weights,
+            weight_bits=self.weight_bits,
+            cache_tokens=blocks * block,
+            cache_bytes=0,
+            policy_bytes=0,
+            virtual_memory_bytes=0,
+            pages_peak=0,
+            prefix_hits=int(found.get("prefix_cache_hits_total", 0)) // max(block, 1),
+            running=int(found.get("num_requests_running", 0)),
+            waiting=int(found.get("num_requests_waiting", 0)),
+            tokens=int(found.get("generation_tokens_total", 0)),
+        )
+
+
+def _int(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
+
+
+NAME = "pol-v"  # adapters of ours begin with it
+MOST_CONFIG = 64 << 20  # bytes of a model's small files
+DENSE = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
+BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
+
+
+class VllmServer:
+    """Made by `meet`. in_flight: whether requests go on while it takes weights."""
+
+    def __init__(
+        self, http: HttpClient, found: ProbedVllm, dialect: VllmDialect, tied: bool
+    ) -> None:
+        self.http = http
+        self.found = found
+        self.dialect: Dialect = dialect
+        self.in_flight = True
+        self.scores = True
+        self.held: HeldPolicy | None = None
+        self._dialect = dialect
+        self._tied = tied
+
+    @classmethod
+    async def meet(
+        cls, http: HttpClient, model: str | None, folder: Path | None, deadline_s: float
+    ) -> VllmServer:
+        """Probe it. ValueError names what it lacks, or what of its model cannot be read here."""
+        with BlockingHttpClient(http.url, token=http.token) as client:
+            found = await asyncio.to_thread(probe, client)
+        if model not in (None, found.model):
+            raise ValueError(f"model: {http.url} serves {found.model}, and not {model}")
+        place = folder or Path(found.root)
+        config = _json(place / "config.json", http.url)
+        return cls(http, found, _dialect(found, config, place), bool(_tied(config)))
+
+    async def health(self, deadline_s: float) -> str:
+        await self._ask("GET", "/health", "its health", deadline_s)
+        return "running"
+
+    async def progress(self, deadline_s: float) -> ServerProgress:
+        stats = self._dialect.stats(await self._ask("GET", "/metrics", "its metrics", deadline_s))
+        return ServerProgress(stats.running + stats.waiting, stats.tokens)
+
+    async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
+        noise = getattr(broadcast, "noise", None)
+        if noise and noise.get("sigma"):
+            raise ServerError(f"{broadcast.path.name}: noise: vLLM puts none on its norms")
+        self.in_flight = broadcast.kind == "adapter"
+        if self.in_flight:
+            await self._load(broadcast, deadline_s, in_use)
+        elif broadcast.kind == "full":
+            await self._reload(broadcast, deadline_s)
+        else:
+            raise ServerError(f"{broadcast.path.name}: vLLM takes no broadcast of {broadcast.kind}")
+        held = HeldPolicy(broadcast.version, frozenset({broadcast.digest}))
+        span = PolicySpan(broadcast.version, broadcast.digest)
+        self._dialect.behavior = BehaviorTag((span,), weights=self._dialect.behavior.weights)
+        return held
+
+    async def resume(self) -> None:
+        await self._ask("POST", "/resume", "the end of its pause", CONTROL_S)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    async def _load(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> None:
+        self._needs("updates of an adapter", *ADAPTERS)
+        if not self.found.lora:
+            raise ServerError(f"{self.http.url}: {self.found.shown} runs without --enable-lora")
+        name = f"{NAME}{broadcast.version}-{broadcast.digest[:12]}"
+        loaded = await self._loaded()
+        if name not in loaded:
+            body = {"lora_name": name, "lora_path": str(broadcast.path.resolve())}
+            await self._ask("POST", ADAPTERS[0], f"loading adapter {name}", deadline_s, body)
+        self._dialect.model = name
+        for old in loaded - in_use - {name}:
+            with suppress(ServerError):  # it may be gone
+                body = {"lora_name": old}
+                await self._ask("POST", ADAPTERS[1], f"unloading {old}", deadline_s, body)
+
+    async def _loaded(self) -> set[str]:
+        """Adapters of ours that it holds."""
+        call = HttpCall("GET", "/v1/models", "the list of models", deadline_s=CONTROL_S)
+        answer = await self.http.answer(call)
+        try:
+            names = {str(one["id"]) for one in answer["data"]}
+        except (KeyError, TypeError):
+            raise ServerError(f"{call.what}: {printable(repr(answer), 200)}") from None
+        return {name for name in names if name.startswith(NAME)}
+
+    async def _reload(self, broadcast: Published, deadline_s: float) -> None:
+        self._needs("updates of all weights", *RELOAD)
+        if self._tied and self.found.cpu is not False:
+            raise ServerError(
+                f"{self.http.url}: on a CPU {self.found.shown} keeps the old head of a model with "
+                f"tied embeddings; roll out an adapter"
+            )
+        what = f"reading {broadcast.path.name}"
+        path = str(broadcast.path.resolve())
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._ask("POST", "/pause?mode=wait", "the end of what it draws", deadline_s)
+        await self._ask("POST", "/collective_rpc", what, deadline_s, body)
+        await self._ask("POST", "/reset_prefix_cache", "reset_prefix_cache", deadline_s)
+        await self.resume()
+        self._dialect.model = self.found.model
+
+    def _needs(self, what: str, *paths: str) -> None:
+        try:
+            self.found.needs(what, *paths)
+        except ValueError as error:
+            raise ServerError(f"{self.http.url}: {error}") from None
+
+    async def _ask(
+        self, method: str, path: str, what: str, deadline_s: float, body: Any = None
+    ) -> str:
+        call = HttpCall(method, path, what, body, deadline_s, text=True)
+        return str(await self.http.answer(call))
+
+
+def _dialect(found: ProbedVllm, config: dict[str, Any], place: Path) -> VllmDialect:
+    vocab_size = config.get("vocab_size")
+    if type(vocab_size) is not int:
+        raise ValueError(f"{printable(place / 'config.json')}: vocab_size: expected a number")
+    weights = _weights(config)
+    able = Capabilities(
+        context_length=found.context_length,
+        updates=frozenset({"adapter", "full"}),
+        updates_in_flight=found.lora,
+        noise=False,
+        scores=False,
+        exact_logprobs=found.processed,
+        sampler=HEEDED,
+        vocab_size=vocab_size,
+    )
+    behavior = BehaviorTag((PolicySpan(0, ""),), weights=weights)
+    eos_ids = _eos_ids(config, place)
+    return VllmDialect(able, behavior, found.model, vocab_size, eos_ids, BITS.get(weights, 0.0))
+
+
+def _weights(config: dict[str, Any]) -> str:
+    stored = config.get("quantization_config")
+    if isinstance(stored, dict):
+        return printable(stored.get("format") or stored.get("quant_method") or "quantized", 80)
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return DENSE.get(name.removeprefix("torch."), printable(name, 80))
+
+
+def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
+    """Of the config, of generation_config.json, which vLLM reads too, and of the tokenizer where its
+    files say one."""
+    ids: set[int] = set()
+    for said in (config, _json_or_nothing(place / "generation_config.json")):
+        stated = said.get("eos_token_id")
+        ids |= {
+            one for one in (stated if isinstance(stated, list) else [stated]) if type(one) is int
+        }
+    try:
+        token = _json(place / "tokenizer_config.json", "")["eos_token"]
+        token = token["content"] if isinstance(token, dict) else token
+        added = _json(place / "tokenizer.json", "")["added_tokens"]
+        ids |= {one["id"] for one in added if one["content"] == token and type(one["id"]) is int}
+    except (ValueError, KeyError, TypeError):
+        pass  # a folder without a tokenizer, or one whose end is not told there
+    return frozenset(ids)
+
+
+def _tied(config: dict[str, Any]) -> Any:
+    return config.get("tie_word_embeddings", False)
+
+
+def _json_or_nothing(path: Path) -> dict[str, Any]:
+    """A file that may be missing or broken: the server has read it, and tells what it made of it."""
+    try:
+        return _json(path, "")
+    except ValueError:
+        return {}
+
+
+def _json(path: Path, url: str) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(MOST_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"folder: {printable(path)} of the model that vLLM at {url} serves is not readable "
+            f"here; name the model's folder on this machine"
+        )
+    return found
