@@ -1,5 +1,5 @@
-"""Does an engine that comes (back) into a pool compute what the others do? The log-probs of a few
-tokens, asked of it and of one that works, before it gets work.
+"""A check that an engine which joins a pool computes what the others do: the log-probs of a few tokens are
+asked of it and of one that works, before it receives requests.
 
 What an engine says of its weights (version, digest) is checked anyway; this finds what it does not
 know: memory gone bad, a model that was read wrongly, a vLLM that kept its old weights. Both run the

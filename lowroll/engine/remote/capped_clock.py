@@ -1,4 +1,4 @@
-"""A loop that does not count its own lateness.
+"""An event loop whose clock does not count the loop's own lateness.
 
 An engine is silent when it did not answer for so long, and a call late when its deadline passed. A
 process that is starved, stopped or busy with thousands of answers comes to its sockets seconds late,

@@ -223,7 +223,7 @@ def _parsed(call: HttpCall, text: bytes) -> Any:
 
 
 def _reason(text: bytes) -> str:
-    """What an error's body says, in one line."""
+    """Return the message of an error's body, in one line."""
     try:
         said = json.loads(text)
         error = said.get("error", said) if isinstance(said, dict) else said
@@ -234,7 +234,7 @@ def _reason(text: bytes) -> str:
 
 
 async def happens_within(event: asyncio.Event, seconds: float) -> bool:
-    """Whether it happens within so long."""
+    """Return whether an event is set within so many seconds."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

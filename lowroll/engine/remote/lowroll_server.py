@@ -32,7 +32,7 @@ _GAUGE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 @dataclass
 class LowrollDialect:
-    """What a server of ours has said of itself."""
+    """The capabilities and the policy that a lowroll server states."""
 
     capabilities: Capabilities
     behavior: BehaviorTag
@@ -89,7 +89,7 @@ class LowrollDialect:
         return tag
 
     def evictions(self, one: PartialSample) -> Evictions | None:
-        """What a bounded cache dropped of a sample, where the server's engine records it."""
+        """Return the keys that a bounded cache dropped, where the server's engine records them."""
         stated = one.stated.get("evictions") if isinstance(one.stated, dict) else None
         if stated is None:
             return None
@@ -104,7 +104,7 @@ class LowrollDialect:
             raise ServerError(f"evictions: {printable(repr(stated), 200)}") from None
 
     def stats(self, metrics: str) -> EngineStats:
-        """What its /metrics say."""
+        """Parse a page of its /metrics."""
         found = _metrics(metrics)
         return EngineStats(
             weights=self.behavior.weights,
@@ -257,7 +257,7 @@ class LowrollServer:
 
 
 def acknowledged(answer: Any, what: str) -> HeldPolicy:
-    """What an answer of POST /weights says. ServerError."""
+    """Parse the answer of POST /weights. ServerError when it acknowledges no policy."""
     try:
         spans = [(int(span["version"]), str(span["digest"])) for span in answer["policy"]]
         newest = max(version for version, _ in spans)

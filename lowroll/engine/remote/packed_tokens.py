@@ -22,7 +22,7 @@ def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, str]:
 
 
 def unpack(packed: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """What was packed. KeyError, TypeError or ValueError for anything else."""
+    """Decode what `pack` made. KeyError, TypeError or ValueError for anything else."""
     ids = base64.b64decode(packed["token_ids"], validate=True)
     values = base64.b64decode(packed["logprobs"], validate=True)
     if len(ids) % 4 or len(values) != 2 * len(ids):

@@ -4,9 +4,9 @@
     pool.update(broadcast)                 # all draw from it, or are fenced
     groups = pool.generate(requests)
 
-`member` is an engine's life, `desk` who draws which request, `versions` what they were told to draw
-from, `herald` tells them, `discovery` who is there. Everything happens on one loop in a thread of its own; callers are
-plain threads, one at a time.
+A `replica` is one engine and its health. The `router` sends requests to replicas, the `weight_broadcaster`
+weights, and `versions` remembers which weights all replicas acknowledged; `discovery` finds engines by DNS.
+All of it runs on one event loop in a thread of its own. Callers are plain threads, one at a time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """What a report shows of a pool. left: of engines that DNS does not tell any more."""
+    """The state of a pool's engines. left: counts of engines that DNS does not list any more."""
 
     engines: tuple[EngineReport, ...]
     left: ReplicaCounts
@@ -178,7 +178,7 @@ class EnginePool:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What may be asked of every engine."""
+        """Return what may be asked of every engine."""
         return self._dialect().capabilities
 
     @property
@@ -191,7 +191,7 @@ class EnginePool:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to wait for or to return."""
+        """Return whether `step` has something to wait for or to return."""
         return bool(self._open or self._ended)
 
     def add(self, request: Request) -> int:
@@ -270,7 +270,7 @@ class EnginePool:
         return self.behavior
 
     def replays(self) -> tuple[int, int, int]:
-        """`OwnPeer.replays` of all that answer."""
+        """Sum `LowrollServer.replays` over the engines that answer."""
 
         async def read() -> tuple[int, int, int]:
             servers = [m.server for m in self._replicas if isinstance(m.server, LowrollServer)]
@@ -313,7 +313,7 @@ class EnginePool:
 
     @property
     def dialect(self) -> Any:
-        """What the first engine has said of itself."""
+        """Return the dialect of the first engine that was met."""
         return self._dialect()
 
     def _dialect(self) -> Any:
@@ -377,7 +377,7 @@ class EnginePool:
         self._loop.call_soon_threadsafe(self._router.drop_all)
 
     def _told(self) -> str:
-        """What is wrong with each engine."""
+        """Describe each engine's state and last error in a line."""
         told = [f"{m.url}: {m.state}: {m.last_error}" for m in self._replicas]
         if self._discovery is not None and self._discovery.last_error:
             told.append(self._discovery.last_error)
@@ -454,7 +454,7 @@ class EnginePool:
         await asyncio.gather(*others, return_exceptions=True)
 
     def _found(self, urls: list[str]) -> None:
-        """Of the thread of the discovery."""
+        """Take the addresses that discovery found, on its thread."""
         self._loop.call_soon_threadsafe(self._meet, urls)
 
     def _meet(self, urls: list[str]) -> None:
@@ -496,7 +496,7 @@ class EnginePool:
 
     @property
     def updating(self) -> bool:
-        """Whether engines that work are being told a version."""
+        """Return whether a version is being broadcast to engines that work."""
         return self._broadcaster.telling
 
     def agree(self, replica: Replica) -> None:
@@ -534,7 +534,7 @@ class EnginePool:
             self._say_goodbye()
 
     def others_work(self, replica: Replica) -> bool:
-        """Whether an engine is ready beside it."""
+        """Return whether another engine is ready."""
         return any(m.state == "ready" and m is not replica for m in self._replicas)
 
     def witness(self, replica: Replica) -> Replica | None:

@@ -57,7 +57,7 @@ def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> 
 
 
 def _biases(request: Request) -> dict[str, Any]:
-    """Of a request that has any."""
+    """Return the fields for logit biases, of a request that has any."""
     told: dict[str, Any] = {
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
@@ -67,7 +67,7 @@ def _biases(request: Request) -> dict[str, Any]:
 
 
 def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
-    """What sample `index` of a request was drawn from, under this policy."""
+    """Return the behavior tag of sample `index` of a request under this policy."""
     return replace(
         behavior,
         sampler=sampler_settings(request),
@@ -78,7 +78,7 @@ def tagged(behavior: BehaviorTag, request: Request, index: int) -> BehaviorTag:
 
 
 def most_bytes(request: Request) -> int:
-    """What an honest answer stays under: the prompt comes back with each choice."""
+    """Return the longest that an honest answer can be: the prompt comes back with each choice."""
     each = TOKEN_BYTES + TOP_BYTES * (request.top_logprobs + 1)
     tokens = request.n * (len(request.prompt_ids) + request.max_tokens)
     return BYTES + each * tokens
@@ -86,7 +86,7 @@ def most_bytes(request: Request) -> int:
 
 @dataclass
 class PartialSample:
-    """What one sample has drawn so far."""
+    """The tokens of one sample that have arrived so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -159,7 +159,7 @@ class ResponseAssembler:
         return self._group(origin)
 
     def aborted(self, origin: Origin) -> Group:
-        """What has come so far of a request that was given up."""
+        """Return what has arrived of a request that was given up."""
         for sample in self.samples:
             sample.finish_reason = sample.finish_reason or "abort"
             sample.given_up = True
@@ -273,7 +273,7 @@ class ResponseAssembler:
 
 
 def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tuple[float, int]]]:
-    """What /v1/completions says of a prompt with `prompt_logprobs`: for each of ids[1:] the
+    """Parse the `prompt_logprobs` of a /v1/completions answer: for each of ids[1:] the
     (log-prob, rank) of tokens by id, itself among them; its rank is `UNRANKED` where the server
     does not say it. ServerError for what cannot be true."""
     try:
@@ -294,14 +294,14 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tu
 
 
 def _are_ids(values: list[Any], vocab_size: int) -> bool:
-    """Whether all are token ids."""
+    """Return whether all are token ids."""
     if not values:
         return True
     return set(map(type, values)) == {int} and 0 <= min(values) and max(values) < vocab_size
 
 
 def _are_logprobs(values: list[Any]) -> bool:
-    """Whether nothing can be wrong with them; a sum is not finite where one of them is not."""
+    """Return whether all are numbers that a log-prob can be; a sum is not finite where one of them is not."""
     if not values:
         return True
     plain = set(map(type, values)) <= {int, float}
@@ -309,7 +309,7 @@ def _are_logprobs(values: list[Any]) -> bool:
 
 
 def _is_all(top: list[tuple[int, float]]) -> bool:
-    """Whether nothing but these can be drawn."""
+    """Return whether nothing but these can be drawn."""
     return sum(math.exp(min(logprob, 0.0)) for _, logprob in top) > ALL
 
 

@@ -104,7 +104,7 @@ class RemoteEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What a caller may ask, known from the probe at the start."""
+        """Return what a caller may ask, known from the probe at the start."""
         return self.dialect.capabilities
 
     @property
@@ -139,7 +139,7 @@ class RemoteEngine:
         return True
 
     def so_far(self, handle: int) -> list[Drawn]:
-        """What each sample of a request has drawn, as far as it has been read: nothing before the
+        """Return what each sample of a request has drawn, as far as it was read: nothing before the
         end without `stream`. [] after its group was returned."""
         flight = self._flights.get(handle)
         if flight is None:
@@ -176,7 +176,7 @@ class RemoteEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to wait for or to return."""
+        """Return whether `step` has something to wait for or to return."""
         return bool(self._flights or self._ended)
 
     def _validate(self, request: Request, where: str) -> None:
@@ -312,7 +312,7 @@ class RemoteEngine:
         raise ValueError(f"update: the engine at {self.client.url} takes no weights from here")
 
     def stats(self) -> EngineStats:
-        """What a report shows, from the server's /metrics."""
+        """Return the statistics that the server's /metrics state."""
         text = self.client.ask(HttpCall("GET", "/metrics", "the metrics", text=True, again=True))
         return self.dialect.stats(text)
 

@@ -1,12 +1,13 @@
-"""One engine of a pool and its life: it is met, takes the newest weights, works and is watched, is
-fenced when it is silent, dead, stuck or not to be believed, and is met again.
+"""One engine of a pool and its health.
 
-The heartbeat comes from the engine's own loop (/health), which is asked every sixth of `silent_s`;
-while it has requests of ours, its counter of drawn tokens must move, too, and it must know of all of
-them. Four beats without fence it, so that nobody waits for it longer than `silent_s`.
+A replica connects, loads the newest weights, proves that it computes what the others do (`canary`), and
+works. It is fenced when it is silent, dead or stuck, or when its answers contradict themselves: its
+requests go to other replicas. Then it connects again, after a pause that doubles with each fence while
+another replica works.
 
-One that is met takes the newest weights, then has the canary's log-probs (`canary`), then works. One
-that is fenced again and again is met again later each time, as long as another one works.
+The heartbeat asks the engine's own loop (/health) six times in `silent_s`. While the engine has requests
+of ours, its counter of drawn tokens must also move, and it must know of all of them. Four heartbeats
+without an answer fence it, so that nobody waits for it longer than `silent_s`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ REFUSED = (401, 403, 404)  # of who asks, or of what is asked for: waiting does 
 
 @dataclass(frozen=True)
 class PoolTerms:
-    """What all engines of a pool are held to. Times in seconds."""
+    """The settings that all engines of a pool share. Times in seconds."""
 
     token: str | None = field(default=None, repr=False)
     admin: str | None = field(default=None, repr=False)
@@ -74,7 +75,7 @@ class PoolTerms:
 
 @dataclass
 class ReplicaCounts:
-    """Of one engine, since the pool was made."""
+    """Counters of one engine, since the pool was made."""
 
     requests: int = 0  # answered
     tokens: int = 0  # of those answers
@@ -101,7 +102,7 @@ class QueuedRequest:
 
 @dataclass(eq=False)
 class InFlightRequest:
-    """A ticket at an engine."""
+    """A queued request that was sent to an engine."""
 
     entry: QueuedRequest
     replica: Replica
@@ -121,7 +122,7 @@ class ReplicaOwner(Protocol):
 
     @property
     def updating(self) -> bool:
-        """Whether engines that work are being told a version."""
+        """Return whether a version is being broadcast to engines that work."""
         ...
 
     def agree(self, replica: Replica) -> None:
@@ -204,11 +205,11 @@ class Replica:
 
     @property
     def taking(self) -> bool:
-        """Whether it is taking weights."""
+        """Return whether it is loading weights."""
         return self._taking.locked()
 
     def takes_work(self, now: float) -> bool:
-        """Whether a request may be sent."""
+        """Return whether a request may be sent to it."""
         kicked = self._why is not None
         if self.state != "ready" or kicked or self.suspect or self.leaving:
             return False

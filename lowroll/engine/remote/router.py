@@ -1,11 +1,11 @@
-"""The requests of a pool: who waits, who is where, and who goes to another engine.
+"""Routing of a pool's requests to its replicas: least loaded, with affinity, and with retries.
 
-A request, which is all samples of a group, goes to the engine with the fewest tokens outstanding. A
-later turn of a conversation goes to the one that drew the turn before and may have its pages, unless
-that one has clearly more to do. An engine whose cache is full is sent no more than it can begin soon:
-the rest waits here for whoever ends first. What an engine loses goes on at another one with the same
-id and seed, so under the same weights it has the same noise. Every sending has a number, and an
-answer of an earlier one is no answer.
+A request, which is all samples of a group, goes to the replica with the fewest outstanding tokens. A later
+turn of a conversation goes to the replica that drew the turn before, whose cache may hold its pages, unless
+that one has clearly more to do. A replica whose cache is full receives no more than it can begin soon; the
+rest waits here. A request that a replica loses is sent to another one with the same id and seed, so that
+under the same weights it draws with the same noise. Each attempt has a number, and the answer of an earlier
+attempt is ignored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Answer = Callable[[int, "Group | Exception"], None]
 
 
 class RequestRouter:
-    """On the pool's loop alone. answer: takes what has become of each handle."""
+    """Routing of requests to replicas, on the pool's loop alone. answer: receives each handle's outcome."""
 
     def __init__(
         self, replicas: list[Replica], versions: PolicyVersions, terms: PoolTerms, answer: Answer
@@ -64,7 +64,7 @@ class RequestRouter:
         self._homes: dict[str, str] = {}  # by id: the engine
 
     def add(self, entries: Sequence[QueuedRequest]) -> None:
-        """Requests. They are dealt once for all that come in one turn of the loop."""
+        """Queue requests. All that come in one iteration of the loop are dispatched together."""
         self._waiting.extend(entries)
         if not self._called:
             self._called = True
@@ -72,7 +72,7 @@ class RequestRouter:
 
     @property
     def dialect(self) -> Dialect:
-        """Of the first engine that was met; when all have left, of the last one."""
+        """Return the dialect of the first engine that was met; when all have left, of the last one."""
         found = next(
             (m.server.dialect for m in [*self.replicas] if m.server is not None), self.known
         )
@@ -81,7 +81,7 @@ class RequestRouter:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be done."""
+        """Return whether nothing is waiting or in flight."""
         return not (self._waiting or self._flights)
 
     def abort(self, entry: QueuedRequest) -> None:
@@ -106,7 +106,7 @@ class RequestRouter:
             self._drop(flight)
 
     def hand_over(self, replica: Replica) -> None:
-        """What an engine has, to others."""
+        """Send the requests of an engine to others."""
         lost = sorted(replica.flights, key=lambda flight: flight.entry.handle)
         for flight in lost:
             self._drop(flight)
@@ -140,7 +140,7 @@ class RequestRouter:
         return len(replica.flights) < self.terms.concurrency
 
     def _choose(self, free: Sequence[Replica], entry: QueuedRequest) -> Replica:
-        """Who is to draw it."""
+        """Choose the engine that is to draw a request."""
         least = min(free, key=lambda m: (m.url in entry.avoid, m.outstanding))
         url = self._homes.get(entry.request.follows or "")  # of the turn before
         home = next((m for m in free if m.url == url and url not in entry.avoid), least)
@@ -153,7 +153,7 @@ class RequestRouter:
         return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
 
     def _learn(self, flight: InFlightRequest, group: Group) -> None:
-        """Who drew it, and how long its samples were."""
+        """Remember who drew a request, and how long its samples were."""
         request = flight.entry.request
         drawn = sum(len(one.token_ids) for one in group.rollouts)
         self._share += LEARNED * (drawn / (request.n * request.max_tokens) - self._share)
@@ -238,7 +238,7 @@ class RequestRouter:
         self.dispatch()
 
     def _weigh(self, flight: InFlightRequest, error: ServerError) -> bool:
-        """What an error says of the engine and the request. Returns whether the request is wrong."""
+        """Judge engine and request by an error. Returns whether the request is wrong."""
         entry, replica = flight.entry, flight.replica
         if isinstance(error, EngineLost):
             entry.losses += 1

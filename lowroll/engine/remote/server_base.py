@@ -17,7 +17,7 @@ CONTROL_S = 10.0  # until a control route that does little has answered
 
 
 class Dialect(Protocol):
-    """What differs between servers."""
+    """The request and answer formats of one kind of server."""
 
     capabilities: Capabilities
     behavior: BehaviorTag  # of the next request
@@ -42,15 +42,15 @@ class Dialect(Protocol):
     def tag(
         self, request: Request, behavior: BehaviorTag, index: int, one: PartialSample
     ) -> BehaviorTag:
-        """Which policy a sample was drawn from. ServerError when the server does not say."""
+        """Return the policy that a sample was drawn from. ServerError when the server does not say."""
         ...
 
     def evictions(self, one: PartialSample) -> Evictions | None:
-        """What the cache behind a sample dropped, where that is recorded."""
+        """Return the keys that the cache behind a sample dropped, where that is recorded."""
         ...
 
     def stats(self, metrics: str) -> EngineStats:
-        """What its /metrics say."""
+        """Parse a page of its /metrics."""
         ...
 
 
@@ -91,7 +91,7 @@ class ServerProgress:
 
 
 class EngineServer(Protocol):
-    """An engine that has been met. ServerError for an answer that is none."""
+    """The client of one engine's server. Its methods raise ServerError for a bad answer."""
 
     dialect: Dialect
     in_flight: bool  # requests go on while it takes weights
@@ -99,11 +99,11 @@ class EngineServer(Protocol):
 
     @property
     def held(self) -> HeldPolicy | None:
-        """What it said when it was met; None when it does not say."""
+        """Return the policy that it stated when it was met; None when it states none."""
         ...
 
     async def health(self, deadline_s: float) -> str:
-        """What its own loop says: "running", "paused", "draining"."""
+        """Return the state of its loop: "running", "paused", "draining"."""
         ...
 
     async def progress(self, deadline_s: float) -> ServerProgress: ...
@@ -114,5 +114,5 @@ class EngineServer(Protocol):
         ...
 
     async def resume(self) -> None:
-        """It draws again, when somebody has paused it."""
+        """End a pause."""
         ...

@@ -54,11 +54,11 @@ class PolicyVersions:
         self.settled.set()
 
     def agrees(self, held: HeldPolicy) -> bool:
-        """Whether an engine holds what all have agreed on last."""
+        """Return whether an engine holds the policy that all agreed on last."""
         return held == self.held
 
     def problem(self, group: Group, sent: int) -> str | None:
-        """What is wrong with the versions that a group says it was drawn from. sent: that its
+        """Describe what is wrong with the versions that a group was drawn from. sent: that its
         engine had acknowledged when it was sent."""
         for i, rollout in enumerate(group.rollouts):
             last = sent
@@ -74,7 +74,7 @@ class PolicyVersions:
 
 
 def agreed(acknowledged: Mapping[str, HeldPolicy]) -> HeldPolicy:
-    """What most engines, by address, acknowledge. Disagreement when two are said equally often."""
+    """Return what most engines, by address, acknowledge. Disagreement when two are as frequent."""
     counted = Counter(acknowledged.values()).most_common()
     if len(counted) > 1 and counted[0][1] == counted[1][1]:
         said = "; ".join(

@@ -407,7 +407,7 @@ def _rank(wanted: int) -> int:
 def _kind(
     found: ProbedVllm, model: ServedModel, lora_rank: int | None, way: Way | None
 ) -> Kind | None:
-    """Which kind of update this engine will be given. ValueError names what one would need and this
+    """Return the kind of update that this engine will be given. ValueError names what one would need and this
     vLLM lacks."""
     if lora_rank is not None:
         found.needs("updates of an adapter", *ADAPTERS)

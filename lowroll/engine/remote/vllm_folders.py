@@ -59,7 +59,7 @@ def write_model(update: WeightUpdate, folder: Path, base: Path, dtype: torch.dty
 
 
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Of every dense tensor, by its Hugging Face name."""
+    """Return the shape of every dense tensor, by its Hugging Face name."""
     return {
         part: (part_rows(spec, part, shape[0]), *shape[1:])
         for _, parts, shape in hf_names(spec)

@@ -202,7 +202,7 @@ class Communicator:
 
     @property
     def unique_id(self) -> bytes:
-        """What the other ranks need to join."""
+        """Return the id that the other ranks need to join."""
         return bytes(self._id)
 
     def join(self) -> None:

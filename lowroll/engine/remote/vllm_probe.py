@@ -95,7 +95,7 @@ def probe(client: BlockingHttpClient) -> ProbedVllm:
 
 
 def is_vllm(client: BlockingHttpClient) -> bool:
-    """Whether a vLLM answers, and not a server of ours."""
+    """Return whether a vLLM answers, and not a server of ours."""
     models = client.get("/v1/models", "the list of models")
     try:
         return bool(models["data"][0]["owned_by"] == "vllm")

@@ -134,7 +134,7 @@ class VllmProcess:
 
     @property
     def pid(self) -> int:
-        """Of its process group."""
+        """Return the id of its process group."""
         return self.child.pid
 
 

@@ -134,7 +134,7 @@ class VllmDialect:
         return tagged(behavior, request, index)
 
     def stats(self, metrics: str) -> EngineStats:
-        """What vLLM's /metrics say, summed over its engines."""
+        """Parse vLLM's /metrics, summed over its engines."""
         found: dict[str, float] = {}
         labels: dict[str, str] = {}
         for name, inside, value in _SERIES.findall(metrics):
@@ -307,8 +307,8 @@ def _weights(config: dict[str, Any]) -> str:
 
 
 def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
-    """Of the config, of generation_config.json, which vLLM reads too, and of the tokenizer where its
-    files say one."""
+    """Return the end-of-sequence ids of the config, of generation_config.json (vLLM reads it too), and
+    of the tokenizer where its files state one."""
     ids: set[int] = set()
     for said in (config, _json_or_nothing(place / "generation_config.json")):
         stated = said.get("eos_token_id")

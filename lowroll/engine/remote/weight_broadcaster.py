@@ -1,5 +1,5 @@
-"""Tells the engines of a pool a version, all at once. Who takes it clearly longer than the others goes
-on with that beside them, and draws nothing new before it is done.
+"""Broadcast a weight version to all replicas in parallel. A replica that is much slower than the others
+finishes in the background, and receives no new requests until it has.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class WeightBroadcaster:
     async def _tell(
         self, ready: list[Replica], broadcast: Published, superseded: Callable[[], bool]
     ) -> tuple[dict[str, HeldPolicy], bool]:
-        """What each acknowledges, and whether one did not find the version any more. Others that
+        """Return what each acknowledges, and whether one did not find the version any more. Others that
         cannot take it are fenced; those that need longer than twice the time of the first go on with
         it beside the others (`_await_late`)."""
         loop = asyncio.get_running_loop()
