@@ -4,7 +4,7 @@ VLLM := .venv-vllm
 CLIENTS := .venv-clients
 CLASSIC := .venv-classic
 
-.PHONY: setup demo test test-gpu test-isa quick long goldens vllm test-clients fuzz torture test-ray lint mutants bench bench-gpu
+.PHONY: setup demo test test-gpu test-isa quick long goldens vllm test-clients fuzz torture test-ray lint mutants bench bench-gpu site
 setup: $(STAMP)
 
 # The versions that the tests ran with; `make setup VERSIONS=` takes the newest. torch first and alone: everything after
@@ -102,6 +102,16 @@ test-ray: $(STAMP)
 	.venv/bin/pip install --quiet --disable-pip-version-check $(VERSIONS) -e '.[ray]'
 	$(PY) -m pytest tests/runs/test_ray_cluster.py -m long -rs
 	$(PY) -m tests.torture --suites rays --minutes $(or $(MINUTES),15) --seed $(or $(SEED),0)
+
+# The documentation as a site with a search, in site/; a link that leads nowhere ends it. mkdocs has an environment of its own.
+SITE := .venv-site
+site:
+	test -d $(SITE) || python3 -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check 'mkdocs>=1.6,<2'
+	rm -rf .site && mkdir .site
+	git ls-files README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs recipes examples | xargs cp --parents -t .site
+	$(SITE)/bin/mkdocs build --strict --quiet
+	@echo 'open site/index.html'
 
 lint: $(STAMP)
 	.venv/bin/ruff check .

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -72,6 +75,21 @@ def test_every_page_stands_once_in_the_index() -> None:
 def entries(text: str) -> list[tuple[str, str]]:
     """(date, title) of a page's entries."""
     return re.findall(r"^## (\d{4}-\d\d-\d\d): (.+)$", text, re.MULTILINE)
+
+
+def test_every_page_stands_once_in_the_site() -> None:
+    def pages(node: Any) -> Iterator[str]:
+        if isinstance(node, str):
+            yield node
+        else:
+            for inner in node.values() if isinstance(node, dict) else node:
+                yield from pages(inner)
+
+    told = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    named = ["README", "CHANGELOG", "CONTRIBUTING", "SECURITY", "recipes/README"]
+    there = [f"{name}.md" for name in named]
+    there += [str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(told) == sorted(there)
 
 
 def test_the_index_of_the_log_has_every_entry_in_its_order() -> None:
