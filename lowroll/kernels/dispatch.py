@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
     supports_device: Callable[[torch.device], Support]
 
 
-class Answer(NamedTuple):
+class DeviceSupport(NamedTuple):
     """What a device says to a kernel."""
 
     kernel: Kernel
@@ -201,12 +201,12 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
 }
 
 
-def answers(product: str, device: torch.device) -> list[Answer]:
+def answers(product: str, device: torch.device) -> list[DeviceSupport]:
     """The kernels of a product in order, up to the one that takes every call that is left."""
-    found: list[Answer] = []
+    found: list[DeviceSupport] = []
     for kernel in PRODUCTS[product]:
         support = _asked(kernel, device)
-        found.append(Answer(kernel, support))
+        found.append(DeviceSupport(kernel, support))
         if support and not kernel.takes:
             break
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowroll.kernels.quantize.rows import Product, Rows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.model.linear import Linear
 from lowroll.quant.formats import QTensor, get_format
 
@@ -30,9 +30,9 @@ class EngineLinear(Linear):
             return None
         return get_format(codes.format).rows
 
-    def forward(self, x_TK: Tensor | Rows) -> Tensor | Product:
+    def forward(self, x_TK: Tensor | QuantizedRows) -> Tensor | Product:
         codes = self.codes
-        if isinstance(x_TK, Rows):
+        if isinstance(x_TK, QuantizedRows):
             return get_format(codes.format).product(x_TK, codes, self.bias, self.exact)
         refuse_gradient(x_TK)
         if self.adapter is not None and self.adapter.enabled:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lowroll.kernels.fused.swiglu import silu_mul, silu_mul_backward
 from lowroll.kernels.invariant import product
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.quantize.rows import Product, Rows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.kernels.training.low_rank import Update
 from lowroll.model import frozen
 from lowroll.model.linear import Linear
@@ -163,7 +163,7 @@ class _GatedProduct(torch.autograd.Function):
         ctx.save_for_backward(gate_up_TN, kept_NK)
         kind = None if codes is None or not gate_up_TN.is_cuda else get_format(codes.format).rows
         x = silu_mul(gate_up_TN, kind)
-        if isinstance(x, Rows):
+        if isinstance(x, QuantizedRows):
             assert codes is not None
             return get_format(codes.format).product(x, codes, bias_N).dense()
         return _multiply(x, weight_NK, bias_N, codes)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lowroll.kernels.fused.swiglu import silu_mul
 from lowroll.kernels.invariant import rows as invariant
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from lowroll.kernels.training import low_rank
 from lowroll.kernels.training.low_rank import Update, silu_mul_adapted
 from lowroll.model import adapter as adapters
@@ -96,7 +96,7 @@ class Linear(nn.Module):
         input can quantize it; None: plain activations."""
         return None
 
-    def read(self, x_TK: Tensor) -> Tensor | Rows:
+    def read(self, x_TK: Tensor) -> Tensor | QuantizedRows:
         """The input as the layer wants it."""
         return x_TK if self.row_kind is None else quantize_rows(x_TK, self.row_kind)
 
@@ -104,11 +104,13 @@ class Linear(nn.Module):
         """The product of silu(gate) * up."""
         raise NotImplementedError
 
-    def gate(self, gate_up_TN: Tensor | Product) -> Tensor | Rows:
+    def gate(self, gate_up_TN: Tensor | Product) -> Tensor | QuantizedRows:
         """silu(gate) * up, as the layer wants it."""
         return (invariant.silu_mul if self.exact else silu_mul)(gate_up_TN, self.row_kind)
 
-    def base_and_update(self, x_TK: Tensor | Rows) -> tuple[Tensor | Product, Update | None]:
+    def base_and_update(
+        self, x_TK: Tensor | QuantizedRows
+    ) -> tuple[Tensor | Product, Update | None]:
         """The product, and the adapter's update that is missing in it; None when nothing is.
 
         An update is left out on a device, for a reader that adds it tile by tile and whose gradient

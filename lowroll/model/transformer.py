@@ -24,7 +24,7 @@ from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.invariant import product
 from lowroll.kernels.invariant import rows as invariant
 from lowroll.kernels.invariant.heads import rotate_heads as invariant_heads
-from lowroll.kernels.quantize.rows import Product, Rows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.model import logprobs
 from lowroll.model.attention import Attend, exact_varlen, varlen
 from lowroll.model.experts import Experts
@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
 
     def add(
         self, x_TD: Tensor, update_TD: Tensor | Product | None, rows: str | None = None
-    ) -> tuple[Tensor, Tensor | Rows]:
+    ) -> tuple[Tensor, Tensor | QuantizedRows]:
         """(x + update, its norm): one pass over both. The norm is quantized to `rows` where its
         reader wants that."""
         add = invariant.add_rms_norm if self.exact else add_rms_norm
@@ -137,7 +137,7 @@ class Block(nn.Module):
 
     def attention(
         self,
-        x_TD: Tensor | Rows,
+        x_TD: Tensor | QuantizedRows,
         cos: Tensor,
         sin: Tensor,
         attend: Attend,
@@ -162,7 +162,7 @@ class Block(nn.Module):
             o_THd = o_THd[wanted_P]
         return self.o(self.o.read(o_THd.reshape(o_THd.shape[0], -1)))
 
-    def mlp(self, x_TD: Tensor | Rows) -> Stream:
+    def mlp(self, x_TD: Tensor | QuantizedRows) -> Stream:
         if self.experts is not None:
             assert isinstance(x_TD, Tensor)
             return self.experts(x_TD)

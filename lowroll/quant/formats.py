@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lowroll.kernels import checksum
 from lowroll.kernels.matmul import avx2, ordered, w4a16
-from lowroll.kernels.quantize.rows import Product, Rows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import DEFAULT, EIGHT_BITS, FORMATS, OWN
 
@@ -289,7 +289,7 @@ class Format(ABC):
         return ""
 
     def product(
-        self, rows: Rows, q: QTensor, bias_N: Tensor | None, exact: bool = False
+        self, rows: QuantizedRows, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Product:
         """`linear` of activations that are quantized already; its scales may be left to the kernel
         that comes next."""

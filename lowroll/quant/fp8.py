@@ -36,7 +36,7 @@ from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import ordered
 from lowroll.kernels.matmul.w8a8 import multiply, scaled_mm_supports
 from lowroll.kernels.quantize.quantize8 import quantize_columns_into, quantize_rows_into
-from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from lowroll.quant.formats import QTensor, divide, float_product, multiplicand, nonzero
 from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.groups import join, split
@@ -108,7 +108,7 @@ class Float8(Gridded):
         return self.product(quantize_rows(x_MK, KIND), q, bias_N, exact).dense()
 
     def product(
-        self, rows: Rows, q: QTensor, bias_N: Tensor | None, exact: bool = False
+        self, rows: QuantizedRows, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Product:
         codes_NK, on_cuda = q.tensors["weight"], rows.codes_MK.is_cuda
         if on_cuda and not exact:

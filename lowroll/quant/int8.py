@@ -27,7 +27,7 @@ from lowroll.kernels.matmul import exact as in_parts
 from lowroll.kernels.matmul import onednn
 from lowroll.kernels.matmul.w8a8 import multiply
 from lowroll.kernels.quantize.quantize8 import quantize_rows_into
-from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from lowroll.quant.formats import QTensor, divide, nonzero
 from lowroll.quant.grid import Grid, Gridded, Stretch
 from lowroll.quant.scheme import INT8_TOKENS, Scheme, arguments
@@ -75,7 +75,7 @@ class Int8(Gridded):
         return self.product(quantize_rows(x_MK, self.rows), q, bias_N).dense()
 
     def product(
-        self, rows: Rows, q: QTensor, bias_N: Tensor | None, exact: bool = False
+        self, rows: QuantizedRows, q: QTensor, bias_N: Tensor | None, exact: bool = False
     ) -> Product:
         if onednn.supports_device(rows.codes_MK.device):
             packed = q.derive("onednn", pack)

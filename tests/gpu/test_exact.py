@@ -13,7 +13,7 @@ from lowroll.kernels.attention import tiled
 from lowroll.kernels.fused import rope, swiglu
 from lowroll.kernels.invariant import rows
 from lowroll.kernels.matmul import tiled as matmul
-from lowroll.kernels.quantize.rows import KINDS, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import KINDS, QuantizedRows, quantize_rows
 from lowroll.kernels.sampling import chosen
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
@@ -135,8 +135,8 @@ def test_gates_are_rounded_alike_alone_and_on_the_way(dtype: torch.dtype) -> Non
                 )
 
 
-def same(a: object, b: Rows) -> None:
-    assert isinstance(a, Rows)
+def same(a: object, b: QuantizedRows) -> None:
+    assert isinstance(a, QuantizedRows)
     assert torch.equal(a.codes_MK.view(torch.uint8), b.codes_MK.view(torch.uint8))
     assert torch.equal(a.scale_M1, b.scale_M1)
 

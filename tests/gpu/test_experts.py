@@ -236,7 +236,7 @@ def test_streamed_codes_are_multiplied_as_what_they_stand_for(
     x_PK, e_P = x_TD[groups.slot_P // choices], experts_TS.flatten()[groups.slot_P].long()
     want_PN = torch.bmm(w_ENK[e_P], x_PK.float()[..., None]).squeeze(-1)
     gate_PF, up_PF = want_PN.chunk(2, dim=-1)
-    monkeypatch.setattr(routed, "tiles", lambda slots, stack: routed.Tiles(*tiles))
+    monkeypatch.setattr(routed, "tiles", lambda slots, stack: routed.RoutedTiling(*tiles))
     got_PN = routed.multiply(x_PK, stack, groups, to_slots=True)[groups.slot_P]
     got_PF = routed.multiply(x_TD, stack, groups, choices=choices, swiglu=True)
     for got, want in ((got_PN, want_PN), (got_PF, torch.nn.functional.silu(gate_PF) * up_PF)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.fused.swiglu import silu_mul
-from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from tests.fixtures.norms import EPS, agree, angles, flat, gradients_agree, plain, product, random
 
 pytestmark = pytest.mark.gpu
@@ -98,7 +98,11 @@ def test_codes_are_those_of_the_dense_result(kind: str, dtype: torch.dtype) -> N
     x[3] = 0
     for got, dense in [(quantize_rows(x, kind), x), (silu_mul(gate_up, kind), silu_mul(gate_up))]:
         wanted = plain(lambda: quantize_rows(dense, kind))
-        assert isinstance(got, Rows) and isinstance(wanted, Rows) and got.dtype == dtype
+        assert (
+            isinstance(got, QuantizedRows)
+            and isinstance(wanted, QuantizedRows)
+            and got.dtype == dtype
+        )
         assert torch.equal(got.scale_M1, wanted.scale_M1)
         assert (got.codes_MK.float() != wanted.codes_MK.float()).sum() == 0
 
@@ -110,7 +114,9 @@ def test_the_norms_codes_are_those_of_the_dense_norm(kind: str, dtype: torch.dty
     x, weight = cuda(33, 3584, dtype=dtype), cuda(3584, seed=2, dtype=dtype)
     got, dense = add_rms_norm(x, x, weight, EPS, kind)[1], add_rms_norm(x, x, weight, EPS)[1]
     wanted = plain(lambda: quantize_rows(dense, kind))  # type: ignore[arg-type]
-    assert isinstance(got, Rows) and isinstance(wanted, Rows) and got.dtype == dtype
+    assert (
+        isinstance(got, QuantizedRows) and isinstance(wanted, QuantizedRows) and got.dtype == dtype
+    )
     torch.testing.assert_close(got.scale_M1, wanted.scale_M1, rtol=2**-7, atol=0.0)
     assert (got.codes_MK.float() != wanted.codes_MK.float()).float().mean() < 1e-2
 

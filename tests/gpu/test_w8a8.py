@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowroll.kernels.matmul import gemv, integers, w8a8
 from lowroll.kernels.quantize.quantize8 import quantize_columns_into, quantize_rows_into
-from lowroll.kernels.quantize.rows import E4M3, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import E4M3, QuantizedRows, quantize_rows
 from lowroll.kernels.quantize.rows import _plain as rows_of
 from lowroll.quant import fp8
 from lowroll.quant.formats import get_format
@@ -22,7 +22,7 @@ SHAPES = [(512, 2048), (1000, 3584), (264, 1104), (4608, 3584), (3584, 18944), (
 
 def problem(
     kind: str, num_rows: int, shape: tuple[int, int], dtype: torch.dtype
-) -> tuple[Rows, Tensor, Tensor, Tensor]:
+) -> tuple[QuantizedRows, Tensor, Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(num_rows)
     sizes = (num_rows, shape[1]), shape
     if kind == "int8":
@@ -39,7 +39,7 @@ def problem(
         torch.rand(s, generator=generator, device="cuda")
         for s in ((num_rows, 1), (shape[0], 1), shape[0])
     )
-    return Rows(x, row, dtype), w, scale, bias
+    return QuantizedRows(x, row, dtype), w, scale, bias
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_few_rows_are_those_of_more() -> None:
     rows, codes, scale, bias = problem("int8", 64, (4608, 3584), torch.bfloat16)
     batch = w8a8.multiply(rows, codes, scale, bias).dense()
     for size in (1, 2, 4, 5, 16, 32):
-        part = Rows(rows.codes_MK[:size], rows.scale_M1[:size])
+        part = QuantizedRows(rows.codes_MK[:size], rows.scale_M1[:size])
         assert gemv.supports(part.codes_MK, codes) == (size <= gemv.MOST[torch.int8])
         assert torch.equal(w8a8.multiply(part, codes, scale, bias).dense(), batch[:size])
 

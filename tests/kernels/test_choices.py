@@ -36,7 +36,7 @@ from lowroll.kernels.fused.swiglu import silu_mul
 from lowroll.kernels.matmul import integers, streamed, w8a8
 from lowroll.kernels.moe import grouped, route, routed
 from lowroll.kernels.moe.grouped import Stack
-from lowroll.kernels.quantize.rows import E4M3, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import E4M3, QuantizedRows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters, keep
@@ -231,7 +231,7 @@ def written(put: Put) -> object:
 
 def low_bit(codes: torch.dtype, rows: int, out: int, width: int, dtype: torch.dtype) -> Any:
     def call(put: Put) -> object:
-        x = Rows(put(torch.zeros(rows, width).to(codes)), put(torch.zeros(rows, 1)), dtype)
+        x = QuantizedRows(put(torch.zeros(rows, width).to(codes)), put(torch.zeros(rows, 1)), dtype)
         return w8a8.multiply(x, put(torch.zeros(out, width).to(codes)), put(torch.ones(out)), None)
 
     return call

@@ -20,7 +20,7 @@ from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.fused.swiglu import WHOLE, silu_mul
 from lowroll.kernels.matmul import gemv, integers
 from lowroll.kernels.moe import grouped
-from lowroll.kernels.quantize.rows import E4M3, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import E4M3, QuantizedRows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
@@ -38,7 +38,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def product(
     multiply: Callable[..., Tensor], num_rows: int, dtype: torch.dtype = torch.int8
 ) -> Tensor:
-    rows = Rows(empty(num_rows, 3584, dtype=dtype), empty(num_rows, 1, dtype=FP32))
+    rows = QuantizedRows(empty(num_rows, 3584, dtype=dtype), empty(num_rows, 1, dtype=FP32))
     return multiply(rows, empty(4608, 3584, dtype=dtype), empty(4608, dtype=FP32), empty(4608))
 
 

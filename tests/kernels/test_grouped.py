@@ -16,7 +16,7 @@ from torch import Tensor
 from lowroll.kernels import nvcc
 from lowroll.kernels.fused import swiglu
 from lowroll.kernels.moe import grouped, route, routed
-from lowroll.kernels.moe.grouped import Stack, Tiles
+from lowroll.kernels.moe.grouped import GroupedTiling, Stack
 from lowroll.kernels.quantize import rows
 from lowroll.model import experts
 from lowroll.model.experts import EngineExperts, Experts, LearnerExperts
@@ -171,7 +171,7 @@ def test_products_are_those_of_the_dequantized_matrices(
     x_PK, groups = normal(28, num_in), route.sort_slots(experts_P[:, None], count)
     stack, sorted_PK = stack_of(q, count), x_PK[groups.slot_P]
     operand, scale = grouped._operand(sorted_PK, stack)
-    monkeypatch.setattr(grouped, "tiles", lambda stack, slots: Tiles(16, 32, 64))
+    monkeypatch.setattr(grouped, "tiles", lambda stack, slots: GroupedTiling(16, 32, 64))
     got = grouped._launch(operand, scale, stack, groups, torch.float32)
     w_ENK = q.dequantize(torch.float32).view(count, num_out, num_in)
     want = torch.stack(
@@ -209,7 +209,7 @@ def test_a_global_scale_a_row_is_read_by_row(monkeypatch: pytest.MonkeyPatch) ->
     scale_N = torch.cat([part.tensors["weight_global_scale"].expand(32) for part in parts])
     groups, x_PK = route.sort_slots(torch.tensor([[0], [1]]), 2), normal(2, 32, seed=5)
     stack = Stack("nvfp4", 2, rows["weight_packed"], rows["weight_scale"], scale_N)
-    monkeypatch.setattr(grouped, "tiles", lambda stack, slots: Tiles(16, 16, 32))
+    monkeypatch.setattr(grouped, "tiles", lambda stack, slots: GroupedTiling(16, 16, 32))
     got = grouped._launch(*grouped._operand(x_PK, stack), stack, groups, torch.float32)
     want = torch.stack([part.dequantize() @ x for part, x in zip(parts, x_PK, strict=True)])
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -220,7 +220,7 @@ def test_a_global_scale_a_row_is_read_by_row(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_mixture_of_experts_is_the_formula(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathering, SwiGLU, scattering and the sum, against plain torch on what the codes stand
     for."""
-    monkeypatch.setattr(grouped, "tiles", lambda stack, slots: Tiles(16, 128, 64))
+    monkeypatch.setattr(grouped, "tiles", lambda stack, slots: GroupedTiling(16, 128, 64))
     tokens, hidden, wide, count, choices = 13, 128, 96, 3, 2
     x_TD, router_ED = normal(tokens, hidden), normal(count, hidden, seed=1)
     gate_up = encoded(normal(count * 2 * wide, hidden, seed=2) * 0.2, format)

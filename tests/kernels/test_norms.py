@@ -14,7 +14,7 @@ from lowroll.kernels.fused import norm, rope, swiglu
 from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.fused.swiglu import silu_mul
-from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from tests.fixtures.compiled import compiled
 from tests.fixtures.norms import EPS, agree, angles, gradients_agree, plain, product, random
 
@@ -90,7 +90,11 @@ def test_codes_are_those_of_the_dense_result(kind: str) -> None:
     ]
     for got, dense in cases:
         wanted = plain(lambda: quantize_rows(dense, kind))
-        assert isinstance(got, Rows) and isinstance(wanted, Rows) and got.dtype == torch.float32
+        assert (
+            isinstance(got, QuantizedRows)
+            and isinstance(wanted, QuantizedRows)
+            and got.dtype == torch.float32
+        )
         assert torch.equal(got.scale_M1, wanted.scale_M1)
         if kind == "int8":
             assert torch.equal(got.codes_MK, wanted.codes_MK)
@@ -123,8 +127,8 @@ def test_a_gate_of_whole_rows_makes_the_same_codes(
         monkeypatch.setattr(swiglu, "WHOLE", 3)
         whole = silu_mul(case, kind)
         assert (
-            isinstance(whole, Rows)
-            and isinstance(in_pieces, Rows)
+            isinstance(whole, QuantizedRows)
+            and isinstance(in_pieces, QuantizedRows)
             and whole.dtype == in_pieces.dtype == case.dtype
         )
         assert torch.equal(whole.codes_MK.view(torch.uint8), in_pieces.codes_MK.view(torch.uint8))
@@ -213,7 +217,7 @@ def test_what_has_no_gradient_says_so() -> None:
         with pytest.raises(ValueError, match="no gradient"):
             call()
     with torch.no_grad():
-        assert isinstance(add_rms_norm(x, None, weight, EPS, "int8")[1], Rows)
+        assert isinstance(add_rms_norm(x, None, weight, EPS, "int8")[1], QuantizedRows)
 
 
 # -- compiled for Hopper ---------------------------------------------------------------------------

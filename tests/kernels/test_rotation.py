@@ -14,7 +14,7 @@ from lowroll.kernels.fused.norm import add_rms_norm
 from lowroll.kernels.fused.swiglu import silu_mul
 from lowroll.kernels.quantize import avx2, quantize8, rows
 from lowroll.kernels.quantize.rotation import rotate, width
-from lowroll.kernels.quantize.rows import ROTATED, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import ROTATED, QuantizedRows, quantize_rows
 from lowroll.quant.formats import get_format
 from tests.fixtures.compiled import built
 from tests.fixtures.norms import EPS, plain, product, random
@@ -104,12 +104,12 @@ def test_kernels_that_round_rotate_before(size: int, monkeypatch: pytest.MonkeyP
     in_pieces = [call() for call in calls]
     dense = [x, x.half(), add_rms_norm(x, update, weight, EPS)[1], silu_mul(gate_up), None]
     for first, second, wanted in zip(got, in_pieces, dense, strict=True):
-        assert isinstance(first, Rows) and isinstance(second, Rows)
+        assert isinstance(first, QuantizedRows) and isinstance(second, QuantizedRows)
         assert torch.equal(first.codes_MK, second.codes_MK)
         assert torch.equal(first.scale_M1, second.scale_M1)
         if wanted is not None:
             want = plain(lambda dense=wanted: quantize_rows(dense, ROTATED))
-            assert isinstance(want, Rows)
+            assert isinstance(want, QuantizedRows)
             assert torch.equal(first.codes_MK, want.codes_MK)
             assert torch.equal(first.scale_M1, want.scale_M1)
 

@@ -224,7 +224,7 @@ def test_compiled_for_hopper_nothing_spills_and_the_workspace_is_large_enough(
         (1, 8, 16, 32, 33, 64, 65, 96, 128, 129, 256, 1000),
         (1, 128, 255, 4608, 152_064, 1 << 21, 1 << 22, 1 << 23),
     ):
-        problem = streamed.Problem(M=rows, N=num_out, K=3584)
+        problem = streamed.StreamedArguments(M=rows, N=num_out, K=3584)
         library.streamed_linear(
             ctypes.byref(problem), processors, needed, None
         )  # asks, launches nothing

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowroll.kernels.matmul import gemv, integers, w8a8
 from lowroll.kernels.quantize import quantize8
-from lowroll.kernels.quantize.rows import E4M3, Rows
+from lowroll.kernels.quantize.rows import E4M3, QuantizedRows
 from lowroll.kernels.support import YES
 from lowroll.quant.formats import get_format
 from tests.fixtures.compiled import built
@@ -32,7 +32,7 @@ LARGE = [
 
 def problem(
     num_rows: int, num_out: int, num_in: int
-) -> tuple[Rows, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[QuantizedRows, Tensor, Tensor, Tensor, Tensor]:
     """(rows, codes, scales, bias, and y, computed in float64 up to the scales)."""
     generator = torch.Generator().manual_seed(num_in)
     x, w = (
@@ -44,7 +44,7 @@ def problem(
     )
     sums_MN = x.double() @ w.double().t()
     return (
-        Rows(x, row_M1, torch.float32),
+        QuantizedRows(x, row_M1, torch.float32),
         w,
         scale_N1,
         bias_N,
@@ -122,7 +122,7 @@ def test_few_e4m3_rows() -> None:
     x, w = (torch.randn(n, 2064, generator=generator).mul(90).to(E4M3) for n in (1, 7))
     row, scale, bias = (torch.rand(shape, generator=generator) for shape in ((1, 1), (7, 1), 7))
     assert gemv.supports(x, w)
-    got = gemv.multiply(Rows(x, row, torch.float32), w, scale, bias)
+    got = gemv.multiply(QuantizedRows(x, row, torch.float32), w, scale, bias)
     want = (x.double() @ w.double().t()) * row * scale.t() + bias
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1)
 
@@ -173,7 +173,7 @@ def test_plain_e4m3_products() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 48, generator=generator).mul(90).to(E4M3) for n in (5, 7))
     row, scale, bias = (torch.rand(shape, generator=generator) for shape in ((5, 1), (7, 1), 7))
-    got = w8a8.multiply(Rows(x, row, torch.float32), w, scale, bias).dense()
+    got = w8a8.multiply(QuantizedRows(x, row, torch.float32), w, scale, bias).dense()
     want = (x.double() @ w.double().t()) * row * scale.t() + bias
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-2)
 

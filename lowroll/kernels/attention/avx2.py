@@ -30,7 +30,7 @@ WIDEST = 256  # d
 LEAST = 512  # numbers of a row's queries
 
 
-class Problem(ctypes.Structure):
+class CpuAttentionArguments(ctypes.Structure):
     """The struct of `avx2.cpp`."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
@@ -108,7 +108,7 @@ def _run(
     q_BHd = q_BHd.contiguous()
     out_BHd = torch.empty_like(q_BHd)
     tensors = (q_BHd, *(fresh or (None, None)), *cache, table_BN, rows_B, lengths_B, out_BHd)
-    problem = Problem(
+    problem = CpuAttentionArguments(
         *(pointer(tensor) for tensor in tensors),
         *(0 if tensor is None else tensor.stride(0) for tensor in (*tensors[1:3], table_BN)),
         scale,

@@ -32,7 +32,7 @@ HEADS = 8  # query heads of a key-value head, at most
 CAPABILITY = (9, 0)  # and no other
 
 
-class Problem(ctypes.Structure):
+class PagedAttentionArguments(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *(
             (name, ctypes.c_void_p)
@@ -147,7 +147,7 @@ def _decode(
     library, device = _library(*kind), q_BHd.device
     out_BHd = torch.empty((rows, heads, d), dtype=q_BHd.dtype, device=device)
     tensors = (q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, out_BHd)
-    problem = Problem(
+    problem = PagedAttentionArguments(
         *(x.data_ptr() for x in tensors),
         *((x.data_ptr() for x in finer) if finer else (None, None, None)),
         rows,
@@ -174,7 +174,7 @@ def _clusters(d: int, dtype: torch.dtype, codes: bool, device: torch.device, spl
     """Clusters of so many blocks that the device runs at once; 0 where it knows no such
     clusters."""
     library, active = _library(d, dtype, codes), ctypes.c_int()
-    problem = Problem(rows=ROWS, kv_heads=1)
+    problem = PagedAttentionArguments(rows=ROWS, kv_heads=1)
     error = library.paged_decode(ctypes.byref(problem), splits, ctypes.byref(active), None)
     return 0 if error else active.value
 

@@ -26,7 +26,7 @@ MULTIPLE = 16  # of d
 LEAST = 512  # numbers of a row's queries
 
 
-class Problem(ctypes.Structure):
+class CpuFusedArguments(ctypes.Structure):
     """The struct of `avx2.cpp`."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
@@ -99,7 +99,7 @@ def heads_of(
     q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)
     cos, sin = cos.contiguous(), sin.contiguous()
     norms = [None if norm is None else norm.contiguous() for norm in (q_norm_d, k_norm_d)]
-    problem = Problem(
+    problem = CpuFusedArguments(
         *(pointer(t) for t in (qkv_TN, cos, sin, *norms, q_THd, k_TGd)),
         qkv_TN.stride(0),
         eps,
@@ -144,5 +144,7 @@ def _rotate(x_TN: Tensor, cos: Tensor, sin: Tensor, d: int) -> Tensor:
     out_THd = x_TN.new_empty(tokens, heads, d)
     held = [pointer(t) for t in (x_TN, cos, sin)]
     sizes = x_TN.stride(0), 0.0, tokens, heads, 0, d, torch.get_num_threads()
-    cxx.run(SOURCE, "avx2_heads", Problem(*held, None, None, pointer(out_THd), None, *sizes))
+    cxx.run(
+        SOURCE, "avx2_heads", CpuFusedArguments(*held, None, None, pointer(out_THd), None, *sizes)
+    )
     return out_THd

@@ -36,7 +36,7 @@ from lowroll.kernels.launch import (
 from lowroll.kernels.quantize.rotation import rotated
 from lowroll.kernels.quantize.rows import (
     Product,
-    Rows,
+    QuantizedRows,
     empty_rows,
     encoding,
     load_dense,
@@ -57,7 +57,7 @@ def add_rms_norm(
     weight_D: Tensor,
     eps: float,
     rows: str | None = None,
-) -> tuple[Tensor, Tensor | Rows]:
+) -> tuple[Tensor, Tensor | QuantizedRows]:
     """(x + update, its norm): the first in the dtype of x (x itself without update), the second
     dense or as codes.
 
@@ -115,7 +115,7 @@ def _forward(
     inverse_T: Tensor | None = None
     if keep:
         inverse_T = torch.empty(num_tokens, dtype=torch.float32, device=x_TD.device)
-    normed: Tensor | Rows
+    normed: Tensor | QuantizedRows
     scale: Tensor | None = None
     if rows is None:
         normed = out = torch.empty_like(x_TD)

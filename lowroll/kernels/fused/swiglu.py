@@ -19,7 +19,7 @@ from lowroll.kernels.launch import after_others, block, early_start, jit, tl, tr
 from lowroll.kernels.quantize.rotation import rotated
 from lowroll.kernels.quantize.rows import (
     Product,
-    Rows,
+    QuantizedRows,
     empty_rows,
     encode_rows_kernel,
     encoding,
@@ -39,7 +39,7 @@ PROCESSORS = 132  # of an H100 or H200
 STAYS = 16 << 20  # bytes of a result that the L2 cache can keep for the next product
 
 
-def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
+def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | QuantizedRows:
     """silu(gate) * up [T, F] of gate_up [T, 2F], dense or as codes (a kind of `rows.KINDS`).
 
     Differentiable when gate_up is a tensor and rows None.
@@ -103,7 +103,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     return codes
 
 
-def _whole_rows(gate_up: Tensor, rows: str) -> Rows:
+def _whole_rows(gate_up: Tensor, rows: str) -> QuantizedRows:
     """Codes in one launch, a program a row. Scales of a Product would not leave the registers that
     this takes."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2

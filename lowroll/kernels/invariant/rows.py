@@ -18,13 +18,13 @@ from lowroll.kernels.build import pointer
 from lowroll.kernels.fused import norm, swiglu
 from lowroll.kernels.invariant.gradient import with_gradient_of
 from lowroll.kernels.launch import triton_supports
-from lowroll.kernels.quantize.rows import Product, Rows, quantize_rows
+from lowroll.kernels.quantize.rows import Product, QuantizedRows, quantize_rows
 from lowroll.kernels.support import Support
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-class Problem(ctypes.Structure):
+class RowsArguments(ctypes.Structure):
     """The struct of `rows.cpp`."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
@@ -48,7 +48,7 @@ def add_rms_norm(
     weight_D: Tensor,
     eps: float,
     rows: str | None = None,
-) -> tuple[Tensor, Tensor | Rows]:
+) -> tuple[Tensor, Tensor | QuantizedRows]:
     """Return (x + update, its norm), as `kernels.fused.norm.add_rms_norm`; on a CPU float32, and no
     rows."""
     if triton_supports(x_TD):
@@ -63,7 +63,7 @@ def add_rms_norm(
     return sum_TD, normed_TD
 
 
-def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | Rows:
+def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | QuantizedRows:
     """Return silu(gate) * up [T, F] of gate_up [T, 2F], as `kernels.fused.swiglu.silu_mul`; on a CPU
     float32, and no rows."""
     if isinstance(gate_up, Product) or triton_supports(gate_up):
@@ -98,7 +98,7 @@ def _run(
     weight_D = None if weight_D is None else weight_D.contiguous()
     out = x.new_empty(len(x), width)
     sum_TD = None if update_TD is None else torch.empty_like(out)
-    problem = Problem(
+    problem = RowsArguments(
         *(pointer(t) for t in (x, update_TD, weight_D, sum_TD, out)),
         x.stride(0),
         0 if update_TD is None else update_TD.stride(0),

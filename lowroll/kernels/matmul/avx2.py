@@ -36,7 +36,7 @@ BLOCK = 256  # of K: numbers of x that share a scale
 LEAST = 1 << 18  # weights of a matrix
 
 
-class Problem(ctypes.Structure):
+class CpuMatmulArguments(ctypes.Structure):
     """The struct of `avx2.cpp`."""
 
     _fields_ = [
@@ -103,7 +103,7 @@ def linear(
     )
     if not all(t is None or t.is_contiguous() for t in (weight, scale, zero, global_)):
         raise ValueError(f"{kind}: expected contiguous tensors")
-    problem = Problem(
+    problem = CpuMatmulArguments(
         *(pointer(t) for t in (weight, scale, zero, global_, bias, x, y_MN, words, steps)),
         rows,
         num_out,

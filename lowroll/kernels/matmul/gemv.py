@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import INTERPRETED, after_others, early_start, jit, tl, triton_supports
-from lowroll.kernels.quantize.rows import Rows
+from lowroll.kernels.quantize.rows import QuantizedRows
 from lowroll.kernels.support import NO_GRADIENT, YES, Support, no
 
 MOST = {  # rows up to which this is the fastest product
@@ -47,7 +47,9 @@ def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     return _launch(x_MK, w_NK, None, None, bias_N, x_MK.dtype)
 
 
-def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Tensor:
+def multiply(
+    rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
+) -> Tensor:
     """y [M, N] in the dtype of `rows`. Both codes are int8 or float8_e4m3fn."""
     return _launch(rows.codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, rows.dtype)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import INTERPRETED, after_others, block, early_start, jit, tl
-from lowroll.kernels.quantize.rows import Rows
+from lowroll.kernels.quantize.rows import QuantizedRows
 from lowroll.kernels.support import YES, Support, cuda_supports
 
 MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for them, whatever the device
@@ -32,7 +32,9 @@ MOST_TURNS = 1 << 12  # counters: tiles that are split along K
 CAPTURED = -1
 
 
-def multiply(rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Tensor:
+def multiply(
+    rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
+) -> Tensor:
     """y [M, N] in the dtype of `rows`, on CUDA or in Triton's interpreter.
 
     RuntimeError when the first product of a device is within the capture of a CUDA graph.

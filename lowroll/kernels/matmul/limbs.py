@@ -34,7 +34,7 @@ LEAST = 1 << 18  # weights of a matrix
 AT_ONCE = 1024  # rows, which bounds what their bytes and sums take
 
 
-class Problem(ctypes.Structure):
+class LimbsArguments(ctypes.Structure):
     """The struct of `limbs.cpp`."""
 
     _fields_ = [
@@ -88,7 +88,7 @@ def _add(y_MN: Tensor, x_MK: Tensor, packed: onednn.Packed, scale_K: Tensor | No
     sizes = x_MK.stride(0), y_MN.stride(0), MOST, M, K, N, threads
     made = pointer(bytes_LK), pointer(step_M)
     scale = None if scale_K is None else pointer(scale_K)
-    cxx.run(SOURCE, "limbs_split", Problem(pointer(x_MK), scale, *made, None, None, *sizes))
+    cxx.run(SOURCE, "limbs_split", LimbsArguments(pointer(x_MK), scale, *made, None, None, *sizes))
     sums_MN = onednn.multiply_digits(bytes_LK.split(M), packed)
     last = pointer(sums_MN), pointer(y_MN)
-    cxx.run(SOURCE, "limbs_join", Problem(None, None, *made, *last, *sizes))
+    cxx.run(SOURCE, "limbs_join", LimbsArguments(None, None, *made, *last, *sizes))

@@ -29,7 +29,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 DEEPEST = 64  # K of a product that may go across
 
 
-class Problem(ctypes.Structure):
+class OrderedArguments(ctypes.Structure):
     """The struct of `ordered.cpp`."""
 
     _fields_ = [
@@ -86,5 +86,5 @@ def product(
         held = [pointer(t) for t in (x_MK, w_NK, bias_N, y_MN)]
         sizes = x_MK.stride(0), w_NK.stride(0), M, N, K
         how = has_avx512(), goes_across(M, N, K), torch.get_num_threads()
-        cxx.run(SOURCE, "ordered_product", Problem(*held, *sizes, *how))
+        cxx.run(SOURCE, "ordered_product", OrderedArguments(*held, *sizes, *how))
     return y_MN if added_MN is None else y_MN.add_(added_MN)

@@ -37,7 +37,7 @@ PARTIAL = 2 * 256 * 128  # floats of the workspace, a multiprocessor: two tiles
 TILES = 1 << 16  # counters of the workspace
 
 
-class Problem(ctypes.Structure):
+class StreamedArguments(ctypes.Structure):
     """The struct of `decode.cuh`. `tuning` stays 0: the kernel's own choice of tiles."""
 
     _fields_ = [
@@ -132,7 +132,7 @@ def linear(
         raise ValueError(f"{kind}: expected contiguous tensors that begin at multiples of 16 bytes")
     if bias_N is not None and bias_N.dtype not in (torch.bfloat16, torch.float32):
         bias_N = bias_N.float()
-    problem = Problem(
+    problem = StreamedArguments(
         weight.data_ptr(),
         pointer(scale),
         pointer(zero),

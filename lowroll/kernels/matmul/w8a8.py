@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import exact, gemv, integers
-from lowroll.kernels.quantize.rows import E4M3, Product, Rows
+from lowroll.kernels.quantize.rows import E4M3, Product, QuantizedRows
 from lowroll.kernels.support import YES, Support, no
 
 WIDE = 1024  # rows from which on `_scaled_mm` applies the scales of bfloat16 results itself
@@ -36,7 +36,11 @@ SHORT = 5120  # features whose fast sums are 1.2e-3 of the result off (3584), bf
 
 
 def multiply(
-    rows: Rows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, fast: bool = False
+    rows: QuantizedRows,
+    codes_NK: Tensor,
+    scale_N: Tensor,
+    bias_N: Tensor | None,
+    fast: bool = False,
 ) -> Product:
     """Rows times the transposed codes, both int8 or both float8_e4m3fn. scale_N: float32, [N] or
     [N, 1]. fast: sums of e4m3 that keep fewer bits, however many features there are.

@@ -135,7 +135,7 @@ def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class GroupedTiling:
     """Places, channels and features of one step of a program, its warps, and the steps that are
     loaded ahead."""
 
@@ -146,20 +146,20 @@ class Tiles:
     stages: int = 4
 
 
-def tiles(stack: Stack, slots: int) -> Tiles:
+def tiles(stack: Stack, slots: int) -> GroupedTiling:
     """By twice the slots that an expert has on average: few experts are cut, and the narrow side is
     filled."""
     places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
         features = 16 * stack.block  # as few as the tensor cores take of each code of a block
         if 4 * slots < stack.num_experts:
-            return Tiles(8, 32, features, warps=2, stages=3)
-        return Tiles(min(places, 32), 64, features, stages=2)
+            return GroupedTiling(8, 32, features, warps=2, stages=3)
+        return GroupedTiling(min(places, 32), 64, features, stages=2)
     if stack.codes_NK.dtype == torch.float32:
-        return Tiles(16, 64, 32, stages=2)
+        return GroupedTiling(16, 64, 32, stages=2)
     if places >= 64:
-        return Tiles(places, 128, 128 if stack.kind == "w8a8" else 64, warps=8, stages=3)
-    return Tiles(places, 64, 128, stages=4)
+        return GroupedTiling(places, 128, 128 if stack.kind == "w8a8" else 64, warps=8, stages=3)
+    return GroupedTiling(places, 64, 128, stages=4)
 
 
 def _launch(

@@ -31,7 +31,7 @@ CAPABILITY = (9, 0)  # or later
 MEMORY = 226 * 1024  # bytes of a block's shared memory beside its book of places
 
 
-class Tiles(NamedTuple):
+class RoutedTiling(NamedTuple):
     """Places of a tile in eights, stages of a warp's ring, warps of a block, and warps that share
     channels."""
 
@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
     split: int
 
 
-def tiles(slots: int, stack: Stack) -> Tiles:
+def tiles(slots: int, stack: Stack) -> RoutedTiling:
     """By the slots that an expert has on average: 1/16, 1/2, 4, 16 and 32 were measured
     (docs/LOG.md)."""
     count = stack.num_experts
@@ -51,21 +51,21 @@ def tiles(slots: int, stack: Stack) -> Tiles:
             split = 4
         elif 8 * slots <= count:
             split = 2
-        return Tiles(1, 4, 4, split)
+        return RoutedTiling(1, 4, 4, split)
     if slots <= 6 * count:
-        return Tiles(1, 3, 8, 1)
+        return RoutedTiling(1, 3, 8, 1)
     if slots <= 10 * count or stack.kind == "int4":
-        return Tiles(2, 4, 4, 1)
-    return Tiles(4, 3, 8, 1)
+        return RoutedTiling(2, 4, 4, 1)
+    return RoutedTiling(4, 3, 8, 1)
 
 
-def shared_memory_supports(size: Tiles, stack: Stack) -> bool:
+def shared_memory_supports(size: RoutedTiling, stack: Stack) -> bool:
     """Do the rows of a tile and the warps' rings fit into shared memory?"""
     ring = size.stages * 2048 + (2048 if stack.kind == "nvfp4" else 1024)
     return stack.features * 16 * size.eights + size.warps * ring <= MEMORY
 
 
-class Problem(ctypes.Structure):
+class RoutedArguments(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_void_p) for name in ("weight", "scale", "global_", "x", "y", "slot", "ends")
     ] + [
@@ -145,7 +145,7 @@ def multiply(
         raise ValueError(
             f"{stack.kind}: expected contiguous tensors that begin at multiples of 16 bytes"
         )
-    problem = Problem(
+    problem = RoutedArguments(
         stack.codes_NK.data_ptr(),
         scale.data_ptr(),
         None if global_ is None else global_.data_ptr(),

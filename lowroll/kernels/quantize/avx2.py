@@ -23,7 +23,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 LEAST = 512  # features of a row: the tensors of small models are quicker in torch
 
 
-class Problem(ctypes.Structure):
+class CpuQuantizeArguments(ctypes.Structure):
     """The struct of `avx2.cpp`."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
@@ -67,7 +67,7 @@ def _run(
     x: Tensor, rotated: Tensor | None, codes: Tensor | None, scale: Tensor | None, width: int
 ) -> None:
     num_in = x.shape[-1]
-    problem = Problem(
+    problem = CpuQuantizeArguments(
         *(pointer(t) for t in (x, rotated, codes, scale)),
         x.numel() // num_in,
         num_in,

@@ -49,7 +49,7 @@ LONG, MANY, PIECE = (
 
 
 @dataclass(frozen=True)
-class Rows:
+class QuantizedRows:
     """Activations quantized a token. Pass `dtype` on to the Product that is made of them."""
 
     codes_MK: Tensor  # int8 or float8_e4m3fn
@@ -82,7 +82,7 @@ class Product:
         return y_MN.to(dtype)
 
 
-def quantize_rows(x_MK: Tensor, kind: str) -> Rows:
+def quantize_rows(x_MK: Tensor, kind: str) -> QuantizedRows:
     """Dynamic codes of activations, one scale a row. `kind` is one of `KINDS`; ValueError for
     another."""
     require(kind)
@@ -131,12 +131,12 @@ def encoding(kind: str | None, size: int) -> dict[str, Any]:
     return {"KIND": kind or "", "WIDTH": 1}
 
 
-def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> Rows:
+def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows:
     """Rows for a kernel to fill, on the device of `like`, standing for activations of its dtype."""
     require(kind)
     codes_MK = torch.empty(shape, dtype=KINDS[kind], device=like.device)
     scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
-    return Rows(codes_MK, scale_M1, like.dtype)
+    return QuantizedRows(codes_MK, scale_M1, like.dtype)
 
 
 def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -151,20 +151,20 @@ def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Te
     return sums_MN, row, column, bias
 
 
-def _plain(x_MK: Tensor, kind: str) -> Rows:
+def _plain(x_MK: Tensor, kind: str) -> QuantizedRows:
     dtype, x_MK = x_MK.dtype, x_MK.float()
     if KINDS[kind] == torch.int8 and avx2.supports(x_MK):
         around = width(x_MK.shape[1]) if kind == ROTATED else 1
-        return Rows(*avx2.quantize(x_MK, around), dtype)
+        return QuantizedRows(*avx2.quantize(x_MK, around), dtype)
     if kind == ROTATED:
         x_MK = rotate(x_MK)
     amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
     if KINDS[kind] == torch.int8:
         codes_MK = (x_MK * (127.0 / amax_M1.clamp_min(1e-30))).round_().to(torch.int8)
-        return Rows(codes_MK, amax_M1 / torch.full_like(amax_M1, 127.0), dtype)
+        return QuantizedRows(codes_MK, amax_M1 / torch.full_like(amax_M1, 127.0), dtype)
     least = SMALLEST_GRADIENT_SCALE if kind == "gradient" else SMALLEST_E4M3_SCALE
     scale_M1 = (amax_M1 / torch.full_like(amax_M1, E4M3_MAX)).clamp_min(least)
-    return Rows((x_MK / scale_M1).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale_M1, dtype)
+    return QuantizedRows((x_MK / scale_M1).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale_M1, dtype)
 
 
 # -- Triton: pieces of this and the other kernels. Launch with enable_fp_fusion=False: a fused multiply-add rounds once

@@ -43,7 +43,7 @@ from lowroll.kernels.sampling.search import (
 from lowroll.kernels.sampling.tiles import (
     BLOCK,
     TILE,
-    Tiles,
+    TileScores,
     is_distribution,
     row_of,
     shift_of,
@@ -90,7 +90,7 @@ def keep(
     filters: Filters,
     temperature_B: Tensor | None = None,
     greedy_B: Tensor | None = None,
-    tiles: Tiles | None = None,
+    tiles: TileScores | None = None,
 ) -> Kept:
     """What the filters leave of each row; a greedy row, and one without a distribution, keeps all.
 

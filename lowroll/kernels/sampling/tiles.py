@@ -24,7 +24,7 @@ BLOCK = 128
 WARPS = 4
 
 
-class Tiles(NamedTuple):
+class TileScores(NamedTuple):
     """largest_BC, mass_BC: float32 of each tile. best_BC, winner_BC: float32 and int32, the best score of
     each tile and its id; None without noise. peaks_BL, parts_BL: float32, the maximum of each block,
     -inf beyond the vocabulary, and its part of the tile's mass; None where nobody asked."""
@@ -43,7 +43,7 @@ def tiles_of(
     greedy_B: Tensor | None,
     blocks: bool,
     noise: tuple[Tensor, Tensor] | None = None,
-) -> Tiles:
+) -> TileScores:
     """Run the pass. logits_BV: any float dtype, contiguous or expanded rows. noise: keys and positions
     of the rows, int64, where winners are wanted."""
     rows, tokens = logits_BV.shape
@@ -80,7 +80,7 @@ def tiles_of(
         enable_fp_fusion=True,
         **early_start(),
     )
-    return Tiles(largest_BC, mass_BC, best_BC, winner_BC, peaks_BL, parts_BL)
+    return TileScores(largest_BC, mass_BC, best_BC, winner_BC, peaks_BL, parts_BL)
 
 
 # -- Triton ----------------------------------------------------------------------------------------
