@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lowroll.kv.policy.recorder import Dropped, Recorder
+from lowroll.kv.policy.recorder import CompactionRecorder, Dropped
 from lowroll.model.attention import Attend, varlen
 from lowroll.model.replay import check_evictions, replayed
 from lowroll.types import Evictions
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def drawn(args: argparse.Namespace, seed: int) -> Evictions:
     """Of a layer whose heads keep random keys."""
     generator = torch.Generator().manual_seed(seed)
-    recorder = Recorder(1, 1, args.kv_heads, args.budget, "cpu")
+    recorder = CompactionRecorder(1, 1, args.kv_heads, args.budget, "cpu")
     cached = args.prompt
     for position in range(args.prompt - 1, args.tokens):
         cached += position >= args.prompt

@@ -100,7 +100,7 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
-class Row:
+class CorrectionRow:
     """A line of the table. `gspo` is the correction under that algorithm, `sets` are values of the
     section `loss.<correction>`, and `example` is a configuration that the row applies to."""
 
@@ -115,8 +115,8 @@ class Row:
     sets: Mapping[str, float] = field(default_factory=dict)
 
 
-AUTO: tuple[Row, ...] = (
-    Row(
+AUTO: tuple[CorrectionRow, ...] = (
+    CorrectionRow(
         "a bounded cache (rollout.kv.policy)",
         "any",
         "sparse",
@@ -128,7 +128,7 @@ AUTO: tuple[Row, ...] = (
         {"rollout": {"weights": "dense", "kv": {"policy": "rkv"}}},
         {"veto": 1e-4, "xi_cap": 1.5},
     ),
-    Row(
+    CorrectionRow(
         "truncated sampler (top_p, top_k, min_p, repetition_penalty, min_tokens)",
         "any",
         "reweight",
@@ -140,7 +140,7 @@ AUTO: tuple[Row, ...] = (
         {"rollout": {"weights": "int8", "top_p": 0.9}},
         {"veto": 1e-4},
     ),
-    Row(
+    CorrectionRow(
         "any format, with the learner's bits (rollout.exact)",
         "aligned",
         "none",
@@ -150,7 +150,7 @@ AUTO: tuple[Row, ...] = (
         lambda r: r.exact and not r.noisy,
         {"rollout": {"weights": "int8_rotated", "exact": True}},
     ),
-    Row(
+    CorrectionRow(
         "dense",
         "in a format (train.forward: fp8, nvfp4)",
         "acr",
@@ -161,7 +161,7 @@ AUTO: tuple[Row, ...] = (
         lambda r: r.rounds and not r.low_bit,
         {"rollout": {"weights": "dense"}, "train": {"forward": "fp8"}},
     ),
-    Row(
+    CorrectionRow(
         "dense, an 8-bit cache (rollout.kv.dtype)",
         "any",
         "tis",
@@ -171,7 +171,7 @@ AUTO: tuple[Row, ...] = (
         lambda r: r.low_bit_cache and not r.low_bit and not r.noisy,
         {"rollout": {"weights": "dense", "kv": {"dtype": "fp8"}}},
     ),
-    Row(
+    CorrectionRow(
         "dense, of another engine (rollout.engine: vllm)",
         "any",
         "tis",
@@ -181,7 +181,7 @@ AUTO: tuple[Row, ...] = (
         lambda r: r.foreign and not r.low_bit,
         {"rollout": {"engine": "vllm", "weights": "dense"}},
     ),
-    Row(
+    CorrectionRow(
         "dense",
         "any",
         "none",
@@ -191,7 +191,7 @@ AUTO: tuple[Row, ...] = (
         lambda r: not r.low_bit and not r.noisy,
         {"rollout": {"weights": "dense"}},
     ),
-    Row(
+    CorrectionRow(
         "low-bit",
         "aligned",
         "tbpo",
@@ -201,7 +201,7 @@ AUTO: tuple[Row, ...] = (
         lambda r: r.low_bit and r.aligned,
         {"rollout": {"weights": "int4"}, "train": {"forward": "aligned"}},
     ),
-    Row(
+    CorrectionRow(
         "noise on the norms that the learner does not share",
         "dense",
         "acr",
@@ -211,7 +211,7 @@ AUTO: tuple[Row, ...] = (
         lambda r: r.noisy,
         {"rollout": {"weights": "dense"}, "noise": {}},
     ),
-    Row(
+    CorrectionRow(
         "low-bit",
         "dense, LoRA on the same base",
         "tis",
@@ -222,7 +222,7 @@ AUTO: tuple[Row, ...] = (
         lambda r: r.low_bit and r.lora,
         {"rollout": {"weights": "nvfp4"}, "train": {"lora": True}},
     ),
-    Row(
+    CorrectionRow(
         "low-bit",
         "dense",
         "acr",
@@ -235,7 +235,7 @@ AUTO: tuple[Row, ...] = (
 )
 
 
-def choose_row(rollouts: Rollouts) -> Row:
+def choose_row(rollouts: Rollouts) -> CorrectionRow:
     """The row of the table that `auto` stands for."""
     return next(row for row in AUTO if row.applies(rollouts))
 

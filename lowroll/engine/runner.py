@@ -42,7 +42,7 @@ from lowroll.kernels.sampling import chosen
 from lowroll.kv.cache import Chunk, KVCache, PagedAttention, PagedDecode, Rows, Together
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
-from lowroll.kv.policy.recorder import Dropped, Recorder, most_held
+from lowroll.kv.policy.recorder import CompactionRecorder, Dropped, most_held
 from lowroll.model.attention import upload
 from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
@@ -117,10 +117,10 @@ class Runner:
         self.cache.adapt(model)
         longest = min(num_pages, -(-model.spec.max_position // page_size))
         self.selector = kv.selector(model.spec, self.cache, max_batch)
-        self.recorder: Recorder | None = None
+        self.recorder: CompactionRecorder | None = None
         if record_evictions and self.selector is not None:
             spec, slots = model.spec, num_slots(max_batch)
-            self.recorder = Recorder(
+            self.recorder = CompactionRecorder(
                 spec.num_layers, slots, spec.num_kv_heads, most_held(kv, spec), model.device
             )
         self.one_pass = one_pass and large_batch_model is None and self.selector is None

@@ -42,21 +42,21 @@ from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.layouts import (
     FLOATS,
-    Layout,
     MixedLayout,
+    StoredLayout,
     describe,
     describe_mixed,
     read_layout,
 )
 from lowroll.quant.mixed import Mixed
-from lowroll.quant.packed import Packed
+from lowroll.quant.packed import PackedWeights
 from lowroll.quant.scheme import Header
 from lowroll.quant.table import OWN
 from lowroll.types import printable
 
 log = logging.getLogger(__name__)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-Layouts = Layout | Packed | MixedLayout
+Layouts = StoredLayout | PackedWeights | MixedLayout
 
 
 def load(
@@ -88,7 +88,7 @@ def load(
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     own = _own_format(folder, spec, layout, dtype)
     kept = own or weights
-    if isinstance(layout, Packed) and own is None:
+    if isinstance(layout, PackedWeights) and own is None:
         log.warning("%s: %s weights that no format here holds become dense", folder, layout.words)
     bits = 8 * dtype.itemsize if kept is None else min(8 * dtype.itemsize, get_format(kept).bits)
     claims.check_memory(folder / "config.json", spec, bits, device)
@@ -134,7 +134,7 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
     as far as headers go. ValueError as `load` says, but for the values of the weights."""
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
-    if isinstance(layout, Layout | MixedLayout) and layout.rotated:
+    if isinstance(layout, StoredLayout | MixedLayout) and layout.rotated:
         reads = features_read(spec)
         if isinstance(layout, MixedLayout):
             reads = {name: reads.get(name.rpartition(".")[2], 1) for name in layout.rotating}
@@ -270,7 +270,7 @@ def _stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> 
 def _decode_low_bit(
     tensors: dict[str, Tensor],
     files: dict[str, Path],
-    layout: Layout | Packed,
+    layout: StoredLayout | PackedWeights,
     shapes: dict[str, tuple[int, ...]],
 ) -> dict[str, Any]:
     """The parts of a matrix, each as its file holds it: QTensors, or dense where the layout has no
@@ -460,7 +460,7 @@ def state(model: Transformer) -> dict[str, Tensor]:
         except ValueError as error:
             raise ValueError(f"{', '.join(parts)}: {error}") from None
         for part, piece in zip(parts, cut, strict=True):
-            stored = Layout(weight.format).encode(piece, model.dtype)
+            stored = StoredLayout(weight.format).encode(piece, model.dtype)
             tensors |= {
                 f"{part.removesuffix('.weight')}.{suffix}": tensor
                 for suffix, tensor in stored.items()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowroll.objectives.reduce import Counts, aggregate, masked_mean
+from lowroll.objectives.reduce import Denominators, aggregate, masked_mean
 from lowroll.objectives.surrogate import (
     as_floats,
     clip,
@@ -38,7 +38,7 @@ def acr(
     advantages: Tensor,
     mask: Tensor,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     cap: float,
     eps_low: float,
     eps_high: float,

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lowroll.objectives.correction import rejection_statistics
 from lowroll.objectives.reduce import (
-    Counts,
+    Denominators,
     Sequences,
     aggregate,
     masked_mean,
@@ -41,7 +41,14 @@ from lowroll.objectives.reduce import (
     sequence_sum,
     token_counts,
 )
-from lowroll.objectives.surrogate import Tokens, as_floats, exp_ratio, flatten, masked_max, prepare
+from lowroll.objectives.surrogate import (
+    ObjectiveInput,
+    as_floats,
+    exp_ratio,
+    flatten,
+    masked_max,
+    prepare,
+)
 
 RATIO_TYPES = ("token", "sequence")
 MODES = ("mask", "truncate")
@@ -55,7 +62,7 @@ def aipo(
     mask: Tensor,
     teacher: Tensor | None = None,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     ratio_type: str = "token",
     mode: str = "mask",
     adv_tau: float = 1.0,
@@ -123,7 +130,7 @@ def aipo(
     return J, as_floats(statistics | rejection_statistics(kept_N, sequences))
 
 
-def _sequence_scale(tokens: Tokens, clip_high: float) -> Tensor:
+def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
     """min(exp(sum l), clip_high) / |o| for the tokens of each sequence, the sum capped at 10 before
     exp."""
     sequences = tokens.sequences
@@ -134,7 +141,7 @@ def _sequence_scale(tokens: Tokens, clip_high: float) -> Tensor:
 
 
 def _sequences_outside(
-    tokens: Tokens, geometric: tuple[float, float], extremes: tuple[float, float]
+    tokens: ObjectiveInput, geometric: tuple[float, float], extremes: tuple[float, float]
 ) -> Tensor:
     """Tokens of sequences whose geometric mean, smallest or largest ratio leaves its bounds, bool
     [N]."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowroll.objectives.reduce import Counts, aggregate
+from lowroll.objectives.reduce import Denominators, aggregate
 from lowroll.objectives.surrogate import (
     as_floats,
     clip,
@@ -53,7 +53,7 @@ def clipped(
     proximal: Tensor | None = None,
     behavior: Tensor | None = None,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     eps_low: float,
     eps_high: float,
     dual_clip: float | None,
@@ -88,7 +88,7 @@ def weighted(
     advantages: Tensor,
     mask: Tensor,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     cap: float,
     eps_low: float,
     eps_high: float,

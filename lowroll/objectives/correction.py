@@ -24,7 +24,7 @@ PPO:
 
 Deviation from verl: rejected tokens contribute 0 and stay in every denominator, as a masked rollout
 does everywhere here (see `reduce`): rejecting one response must not make its neighbours count for
-more. verl's token-mean is had by `counts` of the tokens that `Verdict.kept_N` leaves.
+more. verl's token-mean is had by `counts` of the tokens that `CorrectionWeights.kept_N` leaves.
 
 Shape legend: N tokens of the call, laid end to end; S sequences.
 """
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from lowroll.objectives.kl import ESTIMATORS
 from lowroll.objectives.reduce import (
-    Counts,
+    Denominators,
     Sequences,
     aggregate,
     masked_mean,
@@ -50,7 +50,7 @@ from lowroll.objectives.reduce import (
     sequence_sum,
 )
 from lowroll.objectives.surrogate import (
-    Tokens,
+    ObjectiveInput,
     as_floats,
     clip,
     exp_ratio,
@@ -69,7 +69,7 @@ Reject = Mapping[str, float | Bounds]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CorrectionWeights:
     """The weight of each token before normalisation, where its bounds changed it, and what was not
     rejected (bool)."""
 
@@ -81,7 +81,7 @@ class Verdict:
 
     @property
     def weight_sum(self) -> float:
-        """The sum of the weights over the unmasked tokens, for `Counts.weight_sum`."""
+        """The sum of the weights over the unmasked tokens, for `Denominators.weight_sum`."""
         return float(torch.where(self.sequences.mask_N, self.weight_N, 0).double().sum())
 
 
@@ -93,7 +93,7 @@ def reweight(
     mask: Tensor,
     proximal: Tensor | None = None,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     weight: str = "token",
     cap: float,
     icepop: Bounds | None = None,
@@ -139,7 +139,7 @@ def reweight(
 
 
 def judge(
-    tokens: Tokens,
+    tokens: ObjectiveInput,
     *,
     weight: str = "token",
     cap: float,
@@ -148,7 +148,7 @@ def judge(
     veto: float | None = None,
     bypass: bool = False,
     repair: str | None = None,
-) -> Verdict:
+) -> CorrectionWeights:
     """Weigh every token and say which are rejected, by the options at the top of the file.
 
     ValueError for an unknown weight, rule or repair, for bounds that leave nothing, and for a
@@ -189,15 +189,15 @@ def judge(
             rejected_N = repaired_N = sequence_from(anomaly_N, sequences)
     for rule, bound in (reject or {}).items():
         rejected_N = rejected_N | _breaks(rule, bound, -log_weight_N, sequences)
-    return Verdict(weight_N, weight_N != raw_N, ~rejected_N, sequences, repaired_N)
+    return CorrectionWeights(weight_N, weight_N != raw_N, ~rejected_N, sequences, repaired_N)
 
 
 def correct(
-    tokens: Tokens,
-    verdict: Verdict,
+    tokens: ObjectiveInput,
+    verdict: CorrectionWeights,
     *,
     normalize: bool,
-    counts: Counts | None,
+    counts: Denominators | None,
     eps_low: float,
     eps_high: float,
     dual_clip: float | None,
@@ -208,7 +208,7 @@ def correct(
     statistics."""
     sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
-        total = counts or Counts(
+        total = counts or Denominators(
             int(sequences.mask_N.sum()), sequences.num_sequences, verdict.weight_sum
         )
         if (

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowroll.objectives.reduce import Counts, aggregate, sequence_mean
+from lowroll.objectives.reduce import Denominators, aggregate, sequence_mean
 from lowroll.objectives.surrogate import (
     as_floats,
     clip,
@@ -36,7 +36,7 @@ def gspo(
     mask: Tensor,
     behavior: Tensor | None = None,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     cap: float = CAP,
     eps_low: float,
     eps_high: float,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lowroll.objectives.correction import rejection_statistics
-from lowroll.objectives.reduce import Counts, aggregate, masked_mean
+from lowroll.objectives.reduce import Denominators, aggregate, masked_mean
 from lowroll.objectives.surrogate import as_floats, flatten, masked_max, prepare
 
 
@@ -37,7 +37,7 @@ def ipo(
     advantages: Tensor,
     mask: Tensor,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     signed: bool = False,
     width: float = 0.2,
     ratio_cap: float = math.exp(2),

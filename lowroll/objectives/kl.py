@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowroll.objectives.reduce import Counts, aggregate, masked_mean, sequences_of
+from lowroll.objectives.reduce import Denominators, aggregate, masked_mean, sequences_of
 from lowroll.objectives.surrogate import LOG_RATIO_LIMIT, as_floats, flatten
 
 
@@ -56,7 +56,7 @@ def penalty(
     reference: Tensor,
     mask: Tensor,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     estimator: str = "k3",
     reduce: str = "seq-mean-token-mean",
     max_length: float | None = None,

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll.objectives.correction import Verdict
-from lowroll.objectives.reduce import Counts, count
+from lowroll.objectives.correction import CorrectionWeights
+from lowroll.objectives.reduce import Denominators, count
 from lowroll.objectives.surrogate import prepare
-from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, Row, pair
+from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, ObjectiveRow, pair
 
 INPUTS = ("learner", "proximal", "behavior", "teacher", "advantages", "mask", "segments", "counts")
 
@@ -25,7 +25,7 @@ class Objective:
     """A policy objective: what its row says, with the function and the judge that the row names."""
 
     name: str
-    row: Row
+    row: ObjectiveRow
 
     @property
     def function(self) -> Callable[..., tuple[Tensor, dict[str, float]]]:
@@ -33,7 +33,7 @@ class Objective:
         return _at(self.row.home)
 
     @property
-    def judge(self) -> Callable[..., Verdict] | None:
+    def judge(self) -> Callable[..., CorrectionWeights] | None:
         """Of those that reject tokens for their mismatch: the weights and what is kept, from
         `prepare`'s tokens."""
         return _at(self.row.judge) if self.row.judge else None
@@ -64,7 +64,7 @@ class Objective:
         behavior: Tensor | None = None,
         teacher: Tensor | None = None,
         segments: Tensor | None = None,
-        counts: Counts | None = None,
+        counts: Denominators | None = None,
         **options: Any,
     ) -> tuple[Tensor, dict[str, float]]:
         """Call the function with the log-probs that it needs; others may be given and are not
@@ -112,7 +112,7 @@ class Objective:
         mask: Tensor,
         segments: Tensor | None = None,
         **options: Any,
-    ) -> Verdict | None:
+    ) -> CorrectionWeights | None:
         """The weights and rejections of these tokens; None for an objective that rejects nothing
         for its mismatch."""
         judge = self.judge
@@ -138,7 +138,7 @@ class Objective:
         proximal: Tensor | None = None,
         behavior: Tensor | None = None,
         **options: Any,
-    ) -> Counts:
+    ) -> Denominators:
         """The denominators of these tokens under these options; add them up over micro-batches and
         ranks.
 
@@ -177,7 +177,7 @@ class Objective:
 
 def named(name: str) -> Objective:
     """The objective of one row. ValueError names the known ones."""
-    rows: Mapping[str, Row] = {**ALGORITHMS, **CORRECTIONS}
+    rows: Mapping[str, ObjectiveRow] = {**ALGORITHMS, **CORRECTIONS}
     if name not in rows:
         raise ValueError(f"unknown objective {name!r}; known: {', '.join(rows)}")
     return Objective(name, rows[name])

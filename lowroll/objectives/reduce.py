@@ -9,7 +9,7 @@ sequences:
     constant              sum m x / (S * max_length)                 Dr. GRPO, arXiv 2503.20783
     seq-mean-token-sum    1/S sum m x                                REINFORCE over whole sequences
 
-Every mode is a weighted sum whose weights hold integers and no value of the model. `Counts` carries
+Every mode is a weighted sum whose weights hold integers and no value of the model. `Denominators` carries
 the denominators of the whole batch, so that the sum over micro-batches is the value (and gradient)
 of the big batch, provided that no sequence is split between two micro-batches.
 
@@ -31,7 +31,7 @@ from lowroll.objectives.table import MODES
 
 
 @dataclass(frozen=True)
-class Counts:
+class Denominators:
     """The denominators of a whole batch: unmasked tokens, and sequences (fully masked ones
     included).
 
@@ -43,8 +43,8 @@ class Counts:
     num_sequences: int
     weight_sum: float = 0.0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
+    def __add__(self, other: Denominators) -> Denominators:
+        return Denominators(
             self.num_tokens + other.num_tokens,
             self.num_sequences + other.num_sequences,
             self.weight_sum + other.weight_sum,
@@ -100,7 +100,7 @@ def sequences_of(mask: Tensor, segments: Tensor | None = None) -> Sequences:
 
 def count(
     *, mask: Tensor, segments: Tensor | None = None, behavior: Tensor | None = None
-) -> Counts:
+) -> Denominators:
     """The denominators of these tokens; add them up over micro-batches and ranks.
 
     With `behavior`, tokens without a finite behaviour log-prob are left out, as the objectives that
@@ -109,7 +109,7 @@ def count(
     sequences = sequences_of(mask, segments)
     if behavior is not None:
         sequences = sequences.drop(~behavior.reshape(-1).isfinite())
-    return Counts(int(sequences.mask_N.sum()), sequences.num_sequences)
+    return Denominators(int(sequences.mask_N.sum()), sequences.num_sequences)
 
 
 def aggregate(
@@ -117,7 +117,7 @@ def aggregate(
     sequences: Sequences,
     *,
     mode: str,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     max_length: float | None = None,
 ) -> Tensor:
     """Reduce token values to a scalar under `mode`; masked values may be anything. No tokens: 0

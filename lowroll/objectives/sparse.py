@@ -28,9 +28,9 @@ import math
 
 from torch import Tensor
 
-from lowroll.objectives.correction import Bounds, Verdict, checked_bounds, correct, judge
-from lowroll.objectives.reduce import Counts
-from lowroll.objectives.surrogate import Tokens, prepare
+from lowroll.objectives.correction import Bounds, CorrectionWeights, checked_bounds, correct, judge
+from lowroll.objectives.reduce import Denominators
+from lowroll.objectives.surrogate import ObjectiveInput, prepare
 
 
 def sparse(
@@ -41,7 +41,7 @@ def sparse(
     advantages: Tensor,
     mask: Tensor,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     xi_cap: float | None = None,
     token_rs: Bounds | None = None,
     normalize_xi: bool = False,
@@ -81,13 +81,13 @@ def sparse(
 
 
 def judge_sparse(
-    tokens: Tokens,
+    tokens: ObjectiveInput,
     *,
     xi_cap: float | None = None,
     token_rs: Bounds | None = None,
     veto: float | None = 1e-4,
     repair: str | None = None,
-) -> Verdict:
+) -> CorrectionWeights:
     """Weigh every token and say which are rejected, by the options of `sparse`."""
     reject = None
     if token_rs is not None:

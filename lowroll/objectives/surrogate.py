@@ -39,7 +39,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
-class Tokens:
+class ObjectiveInput:
     """The checked and cleaned input of an objective. Only log_ratio_N and ratio_N carry gradient.
 
     log_ratio_N   learner - proximal, or learner - behavior where there is no proximal
@@ -80,7 +80,7 @@ def prepare(
     segments: Tensor | None,
     proximal: Tensor | None = None,
     behavior: Tensor | None = None,
-) -> Tokens:
+) -> ObjectiveInput:
     """Check the shapes, lay the tokens end to end, clean what is masked, drop what cannot be used,
     take the ratios.
 
@@ -110,7 +110,7 @@ def prepare(
     log_weight_N = torch.zeros_like(anchor_N)
     if "proximal" in clean and "behavior" in clean:
         log_weight_N = clean["proximal"] - clean["behavior"]
-    return Tokens(
+    return ObjectiveInput(
         sequences,
         log_ratio_N,
         exp_ratio(log_ratio_N),
@@ -171,7 +171,7 @@ def truncate(weight_N: Tensor, cap: float) -> Tensor:
 
 
 def policy_statistics(
-    tokens: Tokens, clipped: Clipped, ratio_N: Tensor | None = None
+    tokens: ObjectiveInput, clipped: Clipped, ratio_N: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Clip fractions and the ratio that was clipped (that of `tokens` unless given), over the
     unmasked tokens."""
@@ -186,7 +186,7 @@ def policy_statistics(
     }
 
 
-def weight_statistics(tokens: Tokens, weight_N: Tensor, cap: float) -> dict[str, Tensor]:
+def weight_statistics(tokens: ObjectiveInput, weight_N: Tensor, cap: float) -> dict[str, Tensor]:
     """The weight as it was applied, how often the cap cut it, and the tokens dropped for want of a
     behaviour."""
     mask_N = tokens.sequences.mask_N

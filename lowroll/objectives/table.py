@@ -51,7 +51,7 @@ _MIN = "min(R A, clip(R, 1-el, 1+eh) A)"
 
 
 @dataclass(frozen=True)
-class Row:
+class ObjectiveRow:
     """A policy objective as data."""
 
     formula: str  # the token term, to maximise
@@ -65,7 +65,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Algorithm(Row):
+class Algorithm(ObjectiveRow):
     """A row of `ALGORITHMS`. `advantage` is a name in the table of `lowroll.advantages`."""
 
     advantage: str = "grpo"
@@ -81,7 +81,7 @@ class Algorithm(Row):
 
 
 @dataclass(frozen=True)
-class Correction(Row):
+class Correction(ObjectiveRow):
     """A row of `CORRECTIONS`. One of whole sequences combines with every algorithm."""
 
     takes: tuple[str, ...] = (*BOUNDS, "reduce")  # options that are the algorithm's
@@ -211,7 +211,7 @@ def forms(algorithm: str) -> tuple[str, ...]:
     return (*applies, *(name for name, row in CORRECTIONS.items() if row.sequences))
 
 
-def pair(algorithm: str, correction: str) -> Row:
+def pair(algorithm: str, correction: str) -> ObjectiveRow:
     """The row of an algorithm under a correction. ValueError for unknown names, or a pair that has
     no form."""
     for kind, name, known in (

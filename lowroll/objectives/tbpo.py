@@ -26,7 +26,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.objectives.reduce import Counts, aggregate, masked_mean, sequence_any, sequence_mean
+from lowroll.objectives.reduce import (
+    Denominators,
+    aggregate,
+    masked_mean,
+    sequence_any,
+    sequence_mean,
+)
 from lowroll.objectives.surrogate import (
     as_floats,
     clip,
@@ -45,7 +51,7 @@ def tbpo(
     advantages: Tensor,
     mask: Tensor,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     cap: float,
     eps_low: float,
     eps_high: float,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowroll.objectives.reduce import Counts, aggregate, masked_mean, sequences_of
+from lowroll.objectives.reduce import Denominators, aggregate, masked_mean, sequences_of
 from lowroll.objectives.surrogate import as_floats, flatten
 
 
@@ -26,7 +26,7 @@ def value_loss(
     returns: Tensor,
     mask: Tensor,
     segments: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     clip: float | None = 0.5,
     reduce: str = "token-mean",
     max_length: float | None = None,

@@ -15,7 +15,7 @@ from lowroll.orchestrator import groups as grouping
 from lowroll.orchestrator.client import EngineClient, PhaseProgress, Scorer, Tokenizer
 from lowroll.orchestrator.errors import ErrorWindow, check_any
 from lowroll.orchestrator.estimates import pass_at_k
-from lowroll.orchestrator.settings import SOLVED, Sampling
+from lowroll.orchestrator.settings import SOLVED, SamplingSettings
 from lowroll.orchestrator.source import Draw, draw_at
 from lowroll.types import Sample, Score, ScoreError
 
@@ -33,7 +33,7 @@ def evaluate(
     *,
     num_examples: int,
     rollouts_per_example: int = 1,
-    sampling: Sampling,
+    sampling: SamplingSettings,
     k: int | None = None,
     seed: int = 0,
     max_prompt_tokens: int | None = None,
@@ -98,7 +98,7 @@ def plan(
     *,
     num_examples: int,
     rollouts_per_example: int,
-    sampling: Sampling,
+    sampling: SamplingSettings,
     seed: int,
     max_prompt_tokens: int | None,
     max_sequence_tokens: int | None = None,

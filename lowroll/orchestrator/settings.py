@@ -15,7 +15,7 @@ SOLVED = 1.0 - 1e-6  # a reward from here on counts as a solved task
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """How a request is sampled; the fields are those of `lowroll.types.Request`."""
 
     max_tokens: int = 64
@@ -35,7 +35,7 @@ class Settings:
 
     batch_size: int  # rollouts a step
     rollouts_per_example: int  # n of every request: the group size G
-    sampling: Sampling = Sampling()
+    sampling: SamplingSettings = SamplingSettings()
     # takes the place of sampling.temperature
     temperature_schedule: TemperatureSchedule | None = None
     seed: int = 0

@@ -31,7 +31,7 @@ from lowroll.orchestrator.client import Tokenizer
 from lowroll.orchestrator.conversations import Dialogue
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.ledger import Ledger, Planned
-from lowroll.orchestrator.settings import Sampling, Settings
+from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.types import Prompt, Request
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def draw_at(
     position: int,
     split: str,
     tokenizer: Tokenizer,
-    sampling: Sampling,
+    sampling: SamplingSettings,
     n: int,
     run_seed: int,
     max_sequence_tokens: int | None = None,

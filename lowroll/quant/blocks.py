@@ -27,7 +27,7 @@ GROUP = 32
 CODES = tuple(float(code) for code in range(16))
 
 
-class Block(WeightOnly):
+class BlockFormat(WeightOnly):
     """What the three have in common: groups of 32 with a float16 scale."""
 
     group = GROUP
@@ -64,7 +64,7 @@ class Block(WeightOnly):
         return join(w_NGS, q.shape[1]).to(dtype)
 
 
-class Block4(Block):
+class Block4(BlockFormat):
     """Two codes 0..15 a byte."""
 
     middle = 0.0  # the code that a whole number of 0 has
@@ -97,7 +97,7 @@ class Q4_1(Block4):
         return divide(w_NGS.amax(dim=-1) - low_NG, 15.0), low_NG
 
 
-class Q8_0(Block):
+class Q8_0(BlockFormat):
     name = "q8_0"
     summary = "W8A16, GGUF's Q8_0: groups of 32, a scale"
     bits = 8.5

@@ -2,7 +2,7 @@
 folders.
 
 A folder's config.json says in `quantization_config` how its linear layers are stored. `read_layout`
-turns that into a `Layout`, or refuses it in one line; `describe` writes it. A Layout gives the
+turns that into a `StoredLayout`, or refuses it in one line; `describe` writes it. A layout gives the
 tensors of one matrix W [N, K] by the suffix behind the module's name:
 
     int8        weight int8 [N, K], weight_scale [N, 1]                               int-quantized
@@ -41,7 +41,7 @@ from lowroll.quant.formats import Format, QTensor, get_format
 from lowroll.quant.fp8 import Float8Block
 from lowroll.quant.int4 import pack_words
 from lowroll.quant.mixed import Mixed
-from lowroll.quant.packed import Packed, read_packed
+from lowroll.quant.packed import PackedWeights, read_packed
 from lowroll.quant.scheme import Header, Scheme
 from lowroll.quant.table import FORMATS
 
@@ -55,7 +55,7 @@ _ADVICE = "; quantize the dense model with `lowroll quantize`, or load the dense
 
 
 @dataclass(frozen=True)
-class Layout:
+class StoredLayout:
     """The stored tensors of a format. `renamed` maps a suffix to the one that a folder uses in its
     place.
 
@@ -68,7 +68,7 @@ class Layout:
     unpacked: bool = False
     rotated: dict[str, int] = field(default_factory=dict)
 
-    def of(self, module: str) -> Layout | None:
+    def of(self, module: str) -> StoredLayout | None:
         """That of a module; None: it is dense."""
         return self
 
@@ -121,12 +121,12 @@ class MixedLayout:
     """Layouts by the names of modules. rest: of those that have no name here; None: they are
     dense."""
 
-    named: dict[str, Layout]
-    rest: Layout | None
+    named: dict[str, StoredLayout]
+    rest: StoredLayout | None
     ignored: frozenset[str]
     rotated: dict[str, int]
 
-    def of(self, module: str) -> Layout | None:
+    def of(self, module: str) -> StoredLayout | None:
         """That of a module; None: it is dense."""
         return None if module in self.ignored else self.named.get(module, self.rest)
 
@@ -138,14 +138,14 @@ class MixedLayout:
         return [*rotates, *(self.rotated.keys() - schemes.keys())]
 
 
-def read_layout(config: dict[str, Any]) -> Layout | Packed | MixedLayout:
+def read_layout(config: dict[str, Any]) -> StoredLayout | PackedWeights | MixedLayout:
     """The layout that a `quantization_config` describes. ValueError names the key that is not
     supported."""
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return _read_compressed_tensors(config)
     if method == "bitsandbytes":
-        return Layout(nf4.read_description(config, _ADVICE))
+        return StoredLayout(nf4.read_description(config, _ADVICE))
     if method == "fp8":
         blocks, scheme = config.get("weight_block_size"), config.get("activation_scheme")
         if blocks != [128, 128] or scheme != "dynamic":
@@ -153,7 +153,7 @@ def read_layout(config: dict[str, Any]) -> Layout | Packed | MixedLayout:
                 "weight_block_size, activation_scheme: expected [128, 128] and dynamic, got "
                 f"{blocks!r} and {scheme!r}{_ADVICE}"
             )
-        return Layout(Float8Block.name, {"weight_scale": "weight_scale_inv"})
+        return StoredLayout(Float8Block.name, {"weight_scale": "weight_scale_inv"})
     if method in ("awq", "gptq"):
         return read_packed(config)
     raise ValueError(
@@ -277,7 +277,7 @@ def _schemes() -> dict[str, Scheme]:
     return found
 
 
-def _read_compressed_tensors(config: dict[str, Any]) -> Layout | MixedLayout:
+def _read_compressed_tensors(config: dict[str, Any]) -> StoredLayout | MixedLayout:
     """The layout. Where all layers have one, which modules are quantized is read from the files and
     not from targets and ignore."""
     if config.get("kv_cache_scheme"):
@@ -305,7 +305,7 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Layout | MixedLayout:
     alike = all(other == first for other in layouts.values())
     if alike and not any(name.endswith(LINEARS) for name in ignored):
         return first
-    named: dict[str, Layout] = {}
+    named: dict[str, StoredLayout] = {}
     rest = None
     for key, layout in layouts.items():
         where = f"config_groups.{key}.targets"
@@ -341,7 +341,9 @@ def _names(where: str, value: object) -> list[str]:
     return value
 
 
-def _read_group(where: str, group: Any, compression: object, rotated: dict[str, int]) -> Layout:
+def _read_group(
+    where: str, group: Any, compression: object, rotated: dict[str, int]
+) -> StoredLayout:
     if not isinstance(group, dict):
         raise ValueError(f"{where}: expected an object, got {group!r}")
     if group.get("output_activations"):
@@ -362,16 +364,16 @@ def _read_group(where: str, group: Any, compression: object, rotated: dict[str, 
     raise ValueError(f"{where}: {', '.join(words)}: not one of {', '.join(schemes)}{_ADVICE}")
 
 
-def _named(where: str, name: str, scheme: Scheme, found: object) -> Layout:
+def _named(where: str, name: str, scheme: Scheme, found: object) -> StoredLayout:
     """The layout of a format under a compression. ValueError when it is not stored so."""
     if scheme.unpacked is not None and found == scheme.unpacked:
-        return Layout(name, {"weight_packed": "weight"}, unpacked=True)
+        return StoredLayout(name, {"weight_packed": "weight"}, unpacked=True)
     bytewise = found == "naive-quantized" and scheme.weights["num_bits"] == 8
     if found != scheme.compression and not bytewise:
         raise ValueError(
             f"{where}.format: {name} is stored as {scheme.compression}, not as {found!r}{_ADVICE}"
         )
-    return Layout(name)
+    return StoredLayout(name)
 
 
 def _normal(where: str, args: Any) -> dict[str, Any] | None:

@@ -34,7 +34,7 @@ ADVICE = "; load the dense model"
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedWeights:
     """How such a folder stores its matrices.
 
     offset: what is added to a stored zero point. ordered: groups follow the order of the columns.
@@ -47,7 +47,7 @@ class Packed:
     ordered: bool = True
     offset: int = 0
 
-    def of(self, module: str) -> Packed:
+    def of(self, module: str) -> PackedWeights:
         """That of a module."""
         return self
 
@@ -123,7 +123,7 @@ class Packed:
         return group_K
 
 
-def read_packed(config: dict[str, Any]) -> Packed:
+def read_packed(config: dict[str, Any]) -> PackedWeights:
     """The storage that a `quantization_config` of awq or gptq describes. ValueError names the key
     that is not supported."""
     method, bits, size = config["quant_method"], config.get("bits"), config.get("group_size")
@@ -138,14 +138,14 @@ def read_packed(config: dict[str, Any]) -> Packed:
                 f"version, zero_point: expected gemm and true, got {version!r} and "
                 f"{config.get('zero_point')!r}{ADVICE}"
             )
-        return Packed(method, bits, size)
+        return PackedWeights(method, bits, size)
     stored = config.get("checkpoint_format", "gptq")
     if stored not in ("gptq", "gptq_v2"):
         raise ValueError(f"checkpoint_format: {stored!r} is not one of gptq, gptq_v2{ADVICE}")
     if config.get("dynamic"):
         raise ValueError(f"dynamic: layers of different bits are not supported{ADVICE}")
     symmetric, ordered = config.get("sym") is True, not config.get("desc_act")
-    return Packed(method, bits, size, symmetric, ordered, offset=int(stored == "gptq"))
+    return PackedWeights(method, bits, size, symmetric, ordered, offset=int(stored == "gptq"))
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:

@@ -16,7 +16,7 @@ EIGHT_BITS = "int8_rotated"  # the format of 8 bits that is nearest to the dense
 
 
 @dataclass(frozen=True)
-class Row:
+class FormatRow:
     """A format as it is known before torch is loaded."""
 
     home: str  # module:class
@@ -24,24 +24,24 @@ class Row:
     large_batch: bool = False  # quick with many rows: may stand beside another format
 
 
-FORMATS: dict[str, Row] = {
-    "fp32": Row("lowroll.quant.dense:Float32", dense=True),
-    "bf16": Row("lowroll.quant.dense:BFloat16", dense=True, large_batch=True),
-    "int8": Row("lowroll.quant.int8:Int8", large_batch=True),
-    "int8_rotated": Row("lowroll.quant.int8_rotated:Int8Rotated", large_batch=True),
-    "fp8": Row("lowroll.quant.fp8:Float8", large_batch=True),
-    "fp8_block": Row("lowroll.quant.fp8:Float8Block"),
-    "int4": Row("lowroll.quant.int4:Int4"),
-    "int4_asym": Row("lowroll.quant.int4:Int4Asymmetric"),
-    "w4a8": Row("lowroll.quant.int4:Int4Int8"),
-    "nvfp4": Row("lowroll.quant.nvfp4:NVFloat4"),
-    "mxfp4": Row("lowroll.quant.mxfp4:MXFloat4"),
-    "mxfp4_floor": Row("lowroll.quant.mxfp4:MXFloat4Floor"),
-    "nf4": Row("lowroll.quant.nf4:NormalFloat4"),
-    "nf4_dq": Row("lowroll.quant.nf4:NormalFloat4Double"),
-    "q4_0": Row("lowroll.quant.blocks:Q4_0"),
-    "q4_1": Row("lowroll.quant.blocks:Q4_1"),
-    "q8_0": Row("lowroll.quant.blocks:Q8_0"),
+FORMATS: dict[str, FormatRow] = {
+    "fp32": FormatRow("lowroll.quant.dense:Float32", dense=True),
+    "bf16": FormatRow("lowroll.quant.dense:BFloat16", dense=True, large_batch=True),
+    "int8": FormatRow("lowroll.quant.int8:Int8", large_batch=True),
+    "int8_rotated": FormatRow("lowroll.quant.int8_rotated:Int8Rotated", large_batch=True),
+    "fp8": FormatRow("lowroll.quant.fp8:Float8", large_batch=True),
+    "fp8_block": FormatRow("lowroll.quant.fp8:Float8Block"),
+    "int4": FormatRow("lowroll.quant.int4:Int4"),
+    "int4_asym": FormatRow("lowroll.quant.int4:Int4Asymmetric"),
+    "w4a8": FormatRow("lowroll.quant.int4:Int4Int8"),
+    "nvfp4": FormatRow("lowroll.quant.nvfp4:NVFloat4"),
+    "mxfp4": FormatRow("lowroll.quant.mxfp4:MXFloat4"),
+    "mxfp4_floor": FormatRow("lowroll.quant.mxfp4:MXFloat4Floor"),
+    "nf4": FormatRow("lowroll.quant.nf4:NormalFloat4"),
+    "nf4_dq": FormatRow("lowroll.quant.nf4:NormalFloat4Double"),
+    "q4_0": FormatRow("lowroll.quant.blocks:Q4_0"),
+    "q4_1": FormatRow("lowroll.quant.blocks:Q4_1"),
+    "q8_0": FormatRow("lowroll.quant.blocks:Q8_0"),
 }
 
 

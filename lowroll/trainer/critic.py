@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lowroll.advantages import gae, place, whiten
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
-from lowroll.objectives.reduce import Counts
+from lowroll.objectives.reduce import Denominators
 from lowroll.objectives.value import value_loss
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.optim import Optimizer, OptimSettings
@@ -144,7 +144,7 @@ class Critic:
     ) -> dict[str, float]:
         """One optimiser update towards the returns of a minibatch; returns its metrics."""
         active = [i for i in minibatch if i in judged.returns]
-        counts = Counts(sum(map(sum, (samples[i].loss_mask for i in active))), len(minibatch))
+        counts = Denominators(sum(map(sum, (samples[i].loss_mask for i in active))), len(minibatch))
 
         def loss(packed: Packed, values_N: Tensor) -> tuple[Tensor, dict[str, float]]:
             return value_loss(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.objectives.reduce import Counts, aggregate, sequences_of
+from lowroll.objectives.reduce import Denominators, aggregate, sequences_of
 from lowroll.trainer import state as states
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer, OptimSettings
@@ -125,7 +125,7 @@ def sft_step(
 ) -> dict[str, float]:
     """One update towards the responses of `samples`; returns its metrics."""
     rate = optimizer.begin_step()
-    counts = Counts(sum(len(s.rollout.token_ids) for s in samples), len(samples))
+    counts = Denominators(sum(len(s.rollout.token_ids) for s in samples), len(samples))
 
     def likelihood(packed: Packed, learner_N: Tensor) -> Tensor:
         return aggregate(

@@ -58,7 +58,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.objectives.kl import penalty
 from lowroll.objectives.mismatch import by_length, by_staleness, mismatch
 from lowroll.objectives.objective import Objective
-from lowroll.objectives.reduce import Counts, masked_mean
+from lowroll.objectives.reduce import Denominators, masked_mean
 from lowroll.objectives.rejection import rejection
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.critic import Critic
@@ -495,8 +495,8 @@ def _accumulate(
     teacher = anchors.teacher
 
     @functools.cache
-    def counts() -> Counts:
-        total = Counts(
+    def counts() -> Denominators:
+        total = Denominators(
             sum(_num_learned(samples[i], settings.objective) for i in active),
             len(minibatch.samples),
         )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowroll.advantages import gae, place, whiten
-from lowroll.objectives.reduce import Counts, count
+from lowroll.objectives.reduce import Denominators, count
 from lowroll.objectives.value import value_loss
 from tests.fixtures.gae import NAMES, REWARDS, ROWS, VALUES
 
@@ -158,7 +158,7 @@ def test_value_loss_under_masks_and_micro_batches():
     ] == pytest.approx(0.7)
     assert critic(mask=torch.zeros(1, 4))[:2] == (0, [0] * 4)
     counts = count(mask=mask[:, :2]) + count(mask=mask[:, 2:])
-    assert counts == Counts(3, 2)
+    assert counts == Denominators(3, 2)
     parts = []
     for part in (slice(0, 2), slice(2, 4)):
         parts.append(

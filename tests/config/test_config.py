@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lowroll.config import ConfigError, RunConfig, from_mapping, load
-from lowroll.config.auto import AUTO, Rollouts, Row, choose_correction
+from lowroll.config.auto import AUTO, CorrectionRow, Rollouts, choose_correction
 from lowroll.config.document import ConfigDumper, parse, resolve_plain
 from lowroll.config.foreign import ABSENT, NEEDLESS, RENAMED
 from lowroll.config.load import as_config, known_keys
 from lowroll.config.loss import SparseConfig
-from lowroll.kv.policy.table import BOUNDED, POLICIES, Option, filled
-from lowroll.kv.policy.table import Row as PolicyRow
+from lowroll.kv.policy.table import BOUNDED, POLICIES, CachePolicyRow, Option, filled
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, RULES
 
 ROOT = Path(__file__).parents[2]
@@ -872,7 +871,7 @@ def test_auto_under_an_aligned_forward(algorithm: str, weights: str, expected: s
 
 
 @pytest.mark.parametrize("row", AUTO, ids=lambda row: f"{row.price}, {row.forward}")
-def test_the_table_of_auto_is_what_auto_does(row: Row) -> None:
+def test_the_table_of_auto_is_what_auto_does(row: CorrectionRow) -> None:
     for algorithm in ALGORITHMS:
         tree = {"model": "m", "algorithm": algorithm, **row.example}
         cfg = from_mapping(tree)
@@ -997,7 +996,7 @@ def test_the_cache_is_filled_from_its_policy_and_loads_again() -> None:
 def test_a_cache_that_is_a_row_more() -> None:
     """A policy that the table gets is known to the file, with options of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        row = PolicyRow("nowhere:Made", {**BOUNDED, "reach": Option(3, least=1, stays=True)})
+        row = CachePolicyRow("nowhere:Made", {**BOUNDED, "reach": Option(3, least=1, stays=True)})
         patch.setitem(POLICIES, "made", row)
         tree = {"model": "m", "rollout": {"kv": {"policy": "made", "budget": 9}}}
         cfg = from_mapping(tree, ["rollout.kv.reach=4"])

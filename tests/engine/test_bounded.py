@@ -13,7 +13,7 @@ import pytest
 from lowroll import Engine, Request
 from lowroll.engine.runner import Runner
 from lowroll.engine.sequence import Plan
-from lowroll.kv.policy.dense import Dense
+from lowroll.kv.policy.dense import DensePolicy
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
 from lowroll.types import Group
@@ -130,7 +130,7 @@ def test_heads_keep_other_keys(model: Transformer) -> None:
 def test_a_budget_of_the_whole_sequence_is_bitwise_the_dense_engine(
     model: Transformer, kind: Kind
 ) -> None:
-    wanted = [engine_of(model, kv=kv).generate(REQUESTS) for kv in (None, Dense())]
+    wanted = [engine_of(model, kv=kv).generate(REQUESTS) for kv in (None, DensePolicy())]
     assert numbers(wanted[0]) == numbers(wanted[1])
     assert numbers(engine_of(model, kv=kind(54, 1)).generate(REQUESTS)) == numbers(wanted[0])
 

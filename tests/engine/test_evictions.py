@@ -13,7 +13,7 @@ import torch
 
 from lowroll import Engine, Request, score
 from lowroll.kv.policy.base import CachePolicy
-from lowroll.kv.policy.recorder import Dropped, Recorder
+from lowroll.kv.policy.recorder import CompactionRecorder, Dropped
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.model.replay import check_evictions, pack_evictions, unpack_evictions
@@ -271,7 +271,7 @@ def test_more_compactions_than_a_byte_counts(tmp_path: Path) -> None:
 
 def test_a_recorder_by_hand() -> None:
     """One layer, one head: slot 0 goes on, slot 1 is copied from it, slot 0 then begins anew."""
-    recorder = Recorder(1, 3, 1, 3, "cpu")
+    recorder = CompactionRecorder(1, 3, 1, 3, "cpu")
     assert recorder.evictions(None) == recorder.evictions(0) == Evictions(1, 1)
 
     def compact(slot: int, length: int, position: int, kept: list[int]) -> None:

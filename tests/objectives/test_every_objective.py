@@ -17,7 +17,7 @@ from lowroll.metrics import names as metrics
 from lowroll.objectives.kl import penalty
 from lowroll.objectives.mismatch import by_length, by_staleness, mismatch, spread
 from lowroll.objectives.objective import INPUTS, named, select
-from lowroll.objectives.reduce import Counts, count
+from lowroll.objectives.reduce import Denominators, count
 from lowroll.objectives.rejection import rejection
 from lowroll.objectives.table import (
     ALGORITHMS,
@@ -92,7 +92,7 @@ def test_micro_batches_add_up(name, mode):
     whole, _ = call(name, batch, learner, reduce=mode)
     whole.backward()
     parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
-    counts = sum((count(mask=batch["mask"][part]) for part in parts), Counts(0, 0))
+    counts = sum((count(mask=batch["mask"][part]) for part in parts), Denominators(0, 0))
     total = 0.0
     for part in parts:
         piece = {key: value[part] for key, value in batch.items()}

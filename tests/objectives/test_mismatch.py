@@ -9,7 +9,7 @@ import torch
 
 from lowroll.objectives.kl import ESTIMATORS, k3, penalty
 from lowroll.objectives.mismatch import by_length, by_staleness, mismatch, spread
-from lowroll.objectives.reduce import Counts
+from lowroll.objectives.reduce import Denominators
 
 torch.set_num_threads(1)
 
@@ -87,7 +87,7 @@ def test_penalty_reduces_like_the_policy_term():
                 learner=learner[i : i + 1],
                 reference=reference[i : i + 1],
                 mask=mask[i : i + 1],
-                counts=Counts(5, 2),
+                counts=Denominators(5, 2),
                 **call,
             )[0].item()
             for i in range(2)

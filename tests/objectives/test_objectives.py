@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lowroll.objectives.acr import acr as acr_function
 from lowroll.objectives.clipped import clipped
 from lowroll.objectives.objective import named, select
-from lowroll.objectives.reduce import Counts, aggregate, count, sequences_of
+from lowroll.objectives.reduce import Denominators, aggregate, count, sequences_of
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, MODES
 from tests.fixtures.objectives import f64, of_row, pack, random_batch, single
 
@@ -57,7 +57,7 @@ def test_fully_masked_sequences_stay_in_the_sequence_count():
     assert aggregate(x, sequences, mode="seq-mean-token-mean").item() == 2  # mean(mean(3, 5), 0)
     assert aggregate(x, sequences, mode="seq-mean-token-sum").item() == 4
     assert aggregate(x, sequences, mode="token-mean").item() == 4
-    assert count(mask=mask, segments=torch.tensor([0, 0, 1])) == Counts(2, 2)
+    assert count(mask=mask, segments=torch.tensor([0, 0, 1])) == Denominators(2, 2)
 
 
 # The clip: R, A -> value, gradient
@@ -369,9 +369,9 @@ def test_micro_batches_sum_to_the_big_batch(name, mode):
             count(mask=batch["mask"][p], behavior=batch["lpr"][p] if needs_behavior else None)
             for p in parts
         ),
-        Counts(0, 0),
+        Denominators(0, 0),
     )
-    assert counts == Counts(
+    assert counts == Denominators(
         int(batch["mask"].sum()) - int(needs_behavior and bool(batch["mask"][1, 3])), 6
     )
     total = 0.0

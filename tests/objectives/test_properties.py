@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowroll.objectives.objective import named
-from lowroll.objectives.reduce import Counts
+from lowroll.objectives.reduce import Denominators
 from lowroll.objectives.table import MODES
 from tests.fixtures.objectives import pack, random_batch
 
@@ -369,7 +369,7 @@ def test_micro_batches_sum_to_the_big_batch(variant, mode):
     parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
     counts = sum(
         (counted(variant, {key: value[part] for key, value in batch.items()}) for part in parts),
-        Counts(0, 0),
+        Denominators(0, 0),
     )
     assert (counts.num_tokens, counts.num_sequences) == (int(batch["mask"].sum()) - 1, 6)
     assert (counts.weight_sum > 0) == (variant in NORMALISED)

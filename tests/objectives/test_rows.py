@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowroll.objectives.objective import Objective, named, select
-from lowroll.objectives.reduce import Counts, count
+from lowroll.objectives.reduce import Denominators, count
 from lowroll.objectives.table import ALGORITHMS, RULES, forms
 from tests.fixtures.objectives import f64, of_row, random_batch, single
 
@@ -277,7 +277,7 @@ def test_aipo_learns_from_a_teacher():
 
 
 def test_aipo_divides_by_every_loss_token_of_the_batch():
-    inputs = AIPO | {"counts": Counts(40, 7)}
+    inputs = AIPO | {"counts": Denominators(40, 7)}
     assert run(aipo, AIPO_LEARNER, **inputs)[0] == pytest.approx(-0.9333068191 / 40, abs=1e-11)
 
 
@@ -660,7 +660,7 @@ def bad(name, **changes):
         ("sparse", {"token_rs": (1.5, 0.5)}, "token_rs"),
         ("sparse", {"token_rs": 0.5}, "token_rs: 0.5 must be two numbers"),
         ("sparse", {"veto": 0}, "veto"),
-        ("sparse", {"normalize_xi": True, "counts": Counts(9, 3)}, "counts: .*weight_sum"),
+        ("sparse", {"normalize_xi": True, "counts": Denominators(9, 3)}, "counts: .*weight_sum"),
         ("aipo", {"ratio_type": "word"}, "ratio_type: unknown 'word'"),
         ("aipo", {"mode": "drop"}, "mode: unknown 'drop'"),
         ("aipo", {"geo_mask_low": 11}, "geo_mask_low: 11 must lie between 0 and geo_mask_high"),

@@ -11,12 +11,12 @@ import pytest
 
 from lowroll.advantages import custom
 from lowroll.orchestrator.errors import NoSignal
-from lowroll.orchestrator.settings import Sampling, Settings
+from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.orchestrator.source import fingerprint
 from lowroll.types import Prompt, Score
 from tests.fixtures.fakes import FakeEngine, FakeEnv, LaggingEngine, build, vowels
 
-BASE = Settings(batch_size=4, rollouts_per_example=2, sampling=Sampling(max_tokens=4))
+BASE = Settings(batch_size=4, rollouts_per_example=2, sampling=SamplingSettings(max_tokens=4))
 
 
 def made(rule=vowels, envs=None, **changes):

@@ -18,7 +18,7 @@ from lowroll.orchestrator.filters import Gibberish, Repetition
 from lowroll.orchestrator.groups import check_group, check_versions, credit
 from lowroll.orchestrator.ledger import Ledger
 from lowroll.orchestrator.schedule import TemperatureSchedule
-from lowroll.orchestrator.settings import Sampling, Settings
+from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.orchestrator.source import Draw, PromptSource
 from lowroll.types import (
     BehaviorTag,
@@ -57,13 +57,16 @@ from tests.fixtures.fakes import FakeEnv, FakeTokenizer, build
         (
             "sampling.temperature",
             [
-                {"sampling": Sampling(temperature=1e-6)},
+                {"sampling": SamplingSettings(temperature=1e-6)},
                 {
-                    "sampling": Sampling(temperature=0.0),
+                    "sampling": SamplingSettings(temperature=0.0),
                     "temperature_schedule": TemperatureSchedule(1.0, 0.5, 3),
                 },
             ],
-            [{"sampling": Sampling(temperature=t)} for t in (0.0, -1.0, math.inf, math.nan)],
+            [
+                {"sampling": SamplingSettings(temperature=t)}
+                for t in (0.0, -1.0, math.inf, math.nan)
+            ],
         ),
         (
             "max_error_rate",
@@ -139,7 +142,7 @@ def test_what_is_not_said_is_the_plain_case() -> None:
     assert plain == Settings(
         batch_size=8,
         rollouts_per_example=4,
-        sampling=Sampling(64, 0, 1.0, 0, 1.0, 0.0, 1.0, (), ()),
+        sampling=SamplingSettings(64, 0, 1.0, 0, 1.0, 0.0, 1.0, (), ()),
         seed=0,
         temperature_schedule=None,
         env_weights={},
@@ -168,7 +171,7 @@ def test_what_is_not_said_is_the_plain_case() -> None:
         hash_keys=(),
         skip_verification=False,
     )
-    request = Request([1], **vars(Sampling()))
+    request = Request([1], **vars(SamplingSettings()))
     assert request == Request(
         [1], max_tokens=64
     )  # nothing filters, nothing is banned, nothing stops

@@ -15,7 +15,7 @@ from lowroll.envs.answers import equal
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.estimates import interval, majority, pass_at_k
 from lowroll.orchestrator.examples import Example, Response, draw, score, votes
-from lowroll.orchestrator.settings import Sampling
+from lowroll.orchestrator.settings import SamplingSettings
 from lowroll.orchestrator.source import draw_at
 from lowroll.runs.comparison import Measured, rows_of, shown
 from lowroll.types import Group, Prompt, Score, ScoreError
@@ -189,7 +189,8 @@ def test_scores_are_kept_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def draws(count: int) -> list[Any]:
     env, tokenizer = FakeEnv("e"), FakeTokenizer()
     return [
-        draw_at(env, "e", i, "test", tokenizer, Sampling(max_tokens=4), 2, 0) for i in range(count)
+        draw_at(env, "e", i, "test", tokenizer, SamplingSettings(max_tokens=4), 2, 0)
+        for i in range(count)
     ]
 
 

@@ -20,7 +20,7 @@ from lowroll.orchestrator.evaluate import evaluate
 from lowroll.orchestrator.filters import Gibberish, Repetition, flag
 from lowroll.orchestrator.loop import Orchestrator, logged
 from lowroll.orchestrator.schedule import TemperatureSchedule
-from lowroll.orchestrator.settings import Sampling, Settings
+from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.orchestrator.source import seed_of
 from lowroll.orchestrator.stats import percentile
 from lowroll.transport.codec import decode_batch, encode_batch
@@ -70,7 +70,9 @@ def timeless(batch):
 
 def test_rewards_advantages_and_statistics_by_hand():
     engine = table_engine(["1", "0", "0", "1"], ["111", "0", "00", "0000"])
-    settings = Settings(batch_size=8, rollouts_per_example=4, sampling=Sampling(max_tokens=4))
+    settings = Settings(
+        batch_size=8, rollouts_per_example=4, sampling=SamplingSettings(max_tokens=4)
+    )
     orchestrator = build(settings, engine=engine, rule=lambda prompt, text: text[0] == "1")
     batch = orchestrator.step(3)
 
@@ -145,7 +147,7 @@ def test_overlong_shaping_enters_the_advantage_but_not_the_reported_reward():
     settings = Settings(
         batch_size=4,
         rollouts_per_example=4,
-        sampling=Sampling(max_tokens=20480),
+        sampling=SamplingSettings(max_tokens=20480),
         overlong_max=20480,
         overlong_cache=4096,
         advantage="grpo_no_std",
@@ -179,7 +181,9 @@ def test_seed_is_pinned_and_depends_on_every_part():
 
 
 def test_batch_does_not_depend_on_completion_order():
-    settings = Settings(batch_size=32, rollouts_per_example=4, sampling=Sampling(max_tokens=6))
+    settings = Settings(
+        batch_size=32, rollouts_per_example=4, sampling=SamplingSettings(max_tokens=6)
+    )
     batches = [
         timeless(build(settings, engine=FakeEngine(shuffle=order)).step(0))
         for order in (None, 1, 2)
@@ -227,7 +231,7 @@ def test_mix_follows_the_weights_and_not_the_order_of_the_configuration():
     settings = Settings(
         batch_size=800,
         rollouts_per_example=2,
-        sampling=Sampling(max_tokens=2),
+        sampling=SamplingSettings(max_tokens=2),
         env_weights={"b": 3.0},
     )
     envs = [FakeEnv("a"), FakeEnv("b")]
@@ -291,7 +295,7 @@ def mixed_run(**kwargs):
         batch_size=12,
         rollouts_per_example=3,
         seed=5,
-        sampling=Sampling(max_tokens=3),
+        sampling=SamplingSettings(max_tokens=3),
         env_weights={"a": 2.0},
         dynamic_sampling=True,
         max_rounds=20,
@@ -434,7 +438,9 @@ def failing(errors):
 
 
 def test_error_rate_rule():
-    settings = Settings(batch_size=100, rollouts_per_example=4, sampling=Sampling(max_tokens=3))
+    settings = Settings(
+        batch_size=100, rollouts_per_example=4, sampling=SamplingSettings(max_tokens=3)
+    )
     assert (
         build(settings, rule=failing(5)).step(0).stats["reward/error_rate"] == 0.05
     )  # 5 % is not over 5 %
@@ -450,7 +456,9 @@ def test_error_rate_rule():
 
 def test_error_rate_is_judged_from_fifty_scores_on_and_across_steps():
     count = itertools.count()
-    settings = Settings(batch_size=10, rollouts_per_example=5, sampling=Sampling(max_tokens=3))
+    settings = Settings(
+        batch_size=10, rollouts_per_example=5, sampling=SamplingSettings(max_tokens=3)
+    )
 
     def one_in_ten(prompt, text):
         return ScoreError("exception", "boom") if next(count) % 10 == 0 else vowels(prompt, text)
@@ -725,7 +733,7 @@ def test_temperature_schedule(shape, expected):
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, abs=1e-10)
     assert TemperatureSchedule(1.0, 0.6, 1, shape)(0) == 0.6
     orchestrator = build(
-        Settings(8, 4, temperature_schedule=schedule, sampling=Sampling(max_tokens=3))
+        Settings(8, 4, temperature_schedule=schedule, sampling=SamplingSettings(max_tokens=3))
     )
     assert (
         orchestrator.settings.temperature(1) == 1.0 and orchestrator.settings.temperature(11) == 0.6
@@ -741,8 +749,8 @@ def test_temperature_schedule(shape, expected):
         ({"batch_size": 10}, "batch_size: expected a multiple of rollouts_per_example=4, got 10"),
         ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
         ({"rollouts_per_example": 1}, "rollouts_per_example: expected at least 2"),
-        ({"sampling": Sampling(temperature=0.0)}, "sampling.temperature: expected above 0"),
-        ({"sampling": Sampling(temperature=math.nan)}, "sampling.temperature"),
+        ({"sampling": SamplingSettings(temperature=0.0)}, "sampling.temperature: expected above 0"),
+        ({"sampling": SamplingSettings(temperature=math.nan)}, "sampling.temperature"),
         ({"advantage": "vtrace"}, "advantage: expected one of .*'rloo'.*, got 'vtrace'"),
         ({"max_error_rate": 1.0}, "max_error_rate"),
         ({"overlong_max": 5}, "overlong_cache: overlong_max and overlong_cache go together"),
@@ -764,7 +772,7 @@ def test_weights_of_unknown_environments_are_refused():
 
 
 def test_request_carries_every_sampling_field():
-    sampling = Sampling(5, 2, 0.7, 9, 0.8, 0.1, 1.2, (3,), ("end",))
+    sampling = SamplingSettings(5, 2, 0.7, 9, 0.8, 0.1, 1.2, (3,), ("end",))
     orchestrator = build(Settings(2, 2, sampling=sampling, seed=4))
     orchestrator.step(0)
     assert orchestrator.engine.asked == [
@@ -899,7 +907,7 @@ def test_pass_at_k_against_brute_force():
 
 def run_evaluation(engine, rule, env=None, **kwargs):
     env = env or FakeEnv("a")
-    kwargs = {"sampling": Sampling()} | kwargs
+    kwargs = {"sampling": SamplingSettings()} | kwargs
     return evaluate(env, engine, FakeScorer(rule), FakeTokenizer(), **kwargs)
 
 
@@ -932,7 +940,7 @@ def test_evaluation_is_cut_to_the_split_and_repeats_itself():
             env=FakeEnv("a", period=3),
             num_examples=10,
             rollouts_per_example=2,
-            sampling=Sampling(max_tokens=5, temperature=0.0),
+            sampling=SamplingSettings(max_tokens=5, temperature=0.0),
         )
         for engine in engines
     ]
@@ -954,7 +962,9 @@ def test_evaluation_leaves_errors_out_and_stops_on_many():
     )
     assert metrics["eval/a/reward"] == 0.75 and metrics["eval/a/pass_at_k"] == 1.0
     with pytest.raises(ScoringFailed, match="6 of the last 60"):
-        run_evaluation(FakeEngine(), failing(6), num_examples=60, sampling=Sampling(max_tokens=3))
+        run_evaluation(
+            FakeEngine(), failing(6), num_examples=60, sampling=SamplingSettings(max_tokens=3)
+        )
     with pytest.raises(
         ScoringFailed,
         match="all 2 scores of the evaluation are errors: 2 crash; first: crash: gone",

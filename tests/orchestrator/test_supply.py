@@ -15,13 +15,15 @@ from lowroll.orchestrator.audit import Audit, balance, check
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.journal import Journal, read
 from lowroll.orchestrator.schedule import TemperatureSchedule
-from lowroll.orchestrator.settings import Sampling, Settings
+from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.orchestrator.supply import Stalled
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import ScoreError
 from tests.fixtures.fakes import FakeEnv, LaggingEngine, Versions, build, vowels
 
-PLAIN = Settings(batch_size=8, rollouts_per_example=2, seed=1, sampling=Sampling(max_tokens=12))
+PLAIN = Settings(
+    batch_size=8, rollouts_per_example=2, seed=1, sampling=SamplingSettings(max_tokens=12)
+)
 
 
 def made(engine=None, weights=None, envs=None, rule=vowels, **changes):
@@ -105,7 +107,7 @@ def test_partial_rollouts_go_on_into_the_next_batch(forgets):
 def test_the_choice_of_short_responses_is_seen():
     engine = LaggingEngine(pace=1, longest=40)
     orchestrator = made(
-        engine, oversampling_factor=2.0, partial="keep", sampling=Sampling(max_tokens=40)
+        engine, oversampling_factor=2.0, partial="keep", sampling=SamplingSettings(max_tokens=40)
     )
     batches = []
     for step in range(1, 9):

@@ -17,7 +17,7 @@ from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
-from lowroll.quant.table import FORMATS, OWN, Row, is_dense
+from lowroll.quant.table import FORMATS, OWN, FormatRow, is_dense
 from lowroll.runs.export import quantize_folder
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.weights.publish import digest, publish, rollout_copy
@@ -31,7 +31,7 @@ IDS = torch.randint(2, 67, (20,), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FORMATS, MADE_UP, Row("tests.fixtures.ternary:Ternary"))
+    monkeypatch.setitem(FORMATS, MADE_UP, FormatRow("tests.fixtures.ternary:Ternary"))
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def parity(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy more, as one adds it: a file, a row."""
-    row = table.Row("tests.fixtures.policies:Parity", table.BOUNDED)
+    row = table.CachePolicyRow("tests.fixtures.policies:Parity", table.BOUNDED)
     monkeypatch.setitem(table.POLICIES, "parity", row)
 
 

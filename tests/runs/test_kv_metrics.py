@@ -36,7 +36,7 @@ def test_a_bounded_run_says_what_it_saves_and_rejects(
     dense = train(tree).records
     assert not (SAVED | REJECTED) & set[str]().union(*dense)
 
-    row = table.Row("tests.fixtures.policies:Parity", table.BOUNDED)
+    row = table.CachePolicyRow("tests.fixtures.policies:Parity", table.BOUNDED)
     monkeypatch.setitem(table.POLICIES, "parity", row)
     kv = {"policy": "parity", "budget": 4, "buffer": 2}
     changed = {"output_dir": str(tmp_path / "bounded"), "rollout": {**tree["rollout"], "kv": kv}}

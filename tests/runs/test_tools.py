@@ -13,7 +13,7 @@ from lowroll.envs import make
 from lowroll.envs.rewards import ScorerPool
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.orchestrator.conversations import Conversations
-from lowroll.orchestrator.settings import Sampling
+from lowroll.orchestrator.settings import SamplingSettings
 from lowroll.orchestrator.source import draw_at
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
 from tests.fixtures import hermes
@@ -53,7 +53,7 @@ def call(**arguments: Any) -> str:
 def test_a_conversation_with_a_tool(folder: Path) -> None:
     chat = ChatTokenizer(load_tokenizer(folder))
     env = make(CALCULATOR, name="calc", args={"digits": 2})
-    draw = draw_at(env, "calc", 0, "train", chat, Sampling(max_tokens=200), 4, 1)
+    draw = draw_at(env, "calc", 0, "train", chat, SamplingSettings(max_tokens=200), 4, 1)
     question = draw.prompt.messages[0]["content"]
     a, operation, b = question.removeprefix("What is ")[:-1].split()
     right = call(a=int(a), operation=operation, b=int(b))

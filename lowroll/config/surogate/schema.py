@@ -185,7 +185,7 @@ class OrchModel(Section):
     lora_alpha: Positive | None = None  # as in train.yaml
 
 
-class Sampling(Section):
+class OrchSampling(Section):
     """orch.yaml `sampling`."""
 
     max_tokens: Count | None = None  # longest response
@@ -214,7 +214,7 @@ OrchEnvs = Annotated[
 ]
 
 
-class Elastic(Section):
+class OrchElastic(Section):
     """orch.yaml `client.elastic`: a pool of servers found by DNS."""
 
     hostname: Text | None = None  # DNS name of all engines
@@ -222,7 +222,7 @@ class Elastic(Section):
     sync_interval: Positive = 5.0  # seconds between two looks
 
 
-class Client(Section):
+class OrchClient(Section):
     """orch.yaml `client`: how inference servers are reached."""
 
     # addresses of the engines
@@ -230,7 +230,7 @@ class Client(Section):
     timeout: Positive = 1200  # seconds that a request may take
     api_key_var: Text = "VLLM_API_KEY"  # environment variable with their key
     skip_model_check: bool = False  # do not ask an engine which model it serves
-    elastic: Elastic = Elastic()
+    elastic: OrchElastic = OrchElastic()
 
 
 class Buffer(Section):
@@ -324,8 +324,8 @@ class OrchFile(Section):
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0  # requests, over those of a batch
     output_dir: Text = "outputs/run_default"  # the run's folder
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42  # of the run
-    sampling: Sampling = Sampling()
-    client: Client = Client()
+    sampling: OrchSampling = OrchSampling()
+    client: OrchClient = OrchClient()
     buffer: Buffer = Buffer()
     advantage: Advantage = Advantage()
     filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()

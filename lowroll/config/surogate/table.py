@@ -13,7 +13,7 @@ SECTIONS = ("train", "infer", "orch")
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyMapping:
     """`to`: the keys of RunConfig that follow it; none: it is held against another file's. copied:
     as it stands, to the one key. differs: from the document, and why."""
 
@@ -22,11 +22,11 @@ class Row:
     copied: bool = False
 
 
-def _copied(to: str, differs: str = "") -> Row:
-    return Row((to,), differs, copied=True)
+def _copied(to: str, differs: str = "") -> KeyMapping:
+    return KeyMapping((to,), differs, copied=True)
 
 
-def _same(prefix: str, *names: str) -> dict[str, Row]:
+def _same(prefix: str, *names: str) -> dict[str, KeyMapping]:
     """Keys of a section that are called so here, too."""
     return {name: _copied(f"{prefix}{name}") for name in names}
 
@@ -38,20 +38,20 @@ BASE = (
     "needs the same as an override: rollout.weights"
 )
 
-TRAIN: Mapping[str, Row] = {
+TRAIN: Mapping[str, KeyMapping] = {
     "model": _copied("model"),
-    "output_dir": Row(
+    "output_dir": KeyMapping(
         ("output_dir",),
         "the folder of the run is `orch.output_dir`, which must lie in it or be it; a trainer with "
         "train.yaml alone looks for the one `run_*` folder in it",
     ),
-    "sequence_len": Row(
+    "sequence_len": KeyMapping(
         ("train.tokens_per_microbatch",),
         "not written: `orch.seq_len`. A row of so many tokens, times per_device_train_batch_size, is "
         "packed without padding",
     ),
-    "per_device_train_batch_size": Row(("train.tokens_per_microbatch",), "as sequence_len"),
-    "max_steps": Row(
+    "per_device_train_batch_size": KeyMapping(("train.tokens_per_microbatch",), "as sequence_len"),
+    "max_steps": KeyMapping(
         ("train.max_steps",), "a run has an end: 100 steps when neither file says, with a warning"
     ),
     "logging_steps": _copied("logging_steps", "of the terminal; metrics.jsonl has every step"),
@@ -68,15 +68,18 @@ TRAIN: Mapping[str, Row] = {
         "lora_target_modules",
     ),
     "gpus": _copied("train.gpus", "two or more need processes: the override launcher=local"),
-    "optimizer": Row(
+    "optimizer": KeyMapping(
         ("train.optimizer",), "8-bit moments only where it is written: they need the extra `bnb`"
     ),
-    "recipe": Row(
+    "recipe": KeyMapping(
         ("train.forward",),
         "forward products in this format, backward ones in the run's dtype; with a QLoRA base of "
         "the same format it is train.forward: aligned",
     ),
-    **{name: Row(("rollout.weights",), BASE) for name in ("qlora_fp8", "qlora_bnb", "qlora_fp4")},
+    **{
+        name: KeyMapping(("rollout.weights",), BASE)
+        for name in ("qlora_fp8", "qlora_bnb", "qlora_fp4")
+    },
     **{
         f"loss.{name}": _copied(f"loss.aipo.{name}")
         for name in (
@@ -95,83 +98,87 @@ TRAIN: Mapping[str, Row] = {
     "loss.teacher_tau": _copied(
         "loss.aipo.teacher_tau", "the files have no key for the teacher: the override train.teacher"
     ),
-    "noise_scheduler.enabled": Row(("noise",), "the final norm takes no noise here"),
+    "noise_scheduler.enabled": KeyMapping(("noise",), "the final norm takes no noise here"),
     **{
-        f"noise_scheduler.{name}": Row((f"noise.{name}",))
+        f"noise_scheduler.{name}": KeyMapping((f"noise.{name}",))
         for name in ("sigma_start", "sigma_end", "num_stages")
     },
-    "transport_type": Row(
+    "transport_type": KeyMapping(
         ("rollout_transport.type",), "must be that of orch.yaml where both are written"
     ),
-    "max_async_level": Row(
+    "max_async_level": KeyMapping(
         ("asynchrony.max_async_level",),
         "must be that of orch.yaml where both are written; one process has level 0, which every "
         "value allows",
     ),
 }
-INFER: Mapping[str, Row] = {
-    "model": Row(("model",), "must be that of train.yaml; `lowroll serve infer.yaml` needs it"),
-    "host": Row(
+INFER: Mapping[str, KeyMapping] = {
+    "model": KeyMapping(
+        ("model",), "must be that of train.yaml; `lowroll serve infer.yaml` needs it"
+    ),
+    "host": KeyMapping(
         ("serve.host",),
         "null is this machine alone (127.0.0.1), and not every address: one that others reach takes "
         "a token",
     ),
-    "port": Row(("serve.port",), "a launcher takes free ports, unless this is written"),
-    "dtype": Row(
+    "port": KeyMapping(("serve.port",), "a launcher takes free ports, unless this is written"),
+    "dtype": KeyMapping(
         ("dtype", "rollout.vllm.dtype"), "float16 is vLLM's alone; bfloat16 is the learner's, too"
     ),
-    "max_model_len": Row(("rollout.max_model_len",), "the lesser of it and orch.seq_len"),
-    "enforce_eager": Row(("rollout.cuda_graphs", "rollout.vllm.serve_args")),
-    "tp": Row(("rollout.vllm.tensor_parallel_size",), VLLM),
-    "enable_lora": Row(("train.lora",), "must be true where train.yaml learns an adapter"),
-    "max_lora_rank": Row(
+    "max_model_len": KeyMapping(("rollout.max_model_len",), "the lesser of it and orch.seq_len"),
+    "enforce_eager": KeyMapping(("rollout.cuda_graphs", "rollout.vllm.serve_args")),
+    "tp": KeyMapping(("rollout.vllm.tensor_parallel_size",), VLLM),
+    "enable_lora": KeyMapping(("train.lora",), "must be true where train.yaml learns an adapter"),
+    "max_lora_rank": KeyMapping(
         ("rollout.vllm.max_lora_rank",),
         "at least train.lora_rank; an engine by hand takes adapters up to it",
     ),
-    "enable_prefix_caching": Row(
+    "enable_prefix_caching": KeyMapping(
         ("rollout.prefix_caching", "rollout.vllm.serve_args"), "null: it is on"
     ),
-    "gpu_memory_utilization": Row(
+    "gpu_memory_utilization": KeyMapping(
         ("rollout.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
         "not written: what the run can use, as in co-locate mode",
     ),
-    "weight_broadcast_type": Row(
+    "weight_broadcast_type": KeyMapping(
         ("weight_broadcast.type",), "must be that of orch.yaml where both are written"
     ),
 }
-ORCH: Mapping[str, Row] = {
-    "model.name": Row(
+ORCH: Mapping[str, KeyMapping] = {
+    "model.name": KeyMapping(
         ("model",), "must be that of train.yaml; `lowroll orchestrate orch.yaml` needs it"
     ),
-    "model.lora_rank": Row(("train.lora_rank",), "must be that of train.yaml"),
-    "model.lora_alpha": Row(("train.lora_alpha",), "must be that of train.yaml"),
+    "model.lora_rank": KeyMapping(("train.lora_rank",), "must be that of train.yaml"),
+    "model.lora_alpha": KeyMapping(("train.lora_alpha",), "must be that of train.yaml"),
     "batch_size": _copied("batch_size"),
     "rollouts_per_example": _copied(
         "rollouts_per_example", "the default is refused: one response has no group"
     ),
-    "seq_len": Row(
+    "seq_len": KeyMapping(
         ("rollout.max_model_len", "train.tokens_per_microbatch"),
         "prompts that leave no room for a whole response are passed over, not cut",
     ),
-    "max_steps": Row(("train.max_steps",), "as train.yaml's"),
-    "max_async_level": Row(("asynchrony.max_async_level",), "as train.yaml's"),
+    "max_steps": KeyMapping(("train.max_steps",), "as train.yaml's"),
+    "max_async_level": KeyMapping(("asynchrony.max_async_level",), "as train.yaml's"),
     **_same("asynchrony.", "max_off_policy_steps", "oversampling_factor"),
-    "output_dir": Row(("output_dir",)),
+    "output_dir": KeyMapping(("output_dir",)),
     "seed": _copied("seed"),
-    "sampling.max_tokens": Row(("rollout.max_tokens",), "null: half of the longest sequence"),
+    "sampling.max_tokens": KeyMapping(
+        ("rollout.max_tokens",), "null: half of the longest sequence"
+    ),
     **{
         f"sampling.{name}": _copied(f"rollout.{name}")
         for name in ("temperature", "temp_scheduler", "repetition_penalty", "min_tokens")
     },
     **{
-        f"sampling.temp_scheduler.{name}": Row((f"rollout.temp_scheduler.{name}",))
+        f"sampling.temp_scheduler.{name}": KeyMapping((f"rollout.temp_scheduler.{name}",))
         for name in ("type", "start_temperature", "end_temperature")
     },
     "sampling.seed": _copied("rollout.seed", "null: the run's seed"),
-    "env[].id": Row(("env[].id",), "an environment of lowroll's, or path/to/file.py"),
-    "env[].name": Row(("env[].name",)),
-    "env[].args": Row(("env[].args",)),
-    "client.base_url": Row(
+    "env[].id": KeyMapping(("env[].id",), "an environment of lowroll's, or path/to/file.py"),
+    "env[].name": KeyMapping(("env[].name",)),
+    "env[].args": KeyMapping(("env[].args",)),
+    "client.base_url": KeyMapping(
         ("client.base_url", "rollout.vllm.url"),
         "the default is the run's own engine, but for `lowroll orchestrate`",
     ),
@@ -195,20 +202,20 @@ ORCH: Mapping[str, Row] = {
     "buffer.skip_verification": _copied(
         "buffer.skip_verification", "allowed, with a warning: every reward is 0"
     ),
-    "buffer.env_ratios": Row(
+    "buffer.env_ratios": KeyMapping(
         ("env[].weight",), "an environment of ratio 0 is left out of the training ones"
     ),
-    "advantage.type": Row(("advantage", "advantage_function")),
-    "advantage.length_weighted_mean": Row(("advantage",)),
-    "advantage.import_path": Row(
+    "advantage.type": KeyMapping(("advantage", "advantage_function")),
+    "advantage.length_weighted_mean": KeyMapping(("advantage",)),
+    "advantage.import_path": KeyMapping(
         ("advantage_function.import_path",),
         "path/to/file.py:function of this machine, and no module's name: nothing is imported that "
         "the file does not name; f(rewards, lengths, **kwargs) of one group",
     ),
-    "advantage.kwargs": Row(("advantage_function.kwargs",)),
-    "filters[].type": Row(("filters[].type",)),
+    "advantage.kwargs": KeyMapping(("advantage_function.kwargs",)),
+    "filters[].type": KeyMapping(("filters[].type",)),
     **{
-        f"filters[].{name}": Row((f"filters[].{name}",))
+        f"filters[].{name}": KeyMapping((f"filters[].{name}",))
         for name in (
             "enforce",
             "token_id_threshold",
@@ -217,7 +224,7 @@ ORCH: Mapping[str, Row] = {
             "prob_threshold",
         )
     },
-    "ckpt.interval": Row(("ckpt.interval",), "null is 50, and not never"),
+    "ckpt.interval": KeyMapping(("ckpt.interval",), "null is 50, and not never"),
     "ckpt.resume_step": _copied(
         "ckpt.resume_step",
         "-1 begins where there is no run yet; a step of its own is for one process: roles go on from "
@@ -226,20 +233,20 @@ ORCH: Mapping[str, Row] = {
     "ckpt.wait_for_weights_timeout": _copied(
         "ckpt.wait_for_weights_timeout", "of every wait for weights; null: weight_broadcast.timeout"
     ),
-    "ckpt.keep_last": Row(("ckpt.keep_last",)),
-    "ckpt.keep_interval": Row(("ckpt.keep_interval",)),
+    "ckpt.keep_last": KeyMapping(("ckpt.keep_last",)),
+    "ckpt.keep_interval": KeyMapping(("ckpt.keep_interval",)),
     "ckpt.skip_progress": _copied(
         "ckpt.skip_progress", "with a warning: prompts come twice; in one process"
     ),
     "ckpt.skip_buffer": _copied("ckpt.skip_buffer", "in one process"),
-    "eval.env[].id": Row(("eval.env[].id",)),
-    "eval.env[].name": Row(("eval.env[].name",)),
-    "eval.env[].args": Row(("eval.env[].args",)),
-    "eval.num_examples": Row(
+    "eval.env[].id": KeyMapping(("eval.env[].id",)),
+    "eval.env[].name": KeyMapping(("eval.env[].name",)),
+    "eval.env[].args": KeyMapping(("eval.env[].args",)),
+    "eval.num_examples": KeyMapping(
         ("eval.num_examples",), "-1 is all of a split that ends, and 64 of one that does not"
     ),
     **{
-        f"eval.{name}": Row((f"eval.{name}",))
+        f"eval.{name}": KeyMapping((f"eval.{name}",))
         for name in (
             "rollouts_per_example",
             "interval",
@@ -248,18 +255,18 @@ ORCH: Mapping[str, Row] = {
             "cancel_inflight_rollouts_on_eval",
         )
     },
-    "rollout_transport.type": Row(("rollout_transport.type",)),
+    "rollout_transport.type": KeyMapping(("rollout_transport.type",)),
     "rollout_transport.host": _copied("rollout_transport.host", LOCAL),
     "rollout_transport.port": _copied("rollout_transport.port"),
     "rollout_transport.hwm": _copied("rollout_transport.hwm", "of the filesystem, too"),
-    "weight_broadcast.type": Row(
+    "weight_broadcast.type": KeyMapping(
         ("weight_broadcast.type",), "cuda_ipc is lowroll's own: an override"
     ),
     "weight_broadcast.host": _copied("weight_broadcast.host", LOCAL),
     "weight_broadcast.port": _copied("weight_broadcast.port"),
     "weight_broadcast.timeout": _copied("weight_broadcast.timeout", "of the filesystem, too"),
 }
-TABLES: Mapping[str, Mapping[str, Row]] = {"train": TRAIN, "infer": INFER, "orch": ORCH}
+TABLES: Mapping[str, Mapping[str, KeyMapping]] = {"train": TRAIN, "infer": INFER, "orch": ORCH}
 
 # written in several files: the places
 REPEATED: tuple[tuple[tuple[str, str], ...], ...] = (

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lowroll.model.spec import ModelSpec
 
 
-class Dense(CachePolicy):
+class DensePolicy(CachePolicy):
     """Never compacts; a sample's worst case is its prompt and all of its response."""
 
     name = "dense"
@@ -28,4 +28,4 @@ class Dense(CachePolicy):
         return None
 
 
-DENSE = Dense()
+DENSE = DensePolicy()

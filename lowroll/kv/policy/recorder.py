@@ -58,7 +58,7 @@ class _History:
     numbers_LGT: Tensor  # the compaction that dropped each key, 0: none
 
 
-class Recorder:
+class CompactionRecorder:
     """Of `slots` places of a model of so many layers and KV heads, where compactions leave at most
     `most` keys. All is called in the order of the device's work.
 

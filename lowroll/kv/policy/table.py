@@ -57,7 +57,7 @@ class Option(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Row:
+class CachePolicyRow:
     """A policy as it is known before torch is loaded."""
 
     home: str  # module:class
@@ -75,13 +75,17 @@ ZERO_FIRST = Option(False)
 BOUNDED: dict[str, Option[Any]] = {"budget": BUDGET, "buffer": BUFFER}
 SCORED: dict[str, Option[Any]] = {**BOUNDED, "window": WINDOW, "kernel": KERNEL}
 
-POLICIES: dict[str, Row] = {
-    "dense": Row("lowroll.kv.policy.dense:Dense"),
-    "streaming": Row("lowroll.kv.policy.streaming:Streaming", {**BOUNDED, "sinks": SINKS}),
+POLICIES: dict[str, CachePolicyRow] = {
+    "dense": CachePolicyRow("lowroll.kv.policy.dense:DensePolicy"),
+    "streaming": CachePolicyRow(
+        "lowroll.kv.policy.streaming:Streaming", {**BOUNDED, "sinks": SINKS}
+    ),
     # half of its budget is for the last keys, half for the best
-    "h2o": Row("lowroll.kv.policy.h2o:H2O", {**BOUNDED, "budget": Option(512, least=2)}),
-    "snapkv": Row("lowroll.kv.policy.snapkv:SnapKV", SCORED),
-    "rkv": Row("lowroll.kv.policy.rkv:RKV", {**SCORED, "mix": MIX, "zero_first": ZERO_FIRST}),
+    "h2o": CachePolicyRow("lowroll.kv.policy.h2o:H2O", {**BOUNDED, "budget": Option(512, least=2)}),
+    "snapkv": CachePolicyRow("lowroll.kv.policy.snapkv:SnapKV", SCORED),
+    "rkv": CachePolicyRow(
+        "lowroll.kv.policy.rkv:RKV", {**SCORED, "mix": MIX, "zero_first": ZERO_FIRST}
+    ),
 }
 
 

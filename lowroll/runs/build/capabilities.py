@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from lowroll.config import RunConfig
 from lowroll.engine.base import Capabilities
-from lowroll.orchestrator.settings import Sampling
+from lowroll.orchestrator.settings import SamplingSettings
 from lowroll.runs.build import orchestrator
 
 
 def check(cfg: RunConfig, able: Capabilities) -> None:
     """ValueError names the settings of a run that an engine cannot follow."""
     drawn = vars(orchestrator.sampling(cfg))
-    plain = vars(Sampling())
+    plain = vars(SamplingSettings())
     asked = [name for name, value in drawn.items() if value != plain[name]]
     unheeded = [name for name in asked if name not in able.sampler]
     if unheeded:

@@ -15,16 +15,16 @@ from lowroll.config.schema import DapoConfig, RolloutConfig
 from lowroll.config.scoring import FilterConfig, ScoreConfig
 from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
-from lowroll.orchestrator.settings import Sampling, Settings
+from lowroll.orchestrator.settings import SamplingSettings, Settings
 from lowroll.runs.build import prompts
 from lowroll.runs.build.mirror import Mirror
 
 if TYPE_CHECKING:
     from lowroll.model.spec import ModelSpec
 
-_SAMPLING = Mirror(Sampling, RolloutConfig, given=("stop_strings",), default=("stop_ids",))
+_SAMPLING = Mirror(SamplingSettings, RolloutConfig, given=("stop_strings",), default=("stop_ids",))
 _EVAL_SAMPLING = Mirror(
-    Sampling,
+    SamplingSettings,
     EvalConfig,
     given=("max_tokens", "stop_strings"),
     default=("min_tokens", "stop_ids"),
@@ -57,12 +57,12 @@ _GIBBERISH = Mirror(Gibberish, FilterConfig, given=("vocab_size",))
 _REPETITION = Mirror(Repetition, FilterConfig)
 
 
-def sampling(cfg: RunConfig) -> Sampling:
+def sampling(cfg: RunConfig) -> SamplingSettings:
     """How rollouts are drawn."""
     return _SAMPLING(cfg.rollout, stop_strings=cfg.rollout.stop)
 
 
-def eval_sampling(cfg: RunConfig) -> Sampling:
+def eval_sampling(cfg: RunConfig) -> SamplingSettings:
     """How evaluation draws: by a sampler of its own, up to the length and the stops of the
     rollouts."""
     return _EVAL_SAMPLING(
