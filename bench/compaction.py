@@ -24,7 +24,7 @@ import torch
 from bench.shapes import SHAPES
 from lowroll.engine.runner import MOST_COMPACTED
 from lowroll.kernels import launch
-from lowroll.kv.cache import KVCache, Rows
+from lowroll.kv.cache import DecodeRows, KVCache
 from lowroll.kv.policy.base import Selector
 from lowroll.kv.policy.table import POLICIES, make
 from lowroll.model.spec import ModelSpec, spec_from_config
@@ -57,7 +57,7 @@ def time_compaction(
     table_BP = torch.randperm(rows * pages, device="cuda", generator=generator).view(rows, pages)
     lengths_B = torch.full((rows,), budget + buffer, dtype=torch.int32, device="cuda")
     slots_B = torch.arange(rows, device="cuda")
-    full = Rows(slots_B, table_BP.int(), lengths_B, lengths_B.long() - 1)
+    full = DecodeRows(slots_B, table_BP.int(), lengths_B, lengths_B.long() - 1)
     offsets = torch.arange(PAGE, device="cuda")
     to_BK = (table_BP[..., None] * PAGE + offsets).flatten(1)[:, :budget].contiguous()
     found = {}
@@ -73,17 +73,19 @@ def time_compaction(
 
 
 @torch.inference_mode()
-def _compact(selector: Selector, cache: KVCache, full: Rows, to_BK: torch.Tensor) -> None:
+def _compact(selector: Selector, cache: KVCache, full: DecodeRows, to_BK: torch.Tensor) -> None:
     """As the runner does."""
     for first in range(0, len(full.slots_B), MOST_COMPACTED):
         at = slice(first, first + MOST_COMPACTED)
-        some = Rows(full.slots_B[at], full.table_BP[at], full.lengths_B[at], full.positions_B[at])
+        some = DecodeRows(
+            full.slots_B[at], full.table_BP[at], full.lengths_B[at], full.positions_B[at]
+        )
         kept_LBGK = selector.compact(some, to_BK.shape[1])
         cache.keep(some.table_BP, kept_LBGK, to_BK[at])
 
 
 @torch.inference_mode()
-def _watching(selector: Selector, spec: ModelSpec, rows: Rows, dtype: torch.dtype) -> float:
+def _watching(selector: Selector, spec: ModelSpec, rows: DecodeRows, dtype: torch.dtype) -> float:
     if not selector.watches:
         return 0.0
     shape = (len(rows.slots_B), spec.num_heads, spec.head_dim)

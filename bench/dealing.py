@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from lowroll.model.spec import spec_from_config
-from lowroll.parallel.ranks import Group
+from lowroll.parallel.ranks import RankGroup
 from lowroll.trainer.packing import cost, pack
 from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
 
@@ -38,7 +38,7 @@ BATCHES = 50
 BEHAVIOR = BehaviorTag((PolicySpan(0, "d"),), "int8")
 
 
-class Rank(Group):
+class Rank(RankGroup):
     """A rank that deals, and has met nobody."""
 
     def __init__(self, rank: int, size: int, lockstep: bool = False) -> None:

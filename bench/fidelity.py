@@ -54,7 +54,7 @@ from lowroll.quant import mixed
 from lowroll.quant.budget import parse
 from lowroll.quant.formats import QTensor
 from lowroll.quant.table import low_bit
-from lowroll.runs.diagnose import Drawn, draw, learner_points
+from lowroll.runs.diagnose import DrawnSequences, draw, learner_points
 from lowroll.types import Request
 from lowroll.weights import gptq
 from lowroll.weights.budget import Calibration, allocate
@@ -253,7 +253,9 @@ def divergence(truth: list[Tensor], model: Transformer, texts: list[list[int]]) 
     return total / sum(map(len, texts))
 
 
-def compare(points: Mapping[str, Tensor], start: str, stop: str, drawn: Drawn) -> dict[str, float]:
+def compare(
+    points: Mapping[str, Tensor], start: str, stop: str, drawn: DrawnSequences
+) -> dict[str, float]:
     found = mismatch(
         learner=points[stop],
         behavior=points[start],

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench import vocabulary
 from bench.served import Served
-from lowroll.engine.base import Capabilities, Drawn, EngineStats, InFlight
+from lowroll.engine.base import Capabilities, EngineStats, InFlight, PartialSample
 from lowroll.engine.request import sampler_settings, validate
 from lowroll.server.shelf import WeightShelf
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
@@ -77,7 +77,7 @@ class Instant:
     def abort(self, handle: int) -> bool:
         return handle in self._open
 
-    def so_far(self, handle: int) -> list[Drawn]:
+    def so_far(self, handle: int) -> list[PartialSample]:
         return []
 
     def reset_prefix_cache(self) -> None:

@@ -47,7 +47,7 @@ from bench.train import ALPHA, RANK, RATE, Job, batch, timed
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
-from lowroll.parallel.ranks import ALONE, Group, Ranks
+from lowroll.parallel.ranks import ALONE, RankGroup, Ranks
 from lowroll.parallel.sharding import Sharded
 from lowroll.runs.launch.process import reserved
 from lowroll.trainer import recompute
@@ -92,7 +92,7 @@ def seated(job: Job, rank: int, size: int, port: int) -> Iterator[Ranks]:
     if size == 1:
         yield ALONE
         return
-    kind = Group if job.lora else Sharded
+    kind = RankGroup if job.lora else Sharded
     ranks = kind(rank, size, "127.0.0.1", port, device, DEADLINE_S)
     try:
         yield ranks

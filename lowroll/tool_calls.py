@@ -41,7 +41,7 @@ class IllFormed(ValueError):
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolInvocation:
     """A tool's name and its arguments, as JSON has them. `id`: "" where the model wrote none."""
 
     name: str
@@ -54,7 +54,7 @@ class Spoken:
     """A turn in parts: the text before the first call, the calls, and why others are none."""
 
     content: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolInvocation, ...] = ()
     errors: tuple[str, ...] = ()
 
     def message(self, content: str) -> Message:
@@ -77,14 +77,14 @@ class Spoken:
 
 @dataclass
 class _Found:
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolInvocation] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     @property
     def full(self) -> bool:
         return len(self.calls) + len(self.errors) >= MOST_CALLS
 
-    def add(self, read: Callable[[], Call]) -> bool:
+    def add(self, read: Callable[[], ToolInvocation]) -> bool:
         """Whether it was a call."""
         try:
             self.calls.append(read())
@@ -131,7 +131,7 @@ class Speech:
         self.text += piece
         return self._give(self._plain())
 
-    def end(self) -> tuple[str, tuple[Call, ...]]:
+    def end(self) -> tuple[str, tuple[ToolInvocation, ...]]:
         """The rest of what is said, and the calls."""
         calls = read(self.format, self.text).calls
         if not calls:
@@ -199,7 +199,7 @@ def _unquoted(text: str) -> Any:
         return text
 
 
-def _tagged(text: str, call: Callable[[str], Call]) -> Spoken:
+def _tagged(text: str, call: Callable[[str], ToolInvocation]) -> Spoken:
     """Calls between <tool_call> and </tool_call>; the last one may lack its end."""
     begin = text.find(_OPEN)
     if begin < 0:
@@ -217,7 +217,7 @@ def _hermes(text: str) -> Spoken:
     return _tagged(text, _json_call)
 
 
-def _json_call(inside: str) -> Call:
+def _json_call(inside: str) -> ToolInvocation:
     value, rest = _first_json(inside)
     if rest.strip(_SPACE) and not rest.lstrip(_SPACE).startswith(
         "<"
@@ -230,7 +230,7 @@ def _qwen3_coder(text: str) -> Spoken:
     return _tagged(text, _xml_call)
 
 
-def _xml_call(inside: str) -> Call:
+def _xml_call(inside: str) -> ToolInvocation:
     begin = inside.find(_FUNCTION)
     if begin < 0:
         raise IllFormed("a tool call needs <function=NAME> inside")
@@ -306,7 +306,7 @@ def _take_list(piece: str, found: _Found) -> None:
         found.add(lambda one=one: _call(one))  # type: ignore[misc]
 
 
-def _named_call(piece: str) -> Call:
+def _named_call(piece: str) -> ToolInvocation:
     """NAME{...}, NAME[ARGS]{...} and NAME[CALL_ID]ID[ARGS]{...}."""
     brace = piece.find("{")
     if brace < 0:
@@ -328,7 +328,7 @@ def _spoken(before: str, found: _Found) -> Spoken:
     return Spoken(before.strip(), tuple(found.calls), tuple(found.errors))
 
 
-def _call(value: Any) -> Call:
+def _call(value: Any) -> ToolInvocation:
     """A JSON object as a call. IllFormed says what it lacks."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {"id": value.get("id"), **value["function"]}
@@ -348,7 +348,7 @@ def _call(value: Any) -> Call:
     id = value.get("id")
     if not isinstance(id, str) or len(id) > MOST_NAME or not id.isprintable():
         id = ""
-    return Call(name, arguments, id)
+    return ToolInvocation(name, arguments, id)
 
 
 def _check(arguments: dict[str, Any]) -> None:

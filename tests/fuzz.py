@@ -42,7 +42,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lowroll import Engine, Request
-from lowroll.engine.base import Drawn
+from lowroll.engine.base import PartialSample
 from lowroll.engine.request import noise_key
 from lowroll.engine.sequence import Plan
 from lowroll.kv.policy.base import footprint
@@ -474,7 +474,7 @@ class Block:
         )
         self.engine.scheduler.passes = random.Random(f"passes {seed}").choice([1, 2, 16])
         self.side = random.Random(f"looks {seed}")
-        self.looks: list[tuple[int, int, Drawn]] = []  # by handle and sample
+        self.looks: list[tuple[int, int, PartialSample]] = []  # by handle and sample
         self.recorder = Recorder(self.engine) if self.kv else None
         self.version = 0
         self.vocabulary = self.engine.spec.vocab_size

@@ -78,7 +78,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PartialSample:
     """What one sample of a request has drawn so far. The lists are the engine's own and grow: read
     them before the next `step`."""
 
@@ -121,7 +121,7 @@ class Engine(Protocol):
         what this thread may do while it would wait, called at most once."""
         ...
 
-    def so_far(self, handle: int) -> list[Drawn]:
+    def so_far(self, handle: int) -> list[PartialSample]:
         """What each sample of a request has drawn, in sample order; [] once `step` has returned its
         group. It grows, but for a replay, which takes back what it has not checked yet. ValueError
         for a handle that `add` never returned."""

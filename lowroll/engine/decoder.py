@@ -46,7 +46,7 @@ from lowroll.kernels.launch import captured, overlapping
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.marks import shape
-from lowroll.kv.cache import KVCache, PagedDecode, Rows
+from lowroll.kv.cache import DecodeRows, KVCache, PagedDecode
 from lowroll.kv.policy.base import Selector, dead_slot
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import all_finite
@@ -63,7 +63,7 @@ def bucket(num_rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class Steps:
+class PendingSteps:
     """Steps that the device was given."""
 
     rows: int
@@ -122,7 +122,7 @@ class Decoder:
         self._side: torch.cuda.Stream | None = None
         self.replays = 0  # steps that ran as a graph
 
-    def start(self, sequences: list[Sequence], steps: int) -> Steps:
+    def start(self, sequences: list[Sequence], steps: int) -> PendingSteps:
         """Have `steps` tokens of each sequence drawn; what comes of it is to be read by `read`, before
         the next start.
 
@@ -149,10 +149,10 @@ class Decoder:
             self._draw(rows, logits_BV, drawing)
         if drawing is Draw.MARKED:
             self._wishes.drew(sequences, steps)
-        return Steps(rows, steps, ranks)
+        return PendingSteps(rows, steps, ranks)
 
     def read(
-        self, begun: Steps
+        self, begun: PendingSteps
     ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
         """Wait for what was started: (ids, log-probs), both [B, S], and what each row is told of the
         likeliest tokens (`sampler.Ranks`). ValueError when the model gives a row no
@@ -166,7 +166,7 @@ class Decoder:
         tokens_BS, logprobs_BS = tokens_SB.t().tolist(), logprobs_SB.t().tolist()
         return tokens_BS, logprobs_BS, begun.ranks.told(tokens_BS, logprobs_BS)
 
-    def place(self, sequences: list[Sequence]) -> tuple[Tensor, Rows]:
+    def place(self, sequences: list[Sequence]) -> tuple[Tensor, DecodeRows]:
         """Last tokens [B] and rows of these sequences, and dead ones as a step of so many has them,
         for a pass of somebody else's: what it draws is not seen here."""
         size = self.size(len(sequences))
@@ -174,14 +174,14 @@ class Decoder:
         self._rows = []
         return self.state[0, :size], self._live(size)
 
-    def _live(self, size: int) -> Rows:
+    def _live(self, size: int) -> DecodeRows:
         """The first `size` rows as they are now."""
         lengths_B = self.lengths_B[:size]
         slots_B = self.state[6, :size]
         if self.watcher is not None:
             slots_B = slots_B.masked_fill(lengths_B == 0, self.dead_slot)
         pages = self.table_BP.shape[1] if self.device.type == "cuda" else self._widest
-        return Rows(slots_B, self.table_BP[:size, :pages], lengths_B, self.state[1, :size])
+        return DecodeRows(slots_B, self.table_BP[:size, :pages], lengths_B, self.state[1, :size])
 
     def size(self, num_rows: int) -> int:
         """Rows, dead ones included, that a step of so many rows runs."""

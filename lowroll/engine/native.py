@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lowroll import machine
-from lowroll.engine.base import Capabilities, Drawn, EngineStats, InFlight, Ranked
+from lowroll.engine.base import Capabilities, EngineStats, InFlight, PartialSample, Ranked
 from lowroll.engine.decoder import MOST_STEPS
 from lowroll.engine.grammar import Grammars
 from lowroll.engine.request import validate
@@ -412,7 +412,7 @@ class NativeEngine:
         if self.runner.short is not None:
             self.runner.short.warm_up()
 
-    def so_far(self, handle: int) -> list[Drawn]:
+    def so_far(self, handle: int) -> list[PartialSample]:
         """What each sample of a request has drawn, in sample order; [] once `step` has returned its
         group. ValueError for a handle that `add` never returned."""
         return self.scheduler.so_far(handle)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lowroll.engine.base import Drawn
+from lowroll.engine.base import PartialSample
 from lowroll.engine.request import sampler_settings
 from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.kv.pages import PagePool, page_keys
@@ -42,10 +42,10 @@ def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> 
     return rollouts
 
 
-def drawn_by(samples: Iterable[Sequence] | Iterable[Rollout]) -> list[Drawn]:
+def drawn_by(samples: Iterable[Sequence] | Iterable[Rollout]) -> list[PartialSample]:
     """What samples have drawn, in their order."""
     return [
-        Drawn(s.token_ids, s.logprobs, s.finish_reason, s.top_logprobs, s.stop_reason)
+        PartialSample(s.token_ids, s.logprobs, s.finish_reason, s.top_logprobs, s.stop_reason)
         for s in samples
     ]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.engine.decoder import MOST_STEPS, Decoder, Steps
+from lowroll.engine.decoder import MOST_STEPS, Decoder, PendingSteps
 from lowroll.engine.prompts import ShortPasses
 from lowroll.engine.sampler import (
     Ranks,
@@ -32,14 +32,14 @@ from lowroll.engine.sampler import (
 from lowroll.engine.sequence import (
     Check,
     Compaction,
-    Place,
+    DrawnPosition,
     Plan,
     PrefillChunk,
     Sequence,
     places_of,
 )
 from lowroll.kernels.sampling import chosen
-from lowroll.kv.cache import Chunk, KVCache, PagedAttention, PagedDecode, Rows, Together
+from lowroll.kv.cache import Chunk, DecodeRows, KVCache, PagedAttention, PagedDecode, Together
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import CompactionRecorder, Dropped, most_held
@@ -190,7 +190,7 @@ class Runner:
             self.recorder.settle()
         return drawn
 
-    def _read(self, plan: Plan, steps: Steps) -> list[Run]:
+    def _read(self, plan: Plan, steps: PendingSteps) -> list[Run]:
         tokens_BS, logprobs_BS, told = self.decoder.read(steps)
         large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
         return [
@@ -213,7 +213,7 @@ class Runner:
         assert self.selector is not None, "a policy without a selector compacts nothing"
         device = self.model.device
         page_size = self.cache.page_size
-        rows = Rows(
+        rows = DecodeRows(
             slots_B=torch.tensor([c.slot for c in compactions], device=device),
             table_BP=_table([c.pages for c in compactions]).to(device),
             lengths_B=torch.tensor([c.cached for c in compactions], dtype=torch.int32).to(device),
@@ -280,7 +280,7 @@ class Runner:
         return drawn
 
     def _draw(
-        self, logits_BV: Tensor, sequences: Many[Sequence | Place]
+        self, logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]
     ) -> tuple[Tensor, Tensor, Ranks]:
         device = self.model.device
         logits_BV = shaped(logits_BV, sequences)

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from lowroll.engine.biases import biases_of, is_biased
 from lowroll.engine.grammar import held
-from lowroll.engine.sequence import Place, Sequence
+from lowroll.engine.sequence import DrawnPosition, Sequence
 from lowroll.engine.wishes import filters_of, is_filtered
 from lowroll.kernels.sampling.draw import distribution as log_probs_of
 from lowroll.kernels.sampling.draw import draw
@@ -70,7 +70,7 @@ class SamplingBatch:
     @classmethod
     def of(
         cls,
-        sequences: Collection[Sequence | Place],
+        sequences: Collection[Sequence | DrawnPosition],
         vocab_size: int,
         device: torch.device | str = "cpu",
     ) -> SamplingBatch:
@@ -121,13 +121,13 @@ def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
     return log_probs_of(logits_BV, params.temperature_B, params.greedy_B, params.filters)
 
 
-def shaped(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
+def shaped(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
     """Logits after the penalties, the bans, the bias and the grammar of the next token of each sequence,
     float32; what comes in is left unchanged, and comes out where no row asks."""
     return by_host(_banned(_penalised(logits_BV, sequences), sequences), sequences)
 
 
-def by_host(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
+def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
     """Logits after what the host alone does: steps 2b and 2c. What comes in is left unchanged, and
     comes out where no row asks."""
     rows = [
@@ -138,7 +138,7 @@ def by_host(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
     return held(_biased(logits_BV, sequences), rows)
 
 
-def _biased(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
+def _biased(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
     """Logits with the bias of each request, and less its presence and frequency penalties of the
     tokens of the response, float32; what comes in is left unchanged, and comes out where no row
     asks."""
@@ -152,7 +152,7 @@ def _biased(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
     return logits_BV.index_put((rows_N, ids_N), logits_BV[rows_N, ids_N] + values_N)
 
 
-def _banned(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
+def _banned(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
     banned = [(row, s.banned_ids()) for row, s in enumerate(sequences)]
     rows_N, ids_N = _pairs_of([(row, ids) for row, ids in banned if ids], logits_BV.device)
     if rows_N is None:
@@ -189,7 +189,7 @@ class Ranks:
     `told` waits for the device.
     """
 
-    def __init__(self, sequences: Many[Sequence | Place]) -> None:
+    def __init__(self, sequences: Many[Sequence | DrawnPosition]) -> None:
         self.asking = [i for i, s in enumerate(sequences) if s.top_logprobs is not None]
         self._sequences = sequences
         self._batch: tuple[Tensor, SamplingBatch] | None = None  # rows [A], and how they draw
@@ -248,7 +248,7 @@ def require_finite(logprobs: Collection[float]) -> None:
         )
 
 
-def _penalised(logits_BV: Tensor, sequences: Many[Sequence | Place]) -> Tensor:
+def _penalised(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
     rows = [row for row, s in enumerate(sequences) if s.request.repetition_penalty != 1]
     if not rows:
         return logits_BV

@@ -45,7 +45,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lowroll.engine.base import Drawn
+from lowroll.engine.base import PartialSample
 from lowroll.engine.biases import needs_host
 from lowroll.engine.drafts import Replays, agreed, begin, drawn, plan_checks
 from lowroll.engine.outcome import behavior_salt, drawn_by, give_up, rollouts_of
@@ -222,7 +222,7 @@ class Scheduler:
         for handle in list(self._groups):
             self.abort(handle)
 
-    def so_far(self, handle: int) -> list[Drawn]:
+    def so_far(self, handle: int) -> list[PartialSample]:
         """What the samples of a request have drawn, in their order; [] once `finished` has returned
         it. ValueError for a handle that `add` never returned."""
         if not 0 <= handle < self._next_handle:

@@ -138,7 +138,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Place:
+class DrawnPosition:
     """Where one token of a check is drawn: the sample, as it is once it has drawn the first `count`
     of `tokens`."""
 
@@ -182,11 +182,11 @@ class Place:
         return banned_ids(self.sequence.group, self.count)
 
 
-def places_of(check: Check) -> list[Place]:
+def places_of(check: Check) -> list[DrawnPosition]:
     """Where its tokens are drawn, in order."""
     first = len(check.sequence.token_ids)
     tokens = check.sequence.token_ids + check.ids[1:]
-    return [Place(check.sequence, tokens, first + i) for i in range(len(check.ids))]
+    return [DrawnPosition(check.sequence, tokens, first + i) for i in range(len(check.ids))]
 
 
 @dataclass(frozen=True)

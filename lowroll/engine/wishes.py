@@ -21,7 +21,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lowroll.engine.sequence import Place, Sequence
+from lowroll.engine.sequence import DrawnPosition, Sequence
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.kernels.sampling.marks import SEEN, STOPS, Marked, add, blank, clear
 from lowroll.model.attention import upload
@@ -35,25 +35,25 @@ class Draw(IntEnum):
     MARKED = 2  # penalties and bans
 
 
-def draw_of(sequences: Collection[Sequence | Place]) -> Draw:
+def draw_of(sequences: Collection[Sequence | DrawnPosition]) -> Draw:
     """What these need for their next token."""
     return max((_draw_of(s) for s in sequences), default=Draw.PLAIN)
 
 
-def _draw_of(s: Sequence | Place) -> Draw:
+def _draw_of(s: Sequence | DrawnPosition) -> Draw:
     if s.request.repetition_penalty != 1 or s.banned_ids():
         return Draw.MARKED
     return Draw.FILTERED if is_filtered(s) else Draw.PLAIN
 
 
-def is_filtered(s: Sequence | Place) -> bool:
+def is_filtered(s: Sequence | DrawnPosition) -> bool:
     """Whether filters decide what can be drawn. The likeliest token, which a greedy row takes, passes
     all of them."""
     r = s.request
     return r.temperature != 0 and (r.top_k > 0 or r.top_p < 1 or r.min_p > 0)
 
 
-def filters_of(sequences: Collection[Sequence | Place], vocab_size: int) -> Filters:
+def filters_of(sequences: Collection[Sequence | DrawnPosition], vocab_size: int) -> Filters:
     """Their filters, on the host."""
     requests = [s.request for s in sequences]
     top_k = [min(r.top_k or vocab_size, vocab_size) for r in requests]

@@ -37,7 +37,7 @@ ROWS = ("data", "path", "test_path")  # keys whose values may be rows
 
 
 @dataclass(frozen=True)
-class Named:
+class CellReference:
     """What stands for a value in the settings: an id or a path; and the file to write for it."""
 
     id: str
@@ -76,7 +76,7 @@ def _is_environment(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Environment)
 
 
-def named(value: Any, folder: Path) -> Named:
+def named(value: Any, folder: Path) -> CellReference:
     """The id of an environment class or function, the path of rows; with the file that it needs in
     `folder`, whose name has a digest of its text, so that no other one is replaced.
 
@@ -89,15 +89,17 @@ def named(value: Any, folder: Path) -> Named:
     return _as_object(value, folder)
 
 
-def _as_definition(value: Any, folder: Path) -> Named:
+def _as_definition(value: Any, folder: Path) -> CellReference:
     """A class or function, which has a name of its own."""
     if not isinstance(value, type):
         _refuse_nameless(value)
         module = sys.modules.get(value.__module__)
         if getattr(module, "__package__", ""):
-            return Named(f"{value.__module__}:{value.__name__}")
+            return CellReference(f"{value.__module__}:{value.__name__}")
     path, text = as_file(value, folder)
-    return Named(f"{path}:{value.__qualname__}", path if text is not None else None, text or "")
+    return CellReference(
+        f"{path}:{value.__qualname__}", path if text is not None else None, text or ""
+    )
 
 
 def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tuple[Path, str | None]:
@@ -109,7 +111,7 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
     return _file(folder, value.__name__, text, ".py"), text
 
 
-def _as_object(value: Callable[..., Any], folder: Path) -> Named:
+def _as_object(value: Callable[..., Any], folder: Path) -> CellReference:
     """A callable object: by the name that a module has for it, or of a partial function by what it
     is made of."""
     function = value.func if isinstance(value, functools.partial) else None
@@ -118,7 +120,9 @@ def _as_object(value: Callable[..., Any], folder: Path) -> Named:
         if module.__name__ != MAIN:
             file = getattr(module, "__file__", None)
             alone = file is not None and not getattr(module, "__package__", "")
-            return Named(f"{Path(str(file)).resolve() if alone else module.__name__}:{name}")
+            return CellReference(
+                f"{Path(str(file)).resolve() if alone else module.__name__}:{name}"
+            )
         text = _object_source(name)
     elif isinstance(function, types.FunctionType):
         _refuse_nameless(function)
@@ -129,7 +133,7 @@ def _as_object(value: Callable[..., Any], folder: Path) -> Named:
             f"it one at the top level, as in judge = {type(value).__name__}(...)"
         )
     path = _file(folder, name, text, ".py")
-    return Named(f"{path}:{name}", path, text)
+    return CellReference(f"{path}:{name}", path, text)
 
 
 def _holder(value: object) -> tuple[types.ModuleType, str] | None:
@@ -230,7 +234,7 @@ def _refuse_nameless(value: Any) -> None:
         )
 
 
-def _as_rows(value: Any, folder: Path) -> Named:
+def _as_rows(value: Any, folder: Path) -> CellReference:
     """Rows, of a list or a data set, as JSON lines."""
     if hasattr(value, "to_dict") and hasattr(value, "iterrows"):  # a frame of pandas
         value = value.to_dict("records")
@@ -245,7 +249,7 @@ def _as_rows(value: Any, folder: Path) -> Named:
     if not lines:
         raise ValueError("data: it has no rows")
     path = _file(folder, "data", text, ".jsonl")
-    return Named(str(path), path, text)
+    return CellReference(str(path), path, text)
 
 
 def source(value: type[Environment] | types.FunctionType) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lowroll.envs.base import Environment, bounded
-from lowroll.envs.rows import Rows
+from lowroll.envs.rows import SplitRows
 from lowroll.envs.sandbox import (
     PRELUDE,
     Case,
@@ -41,7 +41,7 @@ KNOWN = {field.name: field.default for field in fields(Limits)}
 
 
 @dataclass(frozen=True)
-class Task:
+class CodeTask:
     """One usable row."""
 
     question: str
@@ -77,7 +77,7 @@ class Code(Environment):
             raise ValueError(f"env {name!r}: max_cases must be at least 1, got {max_cases}")
         self.exact = reward == "all"
         self.max_cases, self.limits = max_cases, _limits(name, limits or {})
-        self.rows = Rows(
+        self.rows = SplitRows(
             name,
             task_of,
             path=path,
@@ -158,7 +158,7 @@ def _metrics(verdict: Verdict | None) -> dict[str, float]:
     }
 
 
-def task_of(row: dict[str, Any], where: str) -> Task:
+def task_of(row: dict[str, Any], where: str) -> CodeTask:
     """Read one row. ValueError names file and line of a row without a task or without tests."""
     question = next((row[key] for key in QUESTION_FIELDS if row.get(key)), None)
     if not isinstance(question, str) or not question.strip():
@@ -180,7 +180,7 @@ def task_of(row: dict[str, Any], where: str) -> Task:
     else:
         inside = " of the class Solution" if "class Solution" in str(starter) else ""
         parts.append(CALLED.format(name=name, where=inside))
-    return Task("\n".join(parts), cases, _solution_of(row))
+    return CodeTask("\n".join(parts), cases, _solution_of(row))
 
 
 def _solution_of(row: dict[str, Any]) -> str:

@@ -51,7 +51,7 @@ class Curriculum:
 
 
 @dataclass(frozen=True)
-class Progress:
+class LevelProgress:
     """The present level, and the groups that were counted in it: how many, and the sum of their mean
     rewards."""
 
@@ -59,16 +59,16 @@ class Progress:
     groups: int = 0
     total: float = 0.0
 
-    def after(self, rule: Curriculum, means: Sequence[float]) -> Progress:
+    def after(self, rule: Curriculum, means: Sequence[float]) -> LevelProgress:
         """With a batch's groups of this level."""
         groups, total = self.groups + len(means), self.total + sum(means)
         if groups < rule.window:
-            return Progress(self.level, groups, total)
+            return LevelProgress(self.level, groups, total)
         step = int(total / groups >= rule.raise_at) - int(total / groups <= rule.lower_at)
-        return Progress(min(max(self.level + step, 0), rule.levels - 1))
+        return LevelProgress(min(max(self.level + step, 0), rule.levels - 1))
 
     @classmethod
-    def of(cls, state: Any) -> Progress:
+    def of(cls, state: Any) -> LevelProgress:
         """From its JSON form. ValueError names the field."""
         if not isinstance(state, Mapping) or set(state) != set(cls.__dataclass_fields__):
             raise ValueError(f"ledger.levels: expected {sorted(cls.__dataclass_fields__)}")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from lowroll.envs.answers import Unjudged, boxed_answer, equal, last_answer, same_number
 from lowroll.envs.base import Environment, bounded
-from lowroll.envs.rows import Rows
+from lowroll.envs.rows import SplitRows
 from lowroll.types import Prompt, Score
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,9 @@ class Problems(FinalAnswer):
                 f"env {name!r}: answers are compared by the package 'math-verify', which is not "
                 f"installed"
             )
-        self.rows = Rows(name, problem_of, path=path, test_path=test_path, subset=subset, seed=seed)
+        self.rows = SplitRows(
+            name, problem_of, path=path, test_path=test_path, subset=subset, seed=seed
+        )
 
     def size(self, split: str = "train") -> int | None:
         """Usable rows of the split."""

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from lowroll.envs.base import GeneratedEnvironment, bounded
-from lowroll.envs.rows import Rows
+from lowroll.envs.rows import SplitRows
 from lowroll.types import Prompt, Score
 
 TEMPLATE = (
@@ -79,9 +79,9 @@ class ReverseText(GeneratedEnvironment):
                 )
         self.alphabet, self.field = alphabet, field
         self.words, self.lengths = (min_words, max_words), (min_len, max_len)
-        self.rows: Rows[str] | None = None
+        self.rows: SplitRows[str] | None = None
         if path is not None or test_path is not None:
-            self.rows = Rows(name, self._text, path=path, test_path=test_path, seed=seed)
+            self.rows = SplitRows(name, self._text, path=path, test_path=test_path, seed=seed)
 
     def size(self, split: str = "train") -> int | None:
         """The file's rows, or None for generated text."""

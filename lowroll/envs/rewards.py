@@ -62,7 +62,7 @@ Spec = tuple[str, dict[str, Any], int]
 
 
 @dataclass(frozen=True)
-class Answer:
+class EnvironmentReply:
     """What an environment said to a conversation; None: it is done."""
 
     messages: list[Message] | None
@@ -75,7 +75,7 @@ class Together:
     scores: tuple[Score | ScoreError, ...]
 
 
-Result = Score | ScoreError | Answer | Together
+Result = Score | ScoreError | EnvironmentReply | Together
 
 
 @dataclass(frozen=True)
@@ -299,9 +299,9 @@ class ScorerPool:
         encoded = [_Item(prompt, self._encode(prompt, "respond", said)) for prompt, said in items]
         found = self._ask("respond", encoded, None)
         return [
-            one.messages if isinstance(one, Answer) else one
+            one.messages if isinstance(one, EnvironmentReply) else one
             for one in found
-            if isinstance(one, Answer | ScoreError)
+            if isinstance(one, EnvironmentReply | ScoreError)
         ]
 
     def _joined(self, items: Sequence[tuple[Prompt, str | list[Message]]]) -> list[_Item]:
@@ -526,10 +526,10 @@ def _bounded(said: str | list[Message]) -> str | list[Message]:
     ]
 
 
-def _answer(reply: dict[str, Any]) -> Answer | None:
+def _answer(reply: dict[str, Any]) -> EnvironmentReply | None:
     if "messages" not in reply:
         return None
     try:
-        return Answer(as_messages(reply["messages"]))
+        return EnvironmentReply(as_messages(reply["messages"]))
     except InvalidReply:
         return None

@@ -28,7 +28,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Rows(Generic[T]):
+class SplitRows(Generic[T]):
     """The rows of the train and test splits, each converted by `convert(row, where)`; None means:
     skip this row. `more`: fields of both sources (`subset`, `revision`, `streaming`, `rows`)."""
 

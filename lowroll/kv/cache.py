@@ -170,7 +170,9 @@ class KVCache:
         tables of those: the buffers themselves, where keys are stored as they are."""
         return self.keys, table_BP
 
-    def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
+    def decode(
+        self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: DecodeRows
+    ) -> Tensor:
         """Write the new key and value of each row behind its others, and attend over them all."""
         decode = invariant.decode if self.exact else paged_decode
         return decode(
@@ -229,7 +231,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DecodeRows:
     """Samples on the device. A length is of the keys in the cache: not a position, where a policy
     drops keys."""
 
@@ -245,7 +247,7 @@ class PagedDecode:
     nothing. selector: the policy's device side, if it watches."""
 
     cache: KVCache
-    rows: Rows
+    rows: DecodeRows
     selector: Selector | None = None
 
     def __call__(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowroll.kernels.attention.codes import FINE, Codes, decode_keys, decode_values, encode
 from lowroll.kernels.attention.decode8 import paged_decode8
-from lowroll.kv.cache import KVCache, Rows
+from lowroll.kv.cache import DecodeRows, KVCache
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Block, Transformer
 
@@ -97,7 +97,9 @@ class Float8Cache(KVCache):
         numbers = torch.arange(table_BP.numel(), dtype=torch.int32, device=self.device)
         return copies, numbers.view_as(table_BP)
 
-    def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
+    def decode(
+        self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: DecodeRows
+    ) -> Tensor:
         return paged_decode8(
             q_BHd,
             k_BGd,

@@ -52,7 +52,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor lies: its file, the first byte there, how many."""
 
     path: Path
@@ -112,7 +112,7 @@ def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _places(files: dict[str, Path], wanted: set[str]) -> dict[str, Place]:
+def _places(files: dict[str, Path], wanted: set[str]) -> dict[str, TensorLocation]:
     places = {}
     for path in sorted({files[name] for name in wanted}):
         with open(path, "rb") as file:
@@ -121,7 +121,7 @@ def _places(files: dict[str, Path], wanted: set[str]) -> dict[str, Place]:
         for name, entry in header.items():
             if name in wanted and files[name] == path:
                 start, stop = entry["data_offsets"]
-                places[name] = Place(
+                places[name] = TensorLocation(
                     path,
                     8 + size + start,
                     stop - start,
@@ -140,7 +140,7 @@ class _Reader:
     def begin(
         self,
         pool: ThreadPoolExecutor,
-        batch: dict[str, Place],
+        batch: dict[str, TensorLocation],
     ) -> tuple[dict[str, Tensor], list[Future[None | torch.cuda.Event]], int]:
         """Allocate the batch and hand its pieces to the threads: (tensors that will be filled,
         pieces, bytes)."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from lowroll.envs.curriculum import Progress
+from lowroll.envs.curriculum import LevelProgress
 from lowroll.orchestrator.settings import Settings
 
 COUNTS = ("draws", "planned", "consumed", "dropped", "passed_over", "duplicates", "pooled")
@@ -130,7 +130,9 @@ class Ledger:
     pooled: int = 0  # prompts of the easy or the hard pool
     open: list[Planned] = field(default_factory=list)  # in planned order
     pools: Pools = field(default_factory=Pools)
-    levels: dict[str, Progress] = field(default_factory=dict)  # of environments with a curriculum
+    levels: dict[str, LevelProgress] = field(
+        default_factory=dict
+    )  # of environments with a curriculum
 
     def copy(self) -> Ledger:
         """An independent ledger to plan on."""
@@ -181,7 +183,7 @@ class Ledger:
             cursors=dict(cursors),
             open=[Planned.of(one, env_names) for one in opened],
             pools=Pools.of(state["pools"]),
-            levels={name: Progress.of(one) for name, one in levels.items()},
+            levels={name: LevelProgress.of(one) for name, one in levels.items()},
         )
 
 

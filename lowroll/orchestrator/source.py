@@ -25,7 +25,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from lowroll.envs.curriculum import Progress
+from lowroll.envs.curriculum import LevelProgress
 from lowroll.envs.tasks import prompt_at
 from lowroll.orchestrator.client import Tokenizer
 from lowroll.orchestrator.conversations import Dialogue
@@ -140,7 +140,7 @@ class PromptSource:
             rule = env.curriculum
             if rule is None:
                 continue
-            now = ledger.levels.get(name, Progress(rule.start))
+            now = ledger.levels.get(name, LevelProgress(rule.start))
             means = [
                 fmean(rewards)
                 for prompt, rewards in groups
@@ -153,7 +153,7 @@ class PromptSource:
         number, rule = ledger.cursors.get(name, 0), self.envs[name].curriculum
         if rule is None:
             return number
-        level = ledger.levels.get(name, Progress(rule.start)).level
+        level = ledger.levels.get(name, LevelProgress(rule.start)).level
         return rule.position(number, min(level, rule.levels - 1))
 
     def _at(self, name: str, position: int, temperature: float) -> Draw:

@@ -6,7 +6,7 @@ is refused are worked out by each, and are the same. Two things are done by all 
 the gradients, and, where the weights are sharded, every pass.
 
     Ranks        one process alone: exactly the plain path
-    Group        n processes, each with the whole model (plain data parallel)
+    RankGroup    n processes, each with the whole model (plain data parallel)
     parallel.sharding.Sharded     n processes, each with a part of it (FSDP2)
 
 Values travel as tensors of known sizes, never as pickles. All wait for the slowest, at most for the
@@ -140,7 +140,7 @@ class Ranks:
 ALONE = Ranks()
 
 
-class Group(Ranks):
+class RankGroup(Ranks):
     """This process among `size`, which meet at tcp://host:port.
 
     host: an IPv4 address or name of the rank that leads; its store listens there alone, and where
@@ -183,9 +183,9 @@ class Group(Ranks):
         the rank that has least to do (LPT, Graham 1969: at most 4/3 of the best dealing)."""
         costliest = sorted(range(len(costs)), key=lambda i: -costs[i])
         if self.lockstep:
-            turns = range(-(-len(costs) // self.size))
-            places = [turn * self.size + self._seat(turn) for turn in turns]
-            return [costliest[at] if at < len(costs) else None for at in places]
+            iterations = range(-(-len(costs) // self.size))
+            positions = [i * self.size + self._position(i) for i in iterations]
+            return [costliest[at] if at < len(costs) else None for at in positions]
         loads = [0.0] * self.size
         mine: list[int] = []
         for i in costliest:
@@ -195,9 +195,10 @@ class Group(Ranks):
                 mine.append(i)
         return [*sorted(mine)]
 
-    def _seat(self, turn: int) -> int:
-        """This rank's place in a turn: there and back, so that none has the costliest of each."""
-        return self.size - 1 - self.rank if turn % 2 else self.rank
+    def _position(self, iteration: int) -> int:
+        """Return this rank's position in an iteration: there and back, so that none has the
+        costliest of each."""
+        return self.size - 1 - self.rank if iteration % 2 else self.rank
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
         """The bits travel as integers, of which all ranks but one have zeros: no value changes."""

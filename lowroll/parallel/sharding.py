@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from lowroll.model.linear import Linear
 from lowroll.model.transformer import Block, Transformer
-from lowroll.parallel.ranks import Group, rows_of
+from lowroll.parallel.ranks import RankGroup, rows_of
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 
@@ -46,8 +46,8 @@ PIECES = [1 << i for i in range(28, 36)]  # bytes of page-locked memory that are
 PLACE = 256  # bytes: what lies in a piece begins at multiples of it
 
 
-class Sharded(Group):
-    """This process among those that hold a model together. Arguments as `Group`'s.
+class Sharded(RankGroup):
+    """This process among those that hold a model together. Arguments as `RankGroup`'s.
 
     It keeps a model's part on the ranks' device; one that is on the host goes over block by block. A
     model must be all that it will be: scaled, aligned, with its adapter. `shard` raises ValueError

@@ -84,7 +84,7 @@ class RunResult:
         )
 
 
-class Steps(Protocol):
+class StepRunner(Protocol):
     """What an attempt drives."""
 
     def step(self, step: int) -> Record: ...
@@ -134,7 +134,7 @@ def attempt(
 
 
 def drive(
-    steps: Steps, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
+    steps: StepRunner, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
 ) -> int:
     """Make the steps `first` to `last`, with a checkpoint `every` so many, and finish; or stop when
     asked to, with a checkpoint. `show` puts a record into words. Returns the signal that ended it

@@ -23,7 +23,7 @@ from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs.build import environments, orchestrator, prompts
-from lowroll.runs.evaluations import Evaluations, Measured
+from lowroll.runs.evaluations import EvaluationEngine, Evaluations
 from lowroll.runs.stages import Stages
 from lowroll.types import Batch, Sample
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Drawn(Measured, Protocol):
+class BatchEngine(EvaluationEngine, Protocol):
     """What the batches are drawn from: an engine, wherever it is."""
 
     @property
@@ -67,7 +67,7 @@ class Batches:
         spec: ModelSpec,
         chat: ChatTokenizer,
         tasks: Tasks,
-        rollouts: Drawn,
+        rollouts: BatchEngine,
         channel: BatchSender,
         rollout_log: Callable[[Batch], object],
         stack: ExitStack,

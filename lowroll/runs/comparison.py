@@ -17,7 +17,7 @@ AVERAGE = "average"
 
 
 @dataclass(frozen=True)
-class Measured:
+class EngineAnswers:
     """The answers of one engine (`about`) to one environment. `won`: whether the most frequent
     answer to each example is right, None where none was counted."""
 
@@ -102,7 +102,7 @@ def _difference(row: dict[str, Any]) -> str:
     return f"{100 * row['difference']:+.1f} ({bounds})"
 
 
-def rows_of(measured: Sequence[Measured], seed: int = 0) -> list[dict[str, Any]]:
+def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, Any]]:
     """A row for each engine and environment and, where there are several environments, one of their
     average.
 
@@ -113,7 +113,7 @@ def rows_of(measured: Sequence[Measured], seed: int = 0) -> list[dict[str, Any]]
     the first also difference, difference_low and difference_high: its pass@1 less that of the
     first, paired by example. Intervals are 95 % percentiles of a bootstrap over examples.
     """
-    sides: dict[tuple[str, ...], list[Measured]] = {}
+    sides: dict[tuple[str, ...], list[EngineAnswers]] = {}
     for one in measured:
         sides.setdefault(tuple(one.about.values()), []).append(one)
     first, *_ = sides.values()
@@ -127,7 +127,7 @@ def rows_of(measured: Sequence[Measured], seed: int = 0) -> list[dict[str, Any]]
     return rows
 
 
-def _row(one: Measured, seed: int) -> dict[str, Any]:
+def _row(one: EngineAnswers, seed: int) -> dict[str, Any]:
     responses = [r for example in one.examples for r in example.responses]
     scored = [r.score for r in responses if isinstance(r.score, Score)]
     shares = list(one.shares.values())
@@ -171,7 +171,9 @@ def _powers(n: int) -> list[int]:
     return sorted({n, *(1 << power for power in range(n.bit_length()))})
 
 
-def _average(side: Sequence[Measured], rows: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
+def _average(
+    side: Sequence[EngineAnswers], rows: Sequence[dict[str, Any]], seed: int
+) -> dict[str, Any]:
     """The mean over environments, each as heavy as any other."""
     low, high = interval([list(one.shares.values()) for one in side], seed)
     row: dict[str, Any] = {"env": AVERAGE, **side[0].about}
@@ -184,7 +186,7 @@ def _average(side: Sequence[Measured], rows: Sequence[dict[str, Any]], seed: int
 
 
 def _against(
-    side: Sequence[Measured], base: Sequence[Measured] | None, seed: int
+    side: Sequence[EngineAnswers], base: Sequence[EngineAnswers] | None, seed: int
 ) -> dict[str, float]:
     """The difference to the first engine, over the examples that both have a score of; {} for the
     first engine."""

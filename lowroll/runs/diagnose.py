@@ -245,7 +245,7 @@ def diagnose(
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnSequences:
     """Rollouts with their prompts, as sequences of ids, and the log-probs [N] of their tokens by the
     engine that drew them."""
 
@@ -268,7 +268,7 @@ class Drawn:
         return torch.arange(len(sizes)).repeat_interleave(sizes)
 
 
-def draw(engine: Engine, requests: list[Request], temperature: float) -> Drawn:
+def draw(engine: Engine, requests: list[Request], temperature: float) -> DrawnSequences:
     """Draw the rollouts and have the engine score them. ValueError when there is no token."""
     if not engine.capabilities.scores:
         raise ValueError("diagnose: this engine cannot score given tokens")
@@ -286,11 +286,15 @@ def draw(engine: Engine, requests: list[Request], temperature: float) -> Drawn:
         "decode": torch.tensor([p for _, rollout in rows for p in rollout.logprobs]),
         "prefill": torch.cat(engine.score(sequences, lengths, temperature)),
     }
-    return Drawn(sequences, lengths, points)
+    return DrawnSequences(sequences, lengths, points)
 
 
 def learner_points(
-    model: Transformer, format: str, drawn: Drawn, temperature: float, forward: str = "dense"
+    model: Transformer,
+    format: str,
+    drawn: DrawnSequences,
+    temperature: float,
+    forward: str = "dense",
 ) -> dict[str, Tensor]:
     """The learner's points on the way from an engine in `format` (see the top), in order: log-probs
     [N]. The model is aligned with the engine afterwards. forward: the learner's (`train.forward`)."""

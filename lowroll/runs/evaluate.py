@@ -34,7 +34,7 @@ from lowroll.quant.table import OWN, STORED
 from lowroll.runs import budget
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts
 from lowroll.runs.build.compute import Compute
-from lowroll.runs.comparison import Measured, rows_of
+from lowroll.runs.comparison import EngineAnswers, rows_of
 from lowroll.runs.findings import folder_of, leave
 from lowroll.runs.responses import Responses
 from lowroll.runs.server import Server
@@ -80,7 +80,7 @@ def evaluate(
     chosen = cfg.eval.env or cfg.env
     envs = environments.make(chosen, cfg.seed)
     work = [engines.eval_workload(cfg, model.spec, chat, envs)]
-    measured: list[Measured] = []
+    measured: list[EngineAnswers] = []
     told: set[str] = set()
     with environments.scorer(cfg, chosen) as scorer, phases() as on_phase:
         for cache, name in product(caches, weights):
@@ -160,7 +160,7 @@ class _Asker:
         chat: ChatTokenizer,
         limits: tuple[int, int],
         about: Mapping[str, str],
-    ) -> list[Measured]:
+    ) -> list[EngineAnswers]:
         """The answers of an engine, which `about` names, to every environment. limits: tokens of a
         prompt, and of a whole conversation."""
         prompts.check_turns(chat, self.envs)
@@ -173,7 +173,7 @@ class _Asker:
         chat: ChatTokenizer,
         limits: tuple[int, int],
         about: Mapping[str, str],
-    ) -> Measured:
+    ) -> EngineAnswers:
         began = time.monotonic()
         n = self.each.get(env.name, self.cfg.eval.rollouts_per_example)
         sampling = orchestrator.eval_sampling(self.cfg)
@@ -215,7 +215,7 @@ class _Asker:
         on_vote = partial(self.on_phase, f"{label}: vote")
         won = responses_of.votes(found, env, self.scorer, on_vote) if n > 1 else None
         left_out = self.cfg.eval.count(env.size("test")) - len(draws)
-        return Measured(env.name, dict(about), found, won, time.monotonic() - began, left_out)
+        return EngineAnswers(env.name, dict(about), found, won, time.monotonic() - began, left_out)
 
     def _environment(self, name: str) -> dict[str, Any]:
         """Its id and arguments."""
@@ -229,7 +229,7 @@ class _Asker:
         return self.out / "responses" / side / f"{quote(env, safe='')}.jsonl"
 
 
-def _finished(cfg: RunConfig, measured: Sequence[Measured], out: Path | None) -> Rows:
+def _finished(cfg: RunConfig, measured: Sequence[EngineAnswers], out: Path | None) -> Rows:
     rows = rows_of(measured, cfg.seed)
     if out is not None:
         leave(out, cfg, measured, rows)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 COMPARED = ("reward", "pass_at_1")
 
 
-class Measured(EngineClient, Protocol):
+class EvaluationEngine(EngineClient, Protocol):
     """The engine of a run, as an evaluation asks it."""
 
     def without_noise(self, version: int) -> AbstractContextManager[None]:
@@ -43,7 +43,7 @@ class Evaluations:
         self,
         cfg: RunConfig,
         spec: ModelSpec,
-        rollouts: Measured,
+        rollouts: EvaluationEngine,
         envs: Mapping[str, Environment],
         scorer: Judge,
         chat: Tokenizer,

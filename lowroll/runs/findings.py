@@ -14,7 +14,7 @@ from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig
 from lowroll.metrics.failures import Attempt, Failure, failure_page, transcript
 from lowroll.orchestrator.examples import Example, Response
-from lowroll.runs.comparison import Measured, shown
+from lowroll.runs.comparison import EngineAnswers, shown
 from lowroll.types import Score, ScoreError
 
 RESULTS = "results.json"
@@ -43,7 +43,7 @@ def folder_of(
 
 
 def leave(
-    out: Path, cfg: RunConfig, measured: Sequence[Measured], rows: Sequence[dict[str, Any]]
+    out: Path, cfg: RunConfig, measured: Sequence[EngineAnswers], rows: Sequence[dict[str, Any]]
 ) -> None:
     """Write both files, whole or not at all."""
     write_file(out / RESULTS, json.dumps({"rows": rows}, indent=1).encode())
@@ -59,7 +59,7 @@ def leave(
     write_file(out / PAGE, text.encode(errors="replace"))
 
 
-def _failures(measured: Sequence[Measured]) -> dict[str, list[Failure]]:
+def _failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
     """By set: the examples that some engine did not always solve."""
     found: dict[str, list[Failure]] = {}
     for name in dict.fromkeys(one.env for one in measured):
@@ -77,7 +77,7 @@ def _failures(measured: Sequence[Measured]) -> dict[str, list[Failure]]:
     return found
 
 
-def _attempt(side: Measured, example: Example) -> Attempt:
+def _attempt(side: EngineAnswers, example: Example) -> Attempt:
     wrong = next((one for one in example.responses if not one.solved), None)
     return Attempt(
         ", ".join(side.about.values()),

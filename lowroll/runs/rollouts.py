@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from lowroll.config import RunConfig
-from lowroll.engine.base import Drawn, Engine, EngineStats, InFlight
+from lowroll.engine.base import Engine, EngineStats, InFlight, PartialSample
 from lowroll.kv.capacity import NoRoom
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
@@ -97,7 +97,7 @@ class RolloutEngine:
         """As `Engine.abort`."""
         return self.engine.abort(handle)
 
-    def so_far(self, handle: int) -> list[Drawn]:
+    def so_far(self, handle: int) -> list[PartialSample]:
         """As `Engine.so_far`."""
         return self.engine.so_far(handle)
 

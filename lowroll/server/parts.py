@@ -19,7 +19,7 @@ from lowroll.server.asks import Offer, Prompt
 from lowroll.server.scoring import Scores, Top
 from lowroll.server.text import Shown, Vocabulary
 from lowroll.server.ticket import Delta
-from lowroll.tool_calls import UNTYPED, Call, Speech, texts, typed
+from lowroll.tool_calls import UNTYPED, Speech, ToolInvocation, texts, typed
 from lowroll.types import Group, Rollout
 
 Told = dict[str, list[Any]]  # log-probs as /v1/completions has them
@@ -228,7 +228,7 @@ class ChatChoice:
             choice["token_ids"] = delta.token_ids
         return choice
 
-    def _told(self, calls: Sequence[Call]) -> list[dict[str, Any]]:
+    def _told(self, calls: Sequence[ToolInvocation]) -> list[dict[str, Any]]:
         assert self.offer is not None
         return [
             {
@@ -246,7 +246,7 @@ class ChatChoice:
         return hashlib.sha256(seen.encode()).hexdigest()[:9]
 
 
-def _arguments(call: Call, offer: Offer) -> str:
+def _arguments(call: ToolInvocation, offer: Offer) -> str:
     """As JSON; where the format writes them as text, of the types that the tool's schema says."""
     arguments = call.arguments
     if offer.format in UNTYPED:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lowroll.types import FinishReason, Group, Request
 
 if TYPE_CHECKING:
-    from lowroll.engine.base import Drawn
+    from lowroll.engine.base import PartialSample
 
 
 class EngineFailed(RuntimeError):
@@ -154,7 +154,7 @@ class Flight:
     told: dict[int, int] = field(default_factory=dict)  # tokens of each sample that went out
     ended: set[int] = field(default_factory=set)  # samples whose end went out
 
-    def moved(self, samples: Sequence[Drawn]) -> list[Delta]:
+    def moved(self, samples: Sequence[PartialSample]) -> list[Delta]:
         """What is new of a request that goes on."""
         deltas = []
         for sample, drawn in enumerate(samples):
@@ -173,7 +173,7 @@ class Flight:
         ]
 
     def _delta(self, sample: int, drawn: Any, count: int) -> Delta:
-        """Of a `Drawn` or a `Rollout`, from token `count` on."""
+        """Of a `PartialSample` or a `Rollout`, from token `count` on."""
         top = drawn.top_logprobs
         self.told[sample] = len(drawn.token_ids)
         if drawn.finish_reason is not None:

@@ -36,7 +36,7 @@ from lowroll.objectives.reduce import Denominators
 from lowroll.objectives.value import value_loss
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.packing import Packed, PerToken, Walk, check, collate, cost, gather
+from lowroll.trainer.packing import PackedBatch, PerToken, Walk, check, collate, cost, gather
 from lowroll.types import RunFailed, Sample
 
 NO_VARIANCE = 1e-12  # of returns: rounding leaves so much of equal ones
@@ -146,7 +146,7 @@ class Critic:
         active = [i for i in minibatch if i in judged.returns]
         counts = Denominators(sum(map(sum, (samples[i].loss_mask for i in active))), len(minibatch))
 
-        def loss(packed: Packed, values_N: Tensor) -> tuple[Tensor, dict[str, float]]:
+        def loss(packed: PackedBatch, values_N: Tensor) -> tuple[Tensor, dict[str, float]]:
             return value_loss(
                 values=values_N,
                 old_values=gather(judged.values, packed),
@@ -207,7 +207,7 @@ class Critic:
         self,
         samples: Sequence[Sample],
         portions: Sequence[Sequence[int]],
-        loss: Callable[[Packed, Tensor], Tensor] | None = None,
+        loss: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PerToken:
         """The values of the chosen samples, each portion packed by itself. With `loss(packed,
         values_N)`, a micro-batch's share of the loss, its gradient is added to that of the
@@ -216,7 +216,7 @@ class Critic:
         each_alone = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch
         walk = Walk(samples, each_alone, capacity, costs, self.optimizer.ranks)
-        values: list[tuple[Packed, Tensor]] = []
+        values: list[tuple[PackedBatch, Tensor]] = []
         for packed, counts in walk.dealt(self.body.device):
             with torch.set_grad_enabled(loss is not None):
                 hidden_TD = self.body(

@@ -39,7 +39,7 @@ PerToken = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedBatch:
     """One micro-batch as tensors on a device, each made when it is first asked for: what the model
     reads is on its way before the rest is laid out, and the host waits for no copy. `samples[s]` is
     the index in the batch of the sequence in segment s."""
@@ -233,7 +233,7 @@ class Walk:
             for each in pack(samples, portion, capacity, costs, ranks.size)
         ]
 
-    def dealt(self, device: torch.device) -> Iterator[tuple[Packed, bool]]:
+    def dealt(self, device: torch.device) -> Iterator[tuple[PackedBatch, bool]]:
         """The micro-batches that this rank runs, and whether each counts: one that does not is the
         smallest sample, which is run for the sake of the others."""
         samples, costs = self.samples, self.costs
@@ -242,7 +242,7 @@ class Walk:
             indices = [smallest] if number is None else self.microbatches[number]
             yield collate(samples, indices, device), number is not None
 
-    def gathered(self, *found: Iterable[tuple[Packed, Tensor]]) -> list[PerToken]:
+    def gathered(self, *found: Iterable[tuple[PackedBatch, Tensor]]) -> list[PerToken]:
         """Of each kind the values of all samples, by what this rank found [N] of its micro-batches."""
         mine: list[PerToken] = []
         for kind in found:
@@ -317,9 +317,9 @@ def check(samples: Sequence[Sample], vocab_size: int, context_length: int) -> No
 
 def collate(
     samples: Sequence[Sample], indices: Sequence[int], device: torch.device | str = "cpu"
-) -> Packed:
+) -> PackedBatch:
     """Lay the chosen samples end to end as the tensors of one micro-batch on `device`."""
-    return Packed(tuple(indices), tuple(samples[i] for i in indices), torch.device(device))
+    return PackedBatch(tuple(indices), tuple(samples[i] for i in indices), torch.device(device))
 
 
 def _within(starts: Tensor, sizes: Tensor) -> Tensor:
@@ -337,7 +337,7 @@ def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
     return torch.frombuffer(values, dtype={"q": torch.int64, "d": torch.float64}[code])
 
 
-def gather(values: PerToken, packed: Packed) -> Tensor:
+def gather(values: PerToken, packed: PackedBatch) -> Tensor:
     """The values of the packed samples, end to end, [N], where the others of the micro-batch
     are."""
     x_N = torch.cat([values[i] for i in packed.samples])

@@ -21,7 +21,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import spread
 from lowroll.objectives.reduce import masked_mean, sequence_any, sequences_of
 from lowroll.parallel.ranks import ALONE, Ranks
-from lowroll.trainer.packing import Packed, gather
+from lowroll.trainer.packing import PackedBatch, gather
 from lowroll.trainer.step import Forward, LearnSettings
 from lowroll.types import Batch
 
@@ -30,7 +30,7 @@ from lowroll.types import Batch
 class Probe:
     """A batch and the learner's log-probs of it, [N]."""
 
-    packed: Packed
+    packed: PackedBatch
     learner_N: Tensor
     settings: LearnSettings
 

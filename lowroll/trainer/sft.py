@@ -30,7 +30,7 @@ from lowroll.objectives.reduce import Denominators, aggregate, sequences_of
 from lowroll.trainer import state as states
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer, OptimSettings
-from lowroll.trainer.packing import Packed, check
+from lowroll.trainer.packing import PackedBatch, check
 from lowroll.trainer.step import MAX_REFUSALS, Forward, TrainingDiverged
 from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
 from lowroll.weights import derived
@@ -127,7 +127,7 @@ def sft_step(
     rate = optimizer.begin_step()
     counts = Denominators(sum(len(s.rollout.token_ids) for s in samples), len(samples))
 
-    def likelihood(packed: Packed, learner_N: Tensor) -> Tensor:
+    def likelihood(packed: PackedBatch, learner_N: Tensor) -> Tensor:
         return aggregate(
             learner_N,
             sequences_of(packed.mask_N, packed.segments_N),

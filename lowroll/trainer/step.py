@@ -64,7 +64,7 @@ from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.trainer.critic import Critic
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.packing import (
-    Packed,
+    PackedBatch,
     PerToken,
     Walk,
     check,
@@ -165,7 +165,7 @@ class Forward:
     def run(
         self,
         portions: Iterable[Sequence[int]],
-        objective: Callable[[Packed, Tensor], Tensor] | None = None,
+        objective: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> Trace:
         """Run the chosen samples, each portion packed by itself. With `objective(packed,
         learner_N)`, a micro-batch's share of J, the gradient of -J is added to that of the
@@ -175,7 +175,7 @@ class Forward:
         costs = [cost(s, self.model.spec, self.model.spec.vocab_size) for s in self.samples]
         by_temperature = map(self._by_temperature, portions)
         walk = Walk(self.samples, by_temperature, self.tokens_per_microbatch, costs, self.ranks)
-        arrivals: list[tuple[Packed, Tensor]] = []
+        arrivals: list[tuple[PackedBatch, Tensor]] = []
         arrived = None
         for packed, counts in walk.dealt(self.model.device):
             with torch.set_grad_enabled(objective is not None):
@@ -212,14 +212,14 @@ class Forward:
             parts.setdefault(self._temperature(i), []).append(i)
         return list(parts.values())
 
-    def attend(self, packed: Packed) -> Attend:
+    def attend(self, packed: PackedBatch) -> Attend:
         """To all that came before, or to what was left of it."""
         if not self.replay_kv:
             return self.model.causal(packed.lengths)
         evictions = [sample.rollout.evictions for sample in packed.chosen]
         return replayed(packed.lengths, evictions, self.model.device)
 
-    def collate(self, indices: Sequence[int]) -> Packed:
+    def collate(self, indices: Sequence[int]) -> PackedBatch:
         """The chosen samples as one micro-batch on the model's device."""
         return collate(self.samples, indices, self.model.device)
 
@@ -512,7 +512,7 @@ def _accumulate(
         )
         return replace(total, weight_sum=weights.weight_sum)
 
-    def objective(packed: Packed, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def objective(packed: PackedBatch, learner_N: Tensor) -> tuple[Tensor, dict[str, float]]:
         proximal_N = learner_N.detach() if proximal is None else gather(proximal, packed)
         J, statistics = settings.objective(
             learner=learner_N,

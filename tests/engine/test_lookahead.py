@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowroll.engine.decoder import Decoder, Steps
+from lowroll.engine.decoder import Decoder, PendingSteps
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
@@ -41,7 +41,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     read = Decoder.read
 
-    def counted(decoder: Decoder, begun: Steps) -> Any:
+    def counted(decoder: Decoder, begun: PendingSteps) -> Any:
         drawn = read(decoder, begun)
         taken.append(len(drawn[0][0]))
         return drawn

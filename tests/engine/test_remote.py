@@ -34,7 +34,7 @@ from lowroll.engine.remote import (
 )
 from lowroll.engine.remote.http_client import BlockingHttpClient
 from lowroll.engine.remote.packed_tokens import pack
-from lowroll.engine.remote.protocol import PartialSample
+from lowroll.engine.remote.protocol import ArrivingSample
 from lowroll.engine.remote.remote_engine import TURN, ServedName
 from lowroll.engine.remote.verify import Verifier
 from lowroll.engine.remote.vllm_process import VllmProcess
@@ -813,7 +813,7 @@ def test_a_server_that_says_no_numbers_is_none_of_ours(where: str) -> None:
 def test_an_origin_without_numbers_names_its_request() -> None:
     able = Capabilities(128, frozenset(), False, False, True, True, frozenset())
     tag = BehaviorTag((PolicySpan(0, ""),), "fp32")
-    one = PartialSample(stated={"behavior": {**asdict(tag), "sampler": {"temperature": "hot"}}})
+    one = ArrivingSample(stated={"behavior": {**asdict(tag), "sampler": {"temperature": "hot"}}})
     with pytest.raises(ServerError, match="request a: no behavior of a sample"):
         lowroll_server.LowrollDialect(able, tag, "m").tag(ASKED, tag, 0, one)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lowroll.engine.base import Drawn
+from lowroll.engine.base import PartialSample
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
 from lowroll.types import Group, Request, Rollout
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return hf.load(hf_folder(tmp_path_factory.mktemp("models") / "m"))
 
 
-def copied(drawn: Drawn) -> Drawn:
+def copied(drawn: PartialSample) -> PartialSample:
     """A look that does not grow."""
     top = None if drawn.top_logprobs is None else list(drawn.top_logprobs)
     return replace(
@@ -28,7 +28,7 @@ def copied(drawn: Drawn) -> Drawn:
     )
 
 
-def begins(drawn: Drawn, rollout: Rollout) -> bool:
+def begins(drawn: PartialSample, rollout: Rollout) -> bool:
     """Whether a look shows how a rollout began, or all of it if it says that it has ended."""
     length = len(drawn.token_ids)
     top = None if rollout.top_logprobs is None else rollout.top_logprobs[:length]
@@ -52,7 +52,7 @@ def test_every_look_is_the_beginning_of_the_end(model: Transformer, n: int, top:
     request = Request(prompt(9), n=n, max_tokens=12, seed=3, top_logprobs=top)
     engine = engine_of(model, max_batch=5, lookahead=2)
     handle = engine.add(request)
-    looks: list[list[Drawn]] = []
+    looks: list[list[PartialSample]] = []
     done: dict[int, Group] = {}
     while engine.has_work:
         looks.append([copied(drawn) for drawn in engine.so_far(handle)])

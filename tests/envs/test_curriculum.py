@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowroll.envs import make
-from lowroll.envs.curriculum import Curriculum, Progress
+from lowroll.envs.curriculum import Curriculum, LevelProgress
 from lowroll.orchestrator.ledger import Ledger
 from lowroll.types import Prompt
 from tests.fixtures.fakes import FakeEnv, build
@@ -20,18 +20,22 @@ RULE = Curriculum(levels=3, window=4)
 @pytest.mark.parametrize(
     ("before", "means", "after"),
     [
-        (Progress(1), [1.0, 1.0, 1.0], Progress(1, 3, 3.0)),  # too few to say
-        (Progress(1, 3, 3.0), [0.2], Progress(2)),  # 3.2 / 4 is 0.8
-        (Progress(1, 3, 3.0), [0.1], Progress(1)),  # between the two: counting begins anew
-        (Progress(1, 3, 0.5), [0.3], Progress(0)),  # 0.8 / 4 is 0.2
-        (Progress(2, 3, 3.0), [1.0], Progress(2)),  # the last level
-        (Progress(0, 3, 0.0), [0.0, 0.0], Progress(0)),  # the first one
-        (Progress(1, 2, 1.0), [], Progress(1, 2, 1.0)),
+        (LevelProgress(1), [1.0, 1.0, 1.0], LevelProgress(1, 3, 3.0)),  # too few to say
+        (LevelProgress(1, 3, 3.0), [0.2], LevelProgress(2)),  # 3.2 / 4 is 0.8
+        (
+            LevelProgress(1, 3, 3.0),
+            [0.1],
+            LevelProgress(1),
+        ),  # between the two: counting begins anew
+        (LevelProgress(1, 3, 0.5), [0.3], LevelProgress(0)),  # 0.8 / 4 is 0.2
+        (LevelProgress(2, 3, 3.0), [1.0], LevelProgress(2)),  # the last level
+        (LevelProgress(0, 3, 0.0), [0.0, 0.0], LevelProgress(0)),  # the first one
+        (LevelProgress(1, 2, 1.0), [], LevelProgress(1, 2, 1.0)),
     ],
 )
-def test_the_rule(before: Progress, means: list[float], after: Progress) -> None:
+def test_the_rule(before: LevelProgress, means: list[float], after: LevelProgress) -> None:
     assert before.after(RULE, means) == after
-    assert Progress.of(vars(after)) == after
+    assert LevelProgress.of(vars(after)) == after
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_without_a_curriculum_the_state_is_as_it_was() -> None:
     "levels",
     [
         {"e": {"level": 1}},
-        {"other": vars(Progress(1))},
+        {"other": vars(LevelProgress(1))},
         {"e": 3},
         3,
         {"e": {"level": -1, "groups": 0, "total": 0.0}},

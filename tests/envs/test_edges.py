@@ -17,7 +17,7 @@ from lowroll.envs.base import Environment, GeneratedEnvironment, Validation, bou
 from lowroll.envs.data.files import read_jsonl
 from lowroll.envs.reasoning_gym import ReasoningGym
 from lowroll.envs.reverse_text import ReverseText
-from lowroll.envs.rows import Rows
+from lowroll.envs.rows import SplitRows
 from lowroll.envs.table import construct
 from lowroll.types import Prompt, Score
 
@@ -264,7 +264,7 @@ def write(path: Path, *lines: str) -> str:
 def test_rows_come_permuted_by_epoch_and_in_order_for_the_test_split(tmp_path: Path) -> None:
     texts = [f"t{i}" for i in range(7)]
     path = write(tmp_path / "a.jsonl", *(json.dumps({"text": text}) for text in texts))
-    rows = Rows("e", lambda row, where: row["text"], path=path, test_path=path, seed=3)
+    rows = SplitRows("e", lambda row, where: row["text"], path=path, test_path=path, seed=3)
     epochs = [[rows.at("train", 7 * epoch + i) for i in range(7)] for epoch in range(3)]
     assert (
         all(sorted(epoch) == list(range(7)) for epoch in epochs)
@@ -290,8 +290,8 @@ def test_lines_are_numbered_from_one_and_empty_ones_are_passed_over(tmp_path: Pa
 
 
 def test_rows_need_a_path_that_is_there(tmp_path: Path) -> None:
-    def rows(**paths: str | None) -> Rows[str]:
-        return Rows(
+    def rows(**paths: str | None) -> SplitRows[str]:
+        return SplitRows(
             "e", lambda row, where: row.get("text"), **({"path": None, "test_path": None} | paths)
         )
 

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from lowroll.envs.data.rows import Source, located, read, splits
 from lowroll.envs.data.rows import test_split as split_for_tests
-from lowroll.envs.rows import Rows
+from lowroll.envs.rows import SplitRows
 
 ROWS = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(5)]
 
@@ -157,14 +157,14 @@ def test_test_rows_that_are_trained_on_are_counted(
     test.write_text(
         "".join(json.dumps(row) + "\n" for row in [ROWS[4], ROWS[4], {"question": "?"}])
     )
-    rows = Rows("e", asked, path=str(train), test_path=str(test))
+    rows = SplitRows("e", asked, path=str(train), test_path=str(test))
     assert len(rows.test) == 3 and not caplog.text, "an evaluation alone reads no train rows"
-    rows = Rows("e", asked, path=str(train), test_path=str(test))
+    rows = SplitRows("e", asked, path=str(train), test_path=str(test))
     assert len(rows.train) == 5 and len(rows.test) == 3
     assert "1 of the 2 different prompts" in caplog.text
     caplog.clear()
     test.write_text(json.dumps({"question": "?"}))
-    rows = Rows("e", asked, path=str(train), test_path=str(test))
+    rows = SplitRows("e", asked, path=str(train), test_path=str(test))
     assert len(rows.train) == 5 and len(rows.test) == 1 and not caplog.text
 
 
@@ -176,7 +176,7 @@ def test_a_share_is_held_out_where_there_is_no_test_split(
 
     def parts(order: list[str], **options: Any) -> tuple[list[Any], list[Any]]:
         file.write_text("\n".join(json.dumps({"text": text}) for text in order))
-        rows = Rows("e", lambda row, _: row, path=str(file), test_path=None, **options)
+        rows = SplitRows("e", lambda row, _: row, path=str(file), test_path=None, **options)
         return [row["text"] for row in rows.train], [row["text"] for row in rows.test]
 
     assert parts(texts) == (texts, []) and not caplog.text
@@ -192,7 +192,7 @@ def test_a_share_is_held_out_where_there_is_no_test_split(
         parts(texts, held_out=1)
     other = tmp_path / "test.jsonl"
     other.write_text('{"text": "x"}')
-    rows = Rows(
+    rows = SplitRows(
         "e", lambda row, _: row, path=str(file), test_path=str(other), split="train", held_out=0.5
     )
     assert rows.test == [{"text": "x"}] and len(rows.train) == 40 and not rows.is_held_out

@@ -16,7 +16,7 @@ from lowroll.kernels.compact import score
 from lowroll.kernels.compact.choose import best_and_last
 from lowroll.kernels.compact.move import move
 from lowroll.kernels.compact.watch import add_attended, remember
-from lowroll.kv.cache import Rows
+from lowroll.kv.cache import DecodeRows
 from lowroll.kv.policy.h2o import attended
 from lowroll.kv.policy.rkv import RKV
 from lowroll.kv.policy.snapkv import Attended, SnapKV
@@ -172,6 +172,6 @@ def test_engines_keep_what_plain_torch_keeps(
     assert same == len(plain) if dtype == torch.float32 else same > len(plain) // 2
 
 
-def plain_compact(self: Attended, rows: Rows, kept: int) -> Tensor:
+def plain_compact(self: Attended, rows: DecodeRows, kept: int) -> Tensor:
     layers = range(len(self.cache.keys))
     return torch.stack([self._compact_layer(layer, rows, kept) for layer in layers])

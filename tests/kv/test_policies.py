@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.compact.choose import best_and_last
-from lowroll.kv.cache import Chunk, KVCache, Rows
+from lowroll.kv.cache import Chunk, DecodeRows, KVCache
 from lowroll.kv.policy import snapkv
 from lowroll.kv.policy.base import CachePolicy, Selector, footprint
 from lowroll.kv.policy.h2o import H2O, attended
@@ -202,7 +202,7 @@ def test_the_selector_scores_the_last_queries_of_each_slot(
     q = torch.randn(3, 17, spec.num_heads, spec.head_dim, generator=g)
     pages = [list(range(8 * row, 8 * row + 8)) for row in range(3)]
     feed(selector, layer, q, lengths, slots, pages)
-    rows = Rows(
+    rows = DecodeRows(
         torch.tensor(slots),
         torch.tensor(pages, dtype=torch.int32)[:, :5],
         torch.tensor(lengths, dtype=torch.int32),
@@ -270,14 +270,14 @@ def test_h2o_carries_the_scores_of_what_stays(
         selector.prefilled(layer, q[start:stop], [Chunk(start, stop, pages, 2)])
     given = attended(q[None, :11], k, torch.arange(11)[None])
     lengths = torch.tensor([11], dtype=torch.int32)
-    rows = Rows(torch.tensor([2]), table.int(), lengths, torch.tensor([10]))
+    rows = DecodeRows(torch.tensor([2]), table.int(), lengths, torch.tensor([10]))
     first = selector.compact(rows, 5)[layer]
     assert torch.equal(first, best_and_last(given, lengths, 5, 2)) and not selector.long
     # the kept keys would move; here the cache is as it was, and the row has its first five keys
     given = given.gather(2, first)
     for length in (6, 7):
         lengths = torch.tensor([length], dtype=torch.int32)
-        rows = Rows(torch.tensor([2]), table.int(), lengths, torch.tensor([length + 5]))
+        rows = DecodeRows(torch.tensor([2]), table.int(), lengths, torch.tensor([length + 5]))
         selector.decoded(layer, q[length + 5][None], rows)
         added = attended(
             q[None, length + 5][:, None], k[:, :, :length], torch.tensor([[length - 1]])
@@ -286,7 +286,7 @@ def test_h2o_carries_the_scores_of_what_stays(
         given = added
     selector.prefilled(layer, q[:11], [Chunk(0, 11, pages, 0)])  # a prompt that is aborted
     selector.copy([(2, 0)])
-    rows = Rows(torch.tensor([0]), table.int(), lengths, torch.tensor([12]))
+    rows = DecodeRows(torch.tensor([0]), table.int(), lengths, torch.tensor([12]))
     torch.testing.assert_close(selector.score_LSGN[layer, 0], given[0])
     second = selector.compact(rows, 5)[layer]
     assert torch.equal(second, best_and_last(given, lengths, 5, 2))
@@ -315,7 +315,7 @@ def feed(
         selector.prefilled(layer, torch.cat([q[0, start:stop], q[1, start:stop]]), chunks)
     selector.copy([(6, slots[1])])
     for t in range(9, 13):
-        rows = Rows(
+        rows = DecodeRows(
             torch.tensor([slots[0], 7, slots[1]]),
             torch.tensor([pages[0], [0] * 8, pages[1]], dtype=torch.int32),
             torch.tensor([t + 1, 0, t + 1], dtype=torch.int32),

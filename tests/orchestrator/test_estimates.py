@@ -17,7 +17,7 @@ from lowroll.orchestrator.estimates import interval, majority, pass_at_k
 from lowroll.orchestrator.examples import Example, Response, draw, score, votes
 from lowroll.orchestrator.settings import SamplingSettings
 from lowroll.orchestrator.source import draw_at
-from lowroll.runs.comparison import Measured, rows_of, shown
+from lowroll.runs.comparison import EngineAnswers, rows_of, shown
 from lowroll.types import Group, Prompt, Score, ScoreError
 from tests.fixtures.fakes import FakeEngine, FakeEnv, FakeTokenizer
 
@@ -119,7 +119,7 @@ def test_what_failed_or_was_aborted_is_not_scored_and_is_counted() -> None:
     assert judge.asked == 1 and example.rewards == [1.0]
     assert broken.score == ScoreError("exception", "the door is shut")
     assert cut.score == ScoreError("invalid", "aborted after 1 tokens")
-    (row,) = rows_of([Measured("e", {}, found, None, 1.0)])
+    (row,) = rows_of([EngineAnswers("e", {}, found, None, 1.0)])
     assert row["env_failed"] == 1 and row["unscored"] == pytest.approx(2 / 3)
     head, (line,) = shown([row])
     assert line[head.index("env failed")] == "1"

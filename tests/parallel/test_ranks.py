@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lowroll.parallel import ranks as groups
-from lowroll.parallel.ranks import ALONE, Group, RankLost, Ranks
+from lowroll.parallel.ranks import ALONE, RankGroup, RankLost, Ranks
 from lowroll.runs.launch.process import reserved
 from lowroll.transport.base import DeadlineExceeded, TransportError
 from tests.fixtures.ranks import Raised, together
@@ -33,9 +33,9 @@ def test_one_process_alone_changes_nothing() -> None:
     assert (ALONE.rank, ALONE.size, ALONE.lockstep) == (0, 1, False)
 
 
-def of(rank: int, size: int, lockstep: bool = False) -> Group:
+def of(rank: int, size: int, lockstep: bool = False) -> RankGroup:
     """A rank that deals, and has met nobody."""
-    group = Group.__new__(Group)
+    group = RankGroup.__new__(RankGroup)
     group.rank, group.size, group.lockstep = rank, size, lockstep
     return group
 
@@ -64,7 +64,7 @@ def test_ranks_are_dealt_equal_work() -> None:
     ]
 
 
-def speak(group: Group) -> dict[str, object]:
+def speak(group: RankGroup) -> dict[str, object]:
     """Every word of the seam once."""
     rank, size = group.rank, group.size
     sizes = {7: 2, 0: len(ODD), 3: 1}
@@ -122,7 +122,7 @@ def test_what_ranks_tell_each_other(size: int) -> None:
         assert found["listens"] == {"0100007F"}, "loopback alone"
 
 
-def fail(group: Group, how: str) -> None:
+def fail(group: RankGroup, how: str) -> None:
     """Rank 1 (with `leader`: the rank that leads) is lost after a first meeting."""
     group.meet("the first meeting")
     if how == "stopped":  # all have met: who is late now is not late by its start
@@ -162,7 +162,7 @@ def test_who_waits_for_a_lost_rank_says_which(
     assert kinds == {error} or how == "stopped" and kinds == {error, RankLost}, ranks
 
 
-def wait_long(group: Group) -> bytes:
+def wait_long(group: RankGroup) -> bytes:
     """The rank that leads speaks late: the deadline of all else is shorter."""
     group.deadline_s = 0.2
     if group.leads:
@@ -183,12 +183,12 @@ def test_ranks_that_do_not_come_are_named() -> None:
             DeadlineExceeded,
             match=r"^waited 0\.2 s for rank 1, 2 of 3 to start and meet at 127\.0\.0\.1:",
         ):
-            Group(0, 3, "127.0.0.1", port, torch.device("cpu"), 0.2)
+            RankGroup(0, 3, "127.0.0.1", port, torch.device("cpu"), 0.2)
     with (
         reserved("127.0.0.1") as meeting,
         pytest.raises(DeadlineExceeded, match=r"for rank 0 to listen at 127\.0\.0\.1:"),
     ):
-        Group(1, 3, "127.0.0.1", meeting.getsockname()[1], torch.device("cpu"), 0.1)
+        RankGroup(1, 3, "127.0.0.1", meeting.getsockname()[1], torch.device("cpu"), 0.1)
     assert time.monotonic() - began < 100
 
 
@@ -197,11 +197,11 @@ def test_what_cannot_be_is_refused() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(TransportError, match=r"^rank 0 cannot listen at 127\.0\.0\.1:\d+: "),
     ):
-        Group(0, 2, "127.0.0.1", taken.getsockname()[1], torch.device("cpu"), 1.0)
+        RankGroup(0, 2, "127.0.0.1", taken.getsockname()[1], torch.device("cpu"), 1.0)
     with pytest.raises(ValueError, match=r"^rank: must lie in 0 \.\. 1, is 2"):
-        Group(2, 2, "127.0.0.1", 1, torch.device("cpu"), 1.0)
+        RankGroup(2, 2, "127.0.0.1", 1, torch.device("cpu"), 1.0)
     with pytest.raises(ValueError, match="deadline_s"):
-        Group(0, 2, "127.0.0.1", 1, torch.device("cpu"), float("nan"))
+        RankGroup(0, 2, "127.0.0.1", 1, torch.device("cpu"), float("nan"))
 
 
 def test_large_gradients_go_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:

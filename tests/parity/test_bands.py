@@ -181,7 +181,7 @@ def test_dense_codes_are_multiplied_alike_with_a_gradient_and_without(
 @pytest.mark.parametrize(
     ("make", "learners"),
     [
-        ("ranks:Group", ["full", "aligned lora on int8", "scaled, noise, lora, checkpointed"]),
+        ("ranks:RankGroup", ["full", "aligned lora on int8", "scaled, noise, lora, checkpointed"]),
         ("sharding:Sharded", ["full", "aligned int8"]),
     ],
 )

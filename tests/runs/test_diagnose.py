@@ -16,7 +16,7 @@ from lowroll.cli.main import main
 from lowroll.config import from_mapping
 from lowroll.engine import runner
 from lowroll.engine.base import Capabilities
-from lowroll.kv.cache import KVCache, Rows
+from lowroll.kv.cache import DecodeRows, KVCache
 from lowroll.model import hf
 from lowroll.quant.formats import get_format
 from lowroll.runs import demo
@@ -62,7 +62,9 @@ class Rounding(KVCache):
     def write(self, layer: int, slots_T: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         super().write(layer, slots_T, rounded(k_TGd), rounded(v_TGd))
 
-    def decode(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: Rows) -> Tensor:
+    def decode(
+        self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, rows: DecodeRows
+    ) -> Tensor:
         return super().decode(layer, q_BHd, rounded(k_BGd), rounded(v_BGd), rows)
 
 

@@ -20,7 +20,7 @@ from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.examples import Example, Response
 from lowroll.runs import findings
 from lowroll.runs.build import prompts
-from lowroll.runs.comparison import Measured, rows_of, shown
+from lowroll.runs.comparison import EngineAnswers, rows_of, shown
 from lowroll.runs.evaluate import evaluate
 from lowroll.runs.preflight import look_at_run
 from lowroll.runs.presets import PRESETS, preset
@@ -300,7 +300,7 @@ def test_presets_are_whole() -> None:
 # -- numbers side by side --------------------------------------------------------------------------
 
 
-def measured(name: str, solved: list[list[bool | None]], env: str = "e") -> Measured:
+def measured(name: str, solved: list[list[bool | None]], env: str = "e") -> EngineAnswers:
     def response(one: bool | None) -> Response:
         score = ScoreError("timeout", "x") if one is None else Score(float(one))
         return Response("text", 5, "stop", score)
@@ -311,7 +311,7 @@ def measured(name: str, solved: list[list[bool | None]], env: str = "e") -> Meas
         )
         for i, r in enumerate(solved)
     ]
-    return Measured(env, {"weights": name, "kv": "dense"}, examples, None, 1.0)
+    return EngineAnswers(env, {"weights": name, "kv": "dense"}, examples, None, 1.0)
 
 
 def test_rows_by_hand() -> None:
@@ -392,7 +392,9 @@ def test_the_page_shows_all_turns_of_a_conversation() -> None:
     talk = Response("7", 2, "stop", messages=[{"role": r, "content": c} for r, c in said])
     talk.score = Score(0.0)
     example = Example("test/0", Prompt("test/0", "e", [{"role": "user", "content": "1-9"}]), [talk])
-    (failure,) = findings._failures([Measured("e", {"weights": "int8"}, [example], None, 1.0)])["e"]
+    (failure,) = findings._failures(
+        [EngineAnswers("e", {"weights": "int8"}, [example], None, 1.0)]
+    )["e"]
     assert failure.attempts[0].wrong == "assistant: 4\nuser: higher\nassistant: 7"
 
 

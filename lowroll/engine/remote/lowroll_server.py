@@ -12,7 +12,7 @@ from typing import Any
 
 from lowroll.engine.base import Capabilities, EngineStats, InFlight
 from lowroll.engine.remote.http_client import BlockingHttpClient, HttpCall, HttpClient, ServerError
-from lowroll.engine.remote.protocol import PartialSample, body_of, tagged
+from lowroll.engine.remote.protocol import ArrivingSample, body_of, tagged
 from lowroll.engine.remote.server_base import (
     CONTROL_S,
     Dialect,
@@ -73,7 +73,7 @@ class LowrollDialect:
         }
 
     def tag(
-        self, request: Request, behavior: BehaviorTag, index: int, one: PartialSample
+        self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
         """The server's own; of a request that was given up before it came, what the server said of
         itself at the start."""
@@ -88,7 +88,7 @@ class LowrollDialect:
             raise ServerError(f"request {request.id}: sample {index} has the tag of another")
         return tag
 
-    def evictions(self, one: PartialSample) -> Evictions | None:
+    def evictions(self, one: ArrivingSample) -> Evictions | None:
         """Return the keys that a bounded cache dropped, where the server's engine records them."""
         stated = one.stated.get("evictions") if isinstance(one.stated, dict) else None
         if stated is None:

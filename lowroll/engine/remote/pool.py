@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowroll.engine.base import Capabilities, Drawn, InFlight
+from lowroll.engine.base import Capabilities, InFlight, PartialSample
 from lowroll.engine.remote.capped_clock import CappedClock, CappedClockLoop
 from lowroll.engine.remote.discovery import Discovery, Elastic, Resolver, resolve
 from lowroll.engine.remote.http_client import ServerError, happens_within
@@ -219,10 +219,12 @@ class EnginePool:
         self._loop.call_soon_threadsafe(self._router.abort, entry)
         return True
 
-    def so_far(self, handle: int) -> list[Drawn]:
+    def so_far(self, handle: int) -> list[PartialSample]:
         """A sample for each that is in flight, without tokens: they come whole, at the end."""
         entry = self._open.get(handle)
-        return [] if entry is None else [Drawn([], [], None) for _ in range(entry.request.n)]
+        return (
+            [] if entry is None else [PartialSample([], [], None) for _ in range(entry.request.n)]
+        )
 
     def generate(
         self, requests: list[Request], on_progress: Callable[[int, int], None] | None = None

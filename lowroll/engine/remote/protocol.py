@@ -85,7 +85,7 @@ def most_bytes(request: Request) -> int:
 
 
 @dataclass
-class PartialSample:
+class ArrivingSample:
     """The tokens of one sample that have arrived so far."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -104,7 +104,7 @@ class PartialSample:
 
 
 # of sample i: which policy drew it, and what its cache dropped
-Origin = Callable[[int, PartialSample], tuple[BehaviorTag, Evictions | None]]
+Origin = Callable[[int, ArrivingSample], tuple[BehaviorTag, Evictions | None]]
 
 
 class ResponseAssembler:
@@ -124,7 +124,7 @@ class ResponseAssembler:
         self.vocab_size = vocab_size
         self.model = model
         self.stop_ids = stop_ids
-        self.samples = [PartialSample() for _ in range(request.n)]
+        self.samples = [ArrivingSample() for _ in range(request.n)]
 
     def take(self, answer: Any) -> None:
         """An answer, or an event of a stream."""
@@ -199,7 +199,7 @@ class ResponseAssembler:
         sample.stop_reason = self._stop_reason(index, choice.get("stop_reason"))
         sample.stated = choice.get("lowroll", sample.stated)
 
-    def _take_tokens(self, index: int, sample: PartialSample, choice: dict[str, Any]) -> None:
+    def _take_tokens(self, index: int, sample: ArrivingSample, choice: dict[str, Any]) -> None:
         stated = choice.get("logprobs") or {}
         if "packed" in choice:
             ids, logprobs = self._unpacked(index, choice["packed"])
@@ -254,7 +254,7 @@ class ResponseAssembler:
             return reason
         raise self._lie(f"choice {index}: stop_reason {_show(reason)}")
 
-    def _check_end(self, index: int, sample: PartialSample) -> None:
+    def _check_end(self, index: int, sample: ArrivingSample) -> None:
         """Does the end that is stated fit the tokens?"""
         count = len(sample.token_ids)
         if sample.finish_reason is None:

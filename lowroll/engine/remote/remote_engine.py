@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowroll.engine.base import Capabilities, Drawn, EngineStats, InFlight, Ranked
+from lowroll.engine.base import Capabilities, EngineStats, InFlight, PartialSample, Ranked
 from lowroll.engine.remote.http_client import BlockingHttpClient, HttpCall, ServerError, parse_json
 from lowroll.engine.remote.protocol import (
     PATH,
@@ -138,7 +138,7 @@ class RemoteEngine:
         self._ended[handle] = flight.arrivals.aborted(self._origin(flight))
         return True
 
-    def so_far(self, handle: int) -> list[Drawn]:
+    def so_far(self, handle: int) -> list[PartialSample]:
         """Return what each sample of a request has drawn, as far as it was read: nothing before the
         end without `stream`. [] after its group was returned."""
         flight = self._flights.get(handle)
@@ -148,7 +148,7 @@ class RemoteEngine:
         for one in flight.arrivals.samples:
             ids, logprobs, top = one.read()
             shown = top if flight.request.top_logprobs else None
-            drawn.append(Drawn(ids, logprobs, one.finish_reason, shown, one.stop_reason))
+            drawn.append(PartialSample(ids, logprobs, one.finish_reason, shown, one.stop_reason))
         return drawn
 
     def generate(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lowroll.engine.base import Capabilities, EngineStats
-from lowroll.engine.remote.protocol import PartialSample
+from lowroll.engine.remote.protocol import ArrivingSample
 from lowroll.types import BehaviorTag, Evictions, Request
 
 CONTROL_S = 10.0  # until a control route that does little has answered
@@ -40,12 +40,12 @@ class Dialect(Protocol):
         ...
 
     def tag(
-        self, request: Request, behavior: BehaviorTag, index: int, one: PartialSample
+        self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
         """Return the policy that a sample was drawn from. ServerError when the server does not say."""
         ...
 
-    def evictions(self, one: PartialSample) -> Evictions | None:
+    def evictions(self, one: ArrivingSample) -> Evictions | None:
         """Return the keys that the cache behind a sample dropped, where that is recorded."""
         ...
 

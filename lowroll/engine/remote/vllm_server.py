@@ -27,7 +27,7 @@ from typing import Any
 
 from lowroll.engine.base import Capabilities, EngineStats
 from lowroll.engine.remote.http_client import BlockingHttpClient, HttpCall, HttpClient, ServerError
-from lowroll.engine.remote.protocol import PartialSample, body_of, tagged
+from lowroll.engine.remote.protocol import ArrivingSample, body_of, tagged
 from lowroll.engine.remote.server_base import (
     CONTROL_S,
     Dialect,
@@ -123,11 +123,11 @@ class VllmDialect:
             "return_token_ids": True,
         }
 
-    def evictions(self, one: PartialSample) -> None:
+    def evictions(self, one: ArrivingSample) -> None:
         """vLLM's cache drops nothing."""
 
     def tag(
-        self, request: Request, behavior: BehaviorTag, index: int, one: PartialSample
+        self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
         """vLLM does not say what it drew from. Requests keep the adapter that they began with, and
         a full update waits for their end: it is the policy of when they were sent."""

@@ -36,7 +36,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Task:
+class DataTask:
     """One row, read: the prompt as a text or as chat messages (without those of a demonstration),
     what is right, and all its columns as JSON data."""
 
@@ -54,7 +54,7 @@ class Columns:
     answer: str | None = None
     completion: str | None = None
 
-    def task(self, row: Mapping[str, Any], where: str) -> Task:
+    def task(self, row: Mapping[str, Any], where: str) -> DataTask:
         """Read one row. ValueError names its place, a column that is not there or holds something
         else, and the columns that it has."""
         name, asked = _find(row, self.prompt, PROMPTS, where, "prompt")
@@ -76,7 +76,7 @@ class Columns:
         columns = {key: value for key in row if (value := plain(row[key])) is not ODD}
         if (gold := plain(answer)) is ODD:
             raise ValueError(f"{where}: the answer must be text, a number or a list of such")
-        return Task(prompt, gold, completion, columns)
+        return DataTask(prompt, gold, completion, columns)
 
 
 def _find(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowroll.envs.base import Environment
-from lowroll.envs.data.columns import ANSWERS, Columns, Message, Task
+from lowroll.envs.data.columns import ANSWERS, Columns, DataTask, Message
 from lowroll.envs.data.functions import (
     ANSWER,
     OF_ROLLOUTS,
@@ -24,7 +24,7 @@ from lowroll.envs.data.functions import (
 )
 from lowroll.envs.outcome import Inapplicable, InvalidScore
 from lowroll.envs.problems import final_answer, perturb
-from lowroll.envs.rows import Rows
+from lowroll.envs.rows import SplitRows
 from lowroll.types import Prompt, Score
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Data(Environment):
             self.overtaxed = Score(0.0, {ANSWER: 0.0})
         self.together = any(function.is_of_several for function in self.functions)
         self.columns = Columns(prompt, answer, completion)
-        self.rows: Rows[Task] = Rows(
+        self.rows: SplitRows[DataTask] = SplitRows(
             name,
             self._task,
             path=path,
@@ -176,7 +176,7 @@ class Data(Environment):
             raise NotImplementedError("reward functions say nothing of a response that is wrong")
         return f"\\boxed{{{perturb(prompt.info['answer'])}}}"
 
-    def _task(self, row: dict[str, Any], where: str) -> Task | None:
+    def _task(self, row: dict[str, Any], where: str) -> DataTask | None:
         """One row; None where what is to be judged by its answer has an empty one."""
         task = self.columns.task(row, where)
         self._check_kind(task, where)
@@ -194,7 +194,7 @@ class Data(Environment):
             )
         return task if _gold(task.answer) else None
 
-    def _check_kind(self, task: Task, where: str) -> None:
+    def _check_kind(self, task: DataTask, where: str) -> None:
         """ValueError for a row whose prompt is of another kind than the first one's of its source:
         functions get texts where prompts are texts, and messages where they are messages."""
         kind = "a text" if isinstance(task.prompt, str) else "chat messages"
@@ -206,7 +206,7 @@ class Data(Environment):
                 "a file in one way"
             )
 
-    def _look(self, task: Task) -> None:
+    def _look(self, task: DataTask) -> None:
         self._looked = True
         for function in self.functions:
             if function.file is not None:
@@ -215,12 +215,12 @@ class Data(Environment):
         for file in files:
             logger.warning("env %s: its reward functions are the code of %s", self.name, file)
 
-    def _named(self, task: Task) -> dict[str, Any]:
+    def _named(self, task: DataTask) -> dict[str, Any]:
         """The columns of a row, and its answer by the names that functions have for it."""
         given = {} if task.answer is None else {"answer": task.answer, "ground_truth": task.answer}
         return given | task.columns
 
-    def _wanted(self, task: Task) -> dict[str, Any]:
+    def _wanted(self, task: DataTask) -> dict[str, Any]:
         """Of the columns those that some function takes."""
         named = self._named(task)
         taken = [function.columns for function in self.functions]

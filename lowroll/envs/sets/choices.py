@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from lowroll.envs.base import bounded
-from lowroll.envs.sets.held_out import HeldOut, Task
+from lowroll.envs.sets.held_out import HeldOut, HeldOutTask
 from lowroll.envs.sets.rows import column, text_of
 from lowroll.types import Prompt, Score
 
@@ -28,7 +28,7 @@ CHOICE = re.compile(
 class Choices(HeldOut):
     """Reward 1 when the last `Answer: X` names the right option, else 0."""
 
-    def convert(self, row: dict[str, Any], where: str) -> Task | None:
+    def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
         """The question with its options; None when no option is said to be right."""
         question = text_of(row, self.row, "question", where)
         options, gold = _apart(self, row, where) if self.row.shuffled else _given(self, row, where)
@@ -41,7 +41,7 @@ class Choices(HeldOut):
             for letter, text in zip(LETTERS[: len(options)], options, strict=True)
         )
         info = {"answer": LETTERS[gold], "options": len(options)}
-        return Task(f"{question}\n\n{listed}", info)
+        return HeldOutTask(f"{question}\n\n{listed}", info)
 
     def score(self, prompt: Prompt, text: str) -> Score:
         """1 or 0; `has_answer` is 1 when the response chose an option."""

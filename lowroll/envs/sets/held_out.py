@@ -17,7 +17,7 @@ from lowroll.types import Prompt
 
 
 @dataclass(frozen=True)
-class Task:
+class HeldOutTask:
     """One usable row: what is asked, and what the scorer knows."""
 
     text: str
@@ -50,12 +50,12 @@ class HeldOut(Environment):
         self.test_path, self.split, self.subset = test_path, split, subset
 
     @abstractmethod
-    def convert(self, row: dict[str, Any], where: str) -> Task | None:
+    def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
         """Read one row; None when its gold answer is empty. ValueError names what is wrong with
         it."""
 
     @cached_property
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[HeldOutTask]:
         """The usable rows, in the order of the file. ValueError when there are none."""
         origin = self.test_path or self.row.path
         return usable(self.name, self.located(), self.convert, origin)[0]

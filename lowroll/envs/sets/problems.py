@@ -16,7 +16,7 @@ from lowroll.envs.problems import (
     as_text,
     final_answer,
 )
-from lowroll.envs.sets.held_out import HeldOut, Task
+from lowroll.envs.sets.held_out import HeldOut, HeldOutTask
 from lowroll.envs.sets.rows import column, text_of
 from lowroll.types import Prompt
 
@@ -24,7 +24,7 @@ from lowroll.types import Prompt
 class Boxed(FinalAnswer, HeldOut):
     r"""The last `\boxed{}` of a response is its answer."""
 
-    def convert(self, row: dict[str, Any], where: str) -> Task | None:
+    def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
         """The question, its final answer, and a worked solution where there is one."""
         question = text_of(row, self.row, "question", where)
         key = column(row, self.row, "answer", where)
@@ -37,7 +37,9 @@ class Boxed(FinalAnswer, HeldOut):
         solution = raw[0] if key == "solution" or "####" in raw[0] else row.get("solution")
         shown = CALCULATOR.sub("", solution).strip() if isinstance(solution, str) else ""
         ordered = ORDER.search(question) is not None
-        return Task(question, {"answer": answer, "ordered": ordered}, shown) if answer else None
+        return (
+            HeldOutTask(question, {"answer": answer, "ordered": ordered}, shown) if answer else None
+        )
 
     def solution(self, prompt: Prompt) -> str:
         return self.tasks[prompt.info["row"]].solution

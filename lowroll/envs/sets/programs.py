@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowroll.envs.base import bounded
 from lowroll.envs.data.files import Located
-from lowroll.envs.sets.held_out import HeldOut, Task
+from lowroll.envs.sets.held_out import HeldOut, HeldOutTask
 from lowroll.envs.sets.hidden import cases
 from lowroll.envs.sets.rows import column, text_of
 from lowroll.types import Prompt, Score
@@ -57,13 +57,13 @@ class Programs(HeldOut):
                         yield where, _object(line, where) | {PLACE: [path, place]}
                     place += len(line)
 
-    def convert(self, row: dict[str, Any], where: str) -> Task | None:
+    def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
         """The problem with how it is to be answered; its cases stay in the file."""
         question = text_of(row, self.row, "question", where)
         starter = row.get(column(row, self.row, "starter", where)) or ""
         column(row, self.row, "private", where)
         asked = STARTER.replace("{starter}", starter.rstrip()) if starter.strip() else STDIN
-        return Task(f"{question}\n\n{asked}", {"place": row[PLACE]})
+        return HeldOutTask(f"{question}\n\n{asked}", {"place": row[PLACE]})
 
     def score(self, prompt: Prompt, text: str) -> Score:
         """1 or 0, with the share of passed cases (`passed`). ValueError names a row whose cases

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the scheduler imports this file, and runs without torch
     from torch import Tensor
 
-    from lowroll.kv.cache import Chunk, KVCache, Rows
+    from lowroll.kv.cache import Chunk, DecodeRows, KVCache
     from lowroll.model.spec import ModelSpec
 
 
@@ -113,7 +113,7 @@ class Selector(ABC):
         that the prefix cache served: their queries are never seen, their keys lie in the pages.
         """
 
-    def decoded(self, layer: int, q_BHd: Tensor, rows: Rows) -> None:  # noqa: B027
+    def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:  # noqa: B027
         """A token of each row has run in this layer; its key is the last of the row's.
 
         Captured in a graph on CUDA: no shape and no host decision may depend on the rows. Rows
@@ -121,7 +121,7 @@ class Selector(ABC):
         """
 
     @abstractmethod
-    def compact(self, rows: Rows, kept: int) -> Tensor:
+    def compact(self, rows: DecodeRows, kept: int) -> Tensor:
         """Indices int64 [L, B, G, K] of the `kept` keys that stay in each layer, ascending along K;
         0 is the oldest key in the cache.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowroll.kernels.compact.choose import best_and_last
 from lowroll.kernels.compact.watch import add_attended, add_supports
-from lowroll.kv.cache import Chunk, KVCache, Rows
+from lowroll.kv.cache import Chunk, DecodeRows, KVCache
 from lowroll.kv.policy.base import Selector, copy_slots, num_pages, num_slots
 from lowroll.kv.policy.bounded import Bounded
 from lowroll.kv.policy.logits import MOST_SCORED, grouped_logits
@@ -100,7 +100,7 @@ class HeavyHitters(Selector):
         self.long[layer, chunk.slot] = score_GN
         return score_GN
 
-    def decoded(self, layer: int, q_BHd: Tensor, rows: Rows) -> None:
+    def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:
         keys = self.cache.keys[layer]  # 8-bit codes are not a type that the kernel takes
         if add_supports(keys, q_BHd.shape[1]):
             at = rows.slots_B, rows.table_BP, rows.lengths_B
@@ -112,7 +112,7 @@ class HeavyHitters(Selector):
         score_SGN = self.score_LSGN[layer, :, :, : k_BGNd.shape[2]]
         score_SGN[rows.slots_B] = score_SGN[rows.slots_B] + added_BGN
 
-    def compact(self, rows: Rows, kept: int) -> Tensor:
+    def compact(self, rows: DecodeRows, kept: int) -> Tensor:
         score_LBGN = self._scores(rows)
         kept_LBGK = best_and_last(score_LBGN, rows.lengths_B, kept, self.last)
         left_LBGN = self.score_LSGN.new_zeros(*score_LBGN.shape[:3], self.most)
@@ -120,7 +120,7 @@ class HeavyHitters(Selector):
         self.score_LSGN[:, rows.slots_B] = left_LBGN
         return kept_LBGK
 
-    def _scores(self, rows: Rows) -> Tensor:
+    def _scores(self, rows: DecodeRows) -> Tensor:
         """Scores [L, B, G, N] of the rows' keys; takes those of the long prompts away."""
         score_LBGN = self.score_LSGN[:, rows.slots_B]
         if not self.long:

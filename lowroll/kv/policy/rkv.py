@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowroll.kernels.compact import score
 from lowroll.kernels.compact.score import DUPLICATE, EPS
-from lowroll.kv.cache import KVCache, Rows
+from lowroll.kv.cache import DecodeRows, KVCache
 from lowroll.kv.policy.logits import MOST_SCORED
 from lowroll.kv.policy.snapkv import SnapKV, importance
 from lowroll.kv.policy.table import MIX, ZERO_FIRST
@@ -42,7 +42,7 @@ class RKV(SnapKV):
         redundant_BGN = redundancy(k_BGNd, lengths_B, self.zero_first)
         return self.mix * important_BGN - (1 - self.mix) * redundant_BGN
 
-    def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+    def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: DecodeRows) -> Tensor:
         keys, table_BP = cache.key_pages(rows.table_BP)
         lengths_B = rows.lengths_B
         return score.join(

@@ -27,7 +27,7 @@ from torch import Tensor
 from lowroll.kernels.compact import score
 from lowroll.kernels.compact.choose import best_and_last
 from lowroll.kernels.compact.watch import remember
-from lowroll.kv.cache import Chunk, KVCache, Rows
+from lowroll.kv.cache import Chunk, DecodeRows, KVCache
 from lowroll.kv.policy.base import Selector, copy_slots, num_slots
 from lowroll.kv.policy.bounded import Bounded
 from lowroll.kv.policy.logits import MOST_SCORED, grouped_logits
@@ -60,7 +60,7 @@ class SnapKV(Bounded):
         """
         return importance(q_BAHd, k_BGNd, lengths_B, self.kernel)
 
-    def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+    def paged_scores(self, ring_LSAHd: Tensor, cache: KVCache, rows: DecodeRows) -> Tensor:
         """The same of all layers, [L, B, G, N], by kernels. ring_LSAHd: queries by slot."""
         keys, table_BP = cache.key_pages(rows.table_BP)
         lengths_B = rows.lengths_B
@@ -93,10 +93,10 @@ class Attended(Selector):
             at_A = torch.arange(first, chunk.stop, device=q_THd.device) % window
             self.ring_LSAHd[layer, chunk.slot].index_copy_(0, at_A, q_CHd[first - chunk.start :])
 
-    def decoded(self, layer: int, q_BHd: Tensor, rows: Rows) -> None:
+    def decoded(self, layer: int, q_BHd: Tensor, rows: DecodeRows) -> None:
         remember(self.ring_LSAHd[layer], rows.slots_B, rows.positions_B, q_BHd)
 
-    def compact(self, rows: Rows, kept: int) -> Tensor:
+    def compact(self, rows: DecodeRows, kept: int) -> Tensor:
         layers, num_heads = len(self.cache.keys), self.cache.keys[0].shape[2]
         if not score.supports(self.ring_LSAHd, num_heads):
             return torch.stack([self._compact_layer(layer, rows, kept) for layer in range(layers)])
@@ -106,7 +106,7 @@ class Attended(Selector):
             chosen.append(best_and_last(score_LBGN, some.lengths_B, kept, self.policy.window))
         return torch.cat(chosen, 1)
 
-    def _compact_layer(self, layer: int, rows: Rows, kept: int) -> Tensor:
+    def _compact_layer(self, layer: int, rows: DecodeRows, kept: int) -> Tensor:
         chosen = []
         each = self.cache.page_size * self.ring_LSAHd[0, 0].numel()
         for some in _portions(rows, each):
@@ -117,12 +117,12 @@ class Attended(Selector):
         return torch.cat(chosen)
 
 
-def _portions(rows: Rows, each: int) -> Iterator[Rows]:
+def _portions(rows: DecodeRows, each: int) -> Iterator[DecodeRows]:
     """Rows of which MOST_SCORED numbers exist at once; each: numbers of a page."""
     together = max(1, MOST_SCORED // (rows.table_BP.shape[1] * each))
     for first in range(0, len(rows.slots_B), together):
         some = slice(first, first + together)
-        yield Rows(
+        yield DecodeRows(
             rows.slots_B[some], rows.table_BP[some], rows.lengths_B[some], rows.positions_B[some]
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowroll.kv.cache import KVCache, Rows
+from lowroll.kv.cache import DecodeRows, KVCache
 from lowroll.kv.policy.base import Selector
 from lowroll.kv.policy.bounded import Bounded
 from lowroll.kv.policy.table import SINKS
@@ -30,7 +30,7 @@ class FirstAndLast(Selector):
     def __init__(self, sinks: int, spec: ModelSpec) -> None:
         self.sinks, self.layers, self.heads = sinks, spec.num_layers, spec.num_kv_heads
 
-    def compact(self, rows: Rows, kept: int) -> Tensor:
+    def compact(self, rows: DecodeRows, kept: int) -> Tensor:
         kept_BK = first_and_last(rows.lengths_B, kept, self.sinks)
         return kept_BK[:, None].expand(self.layers, -1, self.heads, -1)
 

@@ -21,7 +21,7 @@ import torch
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.config import RunConfig
-from lowroll.parallel.ranks import ALONE, Group, Ranks
+from lowroll.parallel.ranks import ALONE, RankGroup, Ranks
 from lowroll.parallel.sharding import Sharded
 from lowroll.runs.attempt import log_file
 from lowroll.runs.build import models, trainer
@@ -72,7 +72,7 @@ def joined(cfg: RunConfig, seat: Seat | None) -> Iterator[Ranks]:
     device = Compute.of(cfg).device
     if device.type == "cuda":
         device = torch.device("cuda", 0)  # its own is the first (`runs.launch.devices`)
-    kind = Sharded if cfg.is_sharded else Group
+    kind = Sharded if cfg.is_sharded else RankGroup
     ranks = kind(seat.rank, seat.size, seat.host, seat.port, device, GONE_S)
     try:
         yield ranks

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from lowroll.checkpoint.faults import faultpoint
-from lowroll.engine.base import Drawn, EngineStats
+from lowroll.engine.base import EngineStats, PartialSample
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.versions import Superseded
 from lowroll.kv.policy.base import CachePolicy
@@ -146,7 +146,7 @@ class Engines:
         """As `EnginePool.abort`."""
         return self.pool.abort(handle)
 
-    def so_far(self, handle: int) -> list[Drawn]:
+    def so_far(self, handle: int) -> list[PartialSample]:
         """As `EnginePool.so_far`."""
         return self.pool.so_far(handle)
 
