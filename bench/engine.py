@@ -36,8 +36,8 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 from bench.record import BASELINES, Row, interleave, show, speed_row, write
 from lowroll import Engine, Request
-from lowroll.engine.runner import Run
-from lowroll.engine.sequence import Plan
+from lowroll.engine.runner import StepResult
+from lowroll.engine.sequence import StepPlan
 from lowroll.model import hf, initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
@@ -143,7 +143,7 @@ def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], lis
             )
     draw = engine.runner.run
 
-    def scripted(plan: Plan, meanwhile: Callable[[], None]) -> list[Run]:
+    def scripted(plan: StepPlan, meanwhile: Callable[[], None]) -> list[StepResult]:
         """What the runner drew, with each sample's last token replaced by the stop id, and no stop
         before it."""
         drawn = []

@@ -49,7 +49,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.runs.build import trainer
 from lowroll.runs.build.compute import Compute
-from lowroll.runs.memory.plan import Plan, Planner
+from lowroll.runs.memory.plan import MemoryPlan, Planner
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.trainer import recompute, step
 from lowroll.trainer.loop import Trainer
@@ -373,7 +373,7 @@ def measure(name: str, device: torch.device) -> tuple[list[Row], dict[str, Any]]
     return compare(name, planned, meter.marks), about
 
 
-def compare(name: str, planned: Plan, marks: Sequence[Mark]) -> list[Row]:
+def compare(name: str, planned: MemoryPlan, marks: Sequence[Mark]) -> list[Row]:
     """The rows of a plan beside the marks of its run."""
     more = _pools(marks) + max(mark.outside for mark in marks)
     measured = {

@@ -23,10 +23,10 @@ from torch import Tensor
 from bench.roofline import synchronize
 from lowroll import Engine, Request
 from lowroll.engine.runner import First
-from lowroll.engine.sampler import Ranks
+from lowroll.engine.sampler import TopLogprobs
 from lowroll.engine.sequence import Check, Compaction, PrefillChunk
 from lowroll.engine.sequence import Sequence as Sample
-from lowroll.kv.cache import Chunk
+from lowroll.kv.cache import PromptChunk
 
 PIECE = 8192  # tokens whose noise exists at once
 MOST_TURNS = 1000  # in which all samples must have been admitted
@@ -157,7 +157,7 @@ class Placed:
         tokens_B = tokens_P.repeat_interleave(torch.tensor(samples))
         sequences = [sequence for chunk in prefills for sequence in chunk.samples]
         logprobs_B = torch.full((len(sequences),), -1.0)
-        return First(sequences, tokens_B, logprobs_B, Ranks(sequences)), None
+        return First(sequences, tokens_B, logprobs_B, TopLogprobs(sequences)), None
 
     def _show_queries(self, prefills: list[PrefillChunk]) -> None:
         """As if the prefix cache had served all but the last tokens, which a policy must see."""
@@ -166,7 +166,7 @@ class Placed:
             return
         window = self.engine.kv.window
         chunks = [
-            Chunk(max(c.start, c.stop - window), c.stop, c.sequence.pages, c.sequence.slot)
+            PromptChunk(max(c.start, c.stop - window), c.stop, c.sequence.pages, c.sequence.slot)
             for c in prefills
         ]
         count = sum(chunk.num_tokens for chunk in chunks)

@@ -15,7 +15,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from lowroll.envs.sandbox import PRELUDE, Case, Limits, run_cases, walls
+from lowroll.envs.sandbox import PRELUDE, Case, SandboxLimits, run_cases, walls
 
 PROGRAMS = {
     "standard input": ("print(sum(map(int, input().split())))", Case("3 4", "7")),
@@ -27,7 +27,7 @@ REPEATS = 7
 def seconds(source: str, case: Case, count: int) -> float:
     """Wall clock of one program with `count` tests."""
     start = time.monotonic()
-    verdict = run_cases(source, [case] * count, Limits(total_seconds=600))
+    verdict = run_cases(source, [case] * count, SandboxLimits(total_seconds=600))
     assert verdict.all_passed, verdict.results[0]
     return time.monotonic() - start
 

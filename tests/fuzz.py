@@ -44,7 +44,7 @@ from transformers import DynamicCache
 from lowroll import Engine, Request
 from lowroll.engine.base import PartialSample
 from lowroll.engine.request import noise_key
-from lowroll.engine.sequence import Plan
+from lowroll.engine.sequence import StepPlan
 from lowroll.kv.policy.base import footprint
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
@@ -486,7 +486,7 @@ class Block:
         ] = {}  # by handle and sample: positions of the response
         run = self.engine.runner.run
 
-        def watched(plan: Plan, meanwhile: Any) -> Any:
+        def watched(plan: StepPlan, meanwhile: Any) -> Any:
             self.watch(plan)
             return run(plan, meanwhile)
 
@@ -495,7 +495,7 @@ class Block:
     def ids(self, length: int) -> list[int]:
         return [self.rng.randrange(2, self.vocabulary) for _ in range(length)]
 
-    def watch(self, plan: Plan) -> None:
+    def watch(self, plan: StepPlan) -> None:
         decoder, now = (
             self.engine.runner.decoder,
             (self.version, self.family.large_batch is not None),

@@ -22,7 +22,7 @@ the cheaper product for many (docs/benchmarks.md).
 Every tensor that a graph reads is allocated once: new weights are written in place, and the graphs
 stay valid.
 
-Filters, penalties and bans are part of the step (`engine.wishes`): graphs are captured with and
+Filters, penalties and bans are part of the step (`engine.sampling_state`): graphs are captured with and
 without them, and a row's bits are the same in each. Rows that ask for the likeliest tokens, or for a bias of
 logits, need their logits: there the graph ends, and the step goes on outside it, for them and the rows beside
 them.
@@ -39,9 +39,9 @@ import torch
 from torch import Tensor
 
 from lowroll.engine.biases import needs_host
-from lowroll.engine.sampler import Ranks, by_host, require_finite, signed
+from lowroll.engine.sampler import TopLogprobs, by_host, require_finite, signed
+from lowroll.engine.sampling_state import DrawMode, SamplingState, draw_of
 from lowroll.engine.sequence import Sequence
-from lowroll.engine.wishes import Draw, Wishes, draw_of
 from lowroll.kernels.launch import captured, overlapping
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
@@ -68,7 +68,7 @@ class PendingSteps:
 
     rows: int
     steps: int
-    ranks: Ranks
+    ranks: TopLogprobs
 
 
 class Decoder:
@@ -100,7 +100,7 @@ class Decoder:
         # by slot: whose pages the table on the host has, after how many compactions, and how many
         self._known: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_batch
         self._widest = 0  # pages of the row that has most
-        self._wishes = Wishes(most, max_batch, model.spec.vocab_size, self.device)
+        self._sampling = SamplingState(most, max_batch, model.spec.vocab_size, self.device)
         # on the host, what will be uploaded: one row of `state` a quantity
         pinned = self.device.type == "cuda"
         self._state = torch.zeros(8, most, dtype=torch.int64, pin_memory=pinned)
@@ -117,7 +117,7 @@ class Decoder:
         self.logprobs_SB = torch.zeros(MOST_STEPS, most, dtype=torch.float32, device=self.device)
         # where the steps of all sizes leave their logits, for rows that are drawn outside the graph
         self.logits: Tensor | None = None
-        self._graphs: dict[tuple[int, Draw | None], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, DrawMode | None], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
         self.replays = 0  # steps that ran as a graph
@@ -132,9 +132,9 @@ class Decoder:
         self._upload(sequences, size)
         drawing = draw_of(sequences)
         if drawing:
-            self._wishes.upload(sequences, size, drawing)
+            self._sampling.upload(sequences, size, drawing)
         rows = len(sequences)
-        ranks = Ranks(sequences)
+        ranks = TopLogprobs(sequences)
         host = any(map(needs_host, sequences))
         if host and steps > 1:
             raise ValueError(f"steps: {steps}, where the host needs the token before")
@@ -147,15 +147,15 @@ class Decoder:
             logits_BV = by_host(self._shaped(rows, self.logits[:rows], drawing), sequences)
             ranks.see(logits_BV)
             self._draw(rows, logits_BV, drawing)
-        if drawing is Draw.MARKED:
-            self._wishes.drew(sequences, steps)
+        if drawing is DrawMode.MARKED:
+            self._sampling.drew(sequences, steps)
         return PendingSteps(rows, steps, ranks)
 
     def read(
         self, begun: PendingSteps
     ) -> tuple[list[list[int]], list[list[float]], list[list[list[tuple[int, float]]] | None]]:
         """Wait for what was started: (ids, log-probs), both [B, S], and what each row is told of the
-        likeliest tokens (`sampler.Ranks`). ValueError when the model gives a row no
+        likeliest tokens (`sampler.TopLogprobs`). ValueError when the model gives a row no
         distribution."""
         tokens_SB = self.tokens_SB[: begun.steps, : begun.rows].cpu()
         logprobs_SB = self.logprobs_SB[: begun.steps, : begun.rows].cpu()
@@ -198,8 +198,8 @@ class Decoder:
             return
         most = self.state.shape[1]
         for size in sorted({bucket(rows) for rows in range(1, most + 1)}):
-            if (size, Draw.PLAIN) not in self._graphs:
-                self._capture(size, Draw.PLAIN)
+            if (size, DrawMode.PLAIN) not in self._graphs:
+                self._capture(size, DrawMode.PLAIN)
 
     def forget(self) -> None:
         """Drop the captured graphs: the storages behind them are about to move."""
@@ -267,7 +267,7 @@ class Decoder:
         self._table[: len(rows), : self._widest] = self._pages_of_slot[rows, : self._widest]
         self.table_BP[:size].copy_(self._table[:size], non_blocking=True)  # whole rows lie together
 
-    def _step(self, size: int, drawing: Draw | None) -> None:
+    def _step(self, size: int, drawing: DrawMode | None) -> None:
         """One step; without a draw, it leaves its logits."""
         if not self._captures:
             self._advance(size, drawing)
@@ -277,7 +277,7 @@ class Decoder:
         self._graphs[size, drawing].replay()
         self.replays += 1
 
-    def _capture(self, size: int, drawing: Draw | None) -> None:
+    def _capture(self, size: int, drawing: DrawMode | None) -> None:
         """Capture one step. The steps before it, which compile and warm up, must leave no trace:
         the rows are dead."""
         state = self.state[:, :size].clone()
@@ -300,7 +300,7 @@ class Decoder:
         self.lengths_B[:size] = lengths_B
         self.step_1.zero_()
 
-    def _advance(self, size: int, drawing: Draw | None) -> None:
+    def _advance(self, size: int, drawing: DrawMode | None) -> None:
         """One step of the first `size` rows, on the device alone."""
         ids_B, rows = self.state[0, :size], self._live(size)
         attend = PagedDecode(self.cache, rows, self.watcher)
@@ -317,13 +317,13 @@ class Decoder:
                 return
             self._draw(size, self._shaped(size, logits_BV, drawing), drawing)
 
-    def _shaped(self, rows: int, logits_BV: Tensor, drawing: Draw) -> Tensor:
+    def _shaped(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> Tensor:
         """Logits after penalties and bans."""
-        if drawing is not Draw.MARKED:
+        if drawing is not DrawMode.MARKED:
             return logits_BV
-        return shape(logits_BV, self._wishes.marked(self.state[6, :rows]), self.state[2, :rows])
+        return shape(logits_BV, self._sampling.marked(self.state[6, :rows]), self.state[2, :rows])
 
-    def _draw(self, rows: int, logits_BV: Tensor, drawing: Draw) -> None:
+    def _draw(self, rows: int, logits_BV: Tensor, drawing: DrawMode) -> None:
         """The end of a step of the first `rows` rows: draw, and move them on."""
         ids_B, pos_B, next_B, end_B, keys_B, _, slots_B, _ = self.state[:, :rows].unbind()
         tokens_B, logprobs_B = draw(
@@ -332,7 +332,7 @@ class Decoder:
             next_B,
             self.temperature_B[:rows],
             self.greedy_B[:rows],
-            self._wishes.filters(rows) if drawing else None,
+            self._sampling.filters(rows) if drawing else None,
         )
         advance(
             tokens_B,
@@ -345,5 +345,5 @@ class Decoder:
             next_B,
             end_B,
             self.lengths_B[:rows],
-            self._wishes.marked(slots_B) if drawing is Draw.MARKED else None,
+            self._sampling.marked(slots_B) if drawing is DrawMode.MARKED else None,
         )

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import captured, overlapping
-from lowroll.kv.cache import Chunk, KVCache, PackedPrompts
+from lowroll.kv.cache import KVCache, PackedPrompts, PromptChunk
 from lowroll.model.attention import flashes, upload
 from lowroll.model.transformer import Transformer
 
@@ -63,7 +63,7 @@ class ShortPasses:
             and cache.skips_negative_slots
         )
 
-    def takes(self, chunks: Sequence[Chunk]) -> bool:
+    def takes(self, chunks: Sequence[PromptChunk]) -> bool:
         """Are these few tokens, of few prompts from their first on?"""
         return (
             0 < len(chunks) <= MOST_PROMPTS
@@ -71,7 +71,7 @@ class ShortPasses:
             and sum(chunk.num_tokens for chunk in chunks) <= SIZES[-1]
         )
 
-    def run(self, ids: list[int], chunks: Sequence[Chunk]) -> Tensor:
+    def run(self, ids: list[int], chunks: Sequence[PromptChunk]) -> Tensor:
         """Final hidden states [P, D] of the chunks' last tokens; `ids` are those of all. The next
         pass overwrites them."""
         size = next(size for size in SIZES if size >= len(ids))

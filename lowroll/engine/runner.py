@@ -22,8 +22,8 @@ from torch import Tensor
 from lowroll.engine.decoder import MOST_STEPS, Decoder, PendingSteps
 from lowroll.engine.prompts import ShortPasses
 from lowroll.engine.sampler import (
-    Ranks,
     SamplingBatch,
+    TopLogprobs,
     likeliest,
     require_finite,
     sample,
@@ -33,13 +33,20 @@ from lowroll.engine.sequence import (
     Check,
     Compaction,
     DrawnPosition,
-    Plan,
     PrefillChunk,
     Sequence,
+    StepPlan,
     places_of,
 )
 from lowroll.kernels.sampling import chosen
-from lowroll.kv.cache import Chunk, DecodeRows, KVCache, PagedAttention, PagedDecode, Together
+from lowroll.kv.cache import (
+    DecodeRows,
+    KVCache,
+    MixedAttention,
+    PagedAttention,
+    PagedDecode,
+    PromptChunk,
+)
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import CompactionRecorder, Dropped, most_held
@@ -52,7 +59,7 @@ MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
 
 
 @dataclass(frozen=True)
-class Run:
+class StepResult:
     """What a step drew for one sequence, in order, whether the second model did, and the likeliest
     tokens at each place where the request asks for them."""
 
@@ -71,9 +78,9 @@ class First:
     sequences: list[Sequence]
     tokens_B: Tensor
     logprobs_B: Tensor
-    ranks: Ranks
+    ranks: TopLogprobs
 
-    def read(self, large_batch: bool) -> list[Run]:
+    def read(self, large_batch: bool) -> list[StepResult]:
         """ValueError when the model gave a sequence no distribution."""
         logprobs = self.logprobs_B.tolist()
         require_finite(logprobs)
@@ -83,7 +90,7 @@ class First:
         )
         told = self.ranks.told(tokens_B1, logprobs_B1)
         return [
-            Run(sequence, ids, logps, large_batch, tops)
+            StepResult(sequence, ids, logps, large_batch, tops)
             for sequence, ids, logps, tops in zip(
                 self.sequences, tokens_B1, logprobs_B1, told, strict=True
             )
@@ -147,7 +154,7 @@ class Runner:
         self.cache.release()
 
     @torch.inference_mode()
-    def run(self, plan: Plan, meanwhile: Callable[[], None] = lambda: None) -> list[Run]:
+    def run(self, plan: StepPlan, meanwhile: Callable[[], None] = lambda: None) -> list[StepResult]:
         """The tokens of every decode row, then of every sample of a prompt that is through, then
         those behind each token of a check.
 
@@ -190,11 +197,11 @@ class Runner:
             self.recorder.settle()
         return drawn
 
-    def _read(self, plan: Plan, steps: PendingSteps) -> list[Run]:
+    def _read(self, plan: StepPlan, steps: PendingSteps) -> list[StepResult]:
         tokens_BS, logprobs_BS, told = self.decoder.read(steps)
         large_batch = self.decoder.runs_large_batch(self.decoder.size(len(plan.decodes)))
         return [
-            Run(sequence, tokens[:most], logprobs[:most], large_batch, tops and tops[:most])
+            StepResult(sequence, tokens[:most], logprobs[:most], large_batch, tops and tops[:most])
             for sequence, tokens, logprobs, most, tops in zip(
                 plan.decodes, tokens_BS, logprobs_BS, plan.limits, told, strict=True
             )
@@ -253,7 +260,7 @@ class Runner:
         tokens_B, logprobs_B, ranks = self._draw(logits_BV, sequences)
         return First(sequences, tokens_B, logprobs_B, ranks)
 
-    def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[Run]:
+    def _follow(self, hidden_TD: Tensor, checks: list[Check]) -> list[StepResult]:
         """Draw behind each token of the checks, as if those before it had been drawn."""
         places = [place for check in checks for place in places_of(check)]
         pieces = []
@@ -276,18 +283,18 @@ class Runner:
             told = [one[0] for one in tops[start:stop] if one is not None]
             large_batch = self.large_batch_model is not None
             ids_S, logprobs_S = ids[start:stop], logprobs[start:stop]
-            drawn.append(Run(check.sequence, ids_S, logprobs_S, large_batch, told or None))
+            drawn.append(StepResult(check.sequence, ids_S, logprobs_S, large_batch, told or None))
         return drawn
 
     def _draw(
         self, logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]
-    ) -> tuple[Tensor, Tensor, Ranks]:
+    ) -> tuple[Tensor, Tensor, TopLogprobs]:
         device = self.model.device
         logits_BV = shaped(logits_BV, sequences)
         params = SamplingBatch.of(sequences, self.model.spec.vocab_size, device)
         lengths_B = upload(torch.tensor([s.length for s in sequences]), device)
         tokens_B, logprobs_B = sample(logits_BV, params, lengths_B)
-        ranks = Ranks(sequences)
+        ranks = TopLogprobs(sequences)
         ranks.see(logits_BV)
         return tokens_B, logprobs_B, ranks
 
@@ -324,7 +331,7 @@ class Runner:
         then of all tokens of the checks."""
         pieces = [(c.sequence, c.start, c.sequence.prompt_ids[c.start : c.stop]) for c in prefills]
         pieces += [(c.sequence, c.sequence.position, c.ids) for c in checks]
-        chunks = [Chunk(at, at + len(some), s.pages, s.slot) for s, at, some in pieces]
+        chunks = [PromptChunk(at, at + len(some), s.pages, s.slot) for s, at, some in pieces]
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0]
         later = [i for i, chunk in enumerate(chunks) if chunk.start > 0]
         ids: list[int] = []
@@ -357,7 +364,7 @@ class Runner:
         return model(
             torch.cat([ids_B, ids_T]),
             torch.cat([rows.positions_B, pos_T]),
-            Together(PagedDecode(self.cache, rows), prompts),
+            MixedAttention(PagedDecode(self.cache, rows), prompts),
             upload(torch.tensor(wanted), model.device),
         )
 

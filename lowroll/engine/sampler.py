@@ -24,9 +24,9 @@ temperature 1 after 1 and 2: the draw itself has log-prob 0, which says nothing.
 Noise is that of `kernels.sampling.noise`: a number of key, position and token id, key =
 `request.noise_key`, which does not depend on the batch, the device or the past.
 
-Nothing here but `Ranks.told` waits for the device. A row without a distribution (NaN or +inf logits, or nothing but
--inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error once the numbers are
-on the host.
+Nothing here but `TopLogprobs.told` waits for the device. A row without a distribution (NaN or +inf
+logits, or nothing but -inf) gets token 0 and log-prob NaN; `require_finite` turns that into an error
+once the numbers are on the host.
 
 What decodes does this in its step (`engine.decoder`); here are the draws of first tokens and of
 drafts.
@@ -47,8 +47,8 @@ from torch import Tensor
 
 from lowroll.engine.biases import biases_of, is_biased
 from lowroll.engine.grammar import held
+from lowroll.engine.sampling_state import filters_of, is_filtered
 from lowroll.engine.sequence import DrawnPosition, Sequence
-from lowroll.engine.wishes import filters_of, is_filtered
 from lowroll.kernels.sampling.draw import distribution as log_probs_of
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
@@ -181,7 +181,7 @@ def _order(logp_CV: Tensor, most: int) -> Tensor:
     return (rising_CV.long() << 32 | last_V).topk(most, dim=-1).indices
 
 
-class Ranks:
+class TopLogprobs:
     """The likeliest tokens at the next places of the rows that ask (`Request.top_logprobs`): of the
     distribution that each draws from, and without what a filter or a ban forbids.
 

@@ -50,7 +50,7 @@ from lowroll.engine.biases import needs_host
 from lowroll.engine.drafts import Replays, agreed, begin, drawn, plan_checks
 from lowroll.engine.outcome import behavior_salt, drawn_by, give_up, rollouts_of
 from lowroll.engine.pieces import plan_passes
-from lowroll.engine.sequence import Compaction, LiveGroup, Plan, Sequence
+from lowroll.engine.sequence import Compaction, LiveGroup, Sequence, StepPlan
 from lowroll.engine.stops import stop_reason
 from lowroll.kv.pages import PagePool, page_keys
 from lowroll.kv.policy.base import CachePolicy, footprint, num_pages, prompt_slot
@@ -240,7 +240,7 @@ class Scheduler:
         taken = [handle for handle in self._finished if handles is None or handle in handles]
         return [(handle, self._finished.pop(handle)) for handle in taken]
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Compact what is full, admit what fits, then give every decode row the pages that its
         tokens' K/V go to."""
         compactions = self._compact_all()
@@ -269,7 +269,7 @@ class Scheduler:
                 self._reserve(sequence, sequence.reserved_pages - missing)
         self._steps = 0 if any(passes) else self._steps + steps
         slots, self._begun = self._begun, []
-        return Plan(compactions, forks, copies, rows, steps, limits, slots, passes, checks)
+        return StepPlan(compactions, forks, copies, rows, steps, limits, slots, passes, checks)
 
     def commit(
         self,

@@ -207,7 +207,7 @@ class Compaction:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One step's work, in the order in which it is done.
 
     No page is both a source and a target of `copies`. The decode rows take up to `steps` steps

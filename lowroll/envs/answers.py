@@ -155,7 +155,7 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
             return forms.matches(gold, answer, ordered)
     except expressions.GoldError:
         raise
-    except (Exception, costs.Overtime) as error:
+    except (Exception, costs.AnswerTimeout) as error:
         raise Unjudged(f"{type(error).__name__}: {error}"[:200]) from error
 
 

@@ -20,8 +20,8 @@ from lowroll.envs.rows import SplitRows
 from lowroll.envs.sandbox import (
     PRELUDE,
     Case,
-    Limits,
-    Verdict,
+    CaseResults,
+    SandboxLimits,
     cases_of,
     last_block,
     run_cases,
@@ -37,7 +37,7 @@ TEMPLATE = (
 )
 CALLED = "It is called as the function {name}{where}."
 READS = "It reads standard input and writes standard output."
-KNOWN = {field.name: field.default for field in fields(Limits)}
+KNOWN = {field.name: field.default for field in fields(SandboxLimits)}
 
 
 @dataclass(frozen=True)
@@ -133,17 +133,17 @@ class Code(Environment):
         return solution
 
 
-def _limits(name: str, given: dict[str, float]) -> Limits:
+def _limits(name: str, given: dict[str, float]) -> SandboxLimits:
     for key in given:
         if key not in KNOWN:
             raise ValueError(f"env {name!r}: limits has no {key!r}; known: {', '.join(KNOWN)}")
     try:
-        return Limits(**given)  # type: ignore[arg-type]
+        return SandboxLimits(**given)  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"env {name!r}: {error}") from None
 
 
-def _metrics(verdict: Verdict | None) -> dict[str, float]:
+def _metrics(verdict: CaseResults | None) -> dict[str, float]:
     if verdict is None:
         found = dict.fromkeys(("passed", "all_passed", "timeouts", "crashes", "compile_error"), 0.0)
         return {**found, "has_program": 0.0}

@@ -35,7 +35,7 @@ class Costly(ValueError):
     """An answer that is refused for its size."""
 
 
-class Overtime(BaseException):
+class AnswerTimeout(BaseException):
     """The CPU time for an answer is over. No Exception: what is judged in between must not swallow
     it."""
 
@@ -49,7 +49,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         return
 
     def stop(*_: object) -> None:
-        raise Overtime
+        raise AnswerTimeout
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)

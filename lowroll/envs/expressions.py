@@ -24,7 +24,7 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig, normal
 from math_verify import verify
 from sympy.core.function import AppliedUndef
 
-from lowroll.envs.costs import UNFINISHED, Costly, Overtime, refuse_text, refuse_tree
+from lowroll.envs.costs import UNFINISHED, AnswerTimeout, Costly, refuse_text, refuse_tree
 from lowroll.envs.notation import repeating, ungrouped
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def _gold_tree(text: str, fold: bool) -> Any:
     find out."""
     try:
         return _tree(text, fold)
-    except Overtime as error:
+    except AnswerTimeout as error:
         raise GoldError(f"the gold answer takes too long to read: {text[:80]!r}") from error
     except Exception as error:  # the parser has no class of its own for texts that it cannot read
         log.debug("gold answer %r is compared as text: %s", text, error)

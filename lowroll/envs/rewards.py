@@ -24,7 +24,7 @@ several threads are served one after the other. Messages are JSON; nothing that 
 run code here. Workers see no environment variables beyond `machine.KEEP_ENV` and those that the pool
 is told to pass, whose values are taken out of what they say. What they print is `output`'s.
 
-What a scorer leaves running ends with its worker, whoever its parent is by then (`keeper`).
+What a scorer leaves running ends with its worker, whoever its parent is by then (`reaper`).
 
 An item goes out with a random id, and its reply must carry it. Another line on that pipe, as of a
 scorer that writes to all descriptors, ends the worker; it is never somebody's reward.
@@ -69,13 +69,13 @@ class EnvironmentReply:
 
 
 @dataclass(frozen=True)
-class Together:
+class GroupScores:
     """The scores of several responses to one prompt."""
 
     scores: tuple[Score | ScoreError, ...]
 
 
-Result = Score | ScoreError | EnvironmentReply | Together
+Result = Score | ScoreError | EnvironmentReply | GroupScores
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class _Job:
         """Record a result. An error of responses that are scored together is of all of them."""
         item = self.items[index]
         if item.size and isinstance(result, ScoreError):
-            result = Together((result,) * item.size)
-        if isinstance(result, Together):
-            result = Together(tuple(map(item.named, result.scores)))
+            result = GroupScores((result,) * item.size)
+        if isinstance(result, GroupScores):
+            result = GroupScores(tuple(map(item.named, result.scores)))
         elif isinstance(result, ScoreError):
             result = item.named(result)
         self.results[index] = result
@@ -185,7 +185,7 @@ class _Worker:
         else:
             self.ask_to_end()
             if not self._wait(KILL_LIMIT):
-                self.process.kill()  # the keeper itself does not answer
+                self.process.kill()  # the reaper itself does not answer
             status = self.process.wait(KILL_LIMIT)
         self.stdin.close()
         self.stdout.close()
@@ -194,7 +194,7 @@ class _Worker:
         return f"{how}: {words}" if words else how
 
     def ask_to_end(self) -> None:
-        """Tell its keeper, though a scorer may have stopped that one."""
+        """Tell its reaper, though a scorer may have stopped that one."""
         for number in (signal.SIGTERM, signal.SIGCONT):
             self.process.send_signal(number)
 
@@ -285,7 +285,7 @@ class ScorerPool:
         found = self._ask("score", self._joined(items), on_progress)
         scores: list[Score | ScoreError] = []
         for result in found:
-            if isinstance(result, Together):
+            if isinstance(result, GroupScores):
                 scores += result.scores
             elif isinstance(result, Score | ScoreError):
                 scores.append(result)
@@ -432,8 +432,8 @@ class ScorerPool:
             return False
         if isinstance(result, ScoreError):
             result = replace(result, message=self._said(result.message))
-        elif isinstance(result, Together):
-            result = Together(tuple(map(self._readable, result.scores)))
+        elif isinstance(result, GroupScores):
+            result = GroupScores(tuple(map(self._readable, result.scores)))
         job.settle(worker.held.popleft()[0], result)
         worker.doing = ""
         if worker.held:
@@ -507,14 +507,14 @@ def _result(reply: dict[str, Any], responds: bool) -> Result | None:
     return None
 
 
-def _scores(reply: dict[str, Any], size: int) -> Together | None:
+def _scores(reply: dict[str, Any], size: int) -> GroupScores | None:
     """The scores of `size` responses; None when they are not these."""
     found = reply["scores"]
     if not isinstance(found, list) or len(found) != size:
         return None
     scores = [_result(one, False) if isinstance(one, dict) else None for one in found]
     good = tuple(one for one in scores if isinstance(one, Score | ScoreError))
-    return Together(good) if len(good) == size else None
+    return GroupScores(good) if len(good) == size else None
 
 
 def _bounded(said: str | list[Message]) -> str | list[Message]:

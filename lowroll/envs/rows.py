@@ -22,7 +22,7 @@ from random import Random
 from typing import Any, Generic, TypeVar
 
 from lowroll.envs.data.files import Located
-from lowroll.envs.data.rows import Source, located, missing, test_split
+from lowroll.envs.data.rows import DataSource, located, missing, test_split
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -60,8 +60,10 @@ class SplitRows(Generic[T]):
         self.name, self.convert, self.seed, self.held_out = name, convert, seed, held_out
         self.test_split = test_split
         self.sources = {
-            "train": None if path is None else Source(path, split, **more),
-            "test": None if test_path is None else Source(test_path, test_split or "test", **more),
+            "train": None if path is None else DataSource(path, split, **more),
+            "test": None
+            if test_path is None
+            else DataSource(test_path, test_split or "test", **more),
         }
         self.skipped = {"train": 0, "test": 0}
         self._order: tuple[int, list[int]] = (-1, [])
@@ -106,7 +108,7 @@ class SplitRows(Generic[T]):
         return self._order[1][position]
 
     @cached_property
-    def _test_source(self) -> Source | None:
+    def _test_source(self) -> DataSource | None:
         """Where the test rows are; None: among the train split's."""
         train, test = self.sources["train"], self.sources["test"]
         if test is not None or train is None:
@@ -161,7 +163,7 @@ class SplitRows(Generic[T]):
                 origin,
             )
 
-    def _load(self, split: str, source: Source) -> list[T]:
+    def _load(self, split: str, source: DataSource) -> list[T]:
         rows, self.skipped[split] = usable(self.name, located(source), self.convert, source.path)
         return rows
 

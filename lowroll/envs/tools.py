@@ -33,7 +33,7 @@ MOST_TURNS = 8
 MALFORMED = "malformed"  # the id of a call that cannot be read; some templates want 9 characters
 
 
-class Overtime(BaseException):
+class ToolTimeout(BaseException):
     """A call took too long. No Exception, so that no `except Exception` of a tool swallows it."""
 
 
@@ -80,7 +80,7 @@ class Toolbox:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         try:
             text, failed = self._call(name, arguments), None
-        except Overtime:
+        except ToolTimeout:
             text, failed = f"error: {name} took longer than {self.call_seconds:g} s", "call"
         except _Refused as error:
             text, failed = f"error: {error}", "call"
@@ -139,7 +139,7 @@ async def _within(value: Any, seconds: float) -> Any:
     try:
         return await asyncio.wait_for(value, seconds)
     except TimeoutError:
-        raise Overtime from None
+        raise ToolTimeout from None
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def limited(seconds: float) -> Iterator[None]:
         return
 
     def end(*_: object) -> None:
-        raise Overtime
+        raise ToolTimeout
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -11,8 +11,8 @@ timeout quotes. Replies leave through a private file descriptor, so a scorer tha
 disturb them. The id is a secret of the pool and this loop: who writes to that descriptor without it
 is not heard. A copy of this process that a scorer forked and let go on ends here.
 
-Above it stands a keeper (`keeper`), which ends what a scorer leaves behind. The worker dies with
-the process that started it: the kernel tells the keeper (Linux), or it reads the end of its input.
+Above it stands a reaper (`reaper`), which ends what a scorer leaves behind. The worker dies with
+the process that started it: the kernel tells the reaper (Linux), or it reads the end of its input.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any, BinaryIO
 
 from lowroll.envs import blame, child
 from lowroll.envs.base import Environment
-from lowroll.envs.keeper import keep
 from lowroll.envs.outcome import Inapplicable, InvalidScore, ScorerFailed, answer, as_score, judge
+from lowroll.envs.reaper import fork_worker
 from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt, Score
 
@@ -126,7 +126,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
 
 def main() -> int:
     """Serve until the end of the input."""
-    keep(int(sys.argv[1]))
+    fork_worker(int(sys.argv[1]))
     return serve(*child.private_streams())
 
 

@@ -5,7 +5,7 @@ is one token a row over the row's page table: all of it lives on the device, not
 `PagedAttention` is built for the prompts of one step: it writes their keys and values to their
 slots; prompts that start at position 0 attend over their own fresh keys as the cache holds them,
 which without a rounding is exactly what the learner does, later chunks of a prompt gather all their
-sequence's tokens. `Together` is both in one pass.
+sequence's tokens. `MixedAttention` is both in one pass.
 
 Where a cache policy drops keys, `KVCache.keep` moves those that stay, between two runs of steps.
 How keys and values are stored is known to `KVCache` alone: another storage (`kv.fp8`) has the same
@@ -212,7 +212,7 @@ def _allocate(
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PromptChunk:
     """Tokens [start, stop) of one sequence in this step, its page table and slot (-1: none)."""
 
     start: int
@@ -264,8 +264,8 @@ class PagedAttention:
     def __init__(
         self,
         cache: KVCache,
-        fresh: list[Chunk],
-        later: list[Chunk],
+        fresh: list[PromptChunk],
+        later: list[PromptChunk],
         selector: Selector | None = None,
     ) -> None:
         device = cache.device
@@ -308,7 +308,7 @@ class PagedAttention:
 class _ExactAttention:
     """Attention of chunks over the cache, as rows that are decoded have it, bit for bit."""
 
-    def __init__(self, cache: KVCache, chunks: list[Chunk]) -> None:
+    def __init__(self, cache: KVCache, chunks: list[PromptChunk]) -> None:
         self.cache = cache
         widest = max(len(c.pages) for c in chunks)
         padded = [c.pages + [0] * (widest - len(c.pages)) for c in chunks]
@@ -351,7 +351,7 @@ class PackedPrompts:
 
 
 @dataclass(frozen=True)
-class Together:
+class MixedAttention:
     """`attend` for rows of one token each, and for the prompts of a step behind them."""
 
     rows: PagedDecode
@@ -369,10 +369,10 @@ class Together:
         return torch.cat([drawn, read])
 
 
-def _portions(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
+def _portions(chunks: list[PromptChunk]) -> Iterator[list[PromptChunk]]:
     """Neighbours whose keys and values are gathered at once: MOST_GATHERED tokens, or a single
     chunk."""
-    some: list[Chunk] = []
+    some: list[PromptChunk] = []
     for chunk in chunks:
         if some and sum(c.stop for c in some) + chunk.stop > MOST_GATHERED:
             yield some

@@ -30,7 +30,7 @@ _EVAL = re.compile(r"eval/(.+)/(reward|sampled_reward)")
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """One curve: a metric, its legend and how it is drawn."""
 
     metric: str
@@ -45,7 +45,7 @@ class Plot:
 
     title: str
     caption: str
-    lines: tuple[Line, ...]
+    lines: tuple[Curve, ...]
     unit: str = ""
     right_unit: str = ""
     log: bool = False
@@ -61,13 +61,13 @@ PLOTS: tuple[Plot, ...] = (
     Plot(
         "Entropy",
         "from the learner's logits, and as estimated from the drawn tokens",
-        (Line("policy/entropy", "learner"), Line("rollout/entropy_estimate", "rollouts")),
+        (Curve("policy/entropy", "learner"), Curve("rollout/entropy_estimate", "rollouts")),
         "nats",
     ),
     Plot(
         "Mismatch",
         "KL between the policy that drew the tokens and the learner",
-        (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "|k1|")),
+        (Curve("mismatch/kl_k3", "k3"), Curve("mismatch/kl_k1", "|k1|")),
         "nats",
         log=True,
         floor=NOISE_NATS,
@@ -75,17 +75,17 @@ PLOTS: tuple[Plot, ...] = (
     Plot(
         "Effective sample size",
         "of the importance weights; 1 is no mismatch",
-        (Line("mismatch/ess", "tokens"), Line("mismatch/ess_sequence", "sequences")),
+        (Curve("mismatch/ess", "tokens"), Curve("mismatch/ess_sequence", "sequences")),
     ),
     Plot(
         "Response length",
         "and the share of responses cut by the token limit",
         (
-            Line("rollout/length_mean", "mean"),
-            Line("rollout/length_p50", "median"),
-            Line("rollout/length_p95", "95th percentile"),
-            Line("rollout/max_tokens", "limit"),
-            Line("rollout/truncated_fraction", "cut", right=True),
+            Curve("rollout/length_mean", "mean"),
+            Curve("rollout/length_p50", "median"),
+            Curve("rollout/length_p95", "95th percentile"),
+            Curve("rollout/max_tokens", "limit"),
+            Curve("rollout/truncated_fraction", "cut", right=True),
         ),
         "tokens",
         "fraction cut",
@@ -94,10 +94,10 @@ PLOTS: tuple[Plot, ...] = (
         "Groups without signal",
         "scores all equal, and groups that solved all or none",
         (
-            Line("reward/zero_std_fraction", "all equal"),
-            Line("reward/solved_all_fraction", "all right"),
-            Line("reward/solved_none_fraction", "none right"),
-            Line("reward/error_rate", "score errors"),
+            Curve("reward/zero_std_fraction", "all equal"),
+            Curve("reward/solved_all_fraction", "all right"),
+            Curve("reward/solved_none_fraction", "none right"),
+            Curve("reward/error_rate", "score errors"),
         ),
         "fraction",
     ),
@@ -105,11 +105,11 @@ PLOTS: tuple[Plot, ...] = (
         "Clipping and correction",
         "tokens that the trust region or the cap on the weight touched",
         (
-            Line("policy/clip_fraction_high", "clipped above"),
-            Line("policy/clip_fraction_low", "clipped below"),
-            Line("policy/dual_clip_fraction", "dual clip"),
-            Line("correction/truncated_fraction", "weight over the cap"),
-            Line("correction/acr_extended_fraction", "ACR extended"),
+            Curve("policy/clip_fraction_high", "clipped above"),
+            Curve("policy/clip_fraction_low", "clipped below"),
+            Curve("policy/dual_clip_fraction", "dual clip"),
+            Curve("correction/truncated_fraction", "weight over the cap"),
+            Curve("correction/acr_extended_fraction", "ACR extended"),
         ),
         "fraction",
     ),
@@ -118,10 +118,10 @@ PLOTS: tuple[Plot, ...] = (
         "by a bounded cache, of what the same responses hold in a dense one, and compactions a "
         "response",
         (
-            Line("kv/saving_peak", "at the peak"),
-            Line("kv/saving_final", "in the end"),
-            Line("kv/saving_mean", "over time"),
-            Line("kv/evictions", "compactions", right=True),
+            Curve("kv/saving_peak", "at the peak"),
+            Curve("kv/saving_final", "in the end"),
+            Curve("kv/saving_mean", "over time"),
+            Curve("kv/evictions", "compactions", right=True),
         ),
         "fraction",
         "compactions",
@@ -131,9 +131,9 @@ PLOTS: tuple[Plot, ...] = (
         "Importance weights",
         "w, or xi, where the cache forgets or rounds",
         (
-            Line("mismatch/weight_mean", "mean"),
-            Line("mismatch/weight_max", "largest"),
-            Line("mismatch/weight_min", "smallest"),
+            Curve("mismatch/weight_mean", "mean"),
+            Curve("mismatch/weight_max", "largest"),
+            Curve("mismatch/weight_min", "smallest"),
         ),
         "w",
         log=True,
@@ -144,11 +144,11 @@ PLOTS: tuple[Plot, ...] = (
         "Rejection",
         "what the mismatch rejects, and how long those responses are beside all",
         (
-            Line("correction/rejected_sequence_fraction", "responses"),
-            Line("correction/repaired_sequence_fraction", "responses repaired"),
-            Line("correction/rejected_fraction", "tokens"),
-            Line("correction/vetoed_fraction", "below the veto"),
-            Line("correction/rejected_length_ratio", "length over all", right=True),
+            Curve("correction/rejected_sequence_fraction", "responses"),
+            Curve("correction/repaired_sequence_fraction", "responses repaired"),
+            Curve("correction/rejected_fraction", "tokens"),
+            Curve("correction/vetoed_fraction", "below the veto"),
+            Curve("correction/rejected_length_ratio", "length over all", right=True),
         ),
         "fraction",
         "length ratio",
@@ -157,9 +157,9 @@ PLOTS: tuple[Plot, ...] = (
         "Critic",
         "mean value and mean return, and how much of the returns' variance the values explain",
         (
-            Line("critic/value_mean", "value"),
-            Line("critic/return_mean", "return"),
-            Line("critic/explained_variance", "explained variance", right=True),
+            Curve("critic/value_mean", "value"),
+            Curve("critic/return_mean", "return"),
+            Curve("critic/explained_variance", "explained variance", right=True),
         ),
         "reward",
         "explained",
@@ -168,7 +168,7 @@ PLOTS: tuple[Plot, ...] = (
     Plot(
         "Critic's loss",
         "squared error to the returns, and the share of tokens that its clip holds",
-        (Line("critic/loss", "loss"), Line("critic/clip_fraction", "clipped", right=True)),
+        (Curve("critic/loss", "loss"), Curve("critic/clip_fraction", "clipped", right=True)),
         "loss",
         "fraction",
     ),
@@ -177,9 +177,9 @@ PLOTS: tuple[Plot, ...] = (
         "the step's update beside the rounding of the rollout's format, and the codes that it "
         "flipped",
         (
-            Line("weights/normalized_update", "update"),
-            Line("weights/normalized_quant_error", "rounding"),
-            Line("weights/codes_flipped_fraction", "codes flipped"),
+            Curve("weights/normalized_update", "update"),
+            Curve("weights/normalized_quant_error", "rounding"),
+            Curve("weights/codes_flipped_fraction", "codes flipped"),
         ),
         "share",
         log=True,
@@ -188,7 +188,7 @@ PLOTS: tuple[Plot, ...] = (
     Plot(
         "Gradient and learning rate",
         "norm before clipping",
-        (Line("optim/grad_norm", "gradient norm"), Line("optim/lr", "learning rate", right=True)),
+        (Curve("optim/grad_norm", "gradient norm"), Curve("optim/lr", "learning rate", right=True)),
         "norm",
         "learning rate",
     ),
@@ -196,7 +196,7 @@ PLOTS: tuple[Plot, ...] = (
         "Time",
         "where each step's seconds went",
         tuple(
-            Line(f"time/{name}", name)
+            Curve(f"time/{name}", name)
             for name in ("generate", "score", "learn", "publish", "checkpoint", "eval", "other")
         ),
         "seconds",
@@ -207,10 +207,10 @@ PLOTS: tuple[Plot, ...] = (
         "seconds of a step in which the orchestrator waits for engines, weights or the trainer, and "
         "the trainer for its batch",
         (
-            Line("time/generate", "for engines"),
-            Line("time/wait_weights", "for weights"),
-            Line("time/wait_trainer", "for the trainer"),
-            Line("time/wait_batch", "for the batch"),
+            Curve("time/generate", "for engines"),
+            Curve("time/wait_weights", "for weights"),
+            Curve("time/wait_trainer", "for the trainer"),
+            Curve("time/wait_batch", "for the batch"),
         ),
         "seconds",
         only_with="time/wait_batch",
@@ -218,14 +218,14 @@ PLOTS: tuple[Plot, ...] = (
     Plot(
         "Staleness",
         "share of a batch's tokens by how many versions before the learner's they were drawn",
-        tuple(Line(f"rollout/staleness_{n}", str(n)) for n in range(9)),
+        tuple(Curve(f"rollout/staleness_{n}", str(n)) for n in range(9)),
         "fraction",
         only_with="rollout/mixed_fraction",
     ),
     Plot(
         "Log-probs by staleness",
         "mean |ln pi_old - ln b| of the tokens, by versions",
-        tuple(Line(f"mismatch/staleness_{n}/logp_diff_mean", str(n)) for n in range(9)),
+        tuple(Curve(f"mismatch/staleness_{n}/logp_diff_mean", str(n)) for n in range(9)),
         "nats",
         only_with="rollout/mixed_fraction",
     ),
@@ -233,18 +233,18 @@ PLOTS: tuple[Plot, ...] = (
         "Throughput",
         "tokens a second while generating and while learning",
         (
-            Line("perf/generate_tokens_per_second", "generate"),
-            Line("perf/learn_tokens_per_second", "learn"),
+            Curve("perf/generate_tokens_per_second", "generate"),
+            Curve("perf/learn_tokens_per_second", "learn"),
         ),
         "tokens/s",
     ),
     Plot(
         "KL to the reference",
         "the frozen model that training started from",
-        (Line("policy/kl_reference", "k3"),),
+        (Curve("policy/kl_reference", "k3"),),
         "nats",
     ),
-    Plot("Loss", "supervised warm start", (Line("sft/loss", "negative log-prob"),), "nats"),
+    Plot("Loss", "supervised warm start", (Curve("sft/loss", "negative log-prob"),), "nats"),
 )
 
 
@@ -254,10 +254,10 @@ def reward_plot(records: Sequence[Record]) -> Plot:
         {name for record in records for name in record if re.fullmatch(r"reward/.+/mean", name)}
     )
     evals = evaluated(records)
-    lines = [Line("reward/mean", "rollouts")]
-    lines += [Line(name, middle(name)) for name in envs if len(envs) > 1]
+    lines = [Curve("reward/mean", "rollouts")]
+    lines += [Curve(name, middle(name)) for name in envs if len(envs) > 1]
     lines += [
-        Line(name, f"held out, {how}" + (f": {env}" if len(evals) > 2 else ""), points=True)
+        Curve(name, f"held out, {how}" + (f": {env}" if len(evals) > 2 else ""), points=True)
         for name, env, how in evals
     ]
     return Plot(
@@ -307,7 +307,7 @@ def length_plot(records: Sequence[Record]) -> Plot:
     return Plot(
         "Mismatch by length",
         "KL of the responses of at most so many tokens, and more than half of that",
-        tuple(Line(f"mismatch/length_{length}/kl_k3", f"{length}") for length in found[-8:]),
+        tuple(Curve(f"mismatch/length_{length}/kl_k3", f"{length}") for length in found[-8:]),
         "nats",
         log=True,
     )
@@ -343,7 +343,7 @@ def _alone(values: Sequence[float]) -> list[int]:
     ]
 
 
-def present(records: Sequence[Record], plot: Plot) -> list[Line]:
+def present(records: Sequence[Record], plot: Plot) -> list[Curve]:
     """The lines of `plot` that have data; a line that is zero throughout is dropped when others are
     not."""
     known = [line for line in plot.lines if series(records, line.metric)[0]]
@@ -394,7 +394,7 @@ def draw(records: Sequence[Record], plot: Plot) -> str:
         return _to_svg(figure)
 
 
-def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequence[Line]) -> None:
+def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequence[Curve]) -> None:
     twin = axes.twinx() if any(line.right for line in lines) else None
     data = {line: series(records, line.metric) for line in lines}
     if plot.log:
@@ -460,13 +460,15 @@ def _from(axes: Axes, bottom: float) -> None:
     axes.set_ylim(bottom - room, top + room)
 
 
-def _hidden(data: Mapping[Line, tuple[list[float], list[float]]], plot: Plot) -> dict[Line, Line]:
+def _hidden(
+    data: Mapping[Curve, tuple[list[float], list[float]]], plot: Plot
+) -> dict[Curve, Curve]:
     """The lines that would be drawn over an earlier one of the same axis, and which that is."""
 
-    def heights(line: Line) -> list[float]:
+    def heights(line: Curve) -> list[float]:
         return [math.log(value) if plot.log and value > 0 else value for value in data[line][1]]
 
-    found: dict[Line, Line] = {}
+    found: dict[Curve, Curve] = {}
     for right in (False, True):
         lines = [line for line in data if line.right == right and not line.points and data[line][1]]
         bottom = [] if plot.log or plot.bottom is None else [plot.bottom]
@@ -522,7 +524,7 @@ def _draw_band(axes: Axes, records: Sequence[Record], colour: str) -> None:
         axes.fill_between(lows[0], lows[1], highs[1], color=colour, alpha=0.13, linewidth=0)
 
 
-def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Line]) -> None:
+def _draw_stack(axes: Axes, records: Sequence[Record], lines: Sequence[Curve]) -> None:
     steps = [record["step"] for record in records]
     base = [0.0] * len(steps)
     width = 0.85 * min((b - a for a, b in zip(steps, steps[1:], strict=False)), default=1)
@@ -578,7 +580,7 @@ def _to_svg(figure: Figure) -> str:
     return re.sub(r' id="(?![a-z]+[0-9a-f]{10}")[^"]*"', "", text)
 
 
-def _label(line: Line) -> str:
+def _label(line: Curve) -> str:
     return line.label.replace("$", r"\$")  # an environment's name is not mathematics
 
 

@@ -50,7 +50,7 @@ def check_files(path: Path, spec: ModelSpec, tensors: int, stored: int) -> None:
     least = spec.num_parameters * LEAST_BITS // 8
     if least > stored:
         raise ValueError(
-            f"{path}: {_asks(spec)}, at least {least:,} bytes, and the weight files hold {stored:,}"
+            f"{path}: {_described(spec)}, at least {least:,} bytes, and the weight files hold {stored:,}"
         )
 
 
@@ -61,12 +61,12 @@ def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device 
     needed, memory = int(spec.num_parameters * bits / 8) + names, total_memory(device)
     if memory is not None and needed > memory:
         raise ValueError(
-            f"{path}: {_asks(spec)}, at least {needed / 1e9:,.1f} GB in memory, and {device} has "
+            f"{path}: {_described(spec)}, at least {needed / 1e9:,.1f} GB in memory, and {device} has "
             f"{memory / 1e9:,.1f} GB"
         )
 
 
-def _asks(spec: ModelSpec) -> str:
+def _described(spec: ModelSpec) -> str:
     largest = max(_SIZES, key=lambda key: getattr(spec, _SIZES[key]))
     return f"{largest}: {getattr(spec, _SIZES[largest]):,} makes a model of {spec.num_parameters:,} parameters"
 

@@ -27,7 +27,7 @@ TOGETHER = 1024  # responses that go to the scorer in one call
 
 
 @dataclass
-class Response:
+class ExampleResponse:
     """One response of a policy, or its side of a conversation; `score` is None until it is scored.
 
     `text` is that of its last turn, `tokens` are all that it drew. Of a conversation `messages` has
@@ -55,7 +55,7 @@ class Example:
 
     id: str
     prompt: Prompt
-    responses: list[Response] = field(default_factory=list)
+    responses: list[ExampleResponse] = field(default_factory=list)
 
     @property
     def rewards(self) -> list[float]:
@@ -101,10 +101,10 @@ def draw(
         raise
 
 
-def _response(sample: Sample) -> Response:
+def _response(sample: Sample) -> ExampleResponse:
     score, rollout = sample.score, sample.rollout
     failed = isinstance(score, ScoreError) and sample.ended == "error"
-    return Response(
+    return ExampleResponse(
         sample.text,
         rollout.num_drawn,
         rollout.finish_reason,
@@ -143,7 +143,7 @@ def score(
             on_progress(done, len(examples))
 
 
-def _unscored(response: Response) -> ScoreError | None:
+def _unscored(response: ExampleResponse) -> ScoreError | None:
     """Why a response is not to be scored; None for one that is."""
     if response.failed is not None:
         return ScoreError("exception", response.failed)
@@ -207,7 +207,7 @@ def _classes(
     return classes
 
 
-def _answers(response: Response) -> bool:
+def _answers(response: ExampleResponse) -> bool:
     """Whether there is an answer in it."""
     score = response.score
     return isinstance(score, Score) and score.metrics.get("has_answer", 1.0) > 0

@@ -6,7 +6,7 @@ behind a deadline of its own. Unblocked by the engine having weights to draw fro
 
 Batch n is learnt from by a learner of version n - 1. At level 0 all its requests go out together and
 all their answers are waited for, by rounds. Otherwise groups are taken as they end, see
-`orchestrator.supply`: at level k, as soon as weights of version n - 1 - k are there.
+`orchestrator.rollout_buffer`: at level k, as soon as weights of version n - 1 - k are there.
 
 A step is a transaction. It plans on a copy of the ledger and takes the copy over after the batch
 was sent, so a step that raises leaves nothing behind and, tried again, makes the same requests with
@@ -53,12 +53,12 @@ from lowroll.orchestrator.errors import (
     check_any,
 )
 from lowroll.orchestrator.groups import ScoredGroup
-from lowroll.orchestrator.harvest import REASONS, Drop, Harvest, useless
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.ledger import POOLS, STATE_FORMAT, Ledger, upgraded
+from lowroll.orchestrator.rollout_buffer import Open, RolloutBuffer
+from lowroll.orchestrator.selection import REASONS, Drop, GroupSelection, useless
 from lowroll.orchestrator.settings import Settings
 from lowroll.orchestrator.source import Draw, PromptSource, seed_of
-from lowroll.orchestrator.supply import Open, Supply
 from lowroll.types import Batch, Group, Rollout, Sample
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Orchestrator:
         self.on_phase = on_phase
         self.weights = weights
         self.journal = journal
-        self.supply = Supply(settings, self.source, engine, journal)
+        self.rollout_buffer = RolloutBuffer(settings, self.source, engine, journal)
         self.ledger = Ledger(cursors=dict.fromkeys(envs, 0))
         self.errors = ErrorWindow(
             settings.max_error_rate, settings.error_window, settings.batch_size
@@ -119,7 +119,7 @@ class Orchestrator:
 
     def enter(self, settings: Settings) -> None:
         """Go on with other settings from the next step on. What was drawn so far stays drawn."""
-        self.settings = self.source.settings = self.supply.settings = settings
+        self.settings = self.source.settings = self.rollout_buffer.settings = settings
 
     def step(self, step: int, version: int | None = None) -> Batch:
         """Make the batch of a step and send it. `version`: the learner's, checked against every
@@ -130,7 +130,7 @@ class Orchestrator:
         """
         if version is None and self.weights is not None:
             version = step - 1
-        back = {one.planned for one in self.supply.ready(self.ledger)}
+        back = {one.planned for one in self.rollout_buffer.ready(self.ledger)}
         try:
             self._settle()
             ledger, errors = self.ledger.copy(), self.errors.copy()
@@ -141,7 +141,7 @@ class Orchestrator:
             self.channel.send(batch)
         except BaseException:
             self._settled = False
-            self.supply.rewind(self.ledger, back)
+            self.rollout_buffer.rewind(self.ledger, back)
             raise
         self._waits = {
             "time/wait_weights": 0.0,
@@ -180,7 +180,7 @@ class Orchestrator:
         self.errors.restore(state["errors"])
         self.ledger, self.last = ledger, state["step"]
         self._settled, self._anew = False, skip_progress
-        self.supply.rewind(ledger, set())
+        self.rollout_buffer.rewind(ledger, set())
 
     def promote(self) -> dict[str, int]:
         """Let the configured shares of the easy and the hard pool be drawn again, as at the start
@@ -198,13 +198,13 @@ class Orchestrator:
         """Give up what is in flight, for an evaluation or another engine: it stays open, and the
         next step asks for it again. `for_good`: the engine ends, and nothing comes back of it.
         Returns how many groups."""
-        return self.supply.recall(for_good)
+        return self.rollout_buffer.recall(for_good)
 
     def retract(self, version: int) -> int:
         """Draw again what is open and has tokens of weights after `version`, which their learner
         has taken back; whoever watches the weights calls it (`WeightsWatch`). Returns how many
         groups."""
-        return self.supply.retract(version)
+        return self.rollout_buffer.retract(version)
 
     def committed(self, step: int) -> None:
         """The learner's checkpoint holds everything up to this step."""
@@ -216,7 +216,7 @@ class Orchestrator:
     def _settle(self) -> None:
         """Have the ledger's file go on from the last batch."""
         if self.journal is not None and not self._settled:
-            ids = [one.id for one in self.supply.opened(self.ledger)]
+            ids = [one.id for one in self.rollout_buffer.opened(self.ledger)]
             self.journal.go_on(self.last, ids, again=self._anew)
         self._settled, self._anew = True, False
 
@@ -250,30 +250,30 @@ class Orchestrator:
         """The batch of a step, in the ledger, not sent; and what came back and is not in it."""
         temperature = self.settings.temperature(step)
         stale = self._take_weights(step, version)
-        harvest = Harvest()
+        selection = GroupSelection()
         if self.settings.streams:
-            self._drop(ledger, harvest, stale, "stale")
-            self._stream(step, version, ledger, errors, temperature, harvest)
+            self._drop(ledger, selection, stale, "stale")
+            self._stream(step, version, ledger, errors, temperature, selection)
         else:
-            self._rounds(step, version, ledger, errors, temperature, harvest)
-        for group in harvest.groups:
+            self._rounds(step, version, ledger, errors, temperature, selection)
+        for group in selection.groups:
             prompt, scores = group.samples[0].prompt, group.scores()
             if scores and self.source.is_finite(prompt.env):
                 ledger.pools.place(prompt.env, prompt.id, scores, self.settings)
-        scored = [(group.samples[0].prompt, group.scores()) for group in harvest.groups]
+        scored = [(group.samples[0].prompt, group.scores()) for group in selection.groups]
         self.source.learn(ledger, scored)
-        batch = self._batch(step, temperature, harvest, ledger, version)
+        batch = self._batch(step, temperature, selection, ledger, version)
         self._watch(batch)
-        self._close(step, version, ledger, harvest)
+        self._close(step, version, ledger, selection)
         batch.orchestrator = self._state(step, ledger, errors)
         batch.stats |= self.describe(batch)
-        return batch, harvest.lost
+        return batch, selection.lost
 
     def _take_weights(self, step: int, version: int | None) -> list[Open]:
         """Wait until the step's weights are there. Returns the groups in flight that are too old
         for them."""
         if self.weights is None:
-            return [] if version is None else self.supply.swap(version)
+            return [] if version is None else self.rollout_buffer.swap(version)
         began = time.monotonic()
         oldest = max(0, step - 1 - self.settings.max_async_level)
         if self.settings.strict_async_level:
@@ -281,7 +281,7 @@ class Orchestrator:
         else:
             taken = self.weights.at_least(oldest, step - 1)
         self._waits["time/wait_weights"] += time.monotonic() - began
-        return self.supply.swap(taken)
+        return self.rollout_buffer.swap(taken)
 
     def _rounds(
         self,
@@ -290,17 +290,17 @@ class Orchestrator:
         ledger: Ledger,
         errors: ErrorWindow,
         temperature: float,
-        harvest: Harvest,
+        selection: GroupSelection,
     ) -> None:
         """Draw, ask and wait for all, until there are enough groups."""
         wanted = self.settings.num_groups
         max_rounds = self.settings.max_rounds if self.settings.filters_groups else 1
-        while harvest.rounds < max_rounds and len(harvest.kept) < wanted:
-            draws = self.source.draw(ledger, wanted - len(harvest.kept), temperature)
-            for group in self._round(step, draws, errors, version, harvest.seconds):
-                harvest.take(group, self.settings)
-            harvest.rounds += 1
-        self._judge(harvest)
+        while selection.rounds < max_rounds and len(selection.kept) < wanted:
+            draws = self.source.draw(ledger, wanted - len(selection.kept), temperature)
+            for group in self._round(step, draws, errors, version, selection.seconds):
+                selection.take(group, self.settings)
+            selection.rounds += 1
+        self._judge(selection)
 
     def _stream(
         self,
@@ -309,14 +309,14 @@ class Orchestrator:
         ledger: Ledger,
         errors: ErrorWindow,
         temperature: float,
-        harvest: Harvest,
+        selection: GroupSelection,
     ) -> None:
         """Keep groups open and take those that end, until there are enough."""
-        supply, settings = self.supply, self.settings
+        rollout_buffer, settings = self.rollout_buffer, self.settings
         wanted, landed = settings.num_groups, 0
         while True:
-            self._sift(ledger, harvest, version)
-            ready = supply.ready(ledger)
+            self._sift(ledger, selection, version)
+            ready = rollout_buffer.ready(ledger)
             self._tell("generate", min(len(ready), wanted), wanted)
             full = len(ready) >= wanted
             spent = settings.filters_groups and landed >= settings.max_rounds * wanted
@@ -324,25 +324,25 @@ class Orchestrator:
             if settings.carries or not (full or spent):
                 missing = settings.num_open - len(ledger.open)
                 if missing > 0 and not spent:
-                    supply.plan(ledger, missing, step, temperature)
-                    harvest.rounds += 1
-                supply.send(ledger)  # the engines go on while a full batch is made
+                    rollout_buffer.plan(ledger, missing, step, temperature)
+                    selection.rounds += 1
+                rollout_buffer.send(ledger)  # the engines go on while a full batch is made
             if full or spent:
                 break
-            answers = supply.turn()
-            harvest.seconds["time/generate"] += time.monotonic() - began
+            answers = rollout_buffer.turn()
+            selection.seconds["time/generate"] += time.monotonic() - began
             landed += len(answers)
-            self._land(answers, ledger, errors, harvest.seconds)
-            self._drop(ledger, harvest, self._take_newer(step), "stale")
+            self._land(answers, ledger, errors, selection.seconds)
+            self._drop(ledger, selection, self._take_newer(step), "stale")
         chosen = ready[:wanted]
-        harvest.kept = [one.scored for one in chosen if one.scored is not None]
-        harvest.stats = supply.stats(step, chosen)
-        supply.close(ledger, chosen)
+        selection.kept = [one.scored for one in chosen if one.scored is not None]
+        selection.stats = rollout_buffer.stats(step, chosen)
+        rollout_buffer.close(ledger, chosen)
         if not settings.carries:
-            rest = supply.opened(ledger)
-            self._drop(ledger, harvest, rest, "oversampled")
-        harvest.stats["rollout/open_groups"] = float(len(ledger.open))
-        self._judge(harvest)
+            rest = rollout_buffer.opened(ledger)
+            self._drop(ledger, selection, rest, "oversampled")
+        selection.stats["rollout/open_groups"] = float(len(ledger.open))
+        self._judge(selection)
 
     def _land(
         self,
@@ -364,9 +364,9 @@ class Orchestrator:
             one.scored = group
         seconds["time/score"] += time.monotonic() - began
 
-    def _sift(self, ledger: Ledger, harvest: Harvest, version: int | None) -> None:
+    def _sift(self, ledger: Ledger, selection: GroupSelection, version: int | None) -> None:
         """Drop what is back and too old, or of no use."""
-        for one in self.supply.ready(ledger):
+        for one in self.rollout_buffer.ready(ledger):
             group = one.scored
             assert group is not None
             if version is not None and group.versions[1] > version:
@@ -379,14 +379,16 @@ class Orchestrator:
             if version is not None and version - group.versions[0] > most:
                 reason = "stale"
             if reason is not None:
-                self._drop(ledger, harvest, [one], reason)
+                self._drop(ledger, selection, [one], reason)
 
-    def _drop(self, ledger: Ledger, harvest: Harvest, groups: Sequence[Open], reason: str) -> None:
+    def _drop(
+        self, ledger: Ledger, selection: GroupSelection, groups: Sequence[Open], reason: str
+    ) -> None:
         """Take open groups away, with a reason."""
         for one in groups:
-            self.supply.give_up(one)
-            harvest.dropped.append(Drop(one.id, reason, one.scored))
-        self.supply.close(ledger, groups)
+            self.rollout_buffer.give_up(one)
+            selection.dropped.append(Drop(one.id, reason, one.scored))
+        self.rollout_buffer.close(ledger, groups)
 
     def _take_newer(self, step: int) -> list[Open]:
         """Have the engines take weights that have come meanwhile. Returns the groups that are too
@@ -395,22 +397,22 @@ class Orchestrator:
         if self.weights is None or settings.strict_async_level or not settings.max_async_level:
             return []
         newer = self.weights.newer(step - 1)
-        return [] if newer is None else self.supply.swap(newer)
+        return [] if newer is None else self.rollout_buffer.swap(newer)
 
-    def _judge(self, harvest: Harvest) -> None:
+    def _judge(self, selection: GroupSelection) -> None:
         """Whether there is something to learn from. Raises ScoringFailed or NoSignal."""
         wanted = self.settings.num_groups
-        samples = [sample for group in harvest.groups for sample in group.samples]
+        samples = [sample for group in selection.groups for sample in group.samples]
         check_any([sample.score for sample in samples], "step")
-        if not harvest.kept:
-            self._without_signal(harvest, wanted)
-        elif len(harvest.kept) < wanted:
+        if not selection.kept:
+            self._without_signal(selection, wanted)
+        elif len(selection.kept) < wanted:
             logger.warning(
                 "%s: %d of %d groups with signal after %d rounds: the batch is smaller",
                 self._filter_name,
-                len(harvest.kept),
+                len(selection.kept),
                 wanted,
-                harvest.rounds,
+                selection.rounds,
             )
 
     @property
@@ -419,18 +421,18 @@ class Orchestrator:
             return "dynamic sampling"
         return "online difficulty filtering"
 
-    def _without_signal(self, harvest: Harvest, wanted: int) -> None:
-        scores = [score for group in harvest.useless for score in group.scores()]
+    def _without_signal(self, selection: GroupSelection, wanted: int) -> None:
+        scores = [score for group in selection.useless for score in group.scores()]
         mean = fmean(scores) if scores else 0.0
         found = (
-            f"{self._filter_name}: all {len(harvest.useless)} groups of {harvest.rounds} rounds "
+            f"{self._filter_name}: all {len(selection.useless)} groups of {selection.rounds} rounds "
             f"have constant rewards ({mean:.3g} in the mean); the tasks are all "
             "too hard or all too easy for this policy"
         )
         if self.settings.no_signal == "end":
             raise NoSignal(found)
         logger.warning("%s: the step takes the first of them as they are", found)
-        harvest.fall_back(wanted)
+        selection.fall_back(wanted)
 
     def _round(
         self,
@@ -442,7 +444,7 @@ class Orchestrator:
     ) -> list[ScoredGroup]:
         ids = [draw.request.id for draw in draws]
         self._note("planned", step=step, ids=ids)
-        self._note("dispatched", version=self.supply.version, ids=ids)
+        self._note("dispatched", version=self.rollout_buffer.version, ids=ids)
         began = time.monotonic()
         answers = self.engine.generate(
             [draw.request for draw in draws], on_progress=self._progress("generate")
@@ -477,29 +479,34 @@ class Orchestrator:
         ]
 
     def _batch(
-        self, step: int, temperature: float, harvest: Harvest, ledger: Ledger, version: int | None
+        self,
+        step: int,
+        temperature: float,
+        selection: GroupSelection,
+        ledger: Ledger,
+        version: int | None,
     ) -> Batch:
         samples: list[Sample] = []
-        for index, group in enumerate(harvest.kept):
+        for index, group in enumerate(selection.kept):
             other = None if group.temperature == temperature else group.temperature
             for sample in group.samples:
                 sample.group, sample.temperature = index, other
                 samples.append(sample)
         flags = Counter({rule.name: 0 for rule in self.settings.filters})
-        for group in harvest.groups:
+        for group in selection.groups:
             flags.update(group.flags)
-        generated = [sample.rollout for group in harvest.groups for sample in group.samples]
+        generated = [sample.rollout for group in selection.groups for sample in group.samples]
         learned = [sample.rollout for sample in samples]
         stats = (
-            statistics.reward_stats(harvest.groups)
+            statistics.reward_stats(selection.groups)
             | statistics.rollout_stats(generated)
-            | statistics.turn_stats([s for group in harvest.groups for s in group.samples])
+            | statistics.turn_stats([s for group in selection.groups for s in group.samples])
             | statistics.version_stats(learned, version)
             | {
                 "rollout/num_samples": float(len(samples)),
-                "rollout/num_groups": float(len(harvest.kept)),
-                "rollout/rounds": float(harvest.rounds),
-                "rollout/dropped_groups": float(len(harvest.dropped)),
+                "rollout/num_groups": float(len(selection.kept)),
+                "rollout/rounds": float(selection.rounds),
+                "rollout/dropped_groups": float(len(selection.dropped)),
                 "rollout/passed_over_prompts": float(ledger.passed_over - self.ledger.passed_over),
                 "rollout/temperature": temperature,
             }
@@ -508,44 +515,46 @@ class Orchestrator:
                 for name, count in flags.items()
             }
             | statistics.buffer_stats(self.ledger, ledger, self.settings)
-            | self._asynchrony_stats(harvest, learned, version)
+            | self._asynchrony_stats(selection, learned, version)
         )
         return Batch(
-            step=step, samples=samples, temperature=temperature, stats=stats | harvest.seconds
+            step=step, samples=samples, temperature=temperature, stats=stats | selection.seconds
         )
 
     def _asynchrony_stats(
-        self, harvest: Harvest, rollouts: list[Rollout], version: int | None
+        self, selection: GroupSelection, rollouts: list[Rollout], version: int | None
     ) -> dict[str, float]:
         """Of a step that takes groups as they end, or that follows a learner elsewhere."""
         if not self.settings.streams and self.weights is None:
             return {}
-        stats = dict(harvest.stats)
+        stats = dict(selection.stats)
         if self.settings.streams:
-            counts = harvest.counts()
+            counts = selection.counts()
             stats |= {f"rollout/dropped_{reason}": float(counts[reason]) for reason in REASONS}
             if version is not None:
                 stats["rollout/learner_version"] = float(version)
                 stats |= statistics.staleness_stats(rollouts, version)
         before, self._made = self._made, time.monotonic()
-        idle = harvest.seconds["time/generate"] + sum(self._waits.values())
+        idle = selection.seconds["time/generate"] + sum(self._waits.values())
         wall = max(self._made - before, 1e-9)
         return stats | self._waits | {"perf/orchestrator_idle_fraction": min(1.0, idle / wall)}
 
-    def _close(self, step: int, version: int | None, ledger: Ledger, harvest: Harvest) -> None:
+    def _close(
+        self, step: int, version: int | None, ledger: Ledger, selection: GroupSelection
+    ) -> None:
         """Count what the step is done with, in the ledger and in its file."""
-        ledger.consumed += len(harvest.kept)
-        ledger.dropped += len(harvest.dropped)
+        ledger.consumed += len(selection.kept)
+        ledger.dropped += len(selection.dropped)
         if self.journal is None:
             return
-        for reason, ids in harvest.reasons.items():
+        for reason, ids in selection.reasons.items():
             self._note("dropped", step=step, reason=reason, ids=ids)
         most = self.settings.max_off_policy_steps if self.settings.streams else 0
         self._note(
             "batched",
             step=step,
-            ids=[group.id for group in harvest.kept],
-            oldest=[list(group.versions) for group in harvest.kept],
+            ids=[group.id for group in selection.kept],
+            oldest=[list(group.versions) for group in selection.kept],
             learner=version,
             most=most,
         )

@@ -54,7 +54,7 @@ class Settings:
     max_error_rate: float = 0.05
     error_window: int = 50  # scores before the error rate is judged
     canary_interval: int | None = 20  # steps between checks of the scorer on known answers
-    # asynchrony: see lowroll.orchestrator.supply
+    # asynchrony: see lowroll.orchestrator.rollout_buffer
     max_async_level: int = 0  # batches that may be drawn ahead of the learner
     strict_async_level: bool = False  # with weights of exactly that lag
     max_off_policy_steps: int = (
@@ -63,7 +63,7 @@ class Settings:
     oversampling_factor: float = 1.0  # open groups, as a multiple of those of a batch
     partial: str = "none"  # at level 0, what is unfinished: dropped, or carried on (keep, replay)
     stall_s: float = 3600.0  # seconds in which at least one group in flight must end
-    # which prompts are drawn: see lowroll.orchestrator.buffer
+    # which prompts are drawn: see lowroll.orchestrator.source
     sampling_seed: int | None = None  # of what is drawn from the policy; None is `seed`
     buffer_seed: int | None = None  # of the mix of environments; None is `seed`
     online_difficulty_filtering: bool = False  # groups of mean reward 0 or 1 are not learnt from

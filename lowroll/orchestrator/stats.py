@@ -4,7 +4,7 @@ Reward statistics are of the raw scores, before any shaping, over every scored s
 the groups that dynamic sampling dropped included: the curve then says how the policy does, not how
 the batch was picked. Lengths, tokens, flags and the entropy estimate are over every generated
 rollout too. `num_samples` and `num_groups` count what is in the batch. Where groups are taken as they
-end, all this is of the groups that are done with, and `supply_stats` says what they were taken from.
+end, all this is of the groups that are done with, and `RolloutBuffer.stats` says what they were taken from.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class BatchEngine(EvaluationEngine, Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class Tasks:
+class RunEnvironments:
     """What a run asks about: its environments, and those that it is evaluated on."""
 
     def __init__(self, cfg: RunConfig) -> None:
@@ -56,7 +56,7 @@ class Tasks:
             self.held_out = environments.make(cfg.eval.env, cfg.seed)
 
 
-class Batches:
+class BatchSource:
     """See the top of the file. cfg: with the size of the engine's cache. Scoring workers end with
     `stack`. rollout_log, weights, journal: as `Orchestrator`'s. alone: in one process with the
     learner."""
@@ -66,7 +66,7 @@ class Batches:
         cfg: RunConfig,
         spec: ModelSpec,
         chat: ChatTokenizer,
-        tasks: Tasks,
+        tasks: RunEnvironments,
         rollouts: BatchEngine,
         channel: BatchSender,
         rollout_log: Callable[[Batch], object],

@@ -100,7 +100,7 @@ _NUMBERS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
 
 
 @dataclass(frozen=True)
-class Part:
+class MismatchPart:
     """One step of the way: its cause, its ends, and how far they are apart (names as in
     `objectives.mismatch.mismatch`)."""
 
@@ -123,8 +123,8 @@ class Diagnosis:
     model: str
     format: str
     num_tokens: int
-    parts: tuple[Part, ...]
-    whole: Part
+    parts: tuple[MismatchPart, ...]
+    whole: MismatchPart
     notes: tuple[str, ...] = field(default=())
 
     def share(self, cause: str) -> float:
@@ -158,7 +158,7 @@ class Diagnosis:
 
 def attribute(
     log_probs: Mapping[str, Tensor], segments: Tensor, blames_kv: bool = False
-) -> tuple[tuple[Part, ...], Part]:
+) -> tuple[tuple[MismatchPart, ...], MismatchPart]:
     """The parts and the whole from the log-probs [N] at every point, in order (see the top).
 
     segments: the sequence of every token. blames_kv: the cache behind `decode` threw keys away or
@@ -177,13 +177,17 @@ def attribute(
     values = [_compare(log_probs[start], log_probs[stop], segments) for _, start, stop in legs]
     total = sum(value["logp_diff_mean"] for value in values)
     parts = [
-        Part(cause, start, stop, share=value["logp_diff_mean"] / total if total else 0.0, **value)
+        MismatchPart(
+            cause, start, stop, share=value["logp_diff_mean"] / total if total else 0.0, **value
+        )
         for (cause, start, stop), value in zip(legs, values, strict=True)
     ]
     if not blames_kv:
-        parts.append(Part("kv", "", "", remark="the cache forgot and rounded nothing"))
-    parts.append(Part("staleness", "", "", remark="engine and learner hold the same version"))
-    whole = Part(
+        parts.append(MismatchPart("kv", "", "", remark="the cache forgot and rounded nothing"))
+    parts.append(
+        MismatchPart("staleness", "", "", remark="engine and learner hold the same version")
+    )
+    whole = MismatchPart(
         "all",
         "decode",
         last,

@@ -10,7 +10,7 @@ folder.
 LoRA run it is the adapter, with the quantized base that it rides on in the folder `base` inside.
 `merged` adds the adapter to the base that it was trained on, which are the dequantized weights:
 adding it to the dense model of before gives another policy. How far such a policy is from the
-learner (`Gap`) is measured on the rollouts that the run has logged.
+learner (`PolicyGap`) is measured on the rollouts that the run has logged.
 
 An adapter folder may take the place of the run: it states its base (`model.base`).
 """
@@ -58,7 +58,7 @@ _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True)
-class Gap:
+class PolicyGap:
     """How far a policy is from the learner, in nats a token, on `tokens` tokens that the run has
     drawn."""
 
@@ -83,7 +83,7 @@ class Exported:
     bytes_before: int
     step: int | None = None  # of the run
     # merged: of the written model; adapter: of the adapter on the model that it names
-    gap: Gap | None = None
+    gap: PolicyGap | None = None
     note: str | None = None  # what another tool cannot do with the folder
 
 
@@ -170,7 +170,7 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
 
 def publish_adapter(
     cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None, step: int
-) -> Gap | None:
+) -> PolicyGap | None:
     """Publish a learner's adapter after `step` as the new folder `out`, with its gap on the model
     that it names in the card.
 
@@ -196,7 +196,7 @@ def publish_adapter(
     return gap
 
 
-def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> Gap | None:
+def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> PolicyGap | None:
     """The gap of an adapter folder on a model folder, from the learner. A measurement may not cost
     the folder: None, with a line in the log, when there is no memory for a second model."""
     needs = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
@@ -288,16 +288,16 @@ def _scores(model: Transformer, batch: Batch) -> Tensor:
         return torch.cat(score(model, sequences, prompt_lens, batch.temperature)).cpu()
 
 
-def _gap(learner: Tensor, policy: Tensor) -> Gap:
+def _gap(learner: Tensor, policy: Tensor) -> PolicyGap:
     found = mismatch(
         learner=policy[None], behavior=learner[None], mask=torch.ones_like(learner[None])
     )
-    return Gap(len(learner), found["mismatch/logp_diff_mean"], found["mismatch/kl_k3"])
+    return PolicyGap(len(learner), found["mismatch/logp_diff_mean"], found["mismatch/kl_k3"])
 
 
 def _save_merged(
     model: Transformer, out: Path, source: Path, batch: Batch | None = None
-) -> Gap | None:
+) -> PolicyGap | None:
     """The learner as one dense model; how far it is from the learner, whose sums are rounded to the
     model's dtype."""
     if batch is None:

@@ -13,7 +13,7 @@ from typing import Any
 from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig
 from lowroll.metrics.failures import Attempt, Failure, failure_page, transcript
-from lowroll.orchestrator.examples import Example, Response
+from lowroll.orchestrator.examples import Example, ExampleResponse
 from lowroll.runs.comparison import EngineAnswers, shown
 from lowroll.types import Score, ScoreError
 
@@ -88,14 +88,14 @@ def _attempt(side: EngineAnswers, example: Example) -> Attempt:
     )
 
 
-def _said(response: Response) -> str:
+def _said(response: ExampleResponse) -> str:
     """A response's text, or all turns of a conversation behind its prompt."""
     if response.messages is None:
         return response.text
     return transcript(response.messages)
 
 
-def _note(response: Response) -> str:
+def _note(response: ExampleResponse) -> str:
     """Why a response is not solved, as far as that is known."""
     score = response.score
     if isinstance(score, ScoreError):

@@ -30,7 +30,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.runs import budget
 from lowroll.runs.attempt import RunResult, attempt, drive
-from lowroll.runs.batches import Batches, Tasks
+from lowroll.runs.batches import BatchSource, RunEnvironments
 from lowroll.runs.build import configuration, engines, models, prompts
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
@@ -113,7 +113,7 @@ class Run:
         prompts.check_stages(given, spec)
         chat = models.chat_of(given)
         given = budget.settle(home, self.compute, chat, resume)
-        tasks = Tasks(given)
+        tasks = RunEnvironments(given)
         planner = self._planner(given, outline, chat, tasks)
         cached = self.checkpoints.cache_tokens
         given = sizes.chosen(planner, given)
@@ -125,7 +125,7 @@ class Run:
         stack.callback(self.rollouts.close)
         self.cfg = cfg = self.rollouts.cfg
         channel = MemoryRolloutChannel()
-        self.batches = Batches(
+        self.batches = BatchSource(
             cfg,
             spec,
             chat,
@@ -142,7 +142,7 @@ class Run:
         self.stop = Stop()
 
     def _planner(
-        self, cfg: RunConfig, outline: Transformer, chat: ChatTokenizer, tasks: Tasks
+        self, cfg: RunConfig, outline: Transformer, chat: ChatTokenizer, tasks: RunEnvironments
     ) -> Planner:
         """What plans the memory of the run, before there is anything of it."""
         uncached = engines.with_cache(cfg, None)

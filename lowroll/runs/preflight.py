@@ -34,7 +34,7 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.launch import devices
 from lowroll.runs.memory import fit, sizes
-from lowroll.runs.memory.plan import Plan, Planner, Share, plan_sft
+from lowroll.runs.memory.plan import MemoryPlan, Planner, Share, plan_sft
 from lowroll.runs.roles.limits import refuse
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.sft import encode_all
@@ -370,7 +370,7 @@ def _workloads(
 
 
 def _memory(
-    found: Findings, plan: Plan | None, advice: Callable[[Plan], str] = lambda plan: ""
+    found: Findings, plan: MemoryPlan | None, advice: Callable[[MemoryPlan], str] = lambda plan: ""
 ) -> None:
     """The plan's table, and why it does not fit if it does not. advice: what would."""
     if plan is not None:

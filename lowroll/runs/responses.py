@@ -19,7 +19,7 @@ from typing import Any
 
 from lowroll.checkpoint.files import append_line, write_file
 from lowroll.checkpoint.seal import read_objects, seal
-from lowroll.orchestrator.examples import Example, Response
+from lowroll.orchestrator.examples import Example, ExampleResponse
 from lowroll.orchestrator.source import Draw
 from lowroll.types import Prompt, Score, ScoreError
 
@@ -126,7 +126,7 @@ class Responses:
                         f"for {json.dumps(asked.get(key))}; name another folder by --out"
                     )
         elif found["kind"] == "drawn":
-            responses = [Response(**one) for one in found["responses"]]
+            responses = [ExampleResponse(**one) for one in found["responses"]]
             self._prompts[found["id"]] = found["prompt"]
             self.examples[found["id"]] = Example(found["id"], _UNKNOWN, responses)
         else:

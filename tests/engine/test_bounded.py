@@ -12,7 +12,7 @@ import pytest
 
 from lowroll import Engine, Request
 from lowroll.engine.runner import Runner
-from lowroll.engine.sequence import Plan
+from lowroll.engine.sequence import StepPlan
 from lowroll.kv.policy.dense import DensePolicy
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
@@ -231,7 +231,7 @@ def test_full_rows_wait_while_the_others_take_their_steps(
     cache nor to the policy's state."""
     waited, run = [], Runner.run
 
-    def watched(runner: Runner, plan: Plan, *more: Any) -> Any:
+    def watched(runner: Runner, plan: StepPlan, *more: Any) -> Any:
         waited.append(bool(plan.limits) and min(plan.limits) < plan.steps)
         return run(runner, plan, *more)
 

@@ -16,8 +16,8 @@ from lowroll import Engine, Request
 from lowroll.engine import runner
 from lowroll.engine.decoder import BUCKETS, bucket
 from lowroll.engine.request import validate
+from lowroll.engine.sampling_state import DrawMode, draw_of
 from lowroll.engine.sequence import LiveGroup, Sequence
-from lowroll.engine.wishes import Draw, draw_of
 from lowroll.kv.cache import KVCache
 from lowroll.model import hf
 from lowroll.model.spec import read_spec
@@ -272,23 +272,23 @@ def test_a_loaded_model_stays_where_it_is(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "drawn", "want"),
     [
-        ({}, 0, Draw.PLAIN),
-        ({"temperature": 0.0}, 0, Draw.PLAIN),
-        ({"temperature": 0.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1}, 0, Draw.PLAIN),
-        ({"temperature": 3.0}, 0, Draw.PLAIN),
-        ({"top_p": 1}, 0, Draw.PLAIN),
-        ({"top_p": 0.999}, 0, Draw.FILTERED),
-        ({"top_k": 1}, 0, Draw.FILTERED),
-        ({"min_p": 0.001}, 0, Draw.FILTERED),
-        ({"repetition_penalty": 1.01}, 0, Draw.MARKED),
-        ({"repetition_penalty": 0.99, "top_k": 3}, 0, Draw.MARKED),
-        ({"temperature": 0.0, "repetition_penalty": 1.1}, 0, Draw.MARKED),
-        ({"min_tokens": 2}, 1, Draw.MARKED),
-        ({"min_tokens": 2}, 2, Draw.PLAIN),
-        ({"min_tokens": 1}, 1, Draw.PLAIN),
+        ({}, 0, DrawMode.PLAIN),
+        ({"temperature": 0.0}, 0, DrawMode.PLAIN),
+        ({"temperature": 0.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1}, 0, DrawMode.PLAIN),
+        ({"temperature": 3.0}, 0, DrawMode.PLAIN),
+        ({"top_p": 1}, 0, DrawMode.PLAIN),
+        ({"top_p": 0.999}, 0, DrawMode.FILTERED),
+        ({"top_k": 1}, 0, DrawMode.FILTERED),
+        ({"min_p": 0.001}, 0, DrawMode.FILTERED),
+        ({"repetition_penalty": 1.01}, 0, DrawMode.MARKED),
+        ({"repetition_penalty": 0.99, "top_k": 3}, 0, DrawMode.MARKED),
+        ({"temperature": 0.0, "repetition_penalty": 1.1}, 0, DrawMode.MARKED),
+        ({"min_tokens": 2}, 1, DrawMode.MARKED),
+        ({"min_tokens": 2}, 2, DrawMode.PLAIN),
+        ({"min_tokens": 1}, 1, DrawMode.PLAIN),
     ],
 )
-def test_a_step_does_what_a_row_of_it_needs(changes: dict, drawn: int, want: Draw) -> None:
+def test_a_step_does_what_a_row_of_it_needs(changes: dict, drawn: int, want: DrawMode) -> None:
     def row(**fields: object) -> Sequence:
         return Sequence(
             LiveGroup(0, replace(Request([3]), **fields), (1,), NEED), 0, 0, token_ids=[2] * drawn

@@ -10,7 +10,7 @@ import torch
 
 from lowroll import Engine
 from lowroll.engine.runner import Runner
-from lowroll.engine.sequence import Plan
+from lowroll.engine.sequence import StepPlan
 from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
@@ -47,7 +47,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     seen: list[tuple[bool, int]] = []
     run = Runner.run
 
-    def watched(runner: Runner, plan: Plan, *args: object) -> object:
+    def watched(runner: Runner, plan: StepPlan, *args: object) -> object:
         if plan.prefills and plan.decodes:
             seen.append((runner.one_pass, len(plan.decodes)))
         return run(runner, plan, *args)  # type: ignore[arg-type]

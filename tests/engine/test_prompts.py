@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from lowroll.engine import prompts
 from lowroll.engine.prompts import ShortPasses
-from lowroll.engine.sequence import Plan
-from lowroll.kv.cache import Chunk
+from lowroll.engine.sequence import StepPlan
+from lowroll.kv.cache import PromptChunk
 from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.model.attention import varlen
@@ -96,9 +96,11 @@ def test_prompts_behind_pages_of_others_are_no_short_pass(
     engine.generate([again])
     assert sizes == [16] and engine.pool.hits == 2
     short = engine.runner.short
-    assert short is not None and not short.takes([]) and not short.takes([Chunk(4, 8, [0, 1])])
-    assert not short.takes([Chunk(0, 2, [i]) for i in range(prompts.MOST_PROMPTS + 1)])
-    assert not short.takes([Chunk(0, 17, [0] * 5), Chunk(0, 16, [5] * 4)])
+    assert (
+        short is not None and not short.takes([]) and not short.takes([PromptChunk(4, 8, [0, 1])])
+    )
+    assert not short.takes([PromptChunk(0, 2, [i]) for i in range(prompts.MOST_PROMPTS + 1)])
+    assert not short.takes([PromptChunk(0, 17, [0] * 5), PromptChunk(0, 16, [5] * 4)])
 
 
 def test_a_pass_that_fails_is_not_captured_before_it_has_run(
@@ -171,7 +173,7 @@ def test_several_passes_between_two_looks_change_no_token(
         turns: list[int] = []
         plan = engine.scheduler.plan
 
-        def watched() -> Plan:
+        def watched() -> StepPlan:
             planned = plan()
             turns.append(len(planned.passes))
             return planned

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowroll import score
-from lowroll.engine.sampler import Ranks, SamplingBatch, distribution, likeliest
+from lowroll.engine.sampler import SamplingBatch, TopLogprobs, distribution, likeliest
 from lowroll.engine.sequence import LiveGroup, Sequence
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
@@ -100,7 +100,7 @@ def row(**fields: object) -> Sequence:
 def test_ranks_are_those_of_a_sort_and_equal_ones_go_by_id() -> None:
     steps = [torch.randn(70, 300).mul(2).round().div(4) for _ in range(2)]  # many are equal
     rows = [row(top_logprobs=i % 21, temperature=0.7, top_p=0.9) for i in range(70)]
-    ranks = Ranks(rows)
+    ranks = TopLogprobs(rows)
     for logits_BV in steps:
         ranks.see(logits_BV)
     told = ranks.told([[0, 0]] * 70, [[-1.5, -2.5]] * 70)

@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from lowroll.envs.data.rows import Source, located, read, splits
+from lowroll.envs.data.rows import DataSource, located, read, splits
 from lowroll.envs.data.rows import test_split as split_for_tests
 from lowroll.envs.rows import SplitRows
 
@@ -44,7 +44,7 @@ def test_one_data_set_in_every_kind_of_file(tmp_path: Path, suffix: str) -> None
         list(read({"path": str(whole), "rows": 2, "split": None, "prompt": "question"}))
         == (ROWS[:2])
     )
-    (first, _), (second, _), *_ = located(Source(str(whole)))
+    (first, _), (second, _), *_ = located(DataSource(str(whole)))
     assert (first, second) == {
         ".jsonl": (f"{whole}:1", f"{whole}:2"),
         ".csv": (f"{whole}:2", f"{whole}:3"),
@@ -115,9 +115,11 @@ def test_folders_of_datasets_and_their_splits(tmp_path: Path) -> None:
     WRITERS[".parquet"](tmp_path / "files" / "train-00000.parquet", ROWS[:4])
     WRITERS[".parquet"](tmp_path / "files" / "test-00000.parquet", ROWS[4:])
     one, saved, files = (str(tmp_path / name) for name in ("one", "parts", "files"))
-    assert list(read(one)) == ROWS and splits(Source(one)) == []
+    assert list(read(one)) == ROWS and splits(DataSource(one)) == []
     assert list(read({"path": saved, "split": "dev"})) == ROWS[4:]
-    assert split_for_tests(Source(saved)) == "dev" and split_for_tests(Source(files)) == "test"
+    assert (
+        split_for_tests(DataSource(saved)) == "dev" and split_for_tests(DataSource(files)) == "test"
+    )
     assert list(read({"path": files, "streaming": True})) == ROWS[:4]
     with pytest.raises(ValueError, match="parts: has no split 'test'; it has train, dev"):
         list(read({"path": saved, "split": "test"}))

@@ -80,7 +80,7 @@ class Unkind(Environment):
     def daemon_and_die(self):
         self.daemon()
         os._exit(0)
-    def stop_keeper(self):
+    def stop_reaper(self):
         import signal
         os.kill(os.getppid(), signal.SIGSTOP)
         return 1.0
@@ -218,7 +218,7 @@ def test_what_scorers_leave_running_ends_with_the_worker_and_nothing_else_does(
             assert pool.score([(prompt(), "daemon_and_die")])[0].kind == "crash"
             for_dead = daemons(folder, 2)
             assert not any(alive(pid) for pid in left + for_dead)
-            pool.score([(prompt(), "daemon"), (prompt(), "stop_keeper")])
+            pool.score([(prompt(), "daemon"), (prompt(), "stop_reaper")])
             left = daemons(folder, 2)
         assert not any(alive(pid) for pid in left) and ours.poll() is None
     finally:

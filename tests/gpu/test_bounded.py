@@ -15,7 +15,7 @@ from torch import Tensor
 from lowroll import Engine, Request
 from lowroll.engine.decoder import Decoder
 from lowroll.engine.runner import Runner
-from lowroll.engine.sequence import Plan
+from lowroll.engine.sequence import StepPlan
 from lowroll.model import hf
 from lowroll.types import Group
 from lowroll.weights.update import WeightUpdate
@@ -59,7 +59,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted: Counter[str] = Counter()
     run = Runner.run
 
-    def watched(runner: Runner, plan: Plan, *more: Any) -> Any:
+    def watched(runner: Runner, plan: StepPlan, *more: Any) -> Any:
         counted["steps"] += plan.steps * bool(plan.decodes)
         counted["compactions"] += len(plan.compactions)
         counted["forks"] += len(plan.forks)

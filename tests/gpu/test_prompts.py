@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.shapes import SHAPES, random_model
 from lowroll import Engine, Request
 from lowroll.engine.prompts import SIZES
-from lowroll.kv.cache import Chunk
+from lowroll.kv.cache import PromptChunk
 from lowroll.types import Group
 from lowroll.weights.update import WeightUpdate
 
@@ -81,7 +81,7 @@ def test_a_prompt_has_the_same_bits_whatever_runs_beside_it_in_its_size() -> Non
     def hidden(*prompts: list[int]) -> list[Tensor]:
         pages = iter(range(64))
         chunks = [
-            Chunk(0, len(ids), [next(pages) for _ in range(-(-len(ids) // each))])
+            PromptChunk(0, len(ids), [next(pages) for _ in range(-(-len(ids) // each))])
             for ids in prompts
         ]
         return [*short.run([i for ids in prompts for i in ids], chunks).clone()]

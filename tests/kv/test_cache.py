@@ -13,7 +13,7 @@ import torch
 from lowroll import Engine, Request
 from lowroll.kv import cache as kv_cache
 from lowroll.kv import virtual_memory as kv_arena
-from lowroll.kv.cache import Chunk, KVCache, PagedAttention
+from lowroll.kv.cache import KVCache, PagedAttention, PromptChunk
 from lowroll.kv.virtual_memory import VirtualMemory
 from lowroll.model import attention
 from lowroll.model.attention import suffixes, varlen
@@ -133,7 +133,7 @@ def test_chunks_of_many_sequences_attend_over_their_pages(
             slots = torch.tensor([table[t // 4] * 4 + t % 4 for t in range(start)], device=device)
             cache.write(1, slots, k[:start], v[:start])
     order = [0, 4, 1, 2, 3]
-    chunks = [Chunk(starts[i], totals[i], tables[i]) for i in order]
+    chunks = [PromptChunk(starts[i], totals[i], tables[i]) for i in order]
     attend = PagedAttention(cache, chunks[:2], chunks[2:])
     inputs = [torch.cat([sequences[i][part][starts[i] :] for i in order]) for part in range(3)]
     got = attend(1, *inputs).split([totals[i] - starts[i] for i in order])
@@ -158,7 +158,7 @@ def test_what_is_gathered_at_once_stays_within_its_bound(
     """Tokens of the whole sequences count, not of the chunks; a sequence longer than the bound
     comes alone."""
     monkeypatch.setattr(kv_cache, "MOST_GATHERED", most)
-    chunks = [Chunk(stop - 2, stop, []) for stop in (30, 21, 48)]
+    chunks = [PromptChunk(stop - 2, stop, []) for stop in (30, 21, 48)]
     assert [[c.stop for c in some] for some in kv_cache._portions(chunks)] == portions
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.compact.choose import best_and_last
-from lowroll.kv.cache import Chunk, DecodeRows, KVCache
+from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy import snapkv
 from lowroll.kv.policy.base import CachePolicy, Selector, footprint
 from lowroll.kv.policy.h2o import H2O, attended
@@ -267,7 +267,7 @@ def test_h2o_carries_the_scores_of_what_stays(
     table, k = torch.tensor([pages]), cache.gather_keys(1, torch.tensor([pages]))
     selector.begin([2])
     for start, stop in ((0, 3), (3, 9), (9, 11)):
-        selector.prefilled(layer, q[start:stop], [Chunk(start, stop, pages, 2)])
+        selector.prefilled(layer, q[start:stop], [PromptChunk(start, stop, pages, 2)])
     given = attended(q[None, :11], k, torch.arange(11)[None])
     lengths = torch.tensor([11], dtype=torch.int32)
     rows = DecodeRows(torch.tensor([2]), table.int(), lengths, torch.tensor([10]))
@@ -284,7 +284,7 @@ def test_h2o_carries_the_scores_of_what_stays(
         )
         added[..., : given.shape[2]] += given
         given = added
-    selector.prefilled(layer, q[:11], [Chunk(0, 11, pages, 0)])  # a prompt that is aborted
+    selector.prefilled(layer, q[:11], [PromptChunk(0, 11, pages, 0)])  # a prompt that is aborted
     selector.copy([(2, 0)])
     rows = DecodeRows(torch.tensor([0]), table.int(), lengths, torch.tensor([12]))
     torch.testing.assert_close(selector.score_LSGN[layer, 0], given[0])
@@ -292,7 +292,7 @@ def test_h2o_carries_the_scores_of_what_stays(
     assert torch.equal(second, best_and_last(given, lengths, 5, 2))
     want = torch.cat([given.gather(2, second), torch.zeros(1, 2, 2)], 2)
     torch.testing.assert_close(selector.score_LSGN[layer, 0], want[0])
-    selector.prefilled(layer, q[:11], [Chunk(0, 11, pages, 2)])
+    selector.prefilled(layer, q[:11], [PromptChunk(0, 11, pages, 2)])
     selector.begin([2])
     assert not selector.long and not selector.score_LSGN[:, 2].any()
 
@@ -308,10 +308,13 @@ def feed(
     """Row 0: chunks of 2, 6 and 1, then four steps. Row 1: a prompt of 9 of another slot, copied,
     then steps. Row 2: a prompt alone, the slot of an earlier sample."""
     noise = torch.randn_like(q)
-    selector.prefilled(layer, noise[2], [Chunk(0, 17, pages[2], slots[2])])
+    selector.prefilled(layer, noise[2], [PromptChunk(0, 17, pages[2], slots[2])])
     selector.begin(slots)
     for start, stop in ((0, 2), (2, 8), (8, 9)):
-        chunks = [Chunk(start, stop, pages[0], slots[0]), Chunk(start, stop, pages[1], 6)]
+        chunks = [
+            PromptChunk(start, stop, pages[0], slots[0]),
+            PromptChunk(start, stop, pages[1], 6),
+        ]
         selector.prefilled(layer, torch.cat([q[0, start:stop], q[1, start:stop]]), chunks)
     selector.copy([(6, slots[1])])
     for t in range(9, 13):
@@ -322,7 +325,7 @@ def feed(
             torch.tensor([t, 5, t]),
         )
         selector.decoded(layer, torch.stack([q[0, t], noise[0, t], q[1, t]]), rows)
-    selector.prefilled(layer, q[2], [Chunk(0, 17, pages[2], slots[2])])
+    selector.prefilled(layer, q[2], [PromptChunk(0, 17, pages[2], slots[2])])
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "dense"])

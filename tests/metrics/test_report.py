@@ -22,7 +22,7 @@ from lowroll.metrics.page import SCRIPT
 from lowroll.metrics.plots import (
     NOISE_NATS,
     PLOTS,
-    Line,
+    Curve,
     Plot,
     draw,
     present,
@@ -414,7 +414,7 @@ def test_two_curves_in_one_place_are_told_apart() -> None:
     """The later one is dashed over the wider earlier one; curves that differ are both drawn
     whole."""
     plot = Plot(
-        "Two", "", (Line("mismatch/ess", "tokens"), Line("mismatch/ess_sequence", "sequences"))
+        "Two", "", (Curve("mismatch/ess", "tokens"), Curve("mismatch/ess_sequence", "sequences"))
     )
     same = [
         {"step": step, "mismatch/ess": 0.999, "mismatch/ess_sequence": 0.9985} for step in (1, 2, 3)

@@ -14,7 +14,7 @@ import pytest
 from lowroll.envs.answers import equal
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.estimates import interval, majority, pass_at_k
-from lowroll.orchestrator.examples import Example, Response, draw, score, votes
+from lowroll.orchestrator.examples import Example, ExampleResponse, draw, score, votes
 from lowroll.orchestrator.settings import SamplingSettings
 from lowroll.orchestrator.source import draw_at
 from lowroll.runs.comparison import EngineAnswers, rows_of, shown
@@ -99,7 +99,9 @@ class Judge:
 def examples(*answers: Sequence[str], gold: str = "1/2") -> list[Example]:
     return [
         Example(
-            str(i), Prompt(str(i), "e", [], {"gold": gold}), [Response(t, 1, "stop") for t in one]
+            str(i),
+            Prompt(str(i), "e", [], {"gold": gold}),
+            [ExampleResponse(t, 1, "stop") for t in one],
         )
         for i, one in enumerate(answers)
     ]
@@ -107,9 +109,9 @@ def examples(*answers: Sequence[str], gold: str = "1/2") -> list[Example]:
 
 def test_what_failed_or_was_aborted_is_not_scored_and_is_counted() -> None:
     fine, broken, cut = (
-        Response("1/2", 1, "stop"),
-        Response("1/2", 1, "stop"),
-        Response("", 1, "abort"),
+        ExampleResponse("1/2", 1, "stop"),
+        ExampleResponse("1/2", 1, "stop"),
+        ExampleResponse("", 1, "abort"),
     )
     broken.failed, broken.messages = "the door is shut", [{"role": "assistant", "content": "1/2"}]
     (example,) = found = examples([])

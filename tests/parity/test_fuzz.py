@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowroll.engine.runner import Runner
-from lowroll.engine.sequence import Plan
+from lowroll.engine.sequence import StepPlan
 from tests import fuzz
 from tests.fixtures.policies import ChosenH2O, ChosenRKV, ChosenSnapKV, ChosenStreaming
 
@@ -63,7 +63,7 @@ def test_mixes_on_a_device(seed: int) -> None:
 SOUND = Runner.run
 
 
-def swapped(runner: Runner, plan: Plan, *more: Any) -> Any:
+def swapped(runner: Runner, plan: StepPlan, *more: Any) -> Any:
     """The first tokens of two prompts that end in one step are each other's."""
     drawn = SOUND(runner, plan, *more)
     first = [i for i, row in enumerate(drawn) if not row.sequence.token_ids]
@@ -74,7 +74,7 @@ def swapped(runner: Runner, plan: Plan, *more: Any) -> Any:
     return drawn
 
 
-def stale(runner: Runner, plan: Plan, *more: Any) -> Any:
+def stale(runner: Runner, plan: StepPlan, *more: Any) -> Any:
     """A key of every layer is lost."""
     drawn = SOUND(runner, plan, *more)
     for chunk in plan.prefills:
@@ -83,7 +83,7 @@ def stale(runner: Runner, plan: Plan, *more: Any) -> Any:
     return drawn
 
 
-def repeated(runner: Runner, plan: Plan, *more: Any) -> Any:
+def repeated(runner: Runner, plan: StepPlan, *more: Any) -> Any:
     """The first of two steps' log-probs stands for both."""
     return [
         replace(row, logprobs=row.logprobs[:1] * len(row.logprobs))
@@ -91,13 +91,13 @@ def repeated(runner: Runner, plan: Plan, *more: Any) -> Any:
     ]
 
 
-def lower(runner: Runner, plan: Plan, *more: Any) -> Any:
+def lower(runner: Runner, plan: StepPlan, *more: Any) -> Any:
     """The neighbour of the token that the noise draws, with the log-prob of that one."""
     drawn = SOUND(runner, plan, *more)
     return [replace(row, token_ids=[max(2, t - 1) for t in row.token_ids]) for row in drawn]
 
 
-def reversed_ranks(runner: Runner, plan: Plan, *more: Any) -> Any:
+def reversed_ranks(runner: Runner, plan: StepPlan, *more: Any) -> Any:
     """The likeliest tokens in the wrong order."""
     drawn = SOUND(runner, plan, *more)
     return [replace(row, tops=row.tops and [told[::-1] for told in row.tops]) for row in drawn]

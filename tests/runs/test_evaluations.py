@@ -17,7 +17,7 @@ from lowroll.cli.main import main
 from lowroll.config import from_mapping
 from lowroll.metrics.failures import Attempt, Failure, failure_page
 from lowroll.orchestrator.errors import ScoringFailed
-from lowroll.orchestrator.examples import Example, Response
+from lowroll.orchestrator.examples import Example, ExampleResponse
 from lowroll.runs import findings
 from lowroll.runs.build import prompts
 from lowroll.runs.comparison import EngineAnswers, rows_of, shown
@@ -301,9 +301,9 @@ def test_presets_are_whole() -> None:
 
 
 def measured(name: str, solved: list[list[bool | None]], env: str = "e") -> EngineAnswers:
-    def response(one: bool | None) -> Response:
+    def response(one: bool | None) -> ExampleResponse:
         score = ScoreError("timeout", "x") if one is None else Score(float(one))
-        return Response("text", 5, "stop", score)
+        return ExampleResponse("text", 5, "stop", score)
 
     examples = [
         Example(
@@ -389,7 +389,7 @@ def test_the_page_escapes_what_a_model_says() -> None:
 
 def test_the_page_shows_all_turns_of_a_conversation() -> None:
     said = [("assistant", "4"), ("user", "higher"), ("assistant", "7")]
-    talk = Response("7", 2, "stop", messages=[{"role": r, "content": c} for r, c in said])
+    talk = ExampleResponse("7", 2, "stop", messages=[{"role": r, "content": c} for r, c in said])
     talk.score = Score(0.0)
     example = Example("test/0", Prompt("test/0", "e", [{"role": "user", "content": "1-9"}]), [talk])
     (failure,) = findings._failures(

@@ -303,10 +303,10 @@ def test_a_resumed_run_has_the_cache_that_it_began_with(
         build(engine, *args, **options)
         made.append(engine.stats().cache_tokens)
 
-    planned: list[memory_plan.Plan] = []
+    planned: list[memory_plan.MemoryPlan] = []
     check = fit.check
 
-    def checked(*args: Any) -> memory_plan.Plan:
+    def checked(*args: Any) -> memory_plan.MemoryPlan:
         planned.append(check(*args))
         return planned[-1]
 

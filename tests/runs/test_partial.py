@@ -97,10 +97,10 @@ def test_a_resumed_run_draws_what_was_open_again(model: Path, tmp_path: Path, pa
 def test_another_engine_gets_what_was_in_flight(model: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         run = run_session(tree(model, tmp_path / "run", "keep"), stack)
-        supply = run.batches.orchestrator.supply
-        assert supply.in_flight > 0
+        rollout_buffer = run.batches.orchestrator.rollout_buffer
+        assert rollout_buffer.in_flight > 0
         run.rollouts.change_format("bf16")
-        assert supply.in_flight == 0
+        assert rollout_buffer.in_flight == 0
         record = run.step(3)
         assert record["rollout/num_groups"] == 2
 
@@ -110,7 +110,7 @@ def test_an_evaluation_may_have_the_engine_alone(model: Path, tmp_path: Path, ca
     asked = {"interval": 1, "num_examples": 2, "cancel_inflight_rollouts_on_eval": cancel}
     with ExitStack() as stack:
         run = run_session(tree(model, tmp_path / "run", "keep", eval=asked), stack, steps=1)
-        assert (run.batches.orchestrator.supply.in_flight == 0) == cancel
+        assert (run.batches.orchestrator.rollout_buffer.in_flight == 0) == cancel
 
 
 def test_oversampling_at_level_0_repeats_itself_bit_for_bit_over_a_restart(

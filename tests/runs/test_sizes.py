@@ -17,7 +17,7 @@ from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer, initialize
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.memory import sizes
-from lowroll.runs.memory.plan import Plan, Planner
+from lowroll.runs.memory.plan import MemoryPlan, Planner
 from lowroll.trainer import recompute
 from lowroll.trainer.step import Forward
 from lowroll.types import BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
@@ -128,9 +128,9 @@ def test_the_bound_gives_way_to_what_even_the_smallest_passes_take() -> None:
     """Ten gigabytes of weights: sizes are not made smaller for a bound that none would meet."""
     steps = list(sizes.ladder(TrainConfig(), 1))
 
-    def plan(train: TrainConfig) -> Plan:
+    def plan(train: TrainConfig) -> MemoryPlan:
         parts = {"weights": 10 * GB, "activations": train.longest * 100_000}
-        return Plan({"learn": parts}, None, "cpu")
+        return MemoryPlan({"learn": parts}, None, "cpu")
 
     assert sizes.choose(steps, plan) == steps[0]
     none_free = replace(plan(steps[0]), free=0)

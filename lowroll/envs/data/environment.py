@@ -16,8 +16,8 @@ from lowroll.envs.data.columns import ANSWERS, Columns, DataTask, Message
 from lowroll.envs.data.functions import (
     ANSWER,
     OF_ROLLOUTS,
-    Asked,
     Logged,
+    PromptResponses,
     TrainerState,
     load,
     rewards_of,
@@ -34,7 +34,7 @@ Said = str | list[Message]  # a response, or what was said after the prompt
 
 
 class Data(Environment):
-    """Prompts of `path`, a file, folder or hub id (`lowroll.envs.data.rows.Source`), by its columns
+    """Prompts of `path`, a file, folder or hub id (`lowroll.envs.data.rows.DataSource`), by its columns
     (`lowroll.envs.data.columns`), and `reward_funcs` (`lowroll.envs.data.functions`)."""
 
     def __init__(
@@ -144,7 +144,7 @@ class Data(Environment):
     def score_together(self, prompt: Prompt, said: Sequence[Said]) -> list[Score | InvalidScore]:
         """The scores of several responses to one prompt, which a function may compare."""
         log = Logged(len(said), [function.name for function in self.functions])
-        asked = Asked(
+        asked = PromptResponses(
             prompt.messages if prompt.info["chat"] else prompt.messages[-1]["content"],
             [
                 [{"role": "assistant", "content": one}]

@@ -143,7 +143,7 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptResponses:
     """Responses to one prompt, as functions see them, and what they log about these."""
 
     prompt: str | list[Message]
@@ -219,18 +219,18 @@ class RewardFunction:
         """Whether it is to be awaited."""
         return inspect.iscoroutinefunction(_inner(self.function))
 
-    def rewards(self, asked: Asked) -> list[float | None]:
+    def rewards(self, asked: PromptResponses) -> list[float | None]:
         """One reward a response. InvalidScore for another return value, ScorerFailed for what the
         function raises; both name it, its file and line."""
         found = [self._call(known) for known in self._calls(asked)]
         return self._read(found, len(asked.said))
 
-    async def later(self, asked: Asked) -> list[float | None]:
+    async def later(self, asked: PromptResponses) -> list[float | None]:
         """As `rewards`, of an async function."""
         found = await gathered([self._await(known) for known in self._calls(asked)])
         return self._read(found, len(asked.said))
 
-    def _calls(self, asked: Asked) -> list[dict[str, Any]]:
+    def _calls(self, asked: PromptResponses) -> list[dict[str, Any]]:
         """The arguments of each call: of one for all responses, or of one a response."""
         if self.is_of_several:
             return [self._of_several(asked)]
@@ -252,7 +252,7 @@ class RewardFunction:
             found = list(returned)
         return [self._number(one) for one in found]
 
-    def _of_several(self, asked: Asked) -> dict[str, Any]:
+    def _of_several(self, asked: PromptResponses) -> dict[str, Any]:
         count = len(asked.said)
         known = {
             "completions": asked.completions,
@@ -269,7 +269,7 @@ class RewardFunction:
         }
         return self._taken(rows | known)
 
-    def _of_one(self, asked: Asked, i: int) -> dict[str, Any]:
+    def _of_one(self, asked: PromptResponses, i: int) -> dict[str, Any]:
         text = asked.texts[i]
         rollout = Response(text, asked.prompt, list(asked.said[i]), asked.columns)
         known = {
@@ -331,7 +331,9 @@ async def gathered(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def rewards_of(
-    functions: Sequence[RewardFunction | RewardModel], asked: Asked, tell: Callable[[str], object]
+    functions: Sequence[RewardFunction | RewardModel],
+    asked: PromptResponses,
+    tell: Callable[[str], object],
 ) -> list[list[float | None]]:
     """What each function says. Async ones are awaited together at the end, as in TRL; `tell` is told
     who is at work."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lowroll.types import HUB_NAME, printable
 
 if TYPE_CHECKING:
-    from lowroll.envs.data.functions import Asked
+    from lowroll.envs.data.functions import PromptResponses
 
 AUTO = "AutoModelForSequenceClassification"
 FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
@@ -56,7 +56,7 @@ class RewardModel:
         if self._loaded is None:
             self._loaded = self._load()
 
-    def rewards(self, asked: Asked) -> list[float | None]:
+    def rewards(self, asked: PromptResponses) -> list[float | None]:
         """One reward a response."""
         self.prepare()
         assert self._loaded is not None

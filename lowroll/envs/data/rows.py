@@ -26,7 +26,7 @@ TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One split of a data set. A file is one split, whatever `split` says."""
 
     path: str  # a file, a pattern of files, a folder or a hub id
@@ -42,16 +42,16 @@ class Source:
 
 
 def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of a split. spec: a path, or the keys of a `Source`; keys that say what to do with
+    """The rows of a split. spec: a path, or the keys of a `DataSource`; keys that say what to do with
     rows (`prompt`, `answer`, ...) may stand beside. ValueError names the file and the row that is
     none, and a data set that cannot be read."""
-    keys = [field.name for field in fields(Source)]
+    keys = [field.name for field in fields(DataSource)]
     given: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
-    source = Source(**{key: given[key] for key in keys if given.get(key) is not None})
+    source = DataSource(**{key: given[key] for key in keys if given.get(key) is not None})
     return (row for _, row in located(source))
 
 
-def located(source: Source) -> Iterator[Located]:
+def located(source: DataSource) -> Iterator[Located]:
     """(where it stands, row) for each row of a split."""
     return islice(_all(source), source.rows)
 
@@ -78,7 +78,7 @@ def is_hub_id(path: str) -> bool:
     )
 
 
-def splits(source: Source) -> list[str]:
+def splits(source: DataSource) -> list[str]:
     """The names of the splits of a data set; [] for files, which have none."""
     if not is_hub_id(source.path) and not Path(source.path).is_dir():
         return []
@@ -92,13 +92,13 @@ def splits(source: Source) -> list[str]:
         )
 
 
-def test_split(source: Source) -> str | None:
+def test_split(source: DataSource) -> str | None:
     """The split that a data set is measured on, beside the one that is given; None: it has none."""
     names = splits(source)
     return next((name for name in TEST_SPLITS if name in names and name != source.split), None)
 
 
-def _all(source: Source) -> Iterator[Located]:
+def _all(source: DataSource) -> Iterator[Located]:
     path = Path(source.path)
     if is_hub_id(source.path) or path.is_dir():
         yield from _by_library(source)
@@ -113,7 +113,7 @@ def _files(path: str) -> list[str]:
     return [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
 
 
-def _by_library(source: Source) -> Iterator[Located]:
+def _by_library(source: DataSource) -> Iterator[Located]:
     where = f"{source.path}[{source.split}]"
     with _library(where) as datasets:
         if (Path(source.path) / "state.json").is_file():
@@ -132,7 +132,7 @@ def _by_library(source: Source) -> Iterator[Located]:
         yield f"{where}[{number}]", dict(row)
 
 
-def _one_of(parts: Mapping[str, Any], source: Source) -> Any:
+def _one_of(parts: Mapping[str, Any], source: DataSource) -> Any:
     if source.split not in parts:
         raise ValueError(f"{source.path}: has no split {source.split!r}; it has {', '.join(parts)}")
     return parts[source.split]

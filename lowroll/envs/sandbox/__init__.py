@@ -12,7 +12,7 @@ standard library alone.
 
 from __future__ import annotations
 
-from lowroll.envs.sandbox.cases import Case, Limits, Result, Verdict
+from lowroll.envs.sandbox.cases import Case, CaseResults, Result, SandboxLimits
 from lowroll.envs.sandbox.run import SandboxError, run_cases
 from lowroll.envs.sandbox.shapes import PRELUDE, cases_of, last_block
 from lowroll.envs.sandbox.walls import SandboxMissing
@@ -20,11 +20,11 @@ from lowroll.envs.sandbox.walls import SandboxMissing
 __all__ = [
     "PRELUDE",
     "Case",
-    "Limits",
+    "SandboxLimits",
     "Result",
     "SandboxError",
     "SandboxMissing",
-    "Verdict",
+    "CaseResults",
     "cases_of",
     "last_block",
     "run_cases",

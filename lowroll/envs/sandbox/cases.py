@@ -36,7 +36,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What a program may use. Memory is address space of each process; the others are of all of
     it."""
 
@@ -66,7 +66,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaseResults:
     """The results, one for each case in its order."""
 
     results: tuple[Result, ...]

@@ -58,7 +58,7 @@ ANY_PORT = 9  # nothing is sent to it
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Filter(ctypes.Structure):
+class SockFprog(ctypes.Structure):
     """struct sock_fprog"""
 
     _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
@@ -160,7 +160,7 @@ def _bind(limits: dict[str, float], lines: bytes) -> None:
         resource.setrlimit(kind, (min(int(soft), most), min(int(hard), most)))
     os.setsid()
     os.chdir("/tmp")
-    prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.byref(Filter(len(lines) // 8, lines)))
+    prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.byref(SockFprog(len(lines) // 8, lines)))
 
 
 def _run(case: dict[str, Any]) -> int:
@@ -207,7 +207,7 @@ def _end(code: int) -> None:
 # -- who watches it ------------------------------------------------------------------------------
 
 
-class Watch:
+class CaseWatch:
     """One case from its start to its end: what it says, until it ends or may not go on."""
 
     def __init__(self, pid: int, output: int, words: int, limits: dict[str, float]) -> None:
@@ -298,7 +298,7 @@ def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         os.close(end)
     for pipe in (output, words):
         os.set_blocking(pipe, False)
-    return Watch(pid, output, words, request["limits"]).watch()
+    return CaseWatch(pid, output, words, request["limits"]).watch()
 
 
 def main() -> None:

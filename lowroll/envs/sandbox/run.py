@@ -16,10 +16,10 @@ from dataclasses import asdict
 from typing import Any
 
 from lowroll.envs.sandbox import filter, walls
-from lowroll.envs.sandbox.cases import Case, Limits, Result, Status, Verdict, is_right
+from lowroll.envs.sandbox.cases import Case, CaseResults, Result, SandboxLimits, Status, is_right
 
 START_LIMIT = 20.0  # seconds until the sandbox stands
-DEFAULT = Limits()
+DEFAULT = SandboxLimits()
 SLACK = 5.0  # seconds that its own bookkeeping may take
 MAX_SAID = 500  # characters of its own errors
 
@@ -29,8 +29,11 @@ class SandboxError(RuntimeError):
 
 
 def run_cases(
-    source: str, cases: Sequence[Case], limits: Limits = DEFAULT, stop_at_failure: bool = False
-) -> Verdict:
+    source: str,
+    cases: Sequence[Case],
+    limits: SandboxLimits = DEFAULT,
+    stop_at_failure: bool = False,
+) -> CaseResults:
     """Run the Python program `source` on every case, each in a process of its own, and compare.
 
     `stop_at_failure`: the cases behind the first that fails are not run and count as wrong.
@@ -44,9 +47,9 @@ def run_in(
     here: walls.Walls,
     source: str,
     cases: Sequence[Case],
-    limits: Limits,
+    limits: SandboxLimits,
     stop_at_failure: bool = False,
-) -> Verdict:
+) -> CaseResults:
     """The same behind these walls."""
     if not cases:
         raise ValueError("a program is judged by its cases, and there are none")
@@ -68,7 +71,7 @@ def run_in(
         sandbox.close()
     rest: Status = "timeout" if late else "compile" if results[-1].status == "compile" else "wrong"
     results += [Result(rest)] * (len(cases) - len(results))
-    return Verdict(tuple(results))
+    return CaseResults(tuple(results))
 
 
 def _judged(case: Case, reply: dict[str, Any]) -> Result:
@@ -91,7 +94,7 @@ def _judged(case: Case, reply: dict[str, Any]) -> Result:
 class _Sandbox:
     """One sandbox, for one program."""
 
-    def __init__(self, here: walls.Walls, limits: Limits) -> None:
+    def __init__(self, here: walls.Walls, limits: SandboxLimits) -> None:
         self.limits, self.name = limits, here.name
         try:
             self.process = subprocess.Popen(

@@ -109,10 +109,10 @@ print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"
 def _try(walls: Walls) -> str | None:
     """Why it does not isolate here; None when a program was run in it, and saw nothing of this
     machine."""
-    from lowroll.envs.sandbox.cases import Case, Limits
+    from lowroll.envs.sandbox.cases import Case, SandboxLimits
     from lowroll.envs.sandbox.run import SandboxError, run_in
 
-    limits = Limits(total_seconds=30.0, wall_seconds=30.0)
+    limits = SandboxLimits(total_seconds=30.0, wall_seconds=30.0)
     with tempfile.NamedTemporaryFile(prefix="lowroll-") as witness:
         case = Case(witness.name, f"False 1 {USER} False")
         try:

@@ -68,12 +68,12 @@ class Programs(HeldOut):
     def score(self, prompt: Prompt, text: str) -> Score:
         """1 or 0, with the share of passed cases (`passed`). ValueError names a row whose cases
         cannot be read."""
-        from lowroll.envs.sandbox import Limits, last_block, run_cases
+        from lowroll.envs.sandbox import SandboxLimits, last_block, run_cases
 
         source = last_block(bounded(text))
         if source is None:
             return Score(0.0, {"has_answer": 0.0, "passed": 0.0})
-        limits = Limits(
+        limits = SandboxLimits(
             seconds=CPU_SECONDS, wall_seconds=1.5 * CPU_SECONDS, total_seconds=TOTAL_SECONDS
         )
         verdict = run_cases(source, self._cases(prompt), limits, stop_at_failure=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowroll.envs.data.files import Located
-from lowroll.envs.data.rows import Source, located, missing
+from lowroll.envs.data.rows import DataSource, located, missing
 from lowroll.envs.sets.table import EvalSet
 
 Row = dict[str, Any]
@@ -20,11 +20,11 @@ def read(
     if path is not None:
         if reason := missing(path):
             raise ValueError(f"set {found.name!r}: {path!r} {reason}")
-        return located(Source(path, split or found.split, subset))
-    return _of_hub(found, Source(found.path, split or found.split, subset or found.subset))
+        return located(DataSource(path, split or found.split, subset))
+    return _of_hub(found, DataSource(found.path, split or found.split, subset or found.subset))
 
 
-def _of_hub(found: EvalSet, source: Source) -> Iterator[Located]:
+def _of_hub(found: EvalSet, source: DataSource) -> Iterator[Located]:
     try:
         yield from located(source)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Environments of verifiers below 0.4: `load_environment(id, **args)` with a data set and a rubric.
 
 verifiers' own `rollout` plays a task, with a client that says the turns that were drawn and, at
-their end, raises what the environment said since (`source.Asked`). Its rubric gives 0 where a reward
+their end, raises what the environment said since (`source.TurnPending`). Its rubric gives 0 where a reward
 function fails, and logs it: here that is an error.
 """
 
@@ -17,7 +17,7 @@ import verifiers as vf
 from verifiers.clients import Client
 from verifiers.types import Response, ResponseMessage, ToolCall
 
-from lowroll.envs.verifiers.source import Asked, calls_of, plain
+from lowroll.envs.verifiers.source import TurnPending, calls_of, plain
 from lowroll.types import Message, Score
 
 
@@ -64,7 +64,7 @@ class Classic:
         """See `Source`."""
         try:
             await self._run(task, _Script(turns, ends=False))
-        except Asked as asked:
+        except TurnPending as asked:
             return asked.messages
         return None
 
@@ -103,7 +103,7 @@ class _Script(Client):
         if said is None and self.ends:
             raise vf.OverlongPromptError("no more turns were drawn")
         if said is None:
-            raise Asked(messages[len(self.told) :])
+            raise TurnPending(messages[len(self.told) :])
         calls = [ToolCall(**call) for call in _calls(said)] or None
         self.told = [
             *messages,

@@ -12,7 +12,7 @@ from lowroll.envs.base import Environment, split_of
 from lowroll.envs.blame import describe
 from lowroll.envs.outcome import awaited
 from lowroll.envs.tools import with_counts
-from lowroll.envs.verifiers.source import Source, refuse_missing
+from lowroll.envs.verifiers.source import VerifiersSource, refuse_missing
 from lowroll.types import Message, Prompt, Score
 
 MOST_TURNS = 8  # of an environment that states no bound
@@ -49,7 +49,7 @@ class Verifiers(Environment):
         self._tasks: dict[str, _Tasks] = {}
         self._order = lru_cache(maxsize=4)(self._shuffled)
 
-    def _load(self, env_id: str, args: dict[str, Any]) -> Source:
+    def _load(self, env_id: str, args: dict[str, Any]) -> VerifiersSource:
         try:
             return load(env_id, args)
         except ImportError as error:
@@ -121,11 +121,11 @@ class Verifiers(Environment):
             self._tasks[split] = _Tasks(found)
         return self._tasks[split]
 
-    def _of(self, split: str) -> Source:
+    def _of(self, split: str) -> VerifiersSource:
         held_out = split == "test" and self.eval_source is not None
         return self.eval_source if held_out else self.source  # type: ignore[return-value]
 
-    def _task(self, prompt: Prompt) -> tuple[Any, Source]:
+    def _task(self, prompt: Prompt) -> tuple[Any, VerifiersSource]:
         split, place = prompt.info["task"]
         task, source = self.tasks(split)[place], self._of(split)
         if _digest(source.key(task)) != prompt.info["digest"]:
@@ -156,7 +156,7 @@ class _Tasks:
         return len(self._read)
 
 
-def load(env_id: str, args: dict[str, Any]) -> Source:
+def load(env_id: str, args: dict[str, Any]) -> VerifiersSource:
     """The environment, by whichever interface its package is written for."""
     import verifiers
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lowroll.types import Message, Score
 
 
-class Asked(BaseException):
+class TurnPending(BaseException):
     """verifiers' loop asks the model for a turn that is not drawn yet: `messages` are what it says
     before it. No Exception, so that no environment takes it for an error of its own."""
 
@@ -18,7 +18,7 @@ class Asked(BaseException):
         self.messages = messages
 
 
-class Source(Protocol):
+class VerifiersSource(Protocol):
     """An environment of verifiers. A task is what it calls one, opaque here."""
 
     max_turns: int

@@ -2,7 +2,7 @@
 
 `Env.run` plays a task with an agent. Here the agent is a script of the turns that were drawn: it
 answers with them in order, calls the toolsets between, asks the task's @stop hooks after each, and
-when the script is at its end raises what was said since (`source.Asked`). What needs a program's
+when the script is at its end raises what was said since (`source.TurnPending`). What needs a program's
 sandbox (a runtime, a container, hooks that prepare one) cannot be played so, and is refused.
 """
 
@@ -22,7 +22,7 @@ from verifiers.v1.utils.decorators import invoke_all
 
 from lowroll.envs.outcome import awaited
 from lowroll.envs.tools import MALFORMED
-from lowroll.envs.verifiers.source import Asked, calls_of, plain
+from lowroll.envs.verifiers.source import TurnPending, calls_of, plain
 from lowroll.types import Message, Score
 
 
@@ -32,12 +32,12 @@ class Tasksets:
 
     def __init__(self, env_id: str, args: dict[str, Any]) -> None:
         config = _config(env_id, args)
-        seats = agent_config_fields(config)
-        if len(seats) != 1:
+        agents_by_name = agent_config_fields(config)
+        if len(agents_by_name) != 1:
             raise ValueError(
-                f"{env_id} is played by several agents ({', '.join(seats)}); lowroll draws for one"
+                f"{env_id} is played by several agents ({', '.join(agents_by_name)}); lowroll draws for one"
             )
-        ((self.seat, agent),) = seats.items()
+        ((self.agent_name, agent),) = agents_by_name.items()
         self.env = vf.load_environment(config)
         self.task_class = type(self.env.taskset).task_type()
         self._refuse_runtimes(env_id)
@@ -84,7 +84,7 @@ class Tasksets:
         """See `Source`."""
         try:
             await self._run(task, turns, scored=False)
-        except Asked as asked:
+        except TurnPending as asked:
             return asked.messages
         return None
 
@@ -102,21 +102,21 @@ class Tasksets:
 
     async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
         """The trace of an episode that says these turns, and no more where it is scored."""
-        seat = _Seat(turns, self.box, ends=scored)
+        scripted = _ScriptedAgent(turns, self.box, ends=scored)
         episode = vf.Episode(env=EnvInfo(id=self.env.config.env_id), task=_described(task))
-        agents = _Agents({self.seat: seat})
+        agents = _Agents({self.agent_name: scripted})
         await self.env.setup(agents)
         await self.env.run(task, agents)
-        if len(seat.traces) != 1:
+        if len(scripted.traces) != 1:
             raise ValueError(
-                f"the environment ran its agent {len(seat.traces)} times; 1 is known here"
+                f"the environment ran its agent {len(scripted.traces)} times; 1 is known here"
             )
-        (trace,) = episode.traces = seat.traces
+        (trace,) = episode.traces = scripted.traces
         if scored:
-            for fn in (*seat.task.hooks("reward"), *seat.task.hooks("metric")):
+            for fn in (*scripted.task.hooks("reward"), *scripted.task.hooks("metric")):
                 _refuse_runtime(fn)
             trace.ok = True
-            await seat.task.score(trace)
+            await scripted.task.score(trace)
             await self.env.finalize(task, episode)
         return trace
 
@@ -135,11 +135,11 @@ def _config(env_id: str, args: dict[str, Any]) -> Any:
 class _Agents:
     """The episode's agents by name."""
 
-    def __init__(self, seats: dict[str, _Seat]) -> None:
-        vars(self).update(seats)
+    def __init__(self, agents_by_name: dict[str, _ScriptedAgent]) -> None:
+        vars(self).update(agents_by_name)
 
 
-class _Seat:
+class _ScriptedAgent:
     """Stands for the agent. ends: a script at its end ends the exchange, as a limit would."""
 
     def __init__(self, turns: list[Message], box: _Box | None, ends: bool) -> None:
@@ -169,8 +169,8 @@ class _Seat:
 class _Talk:
     """verifiers' Interaction, of turns that were drawn."""
 
-    def __init__(self, seat: _Seat, task: Any) -> None:
-        self.seat, self.task = seat, task
+    def __init__(self, scripted: _ScriptedAgent, task: Any) -> None:
+        self.scripted, self.task = scripted, task
         self.over = False
         self.begun = False
         self.failed: dict[int, str] = {}  # what was wrong with the call that a node answers
@@ -193,7 +193,7 @@ class _Talk:
             self._add(one)
         begin = len(self.trace.nodes)
         while not self.over:
-            said = next(self.seat.turns, None)
+            said = next(self.scripted.turns, None)
             if said is None:
                 return self._ended(begin)
             self._add(
@@ -208,10 +208,10 @@ class _Talk:
 
     def _ended(self, begin: int) -> Any:
         """Of a script at its end: the model is asked, or has had its turns."""
-        if not self.seat.ends:
+        if not self.scripted.ends:
             nodes = self.trace.nodes
             last = max((i for i, node in enumerate(nodes) if node.sampled), default=-1)
-            raise Asked(
+            raise TurnPending(
                 [
                     plain(nodes[i].message)
                     | ({"failed": self.failed[i]} if i in self.failed else {})
@@ -227,7 +227,7 @@ class _Talk:
         for call in said.get("tool_calls", ()):
             name, text = call["function"]["name"], ""
             try:
-                text = await _called(self.seat.box, **call["function"])
+                text = await _called(self.scripted.box, **call["function"])
             except Exception as error:  # a tool's own: the model may do better
                 self.failed[len(self.trace.nodes)] = "call"
                 text = f"error: {error}"

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the scheduler imports this file, and runs without torch
     from torch import Tensor
 
-    from lowroll.kv.cache import Chunk, DecodeRows, KVCache
+    from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
     from lowroll.model.spec import ModelSpec
 
 
@@ -106,7 +106,7 @@ class Selector(ABC):
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
         """Copy the state of slots (source, target). All are read before one is written."""
 
-    def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[Chunk]) -> None:  # noqa: B027
+    def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:  # noqa: B027
         """Chunks of prompts have run in this layer: their queries, packed in the chunks' order.
 
         Keys and values lie in the chunks' pages. A prompt's first chunk may start behind tokens

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowroll.kernels.compact.choose import best_and_last
 from lowroll.kernels.compact.watch import add_attended, add_supports
-from lowroll.kv.cache import Chunk, DecodeRows, KVCache
+from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy.base import Selector, copy_slots, num_pages, num_slots
 from lowroll.kv.policy.bounded import Bounded
 from lowroll.kv.policy.logits import MOST_SCORED, grouped_logits
@@ -78,7 +78,7 @@ class HeavyHitters(Selector):
         """A prompt that was aborted has left its scores."""
         self.long = {place: score for place, score in self.long.items() if place[1] not in slots}
 
-    def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[Chunk]) -> None:
+    def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:
         packed = q_THd.split([chunk.num_tokens for chunk in chunks])
         for chunk, q_CHd in zip(chunks, packed, strict=True):
             score_GN = self._prompt_score(layer, chunk)
@@ -89,7 +89,7 @@ class HeavyHitters(Selector):
             for q_cHd, last_c in zip(q_CHd.split(together), last_C.split(together), strict=True):
                 score_GN += attended(q_cHd[None], k_1GNd, last_c[None])[0]
 
-    def _prompt_score(self, layer: int, chunk: Chunk) -> Tensor:
+    def _prompt_score(self, layer: int, chunk: PromptChunk) -> Tensor:
         """Where the scores [G, stop] of a prompt's keys are to be added up."""
         if chunk.stop <= self.most:
             return self.score_LSGN[layer, chunk.slot, :, : chunk.stop]

@@ -27,7 +27,7 @@ from torch import Tensor
 from lowroll.kernels.compact import score
 from lowroll.kernels.compact.choose import best_and_last
 from lowroll.kernels.compact.watch import remember
-from lowroll.kv.cache import Chunk, DecodeRows, KVCache
+from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy.base import Selector, copy_slots, num_slots
 from lowroll.kv.policy.bounded import Bounded
 from lowroll.kv.policy.logits import MOST_SCORED, grouped_logits
@@ -85,7 +85,7 @@ class Attended(Selector):
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         copy_slots(self.ring_LSAHd, pairs)
 
-    def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[Chunk]) -> None:
+    def prefilled(self, layer: int, q_THd: Tensor, chunks: Sequence[PromptChunk]) -> None:
         window = self.policy.window
         packed = q_THd.split([chunk.num_tokens for chunk in chunks])
         for chunk, q_CHd in zip(chunks, packed, strict=True):

@@ -12,13 +12,13 @@ from typing import Any
 from lowroll.config import RunConfig
 from lowroll.config.document import dotted
 from lowroll.runs.build import engines
-from lowroll.runs.memory.plan import Plan, Planner, shown
+from lowroll.runs.memory.plan import MemoryPlan, Planner, shown
 
 NAMED = 4  # settings that are offered at most, each enough by itself
 Change = Mapping[tuple[str, ...], Any]  # values by sections and key
 
 
-def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Plan:
+def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> MemoryPlan:
     """The plan of a run. ValueError when it does not fit: by how much, and which settings would.
     cached: tokens of the cache that a run which goes on began with, and keeps; of the settings that
     save memory it may change rollout.release_cache alone."""
@@ -65,7 +65,7 @@ def _fits(planner: Planner, cfg: RunConfig, change: Change) -> bool:
     return planned is not None and not planned.missing
 
 
-def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, Plan]:
+def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPlan]:
     """Settings with which the run fits together, none of them too many; if it never does, all that
     save anything. Their plan."""
     chosen: list[Change] = []
@@ -90,7 +90,7 @@ def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, Plan]:
     return {key: value for change in chosen for key, value in change.items()}, best
 
 
-def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> Plan | None:
+def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> MemoryPlan | None:
     """The plan of the changed run; None when there is no such run."""
     tree = cfg.model_dump()
     for change in changes:

@@ -46,7 +46,7 @@ PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish"
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Bytes by phase and part, and those that are free, if the device says. cache_tokens: of the KV
     cache; usable_tokens: with which no sample waits for a page; usable_by: the samples that these
     are for, in words."""
@@ -154,7 +154,7 @@ class Planner:
         free, total = free_memory(device), total_memory(device)
         return cls(compute, model, workloads, beside, free, total, share)
 
-    def plan(self, cfg: RunConfig) -> Plan:
+    def plan(self, cfg: RunConfig) -> MemoryPlan:
         """The memory of a run with these settings."""
         here = self.share.engines > 0
         own = here and cfg.rollout.engine == "native"
@@ -176,7 +176,7 @@ class Planner:
             for name, parts in phases.items()
         }
         samples = self._together(cfg) if own and cfg.rollout.cache_tokens is None else ""
-        return Plan(held, self.free, str(self.compute.device), tokens, usable, samples)
+        return MemoryPlan(held, self.free, str(self.compute.device), tokens, usable, samples)
 
     def _together(self, cfg: RunConfig) -> str:
         """Who can use the cache: the samples of the workload that needs the most."""
@@ -295,7 +295,7 @@ class Planner:
         return usable, tokens // size * size, each
 
 
-def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> Plan:
+def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> MemoryPlan:
     """The memory of `lowroll sft`. longest: tokens of a whole batch."""
     stays = {
         "learner's weights": weights.learner(cfg, compute, model),
@@ -306,7 +306,7 @@ def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int)
         "load": _loading(cfg, compute, model),
         "learn": stays | learning(cfg, compute, model, longest, 1),
     }
-    return Plan(phases, free_memory(compute.device), str(compute.device))
+    return MemoryPlan(phases, free_memory(compute.device), str(compute.device))
 
 
 def learning(

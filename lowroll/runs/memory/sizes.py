@@ -24,7 +24,7 @@ from lowroll.config.passes import SIZES
 from lowroll.config.schema import TrainConfig
 from lowroll.model.transformer import Transformer
 from lowroll.runs.build.compute import Compute
-from lowroll.runs.memory.plan import Plan, Planner, plan_sft, shown
+from lowroll.runs.memory.plan import MemoryPlan, Planner, plan_sft, shown
 
 CPU_BYTES = 4_000_000_000  # of a run on a CPU, resident
 PROCESS = 500_000_000  # bytes of the interpreter and its libraries, which no plan counts
@@ -48,7 +48,7 @@ def chosen_for_sft(
 
 
 def _chosen(
-    cfg: RunConfig, compute: Compute, longest: int, plan: Callable[[RunConfig], Plan]
+    cfg: RunConfig, compute: Compute, longest: int, plan: Callable[[RunConfig], MemoryPlan]
 ) -> RunConfig:
     whole = cfg.sized()
     found = choose(
@@ -70,7 +70,7 @@ def _chosen(
     )
 
 
-def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], Plan]) -> TrainConfig:
+def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPlan]) -> TrainConfig:
     """The first of the steps that fits, or the last. They go from the largest to the smallest."""
     if len(steps) == 1:
         return steps[0]
@@ -103,7 +103,7 @@ def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
         yield whole.model_copy(update=dict(zip(names, values, strict=True)))
 
 
-def resident(plan: Plan) -> int:
+def resident(plan: MemoryPlan) -> int:
     """Bytes that the process of a plan is expected to have at most."""
     return PROCESS + round(SLACK * plan.peak)
 

@@ -39,7 +39,7 @@ from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.loop import logged
 from lowroll.runs.attempt import log_file, own
-from lowroll.runs.batches import Batches, Tasks
+from lowroll.runs.batches import BatchSource, RunEnvironments
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.roles.agreement import check_engines, check_trainer
@@ -130,7 +130,7 @@ class Orchestration:
         self.chat = ChatTokenizer(
             FileTokenizer(folder), cfg.rollout.tool_call_parser, cfg.chat_template_kwargs
         )
-        self.tasks = Tasks(cfg)
+        self.tasks = RunEnvironments(cfg)
         self.tokens = place.tokens()  # one that is missing is told before anybody is waited for
         # not "waiting" yet: settings that are refused below end a launch at once
         heart.say(phase="meeting", doing="the trainer")
@@ -151,7 +151,7 @@ class Orchestration:
         stack.callback(self.channel.close)
         place.ledger.parent.mkdir(parents=True, exist_ok=True)
         self.home = RunFolder(cfg, "grpo")
-        self.batches = Batches(
+        self.batches = BatchSource(
             cfg,
             spec,
             self.chat,

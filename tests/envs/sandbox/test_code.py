@@ -20,7 +20,7 @@ from lowroll.envs.sandbox import (
     run_cases,
     walls,
 )
-from lowroll.envs.sandbox.cases import Limits, same_text, same_value
+from lowroll.envs.sandbox.cases import SandboxLimits, same_text, same_value
 from lowroll.types import Score, ScoreError
 from tests.fixtures.sandbox import missing
 
@@ -99,13 +99,13 @@ def test_the_pool_scores_programs_within_its_own_limits(path: str) -> None:
 def test_a_sandbox_that_fails_is_an_error_and_no_reward(path: str) -> None:
     broken = walls.Walls("broken", lambda size: ["/bin/sh", "-c", "echo no room >&2; exit 7"])
     with pytest.raises(SandboxError, match=r"broken: no room \(exit status 7\)"):
-        run.run_in(broken, ADD, [Case("1 2", "3")], Limits())
+        run.run_in(broken, ADD, [Case("1 2", "3")], SandboxLimits())
     gone = walls.Walls("gone", lambda size: ["/no/such/program"])
     with pytest.raises(SandboxError, match="gone: it cannot be started"):
-        run.run_in(gone, ADD, [Case("1 2", "3")], Limits())
+        run.run_in(gone, ADD, [Case("1 2", "3")], SandboxLimits())
     dies = walls.Walls("dies", lambda size: ["/bin/sh", "-c", "echo '{\"ready\": true}'; read x"])
     with pytest.raises(SandboxError, match="dies: it ended under the program"):
-        run.run_in(dies, ADD, [Case("1 2", "3")], Limits())
+        run.run_in(dies, ADD, [Case("1 2", "3")], SandboxLimits())
     with pytest.raises(ValueError, match="there are none"):
         run_cases(ADD, [])
 

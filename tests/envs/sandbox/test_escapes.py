@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from lowroll.envs.sandbox import Case, Limits, Verdict, run, run_cases
+from lowroll.envs.sandbox import Case, CaseResults, SandboxLimits, run, run_cases
 from tests.fixtures import escapes
 from tests.fixtures.sandbox import missing
 
 SOURCE = Path(escapes.__file__).read_text()
 HIDDEN = "what-was-expected-of-it"
-LIMITS = Limits(
+LIMITS = SandboxLimits(
     seconds=5, wall_seconds=20, total_seconds=120, memory_mb=192, disk_mb=8, output_kb=64
 )
-SHORT = Limits(seconds=1, wall_seconds=1.5, memory_mb=192, output_kb=64, total_seconds=30)
+SHORT = SandboxLimits(seconds=1, wall_seconds=1.5, memory_mb=192, output_kb=64, total_seconds=30)
 PATIENT = replace(SHORT, seconds=20, wall_seconds=30, total_seconds=60)  # for what ends by itself
 
 
@@ -107,8 +107,8 @@ def test_nothing_was_changed_outside_and_nothing_is_left(
     assert facts["daemon"] not in names
 
 
-def statuses(source: str, *cases: Case, limits: Limits = SHORT) -> list[str]:
-    verdict: Verdict = run_cases(source, list(cases) or [Case("", "42")], limits)
+def statuses(source: str, *cases: Case, limits: SandboxLimits = SHORT) -> list[str]:
+    verdict: CaseResults = run_cases(source, list(cases) or [Case("", "42")], limits)
     return [result.status for result in verdict.results]
 
 
@@ -195,7 +195,7 @@ def test_what_a_case_leaves_ends_with_it_and_costs_no_time() -> None:
 
 
 def test_the_cases_behind_the_last_second_are_timeouts() -> None:
-    limits = Limits(wall_seconds=60.0, total_seconds=4.0)
+    limits = SandboxLimits(wall_seconds=60.0, total_seconds=4.0)
     assert statuses(
         "import time\ntime.sleep(int(input()))",
         Case("0", ""),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowroll.envs.sandbox import Case, SandboxError, SandboxMissing, inside, jail, run, walls
-from lowroll.envs.sandbox.cases import Limits
+from lowroll.envs.sandbox.cases import SandboxLimits
 from tests.fixtures.sandbox import missing
 
 isolated = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a sandbox")
@@ -36,7 +36,7 @@ def kills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def test_walls_that_isolate_nothing_are_refused_before_they_take_a_program() -> None:
     with pytest.raises(SandboxError) as refused:
-        run.run_in(NOTHING, "print(1)", [Case("", "1")], Limits())
+        run.run_in(NOTHING, "print(1)", [Case("", "1")], SandboxLimits())
     said = str(refused.value)
     assert said.startswith("nothing: it isolates nothing, so no program is run: it is process ")
     assert "/proc/self" in said and "walls.py" in said and "os.kill" not in said

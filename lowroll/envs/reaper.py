@@ -1,12 +1,12 @@
-"""The keeper of a scoring worker: a process between the pool and the worker that never runs a
+"""The reaper of a scoring worker: a process between the pool and the worker that never runs a
 scorer's code.
 
 What a scorer leaves behind, even a process that forked twice and began a session of its own,
-becomes the keeper's child (a subreaper, on Linux). It all ends when the worker ends, when the pool
+becomes the reaper's child (a subreaper, on Linux). It all ends when the worker ends, when the pool
 asks (SIGTERM), and when the pool's process dies. The user's own process is left as it is: no other
 child of it is touched.
 
-The keeper ends as the worker did, by the same status or signal.
+The reaper ends as the worker did, by the same status or signal.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ END_LIMIT = 3.0  # seconds for the kernel to end what is killed
 HEARD = (signal.SIGCHLD, signal.SIGTERM)
 
 
-def keep(parent: int) -> None:
-    """Fork. Returns in the worker; the keeper stays behind and never returns."""
+def fork_worker(parent: int) -> None:
+    """Fork, and return in the worker; the reaper stays behind and never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child.die_with(parent, signal.SIGTERM)
-    keeper = os.getpid()
+    reaper = os.getpid()
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.setsid()  # a scorer that kills its own group spares the keeper
-        child.die_with(keeper)
+        os.setsid()  # a scorer that kills its own group spares the reaper
+        child.die_with(reaper)
         return
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # the pool hears the end of the worker by the end of its pipes

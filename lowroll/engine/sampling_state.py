@@ -1,5 +1,5 @@
-"""What rows ask of a draw beside a temperature, resident on the device: filters, a repetition penalty,
-and no end before `min_tokens`.
+"""The sampling parameters of rows beside their temperature, resident on the device: filters, a
+repetition penalty, and no end before `min_tokens`.
 
 The last two depend on the tokens before. These are marked on the device by the sample's slot
 (`kernels.sampling.marks`): the prompt when the sample first decodes, what a step draws by the step
@@ -27,7 +27,7 @@ from lowroll.kernels.sampling.marks import SEEN, STOPS, Marked, add, blank, clea
 from lowroll.model.attention import upload
 
 
-class Draw(IntEnum):
+class DrawMode(IntEnum):
     """What the draw of a batch has to do; each does what those before it do, to the bit."""
 
     PLAIN = 0
@@ -35,26 +35,26 @@ class Draw(IntEnum):
     MARKED = 2  # penalties and bans
 
 
-def draw_of(sequences: Collection[Sequence | DrawnPosition]) -> Draw:
-    """What these need for their next token."""
-    return max((_draw_of(s) for s in sequences), default=Draw.PLAIN)
+def draw_of(sequences: Collection[Sequence | DrawnPosition]) -> DrawMode:
+    """Return what these need for their next token."""
+    return max((_draw_of(s) for s in sequences), default=DrawMode.PLAIN)
 
 
-def _draw_of(s: Sequence | DrawnPosition) -> Draw:
+def _draw_of(s: Sequence | DrawnPosition) -> DrawMode:
     if s.request.repetition_penalty != 1 or s.banned_ids():
-        return Draw.MARKED
-    return Draw.FILTERED if is_filtered(s) else Draw.PLAIN
+        return DrawMode.MARKED
+    return DrawMode.FILTERED if is_filtered(s) else DrawMode.PLAIN
 
 
 def is_filtered(s: Sequence | DrawnPosition) -> bool:
-    """Whether filters decide what can be drawn. The likeliest token, which a greedy row takes, passes
+    """Tell whether filters decide what can be drawn. The likeliest token, which a greedy row takes, passes
     all of them."""
     r = s.request
     return r.temperature != 0 and (r.top_k > 0 or r.top_p < 1 or r.min_p > 0)
 
 
 def filters_of(sequences: Collection[Sequence | DrawnPosition], vocab_size: int) -> Filters:
-    """Their filters, on the host."""
+    """Return their filters, on the host."""
     requests = [s.request for s in sequences]
     top_k = [min(r.top_k or vocab_size, vocab_size) for r in requests]
     log_min_p = [math.log(r.min_p) if r.min_p else -math.inf for r in requests]
@@ -65,8 +65,9 @@ def filters_of(sequences: Collection[Sequence | DrawnPosition], vocab_size: int)
     )
 
 
-class Wishes:
-    """Of the rows of a batch, and of the samples in `slots` slots. most: rows."""
+class SamplingState:
+    """The filters, penalties and bans of a batch's rows, and the marks of the samples in `slots`
+    slots. most: rows."""
 
     def __init__(self, most: int, slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -88,12 +89,12 @@ class Wishes:
         penalty_B, banned_until_B = self._device[3:, : len(slots_B)].unbind()
         return Marked(self._marks(), slots_B, penalty_B.view(torch.float64), banned_until_B)
 
-    def upload(self, sequences: list[Sequence], size: int, draw: Draw) -> None:
+    def upload(self, sequences: list[Sequence], size: int, draw: DrawMode) -> None:
         """Bring what these rows ask for on the device, and what `size` asks of dead ones: nothing."""
         if sequences != self._rows:
             self._upload(sequences, size)
             self._rows = list(sequences)
-        if draw is Draw.MARKED:
+        if draw is DrawMode.MARKED:
             self._mark(sequences)
 
     def drew(self, sequences: list[Sequence], steps: int) -> None:
@@ -105,19 +106,19 @@ class Wishes:
     def _upload(self, sequences: list[Sequence], size: int) -> None:
         rows = len(sequences)
         filters = filters_of(sequences, self.vocab_size)
-        wishes = torch.zeros(5, size, dtype=torch.int64)
-        numbers = wishes.view(torch.float64)
-        wishes[0] = self.vocab_size
-        wishes[0, :rows] = filters.top_k_B
+        packed = torch.zeros(5, size, dtype=torch.int64)
+        numbers = packed.view(torch.float64)
+        packed[0] = self.vocab_size
+        packed[0, :rows] = filters.top_k_B
         numbers[1], numbers[2], numbers[3] = 1, -torch.inf, 1
         numbers[1, :rows], numbers[2, :rows] = filters.top_p_B, filters.log_min_p_B
         numbers[3, :rows] = torch.tensor(
             [s.request.repetition_penalty for s in sequences], dtype=torch.float64
         )
-        wishes[4, :rows] = torch.tensor(
+        packed[4, :rows] = torch.tensor(
             [len(s.prompt_ids) + s.request.min_tokens if s.group.stop_ids else 0 for s in sequences]
         )
-        self._device[:, :size].copy_(upload(wishes, self._device.device))
+        self._device[:, :size].copy_(upload(packed, self._device.device))
 
     def _marks(self) -> Tensor:
         if self._marks_SV is None:

@@ -14,9 +14,9 @@ import pytest
 from lowroll.orchestrator.audit import Audit, balance, check
 from lowroll.orchestrator.errors import InvalidRollout
 from lowroll.orchestrator.journal import Journal, read
+from lowroll.orchestrator.rollout_buffer import RolloutsStalled
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
-from lowroll.orchestrator.supply import Stalled
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import ScoreError
 from tests.fixtures.fakes import FakeEnv, LaggingEngine, Versions, build, vowels
@@ -92,7 +92,7 @@ def test_partial_rollouts_go_on_into_the_next_batch(forgets):
     first = orchestrator.step(1, 0)
     assert first.stats["rollout/open_groups"] == 2 == len(orchestrator.ledger.open)
     assert first.stats["rollout/dropped_oversampled"] == 0
-    owed = [one.id for one in orchestrator.supply.opened(orchestrator.ledger)]
+    owed = [one.id for one in orchestrator.rollout_buffer.opened(orchestrator.ledger)]
     engine.version = 1
     second = orchestrator.step(2, 1)
     assert len(engine.asked) == 6 + 4  # nothing is asked twice
@@ -194,7 +194,7 @@ def test_what_waits_too_long_is_dropped_when_the_batch_is_made():
         engine, max_async_level=1, oversampling_factor=3.0, max_off_policy_steps=1
     )
     orchestrator.step(1)
-    assert len(orchestrator.supply.ready(orchestrator.ledger)) > 0
+    assert len(orchestrator.rollout_buffer.ready(orchestrator.ledger)) > 0
     weights.newest = 3
     batch = orchestrator.step(4)
     assert batch.stats["rollout/dropped_stale"] > 0
@@ -221,7 +221,9 @@ def test_engines_that_answer_nothing_are_named():
         def step(self):
             return []
 
-    with pytest.raises(Stalled, match="waited 0.01 s for one of 6 requests .* 'train/a/0/train-0'"):
+    with pytest.raises(
+        RolloutsStalled, match="waited 0.01 s for one of 6 requests .* 'train/a/0/train-0'"
+    ):
         made(Silent(), oversampling_factor=1.5, stall_s=0.01).step(1, 0)
 
 
@@ -274,12 +276,12 @@ def test_a_restart_asks_for_the_same_open_groups_under_the_same_ids():
     batch = orchestrator.step(1, 0)
     state = json.loads(json.dumps(batch.orchestrator))
     assert state == json.loads(json.dumps(orchestrator.state())) and state["step"] == 1
-    owed = [one.draw.request for one in orchestrator.supply.opened(orchestrator.ledger)]
+    owed = [one.draw.request for one in orchestrator.rollout_buffer.opened(orchestrator.ledger)]
     other = LaggingEngine(seed=9, version=1)
     resumed = made(other, oversampling_factor=1.5, partial="keep")
     resumed.restore(state)
     assert resumed.state() == state
-    assert [one.draw.request for one in resumed.supply.opened(resumed.ledger)] == owed
+    assert [one.draw.request for one in resumed.rollout_buffer.opened(resumed.ledger)] == owed
     second = resumed.step(2, 1)
     assert [one for one, _ in other.asked[:2]] == [request.id for request in owed]
     assert resumed.ledger.planned == 10 and not set(ids(second)) & set(ids(batch))
@@ -289,9 +291,9 @@ def test_what_was_back_from_weights_that_are_others_now_is_drawn_again(tmp_path)
     """The trainer has learned again what they were drawn from, and it came out with other bytes."""
     engine = LaggingEngine(seed=3, pace=None)
     orchestrator, weights = followed(engine, max_async_level=2, oversampling_factor=2.0)
-    orchestrator.journal = orchestrator.supply.journal = Journal(tmp_path / "ledger.jsonl")
+    orchestrator.journal = orchestrator.rollout_buffer.journal = Journal(tmp_path / "ledger.jsonl")
     orchestrator.step(1)
-    old = [one.id for one in orchestrator.supply.ready(orchestrator.ledger)]
+    old = [one.id for one in orchestrator.rollout_buffer.ready(orchestrator.ledger)]
     assert len(old) == 4
     taken = weights.at_least
 
@@ -311,17 +313,19 @@ def test_recall_and_retract_draw_again():
     engine = LaggingEngine(seed=3, pace=None)
     orchestrator, weights = followed(engine, max_async_level=1, oversampling_factor=2.0)
     orchestrator.step(1)
-    assert orchestrator.recall() == orchestrator.supply.in_flight == 0
-    ready = orchestrator.supply.ready(orchestrator.ledger)
+    assert orchestrator.recall() == orchestrator.rollout_buffer.in_flight == 0
+    ready = orchestrator.rollout_buffer.ready(orchestrator.ledger)
     assert len(ready) == 4 and orchestrator.retract(0) == 0
-    assert orchestrator.retract(-1) == 4 and not orchestrator.supply.ready(orchestrator.ledger)
+    assert orchestrator.retract(-1) == 4 and not orchestrator.rollout_buffer.ready(
+        orchestrator.ledger
+    )
     asked = len(engine.asked)
     orchestrator.step(2)
     assert len(engine.asked) == asked + 8  # the four again, and four new ones
     slow = LaggingEngine(seed=3, pace=1)
     orchestrator = made(slow, oversampling_factor=2.0, partial="keep")
     orchestrator.step(1, 0)
-    flying = orchestrator.supply.in_flight
+    flying = orchestrator.rollout_buffer.in_flight
     assert flying > 0 and orchestrator.recall() == flying and not slow.flights
     orchestrator.step(2, 0)
     counts = Counter(one for one, _ in slow.asked)
@@ -333,7 +337,7 @@ def test_another_engine_counts_its_handles_anew():
     orchestrator = made(first, oversampling_factor=2.0, partial="keep", max_off_policy_steps=0)
     orchestrator.step(1, 0)
     assert orchestrator.recall(for_good=True) > 0
-    orchestrator.engine = orchestrator.supply.engine = second
+    orchestrator.engine = orchestrator.rollout_buffer.engine = second
     batch = orchestrator.step(2, 0)
     assert len(batch.samples) == 8 and batch.stats["rollout/dropped_stale"] == 0
     assert len(set(second.asked)) == len(second.asked)
@@ -344,11 +348,11 @@ def test_a_recalled_group_begins_its_age_anew():
     orchestrator = made(engine, oversampling_factor=2.0, partial="keep", max_off_policy_steps=1)
     orchestrator.step(1, 0)
     engine.version = 1
-    orchestrator.supply.swap(1)
-    assert {one.swaps for one in orchestrator.supply._flights.values()} == {1}
+    orchestrator.rollout_buffer.swap(1)
+    assert {one.swaps for one in orchestrator.rollout_buffer._flights.values()} == {1}
     orchestrator.recall()
-    orchestrator.supply.send(orchestrator.ledger)
-    assert {one.swaps for one in orchestrator.supply._flights.values()} == {0}
+    orchestrator.rollout_buffer.send(orchestrator.ledger)
+    assert {one.swaps for one in orchestrator.rollout_buffer._flights.values()} == {0}
 
 
 def test_a_surplus_that_is_back_waits_and_the_earliest_planned_go_first():

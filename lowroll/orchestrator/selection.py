@@ -1,4 +1,4 @@
-"""What one step brought in: groups for its batch, and those that were dropped, with the reason."""
+"""The groups of one step: those for its batch, and those that were dropped, with the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Drop:
 
 
 @dataclass
-class Harvest:
+class GroupSelection:
     """The groups of one step, in planned order."""
 
     kept: list[ScoredGroup] = field(default_factory=list)

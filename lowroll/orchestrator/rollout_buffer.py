@@ -42,7 +42,7 @@ from lowroll.orchestrator.source import Draw, PromptSource
 from lowroll.types import Group, RunFailed
 
 
-class Stalled(RunFailed):
+class RolloutsStalled(RunFailed):
     """No group in flight ended for a long time."""
 
 
@@ -62,7 +62,7 @@ class Open:
         return self.draw.request.id
 
 
-class Supply:
+class RolloutBuffer:
     """The open groups of a run, and their requests. One thread calls everything."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Supply:
 
     def turn(self) -> list[tuple[Open, Group]]:
         """Wait a moment; the groups that came back, whole and checked. InvalidRollout for an answer
-        that nobody asked for, Stalled when none came for `stall_s`."""
+        that nobody asked for, RolloutsStalled when none came for `stall_s`."""
         landed = []
         for handle, group in self.engine.step():
             if handle in self._given_up:
@@ -154,7 +154,7 @@ class Supply:
             self._landed = time.monotonic()
         elif self._flights and time.monotonic() - self._landed > self.settings.stall_s:
             first = next(iter(self._flights.values())).id
-            raise Stalled(
+            raise RolloutsStalled(
                 f"waited {self.settings.stall_s:g} s for one of {len(self._flights)} requests at "
                 f"the engines to end, {first!r} among them"
             )

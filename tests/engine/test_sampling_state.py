@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lowroll.engine.sampler import shaped
+from lowroll.engine.sampling_state import DrawMode, SamplingState, draw_of
 from lowroll.engine.sequence import LiveGroup, Sequence
-from lowroll.engine.wishes import Draw, Wishes, draw_of
 from lowroll.kernels.sampling.marks import SEEN, add, shape
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
@@ -43,20 +43,20 @@ def sample(dice: random.Random, slot: int) -> Sequence:
 def test_logits_are_shaped_as_the_tokens_say(seed: int) -> None:
     """Slots change hands, rows pause, tokens come from elsewhere: against lists of ids."""
     dice = random.Random(seed)
-    wishes = Wishes(SLOTS, SLOTS, V, torch.device("cpu"))
+    state = SamplingState(SLOTS, SLOTS, V, torch.device("cpu"))
     live = [sample(dice, slot) for slot in range(SLOTS)]
     for _ in range(30):
         rows = dice.sample(live, dice.randrange(1, SLOTS + 1))
         drawing = draw_of(rows)
-        wishes.upload(rows, len(rows), drawing)
-        if drawing is Draw.MARKED:
+        state.upload(rows, len(rows), drawing)
+        if drawing is DrawMode.MARKED:
             slots_B = torch.tensor([s.slot for s in rows])
-            marked = wishes.marked(slots_B)
+            marked = state.marked(slots_B)
             logits_BV = torch.randn(len(rows), V)
             want_BV = shaped(logits_BV, rows)
             next_B = torch.tensor([s.length for s in rows])
             assert torch.equal(shape(logits_BV.clone(), marked, next_B), want_BV)
-            wishes.drew(rows, 2)
+            state.drew(rows, 2)
             for s in rows:  # the device marks what it draws; more is drawn elsewhere
                 new = [dice.randrange(V) for _ in range(dice.choice([2, 2, 3]))]
                 if s.request.repetition_penalty != 1:
@@ -68,15 +68,15 @@ def test_logits_are_shaped_as_the_tokens_say(seed: int) -> None:
 
 
 def test_filters_are_those_of_the_requests_and_dead_rows_have_none() -> None:
-    wishes = Wishes(4, 4, V, torch.device("cpu"))
+    state = SamplingState(4, 4, V, torch.device("cpu"))
     ask = Request([1], top_k=3, top_p=0.5, min_p=0.1)
     asks = [ask, replace(ask, top_k=99, top_p=1.0, min_p=0.0)]
     rows = [Sequence(LiveGroup(0, r, (), NEED), 0, 0, [5], slot=i) for i, r in enumerate(asks)]
-    wishes.upload(rows, 4, Draw.FILTERED)
-    filters = wishes.filters(4)
+    state.upload(rows, 4, DrawMode.FILTERED)
+    filters = state.filters(4)
     assert filters.top_k_B.tolist() == [3, V, V, V] and filters.top_p_B.tolist() == [0.5, 1, 1, 1]
     assert filters.log_min_p_B.tolist() == [math.log(0.1)] + [-math.inf] * 3
-    assert wishes.marked(torch.zeros(4, dtype=torch.int64)).penalty_B.tolist() == [1] * 4
+    assert state.marked(torch.zeros(4, dtype=torch.int64)).penalty_B.tolist() == [1] * 4
 
 
 # -- in an engine --------------------------------------------------------------------------------
