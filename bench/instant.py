@@ -9,7 +9,6 @@ one, and when it was asked for the first tokens of it: seconds of this machine's
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -121,12 +120,6 @@ class Child:
 
     process: subprocess.Popen[str]
     url: str
-
-    def cpu_s(self) -> float:
-        """That it has taken so far, with that of the system for it."""
-        with open(f"/proc/{self.process.pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

@@ -40,9 +40,9 @@ from typing import Any
 
 import torch
 
-from bench.broadcast import TINY, Reader
+from bench.reader import Reader
 from bench.record import Row, merge, settle, show
-from bench.shapes import SHAPES, random_model
+from bench.shapes import SHAPES, TINY, random_model
 from bench.train import ALPHA, RANK, RATE, Job, batch, timed
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer

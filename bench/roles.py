@@ -5,7 +5,7 @@
                                                       two GPUs: launcher=local gives each side one
 
 MODEL is a folder, or the name of shapes that get random weights. Adapters learn, so that it is not the
-time of a disk that is measured (`bench.broadcast` has whole models). The same run in one process, by
+time of a disk that is measured. The same run in one process, by
 roles at level 0, by roles at level 1, and by two engines and two ranks of the learner that share two
 GPUs at level 0: seconds of a step (the median, the first two left out), and how long engine and
 learner were idle in it. `--ways` names some of them; rows go to bench/baselines/roles.json.
@@ -26,12 +26,12 @@ from typing import Any
 import yaml
 
 from bench import vocabulary
-from bench.broadcast import MODELS
 from bench.record import Row, merge, settle, show
-from bench.shapes import random_model
+from bench.shapes import SHAPES, TINY, random_model
 from lowroll.metrics.record import read
 from lowroll.model import hf
 
+MODELS = {**SHAPES, "tiny": TINY}
 WAYS: dict[str, dict[str, Any]] = {
     "process": {},
     "roles-0": {"launcher": "local"},

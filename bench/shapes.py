@@ -73,6 +73,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+TINY: dict[str, Any] = {  # for a look whether a command runs; not among SHAPES
+    **_qwen(448, 1024, 2, 7, 1, 4096, tied=True),
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 @torch.no_grad()
 def random_model(

@@ -1,15 +1,13 @@
-"""The benchmarks of several engines at tiny sizes: two servers over one, and how evenly work is
-dealt."""
+"""The benchmark of several engines at tiny sizes."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from bench import deal, replicas
+from bench import replicas
 
 
 @pytest.mark.slow
@@ -48,12 +46,3 @@ def test_every_round_draws_as_many_tokens() -> None:
     assert len({r.max_tokens for r in one}) > 4 and min(r.max_tokens for r in one) >= 4
     assert not {r.id for r in one} & {r.id for r in other}
     assert {r.max_tokens for r in replicas.requests(replicas.arguments(["m", "--cpu"]), 0)} == {512}
-
-
-def test_dealing_evens_out_an_engine_that_is_slow() -> None:
-    args = argparse.Namespace(requests=12, groups=4, tokens=64, rows=8, cached=32, slow=3.0)
-    turns, ours = (deal.simulate(kind, 2, args, 0) for kind in (deal.InTurns, deal.Dealt))
-    assert turns[0] > 1.4 > 1.2 > ours[0] >= 1 and ours[1] < 0.8 * turns[1]
-    args.slow = 1.0
-    turns, ours = (deal.simulate(kind, 2, args, 0) for kind in (deal.InTurns, deal.Dealt))
-    assert ours[1] < 1.05 * turns[1]

@@ -8,7 +8,7 @@ e4m3 is a floating format: a scale moves its range and leaves its relative error
 of two loses nothing, and codes times scales are exact. Keys have a few channels that are far larger
 than the others and nearly the same for all tokens (biases of hundreds in Qwen2.5); a query's product
 is mostly theirs, and so is its error. The second code makes their error 2^-8, that of bfloat16.
-Measured against other ways: docs/log/kernels.md, `python -m bench.kv_error`.
+Measured against other ways: docs/log/kernels.md.
 
 All of it is exact or rounded once, element by element: a token's codes depend on nothing else, and
 are the same on every device.

@@ -1,0 +1,81 @@
+"""An engine in a process of its own that takes each version of the weights from a folder.
+
+    python -m bench.reader MODEL_FOLDER BROADCASTS FORMAT DEVICE
+
+A version's name on each line in, the digest of what the engine holds on each line out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowroll.engine.native import NativeEngine
+from lowroll.server.shelf import WeightShelf, read_again
+from lowroll.types import Request
+
+
+def serve(folder: Path, shelf: Path, format: str, device: torch.device) -> None:
+    """Take the versions that the lines name, and draw a token after each."""
+    made = NativeEngine(folder, format, device=device, cache_tokens=4096, max_batch=8)
+    made.warm_up()
+    ask = Request([5, 6, 7], max_tokens=1, ignore_eos=True)
+    made.generate([ask])
+    versions = WeightShelf(shelf, folder)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        _, updates = read_again(versions, line.strip(), 0, made.capabilities, made.behavior.weights)
+        for one, update in updates:
+            made.update_weights(update)
+            versions.current = one
+        del updates
+        made.generate([ask])
+        print(json.dumps({"digest": made.behavior.policy[0].digest}), flush=True)
+
+
+class Reader:
+    """Such an engine, used in a `with`. RuntimeError where it ends instead of answering."""
+
+    def __init__(self, folder: Path, shelf: Path, format: str, device: str) -> None:
+        command = [sys.executable, "-m", "bench.reader", str(folder), str(shelf), format, device]
+        pipe = subprocess.PIPE
+        self.child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def ready(self) -> None:
+        """Wait until the engine runs."""
+        if self._line() != "ready\n":
+            raise RuntimeError("the engine did not start")
+
+    def ask(self, version: int) -> None:
+        """Have it take a version."""
+        assert self.child.stdin is not None
+        self.child.stdin.write(f"step_{version}\n")
+        self.child.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Return the digest of what it holds."""
+        said: dict[str, Any] = json.loads(self._line() or "null")
+        if said is None:
+            raise RuntimeError("the engine ended instead of taking a version")
+        return said
+
+    def _line(self) -> str:
+        assert self.child.stdout is not None
+        return self.child.stdout.readline()
+
+    def __exit__(self, *_: object) -> None:
+        self.child.kill()
+        self.child.communicate(timeout=60)
+
+
+if __name__ == "__main__":
+    model, broadcasts, weights, place = sys.argv[1:]
+    serve(Path(model), Path(broadcasts), weights, torch.device(place))
