@@ -26,11 +26,9 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from bench.harness import Results, Row, parser_of, settle, synchronize
 from bench.placed import Placed
-from bench.record import Row, merge, settle, show
-from bench.roofline import synchronize
 from bench.shapes import SHAPES, random_model
 from lowroll import Engine, Request
 from lowroll.quant.formats import formats
@@ -146,13 +144,8 @@ def decode_rows(engine: Engine, name: str, args: argparse.Namespace) -> list[Row
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
-    rows: list[Row] = []
-
-    def store(new: list[Row]) -> None:
-        rows.extend(new)
-        settings = {"prompt": args.prompt, "response": args.response, "requests": args.requests}
-        merge("arrivals", new, args.out, context=CONTEXT, **settings)
-
+    sizes = {"prompt": args.prompt, "response": args.response, "requests": args.requests}
+    results = Results("arrivals", args.out, context=CONTEXT, **sizes)
     most = max(args.clients)
     longest = max(args.prompt + args.response, CONTEXT + STEPS * (3 + len(args.lookaheads)))
     for model in args.models:
@@ -166,32 +159,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine.keep_dense()
             engine.warm_up()
             for clients in args.clients:
-                store(closed_rows(engine, f"{model} {format}", clients, args))
-            store(decode_rows(engine, f"{model} {format}", args))
+                results.add(closed_rows(engine, f"{model} {format}", clients, args))
+            results.add(decode_rows(engine, f"{model} {format}", args))
             del engine
-    show("Requests that come one by one", rows)
-    print(args.out / "arrivals.json")
-    return 0
+    return results.finish("Requests that come one by one")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(one) for one in text.split(",")]
-
-    parser = argparse.ArgumentParser(description="How often the host should look.")
-    parser.add_argument(
-        "--models", nargs="+", default=["qwen2.5-7b"], choices=SHAPES, metavar="NAME"
+    parser = parser_of(
+        __doc__,
+        clients=[1, 16, 64, 256],
+        lookaheads=[1, 2, 4, 8, 16],
+        prompt=256,
+        response=128,
+        device="auto",
     )
-    parser.add_argument(
-        "--formats", nargs="+", default=["nvfp4"], choices=formats(), metavar="NAME"
-    )
-    parser.add_argument("--clients", type=numbers, default=[1, 16, 64, 256])
-    parser.add_argument("--lookaheads", type=numbers, default=[1, 2, 4, 8, 16])
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--response", type=int, default=128)
     parser.add_argument("--requests", type=int, default=4, help="of each client; at least 2")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
+    for name, one, choices in (("models", "qwen2.5-7b", SHAPES), ("formats", "nvfp4", formats())):
+        parser.add_argument(f"--{name}", nargs="+", default=[one], choices=choices, metavar="NAME")
     args = parser.parse_args(argv)
     if args.requests < 2:
         parser.error("--requests: the first of each client is not counted; at least 2")

@@ -11,17 +11,15 @@ the note says milliseconds of a batch.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import random
 import statistics
 import struct
 import time
 import zlib
-from pathlib import Path
 from typing import Any
 
-from bench.record import BASELINES, Row, show, speed_row, write
+from bench.harness import BASELINES, Row, finish, parser_of, speed_row, write
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import Batch, BehaviorTag, Evictions, PolicySpan, Prompt, Rollout, Sample, Score
 
@@ -99,19 +97,16 @@ def rows(name: str, rounds: int, peer: Any) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Encoding and decoding of batches.")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, out=BASELINES, rounds=3)
     parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES))
-    parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args()
     try:
         peer = importlib.import_module("msgspec").json
     except ImportError:
         peer = None
     found = [row for name in args.batches for row in rows(name, args.rounds, peer)]
-    met = show("The codec of batches", found)
-    print(write("codec", found, args.out, rounds=args.rounds, msgspec=peer is not None))
-    return 0 if met else 1
+    settings = {"rounds": args.rounds, "msgspec": peer is not None}
+    return finish("The codec of batches", "codec", found, args.out, write, **settings)
 
 
 if __name__ == "__main__":

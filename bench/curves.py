@@ -15,7 +15,6 @@ writes `curves.json` (every curve of every run, the machine and the settings) in
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import shutil
@@ -33,9 +32,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from bench.record import RESULTS, machine
+from bench.harness import RESULTS, machine, merged, parser_of, print_table
 from lowroll.config import RunConfig, from_mapping
 from lowroll.runs.demo import CONFIG as DEMO
 from lowroll.runs.demo import build_model, reward_of
@@ -124,15 +122,6 @@ CURVES = (
 HELD_OUT = 512
 
 
-def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `change` in place of its own."""
-    out = dict(base)
-    for key, value in change.items():
-        nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
-        out[key] = merged(out[key], value) if nested else value
-    return out
-
-
 def settings(
     variant: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
 ) -> RunConfig:
@@ -212,6 +201,7 @@ def short(value: object) -> float | None:
     return None if value is None else float(f"{float(str(value)):.5g}")
 
 
+SUMMED = "mean over the seeds (smallest to largest)"
 HEAD = (
     "variant",
     "reward, last 10 steps",
@@ -252,25 +242,14 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def show(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
-    """The summary on the terminal."""
-    table = Table(*HEAD, title="mean over the seeds (smallest to largest)")
-    for row in summary(runs):
-        table.add_row(*row)
-    console.print(table)
-
-
 def main() -> None:
     """Run every variant with every seed and store the curves."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = parser_of(__doc__, out=RESULTS, steps=150, seeds=3)
     parser.add_argument("--jobs", type=int, default=8, help="runs side by side")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument(
         "--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
     args = parser.parse_args()
     console, began, runs, change = Console(width=120), time.monotonic(), [], json.loads(args.change)
@@ -296,7 +275,7 @@ def main() -> None:
             store(
                 args.out, about, runs, time.monotonic() - began
             )  # a stopped command keeps what it has
-    show(console, runs)
+    print_table(HEAD, summary(runs), SUMMED)
     console.print(f"{args.out / 'curves.json'}, {time.monotonic() - began:.0f} s")
 
 

@@ -42,35 +42,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
 from bench import lengths, rivals, routing, startup, vllm_worker
-from bench.peer import Peer, PeerFailed, vllm_paths
-from bench.record import Row, merge, settle, show
+from bench.harness import Results, Row, parser_of, say, settle, synchronize
+from bench.peer import Peer, PeerFailed, add_options, vllm_paths
 from bench.rivals import RUNNERS, Setting
-from bench.roofline import (
-    bandwidth,
-    kv_bytes_per_token,
-    linear_weights,
-    synchronize,
-    weight_bytes,
-)
+from bench.roofline import bandwidth, kv_bytes_per_token, linear_weights, weight_bytes
 from bench.shapes import SHAPES, random_model
-from bench.targets import aimed, memory, named
-from bench.turns import (
-    OURS,
-    OWN_PLAIN,
-    Case,
-    Found,
-    Ours,
-    Side,
-    keep,
-    measure,
-    rows_of,
-    say,
-)
+from bench.targets import memory, named
+from bench.turns import OURS, OWN_PLAIN, Case, Found, Ours, Side, keep, measure, rows_of
 from bench.work import PARTS as WORKED
 from bench.work import PLAIN, STOPS, Work, dense_works, works
 from lowroll import Engine, Group, score
@@ -288,7 +270,7 @@ class Comparison:
             self.turns(variant, self.sides(peers, side), peers)
             self.put([making_row(name, made, peers)])
         if variant.works and self.args.device.type == "cuda":
-            self.put(aimed([Row(memory(name), "GB", taken(engine) / 1e9)]))
+            self.put([Row(memory(name), "GB", taken(engine) / 1e9)])
         if not self.agreed and "agreement" in self.args.parts:
             work = replace(SCORED, batch=min(max(self.args.batches), SCORED.batch))
             self.put(agreement(side, self.model, self.format, work))
@@ -427,54 +409,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.first_token is not None:
         return startup.report(*args.first_token)
-    device, rows = args.device, dict[str, Row]()
+    device = args.device
     measured = set(WORKED) & set(args.parts)
     with released():
         read = bandwidth(device) if measured else 0.0
 
-    def store(new: list[Row], **settings: str) -> None:
-        rows.update({row.name: row for row in new})
-        found = {"bandwidth": read} if read else {}
-        merge("decode", new, args.out, rounds=args.rounds, **settings, **found)
-
+    settings = {"rounds": args.rounds} | ({"bandwidth": read} if read else {})
+    results = Results("decode", args.out, **settings)
     for model in args.models:
         for format in args.formats:
             if measured or "agreement" in args.parts:
-                Comparison(model, format, args, read, store).run()
+                Comparison(model, format, args, read, results.add).run()
             if "start" in args.parts:
-                store(aimed(startup.rows(model, format, device)))
+                results.add(startup.rows(model, format, device))
         if "lengths" in args.parts:
-            store(aimed(lengths.rows(model, device, args.rounds)))
-    met = show("Decoding", list(rows.values()))
-    print(args.out / "decode.json")
-    return 0 if met else 1
+            results.add(lengths.rows(model, device, args.rounds))
+    return results.finish("Decoding")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Rollouts on one GPU: our engine and vLLM in turns."
-    )
-    parser.add_argument(
-        "--models", nargs="+", default=["qwen2.5-7b"], choices=SHAPES, metavar="NAME"
-    )
-    parser.add_argument(
-        "--formats", nargs="+", default=list(FORMATS), choices=formats(), metavar="NAME"
-    )
-    parser.add_argument(
-        "--batches", type=lambda text: [int(b) for b in text.split(",")], default=[1, 64, 256]
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, batches=[1, 64, 256], rounds=3, device="auto")
+    add_options(parser, "vllm", several=True)
+    for name, default, choices in (
+        ("models", ["qwen2.5-7b"], SHAPES),
+        ("formats", list(FORMATS), formats()),
+    ):
+        parser.add_argument(
+            f"--{name}", nargs="+", default=default, choices=choices, metavar="NAME"
+        )
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--peer", default="vllm", choices=("vllm", "none"))
-    parser.add_argument(
-        "--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one"
-    )
-    parser.add_argument(
-        "--vllm-path",
-        nargs="+",
-        default=[],
-        help="folders that a vLLM is unpacked in; default: those of LOWROLL_VLLM_PATH",
-    )
     parser.add_argument(
         "--against",
         nargs="+",
@@ -483,8 +446,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="vLLM's formats; default: the same as ours, and int4 (Machete) beside 4 bits",
     )
     parser.add_argument("--runners", nargs="+", default=list(RUNNERS), choices=RUNNERS)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
     parser.add_argument(
         "--first-token", nargs=2, metavar=("FOLDER", "FORMAT"), help=argparse.SUPPRESS
     )

@@ -19,10 +19,8 @@ lie in memory. On a GPU draws run from a graph.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -32,8 +30,7 @@ import torch
 from torch import Tensor
 
 from bench.fidelity import TEXTS
-from bench.record import BASELINES, Row, merge, show
-from bench.roofline import synchronize
+from bench.harness import BASELINES, Row, finish, parser_of, seconds_of
 from lowroll.engine.native import NativeEngine, pick_device
 from lowroll.engine.request import noise_key
 from lowroll.engine.sampler import signed
@@ -140,11 +137,7 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     run = captured(several).replay if device.type == "cuda" else several
     seconds = []
     for _ in range(DRAWS):
-        synchronize(device)
-        began = time.perf_counter()
-        run()
-        synchronize(device)
-        seconds.append((time.perf_counter() - began) / each)
+        seconds.append(seconds_of(run, device) / each)
     return 1e6 * statistics.median(seconds)
 
 
@@ -170,17 +163,19 @@ def draws(device: torch.device, vocabularies: Sequence[int]) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--source", default="fp32")
+    parser = parser_of(
+        __doc__,
+        out=BASELINES,
+        model="smollm2",
+        device="auto",
+        source="fp32",
+        tokens=128,
+        samples=4,
+        draws=False,
+    )
     parser.add_argument("--formats", nargs="*", default=["bf16", "int8_rotated", "int8"])
     parser.add_argument("--changes", nargs="*", type=float, default=[1e-3, 1e-2])
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--draws", action="store_true")
     parser.add_argument("--vocabularies", nargs="*", type=int, default=[49152, 151936])
-    parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args(argv)
     device = pick_device(args.device)
     if args.draws:
@@ -196,8 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for change in args.changes:
             policies[f"off by {change:g}"] = partial(off_by, master, change)
         rows = measure(f"{args.model} {args.source}", source, groups, policies)
-    merge("drafts" if device.type == "cpu" else "drafts-gpu", rows, args.out)
-    return 0 if show("drafts", rows) else 1
+    return finish("drafts", "drafts" if device.type == "cpu" else "drafts-gpu", rows, args.out)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ hits the smaller steps hardest (docs/LOG.md), so look at the load that is stored
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import tempfile
@@ -34,7 +33,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from bench.record import BASELINES, Row, interleave, show, speed_row, write
+from bench.harness import BASELINES, Row, finish, interleave, parser_of, speed_row, write
 from lowroll import Engine, Request
 from lowroll.engine.runner import StepResult
 from lowroll.engine.sequence import StepPlan
@@ -277,24 +276,20 @@ def held_row(name: str, engine: Engine, least: float | None) -> Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Engine against transformers.generate, INT8 against dense."
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = parser_of(__doc__, out=BASELINES, rounds=3, threads=2)
     parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
-    parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows: list[Row] = []
     for name in args.model or MODELS:
         work = Workload.lognormal(MODELS[name]["vocab_size"])
         rows += compare(name, MODELS[name], work, args.rounds, TARGETS[name])
-    met = show(f"Engine, {args.threads} threads, 64 sequences, 8 a prompt", rows)
-    path = write(
+    return finish(
+        f"Engine, {args.threads} threads, 64 sequences, 8 a prompt",
         "engine",
         rows,
         args.out,
+        write,
         rounds=args.rounds,
         sequences=64,
         prompt_tokens=64,
@@ -302,8 +297,6 @@ def main() -> int:
         sigma=1.0,
         longest=384,
     )
-    print(path)
-    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -14,21 +14,20 @@ to `exact-gpu.json`; a ratio is of tokens a second with it over those without.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bench import laptop
-from bench.record import BASELINES, Row, interleave, merge, show, speed_row
-from bench.roofline import synchronize
+from bench.harness import BASELINES, Row, finish, parser_of, synchronize
 from bench.shapes import SHAPES, random_model
-from bench.turns import Ours
+from bench.turns import Ours, in_turns, tokens_of
 from bench.work import Work
 from lowroll import Engine
 from lowroll.config import RunConfig
@@ -62,6 +61,7 @@ SIZES = {
     ),
 }
 DECODE_MUST = 0.80
+FILES = {"cpu": "exact", "cuda": "exact-gpu"}  # of the baselines
 SIDES = {"exact": True, "plain": False}
 
 
@@ -104,58 +104,42 @@ class Side:
         synchronize(self.model.device)
 
 
-def in_turns(
-    title: str,
-    amount: int,
-    run: Callable[[Side, int], object],
-    sides: dict[str, Side],
-    args: Namespace,
-) -> tuple[list[float], list[float], Row]:
-    """Seconds of both, and their row."""
-    seeds = {name: iter(range(10_000)) for name in sides}
-
-    def turn(name: str) -> None:
-        run(sides[name], next(seeds[name]))
-
-    for name in sides:
-        turn(name)
-    seconds = interleave({name: lambda name=name: turn(name) for name in sides}, args.rounds)  # type: ignore[misc]
-    must = DECODE_MUST if "B=" in title else None
-    row = speed_row(title, amount, "tokens/s", seconds["exact"], seconds["plain"], must)
-    return seconds["exact"], seconds["plain"], row
-
-
 def measure(args: Namespace) -> list[Row]:
     """All rows of a model."""
     sides = {name: Side(args, exact) for name, exact in SIDES.items()}
-    name, rows = f"{args.name} {args.weights} exact over plain", list[Row]()
-    step_work = args.sizes.step
-    for work in args.sizes.rollouts:
-        amount = work.batch * (work.prompt_tokens if work.is_apart else work.new_tokens)
-        run = lambda side, seed, work=work: side.ours.run(work, seed)  # noqa: E731
-        rows.append(in_turns(f"{name} {work.title}", amount, run, sides, args)[-1])
-    amount = step_work.batch * (step_work.prompt_tokens + step_work.new_tokens)
-    rows.append(in_turns(f"{name} update", amount, lambda side, _: side.update(), sides, args)[-1])
+    name, rows, step_work = f"{args.name} {args.weights} exact over plain", [], args.sizes.step
+
+    def row(
+        title: str, tokens: int, run: Callable[[Side, int], object], must: float | None
+    ) -> None:
+        runs = {name: partial(run, side) for name, side in sides.items()}
+        rows.append(in_turns(f"{name} {title}", tokens, runs, args.rounds, must))
 
     def step(side: Side, seed: int) -> None:
         side.ours.run(step_work, seed)
         side.update()
         synchronize(side.model.device)
 
-    exact, plain, _ = in_turns(f"{name} step", amount, step, sides, args)
-    rows.append(speed_row(f"{name} step", amount, "tokens/s", exact, plain, args.sizes.must))
+    for work in args.sizes.rollouts:
+        must = DECODE_MUST if "B=" in work.title else None
+        row(work.title, tokens_of(work), lambda side, seed, w=work: side.ours.run(w, seed), must)
+    tokens = step_work.batch * (step_work.prompt_tokens + step_work.new_tokens)
+    row("update", tokens, lambda side, _: side.update(), None)
+    row("step", tokens, step, args.sizes.must)
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="rollout.exact, with and without, in turns.")
-    parser.add_argument("--model", default="smollm2")
+    parser = parser_of(
+        __doc__,
+        out=BASELINES,
+        model="smollm2",
+        weights="int8_rotated",
+        rounds=5,
+        threads=torch.get_num_threads(),
+    )
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, on a GPU")
     parser.add_argument("--device", choices=SIZES, default="cpu")
-    parser.add_argument("--weights", default="int8_rotated")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.sizes, began = SIZES[args.device], time.monotonic()
@@ -168,10 +152,8 @@ def main() -> int:
         else:
             args.name, args.model = args.model, resolve(args.model)
         rows = measure(args)
-    file = "exact" if args.device == "cpu" else "exact-gpu"
-    print(merge(file, rows, args.out, threads=args.threads, rounds=args.rounds))
-    met = show(f"rollout.exact ({time.monotonic() - began:.0f} s)", rows)
-    return 0 if met else 1
+    file, title = FILES[args.device], f"rollout.exact ({time.monotonic() - began:.0f} s)"
+    return finish(title, file, rows, args.out, threads=args.threads, rounds=args.rounds)
 
 
 if __name__ == "__main__":

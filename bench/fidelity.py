@@ -37,11 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from bench.record import BASELINES, Row, interleave, merge, show
+from bench.harness import BASELINES, Row, interleave, merge, parser_of, print_table, show
 from lowroll.engine.native import NativeEngine, pick_device
 from lowroll.model import hf
 from lowroll.model.attention import varlen
@@ -396,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(f"{name}: {seconds:.0f} s so far", file=sys.stderr)
     met = show(f"Formats on {args.name}", [row for row in rows if row.must is not None])
-    print_table(read_table(json.loads(path.read_text())))
+    print_table(HEAD, read_table(json.loads(path.read_text())))
     print(f"{path}, {seconds:.0f} s")
     return 0 if met else 1
 
@@ -481,17 +479,8 @@ def line(name: str, values: Mapping[str, float]) -> tuple[str, ...]:
     )
 
 
-def print_table(lines: list[tuple[str, ...]]) -> None:
-    table = Table(*HEAD)
-    for cells in lines:
-        table.add_row(*cells)
-    console = Console()
-    console.width = max(console.width, 150)
-    console.print(table)
-
-
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Weight formats on a real model.")
+    parser = parser_of(__doc__, out=BASELINES)
     parser.add_argument("--model", default="smollm2", help="a folder, a hub id, or smollm2")
     parser.add_argument("--name", help="what rows call the model; default: by --model")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -502,7 +491,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--prompts", type=Path, help="JSON Lines with question and answer; default: built in"
     )
     parser.add_argument("--threads", type=int, default=2, help="results depend on it")
-    parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args(argv)
     args.device = pick_device(args.device)
     args.name = args.name or Path(args.model).name

@@ -15,21 +15,17 @@ python -m bench.formats [--rounds 3] [--threads 1] [--out FOLDER]
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from bench.record import RESULTS, machine
+from bench.harness import RESULTS, here, parser_of, print_table
 from lowroll.config import RunConfig
 from lowroll.model import hf
 from lowroll.model.attention import varlen
@@ -144,11 +140,7 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 def main() -> None:
     """Warm-start the demo's model, measure every format, show and store the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--sft-steps", type=int, default=70)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = parser_of(__doc__, out=RESULTS, rounds=3, threads=1, sft_steps=70)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
@@ -160,18 +152,9 @@ def main() -> None:
             cfg, build_model(Path(scratch) / "untrained", 0, CONFIG), Path(scratch) / "model"
         )
         rows = measure(cfg, Path(scratch) / "model", args.rounds)
-    table = Table(*HEAD, title="rollout formats")
-    for row in cells(rows):
-        table.add_row(*row)
-    Console().print(table)
+    print_table(HEAD, cells(rows), "rollout formats")
     args.out.mkdir(parents=True, exist_ok=True)
-    record = {
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "rounds": args.rounds,
-        "sft_steps": args.sft_steps,
-        "rows": rows,
-    }
+    record = here(rounds=args.rounds, sft_steps=args.sft_steps, rows=rows)
     (args.out / "formats.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

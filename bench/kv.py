@@ -44,7 +44,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,22 +51,19 @@ from torch import Tensor
 
 from bench import lengths
 from bench.decode import SLACK, dense_bytes, released
-from bench.peer import Peer, PeerFailed, vllm_command, vllm_path
+from bench.harness import Results, Row, interleave, parser_of, say, settle, speed_row
+from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_path
 from bench.placed import Compacting, Placed
-from bench.record import Row, interleave, merge, settle, show, speed_row
 from bench.roofline import bandwidth, kv_bytes_per_token, weight_bytes
 from bench.shapes import SHAPES, random_model
 from bench.targets import (
-    aimed,
     case,
     compacting,
     fullest,
     over_dense,
     over_vllm,
-    reason,
     thousands,
 )
-from bench.turns import say
 from lowroll import Engine
 from lowroll.engine.native import free_memory
 from lowroll.kv.policy.base import CachePolicy, footprint, num_slots
@@ -544,61 +540,37 @@ def whole_rollouts(device: torch.device) -> Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
-    rows: list[Row] = []
     complete = True
     with released():
         read = bandwidth(args.device)
-
-    def store(new: list[Row], **settings: Any) -> None:
-        new = aimed(new)
-        rows.extend(new)
-        merge("kv", new, args.out, bandwidth=read, rounds=args.rounds, **settings)
-
+    results = Results("kv", args.out, bandwidth=read, rounds=args.rounds)
     for format in args.weights if set(args.parts) - {"rollout"} else ():
         with released():
-            ours, is_whole = caches(format, args, read, store)
+            ours, is_whole = caches(format, args, read, results.add)
         complete &= is_whole
         if args.peer == "vllm":
-            beside_vllm(format, ours, args, store)
+            beside_vllm(format, ours, args, results.add)
     if "rollout" in args.parts:
         with released():
-            store([whole_rollouts(args.device)])
-    met = show("Decoding with bounded and 8-bit caches", rows)
-    for row in rows:
-        if row.verdict == "missed" and not reason(row):
-            print(f"{row.name}: missed; its reason is to be written into bench/targets.py")
-    print(args.out / "kv.json")
-    return 0 if met and complete else 1
+            results.add([whole_rollouts(args.device)])
+    return results.finish("Decoding with bounded and 8-bit caches", complete)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Bounded and 8-bit caches on one GPU.")
     others = [name for name in CACHES if name != DENSE_CACHE]
+    parser = parser_of(
+        __doc__, contexts=[4096, 16384, 32768], batches=[64, 256], rounds=2, device="auto"
+    )
+    add_options(parser, "none")
     parser.add_argument("--model", default="qwen2.5-7b", choices=SHAPES, metavar="NAME")
     parser.add_argument(
         "--weights", nargs="+", default=["bf16", "nvfp4"], choices=formats(), metavar="NAME"
     )
     parser.add_argument("--caches", nargs="*", default=others, choices=others)
-    parser.add_argument("--contexts", type=_numbers, default=[4096, 16384, 32768])
-    parser.add_argument("--batches", type=_numbers, default=[64, 256])
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
-    parser.add_argument("--peer", default="none", choices=("vllm", "none"))
-    parser.add_argument(
-        "--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one"
-    )
-    parser.add_argument(
-        "--vllm-path", help="the folder that vLLM is unpacked in; default: LOWROLL_VLLM_PATH"
-    )
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     args.device, args.out = settle(parser, args.device, args.out)
     return args
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

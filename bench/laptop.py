@@ -25,12 +25,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.record import Row, merge, show, speed_row
+from bench.harness import Row, finish, resident, speed_row
 
 BOUND = 4.0  # GB that the run may take
 RANK, ALPHA = 16, 32.0
@@ -93,33 +92,9 @@ def ours(args: argparse.Namespace) -> tuple[Step, str]:
 
 
 def batch_of(args: argparse.Namespace, vocab: int) -> Any:
-    from lowroll.types import (
-        Batch,
-        BehaviorTag,
-        PolicySpan,
-        Prompt,
-        Rollout,
-        Sample,
-        Score,
-    )
+    from bench.samples import batch_of
 
-    samples = []
-    for i, ids in enumerate(sequences(args, vocab)):
-        prompt, response = ids[: args.prompt], ids[args.prompt :]
-        tag = BehaviorTag((PolicySpan(0, ""),), args.weights)
-        samples.append(
-            Sample(
-                Prompt(f"p{i // GROUP}", "bench", [{"role": "user", "content": ""}]),
-                prompt,
-                Rollout(response, [-12.0] * len(response), "length", tag),
-                "",
-                Score(1.0),
-                advantage=1.0 if i % 2 else -1.0,
-                loss_mask=[1] * len(response),
-                group=i // GROUP,
-            )
-        )
-    return Batch(1, samples, temperature=1.0)
+    return batch_of(sequences(args, vocab), args.prompt, args.weights, group=GROUP)
 
 
 def peer(args: argparse.Namespace) -> tuple[Step, str]:
@@ -172,15 +147,9 @@ def serve(args: argparse.Namespace) -> None:
         found = {
             "seconds": time.perf_counter() - began,
             "cpu": time.process_time() - spent,
-            "peak": peak(),
+            "peak": resident("VmHWM"),
         }
         print(json.dumps(found), flush=True)
-
-
-def peak() -> int:
-    """Bytes that were resident at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 class Side:
@@ -266,6 +235,5 @@ def measure(args: argparse.Namespace) -> int:
         speed_row(f"{title}: clock", tokens, "tokens/s", *by["seconds"], must=MUST),
         speed_row(f"{title}: processor", tokens, "tokens/s of a core", *by["cpu"]),
     ]
-    met = show("A laptop's learner", rows)
-    print(merge("laptop", rows, args.out, threads=args.threads, rounds=args.rounds))
-    return 0 if met else 1
+    settings = {"threads": args.threads, "rounds": args.rounds}
+    return finish("A laptop's learner", "laptop", rows, args.out, **settings)

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bench import laptop
-from bench.record import BASELINES, Row, show, write
+from bench.harness import BASELINES, Row, finish, in_new_process, parser_of, resident, write
 from lowroll.model import initialize
 from lowroll.model.attention import varlen
 from lowroll.model.logprobs import token_log_probs
@@ -102,46 +100,8 @@ def step(model: Transformer, optimizer: Optimizer, log_probs: LogProbs, tokens: 
     return objective.item()
 
 
-def resident(field: str) -> int:
-    """Bytes of a memory field of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def in_own_process(side: str, args: argparse.Namespace) -> dict[str, float]:
-    words = [
-        sys.executable,
-        "-m",
-        "bench.learner",
-        "--side",
-        side,
-        "--tokens",
-        str(args.tokens),
-        "--vocab",
-        str(args.vocab),
-        "--hidden",
-        str(args.hidden),
-        "--threads",
-        str(args.threads),
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE)
-    if done.returncode:
-        raise RuntimeError(
-            f"the {side} side failed ({done.returncode}): {done.stderr.strip()[-500:]}"
-        )
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Peak memory of a learner step against materialised logits."
-    )
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, default=150_000)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=BASELINES)
+    parser = parser_of(__doc__, out=BASELINES, tokens=8192, vocab=150_000, hidden=128, threads=2)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     real = parser.add_argument_group("a real model, against PEFT")
     real.add_argument("--model", type=Path, help="its folder")
@@ -167,7 +127,10 @@ def main() -> int:
     if args.side:
         print(json.dumps(measure(args.side, args.tokens, args.vocab, args.hidden)))
         return 0
-    sides = {side: in_own_process(side, args) for side in SIDES}
+    sizes = [f"--{name}={getattr(args, name)}" for name in ("tokens", "vocab", "hidden", "threads")]
+    sides = {
+        side: in_new_process("bench.learner", ["--side", side, *sizes], DEADLINE) for side in SIDES
+    }
     ours, peer = sides["ours"], sides["peer"]
     if abs(ours["objective"] - peer["objective"]) > 1e-4 * abs(peer["objective"]) + 1e-7:
         raise RuntimeError(
@@ -194,19 +157,8 @@ def main() -> int:
             (seconds, seconds),
         ),
     ]
-    met = show("Learner", rows)
-    print(
-        write(
-            "learner",
-            rows,
-            args.out,
-            tokens=args.tokens,
-            vocab=args.vocab,
-            hidden=args.hidden,
-            rounds=1,
-        )
-    )
-    return 0 if met else 1
+    settings = {name: getattr(args, name) for name in ("tokens", "vocab", "hidden")}
+    return finish("Learner", "learner", rows, args.out, write, **settings, rounds=1)
 
 
 if __name__ == "__main__":

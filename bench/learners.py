@@ -40,8 +40,8 @@ from typing import Any
 
 import torch
 
+from bench.harness import Results, Row, parser_of, settle
 from bench.reader import Reader
-from bench.record import Row, merge, settle, show
 from bench.shapes import SHAPES, TINY, random_model
 from bench.train import ALPHA, RANK, RATE, Job, batch, timed
 from lowroll.model import hf, lora
@@ -384,13 +384,10 @@ def promised() -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, cpu=False, no_peer=False)
     parser.add_argument("--jobs", default=",".join(MEASURED), help=f"out of {', '.join(JOBS)}")
     parser.add_argument("--ranks", default="1,2", help="numbers of GPUs")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a side")
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--out", type=Path)
     for hidden, kind in (("side", str), ("rank", int), ("port", int), ("found", Path)):
         parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -408,17 +405,14 @@ def main() -> int:
     _, args.out = settle(parser, "cpu" if args.cpu else "cuda", args.out)
     if not args.cpu and torch.cuda.device_count() < max(sizes):
         parser.error(f"--ranks: {max(sizes)} GPUs are asked for, and there are fewer")
-    rows: list[Row] = []
+    results = Results("learners", args.out, steps=args.steps, length=LENGTH)
     with tempfile.TemporaryDirectory() as scratch:
         for name, job in jobs.items():
             by_size = {size: beside(name, size, args, Path(scratch)) for size in sizes}
             print(f"{name}: {by_size}", file=sys.stderr)
             mine, theirs = ({n: by.get(which, {}) for n, by in by_size.items()} for which in SIDES)
-            rows += rows_of(job, mine, theirs)
-            merge("learners", rows, args.out, steps=args.steps, length=LENGTH)
-    met = show("Learner ranks", rows)
-    print(args.out / "learners.json")
-    return 0 if met else 1
+            results.add(rows_of(job, mine, theirs))
+    return results.finish("Learner ranks")
 
 
 if __name__ == "__main__":

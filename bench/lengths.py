@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.record import Row, interleave, speed_row
-from bench.roofline import synchronize
+from bench.harness import Row, interleave, speed_row, synchronize
 from bench.shapes import SHAPES, random_model
 from bench.targets import adaptive
 from lowroll import Engine, Request

@@ -21,7 +21,6 @@ its own. `memory.json` has the rows, `memory_marks.json` every mark.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -30,14 +29,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from bench.record import Row, merge, settle, show
-from bench.roofline import synchronize
+from bench.harness import Row, finish, parser_of, settle, synchronize
+from bench.samples import batch_of
 from bench.shapes import SHAPES
 from lowroll import Request
 from lowroll.config import RunConfig, from_mapping
@@ -56,7 +54,7 @@ from lowroll.trainer.loop import Trainer
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.trainer.optim import Optimizer
 from lowroll.transport.memory import MemoryRolloutChannel
-from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+from lowroll.types import Batch
 from lowroll.weights.publish import set_parameter
 
 CLOSE = 10.0  # per cent that a plan may be off
@@ -255,27 +253,10 @@ def batch(case: Case, cfg: RunConfig, vocab_size: int, number: int) -> Batch:
     """Samples of the greatest length for three micro-batches, in groups with advantages of both
     signs."""
     count = 3 * cfg.train.tokens_per_microbatch // case.length
-    generator = torch.Generator().manual_seed(number)
-    samples = []
-    for i in range(count):
-        ids = torch.randint(0, vocab_size, (case.length + 1,), generator=generator).tolist()
-        prompt, response = ids[: case.prompt], ids[case.prompt :]
-        tag = BehaviorTag((PolicySpan(0, ""),), cfg.rollout.weights)
-        rollout = Rollout(response, [-math.log(vocab_size)] * len(response), "length", tag)
-        task = Prompt(str(i // 8), "bench", [{"role": "user", "content": ""}])
-        samples.append(
-            Sample(
-                task,
-                prompt,
-                rollout,
-                "",
-                Score(1.0),
-                advantage=1.0 if i % 2 else -1.0,
-                loss_mask=[1] * len(response),
-                group=i // 8,
-            )
-        )
-    return Batch(number, samples, temperature=1.0)
+    generator, size = torch.Generator().manual_seed(number), (case.length + 1,)
+    rows = [torch.randint(0, vocab_size, size, generator=generator).tolist() for _ in range(count)]
+    flat = -math.log(vocab_size)
+    return batch_of(rows, case.prompt, cfg.rollout.weights, 8, log_prob=flat, step=number)
 
 
 def planner(case: Case, cfg: RunConfig, compute: Compute) -> Planner:
@@ -469,10 +450,8 @@ def _parts(run: Run) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Planned memory beside what a GPU holds.")
+    parser = parser_of(__doc__, device="auto")
     parser.add_argument("--cases", nargs="*", default=list(MEASURED), choices=CASES, metavar="NAME")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     device, out = settle(parser, args.device, args.out)
     if len(args.cases) > 1:
@@ -482,13 +461,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     (name,) = args.cases
     rows, about = measure(name, device)
-    merge("memory", rows, out, steps=STEPS)
+    out.mkdir(parents=True, exist_ok=True)
     path = out / "memory_marks.json"
     before = json.loads(path.read_text()) if path.is_file() else {}
     path.write_text(json.dumps(before | {name: about}, indent=1) + "\n")
-    met = show("Planned and measured memory", rows)
-    print(out / "memory.json")
-    return 0 if met else 1
+    return finish("Planned and measured memory", "memory", rows, out, steps=STEPS)
 
 
 if __name__ == "__main__":

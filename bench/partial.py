@@ -38,14 +38,12 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from bench.record import Row, merge, settle, show
-from bench.roofline import synchronize
-from bench.shapes import SHAPES, random_model
+from bench.harness import Results, Row, parser_of, settle, synchronize
+from bench.shapes import SHAPES, TINY, random_model
 from lowroll import Engine, Request
 from lowroll.engine.base import InFlight
 from lowroll.model.transformer import Transformer
@@ -55,15 +53,6 @@ from lowroll.weights.update import WeightUpdate
 
 Mode = Literal["off", "keep", "replay"]
 MODES: tuple[Mode, ...] = ("off", "keep", "replay")
-TINY = {
-    **SHAPES["qwen2.5-0.5b"],
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 2048,
-}
 
 
 @dataclass(frozen=True)
@@ -203,34 +192,34 @@ def engine_on(args: argparse.Namespace, name: str) -> tuple[Engine, Transformer,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(
+        __doc__,
+        changes="0,1e-4,1e-3",
+        batch=256,
+        over=1.5,
+        prompt=64,
+        median=220,
+        sigma=0.8,
+        longest=4096,
+        steps=6,
+        warm=3,
+        sharpness=9.0,
+        device="auto",
+    )
     parser.add_argument("--models", nargs="+", default=["qwen2.5-1.5b"], choices=[*SHAPES, "tiny"])
     parser.add_argument("--weights", choices=formats())
-    parser.add_argument("--changes", default="0,1e-4,1e-3")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--over", type=float, default=1.5)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--median", type=int, default=220)
-    parser.add_argument("--sigma", type=float, default=0.8)
-    parser.add_argument("--longest", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warm", type=int, default=3)
-    parser.add_argument("--sharpness", type=float, default=9.0)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.device, args.out = settle(parser, args.device, args.out)
     counted = range(args.warm, args.warm + args.steps)
-    rows: list[Row] = []
+    sizes = {"batch": args.batch, "over": args.over, "steps": args.steps}
+    results = Results("partial", args.out, **sizes)
     for name in args.models:
         engine, model, work = engine_on(args, name)
         for size in map(float, args.changes.split(",")):
             where = f"{name} {engine.format.name}, a change of {size:g}"
             found = {mode: measure(engine, model, work, mode, size, counted) for mode in MODES}
-            rows += rows_of(where, found)
-            merge("partial", rows, args.out, batch=args.batch, over=args.over, steps=args.steps)
-    show("Partial rollouts", rows)
-    print(args.out / "partial.json")
+            results.add(rows_of(where, found))
+    results.finish("Partial rollouts")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ last words.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import queue
@@ -146,6 +147,25 @@ class Peer:
             if line.strip()
         ]
         return f"its last words: {' | '.join(lines[-4:])[-600:]}" if lines else "it said nothing"
+
+
+def add_options(parser: argparse.ArgumentParser, default: str, several: bool = False) -> None:
+    """Add whether vLLM is asked, and where it is. several: it may be in more than one folder."""
+    parser.add_argument("--peer", default=default, choices=("vllm", "none"))
+    parser.add_argument(
+        "--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one"
+    )
+    if several:
+        parser.add_argument(
+            "--vllm-path",
+            nargs="+",
+            default=[],
+            help="folders that a vLLM is unpacked in; default: those of LOWROLL_VLLM_PATH",
+        )
+    else:
+        parser.add_argument(
+            "--vllm-path", help="the folder that vLLM is unpacked in; default: LOWROLL_VLLM_PATH"
+        )
 
 
 def vllm_command(python: str | None = None) -> list[str]:

@@ -16,7 +16,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.record import BASELINES, RESULTS
+from bench.harness import BASELINES, RESULTS
 from bench.targets import batch_of, rollout
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"

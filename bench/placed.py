@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.roofline import synchronize
+from bench.harness import synchronize
 from lowroll import Engine, Request
 from lowroll.engine.runner import First
 from lowroll.engine.sampler import TopLogprobs

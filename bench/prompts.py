@@ -21,15 +21,12 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.record import Row, merge, settle, show
-from bench.roofline import synchronize
+from bench.harness import Row, finish, parser_of, say, settle, synchronize
 from bench.shapes import SHAPES, random_model
-from bench.turns import say
 from lowroll import Engine, Request
 from lowroll.quant.formats import formats
 
@@ -149,25 +146,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine.runner.one_pass = False
         for tokens in (min(args.tokens), max(args.tokens)):
             rows += parts(turns, name, tokens)
-    merge("prompts", rows, args.out, prompt=args.prompt, context=CONTEXT)
-    show("The pass over prompts", rows)
-    print(args.out / "prompts.json")
-    return 0
+    settings = {"prompt": args.prompt, "context": CONTEXT}
+    return finish("The pass over prompts", "prompts", rows, args.out, **settings)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(one) for one in text.split(",")]
-
-    parser = argparse.ArgumentParser(description="Where the pass over prompts spends its time.")
+    parser = parser_of(
+        __doc__,
+        tokens=[512, 1024, 2048, 4096, 8192],
+        rows=[0, 64, 256],
+        prompt=512,
+        turns=5,
+        device="auto",
+    )
     parser.add_argument("--model", default="qwen2.5-7b", choices=SHAPES, metavar="NAME")
     parser.add_argument("--format", default="bf16", choices=formats(), metavar="NAME")
-    parser.add_argument("--tokens", type=numbers, default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--rows", type=numbers, default=[0, 64, 256])
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     args.device, args.out = settle(parser, args.device, args.out)
     return args

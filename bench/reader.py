@@ -7,6 +7,7 @@ A version's name on each line in, the digest of what the engine holds on each li
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -76,6 +77,13 @@ class Reader:
         self.child.communicate(timeout=60)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, kind in (("model", Path), ("broadcasts", Path), ("format", str), ("device", str)):
+        parser.add_argument(name, type=kind)
+    args = parser.parse_args()
+    serve(args.model, args.broadcasts, args.format, torch.device(args.device))
+
+
 if __name__ == "__main__":
-    model, broadcasts, weights, place = sys.argv[1:]
-    serve(Path(model), Path(broadcasts), weights, torch.device(place))
+    main()

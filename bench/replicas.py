@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.record import Row, interleave, merge, show, speed_row
+from bench.harness import Row, interleave, merge, parser_of, show, speed_row
 from bench.roles import folder
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.types import Request
@@ -132,20 +132,21 @@ def measure(args: argparse.Namespace, one: EnginePool, several: EnginePool) -> l
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
     """ValueError, as a line of the command, for what this machine has not got."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(
+        __doc__,
+        engines=2,
+        weights="bf16",
+        requests=256,
+        samples=8,
+        tokens=512,
+        prompt=128,
+        batch=256,
+        cache=262_144,
+        rounds=3,
+        cpu=False,
+    )
     parser.add_argument("model")
-    parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--weights", default="bf16")
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--cache", type=int, default=262_144)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--spread", action="store_true", help="lengths from a tenth to all")
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--out", type=Path, help="folder for replicas.json")
     args = parser.parse_args(words)
     if args.engines < 2:
         parser.error("--engines: two at least are compared with one")

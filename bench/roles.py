@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from bench import vocabulary
-from bench.record import Row, merge, settle, show
+from bench.harness import Row, finish, merged, parser_of, settle
 from bench.shapes import SHAPES, TINY, random_model
 from lowroll.metrics.record import read
 from lowroll.model import hf
@@ -60,16 +60,6 @@ def settings(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         "train": {"max_steps": args.steps, "learning_rate": 1e-5, "lora": True, "lora_rank": 16},
         "eval": {"interval": None},
     }
-
-
-def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `more` in it, section by section."""
-    inner = {
-        key: merged(base[key], value)
-        for key, value in more.items()
-        if isinstance(value, dict) and key in base
-    }
-    return base | more | inner
 
 
 def measure(args: argparse.Namespace, way: str, out: Path) -> dict[str, float]:
@@ -120,15 +110,9 @@ def folder(args: argparse.Namespace, scratch: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, steps=8, batch=64, tokens=64, cache=16384, cpu=False)
     parser.add_argument("model")
     parser.add_argument("settings", nargs="*", help="key=value, for every way")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--cache", type=int, default=16384)
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--ways", default=",".join(WAYS), help=f"out of {', '.join(WAYS)}")
     args = parser.parse_intermixed_args()
     ways = args.ways.split(",")
@@ -143,8 +127,8 @@ def main() -> int:
             found[way] = measure(args, way, Path(scratch) / way)
             print(way, json.dumps(found[way]), flush=True)
     rows = rows_of(title, found, not args.cpu)
-    print(merge("roles", rows, out, steps=args.steps, settings=args.settings))
-    return 0 if show("Roles", rows) else 1
+    given = {"steps": args.steps, "settings": args.settings}
+    return finish("Roles", "roles", rows, out, **given)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ buffers far larger than the cache.
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from bench.harness import seconds_of
 from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import get_format
 
@@ -72,19 +73,11 @@ def bandwidth(device: torch.device, num_bytes: int = 2 << 30, rounds: int = 9) -
     best = 0.0
     for run, moved in ((lambda: target.copy_(source), 2 * num_bytes), (source.sum, num_bytes)):
         run()
-        seconds = []
-        for _ in range(rounds):
-            synchronize(device)
-            began = time.perf_counter()
+
+        def passes(run: Callable[[], object] = run) -> None:
             for _ in range(PASSES):
                 run()
-            synchronize(device)
-            seconds.append((time.perf_counter() - began) / PASSES)
-        best = max(best, moved / statistics.median(seconds))
+
+        seconds = statistics.median(seconds_of(passes, device) for _ in range(rounds))
+        best = max(best, moved * PASSES / seconds)
     return best
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device; at once on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -13,17 +13,15 @@ one's own. Rows are added to `rotated.json` (of a CPU: `rotated-cpu.json`).
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench.record import BASELINES, Row, interleave, merge, show, speed_row
-from bench.roofline import synchronize
+from bench.harness import BASELINES, Row, finish, parser_of, seconds_of
 from bench.shapes import SHAPES, random_model
-from bench.turns import Ours
+from bench.turns import Ours, in_turns, tokens_of
 from bench.work import Work
 from lowroll import Engine
 from lowroll.engine.native import pick_device
@@ -56,18 +54,9 @@ def measure(name: str, master: Transformer, rounds: int) -> list[Row]:
     }
     sides = {format: Ours(engine) for format, engine in engines.items()}
     for work in chosen:
-        seeds = {format: iter(range(10_000)) for format in PAIR}
-
-        def turn(format: str, work: Work = work, seeds: dict = seeds) -> None:  # type: ignore[type-arg]
-            sides[format].run(work, next(seeds[format]))
-
-        for format in PAIR:
-            turn(format)
-        seconds = interleave({f: lambda f=f: turn(f) for f in PAIR}, rounds)  # type: ignore[misc]
-        amount = work.batch * (work.prompt_tokens if work.is_apart else work.new_tokens)
-        title = f"{name} int8_rotated over int8 {work.title}"
-        ours, plain = (seconds[format] for format in PAIR)
-        rows.append(speed_row(title, amount, "tokens/s", ours, plain, MUST[device.type]))
+        runs = {format: partial(side.run, work) for format, side in sides.items()}
+        title, must = f"{name} int8_rotated over int8 {work.title}", MUST[device.type]
+        rows.append(in_turns(title, tokens_of(work), runs, rounds, must))
     if device.type == "cuda":
         rows.append(publication(name, master, engines, rounds))
     return rows
@@ -78,22 +67,16 @@ def publication(name: str, master: Transformer, engines: dict[str, Engine], roun
     found: dict[str, list[float]] = {format: [] for format in PAIR}
     for _ in range(rounds + 1):
         for format in PAIR:
-            synchronize(master.device)
-            began = time.perf_counter()
-            publish(master, engines[format].model)
-            synchronize(master.device)
-            found[format].append((time.perf_counter() - began) * 1e3)
+            run = partial(publish, master, engines[format].model)
+            found[format].append(seconds_of(run, master.device) * 1e3)
     ours, plain = (statistics.median(found[format][1:]) for format in PAIR)
     title = f"{name} int8_rotated over int8 publication"
     return Row(title, "ms", ours, plain, plain / ours, must=PUBLICATION_MS, goal="ours at most")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="int8_rotated over int8, in turns.")
+    parser = parser_of(__doc__, out=BASELINES, device="auto", rounds=5)
     parser.add_argument("--model", default="qwen2.5-7b", help="a shape, or a model's folder")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args()
     device = pick_device(args.device)
     if args.model in SHAPES:
@@ -103,8 +86,7 @@ def main() -> int:
     name = args.model if args.model in SHAPES else Path(args.model).name
     rows = measure(name, master.requires_grad_(False), args.rounds)
     kept = "rotated" if device.type == "cuda" else "rotated-cpu"
-    merge(kept, rows, args.out)
-    return 0 if show("int8_rotated over int8", rows) else 1
+    return finish("int8_rotated over int8", kept, rows, args.out)
 
 
 if __name__ == "__main__":

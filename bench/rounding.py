@@ -21,7 +21,6 @@ writes `rounding.json` (curves, errors, machine) into the folder, by default ben
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import statistics
@@ -30,17 +29,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from bench.record import RESULTS, machine
+from bench.harness import RESULTS, here, parser_of, print_table
 from lowroll.envs.table import make as make_env
 from lowroll.kernels.quantize.rows import SMALLEST_E4M3_SCALE
 from lowroll.model import hf
@@ -228,25 +224,26 @@ def run(seed: int, *, steps: int, threads: int, device: str, folder: Path) -> di
     }
 
 
-def show(console: Console, runs: list[dict[str, Any]]) -> None:
+def show(runs: list[dict[str, Any]]) -> None:
     """Ends of the curves, and errors: means over seeds and matrices, with the largest."""
-    table = Table(
-        "learner", *(f"seed {one['seed']}" for one in runs), title=f"loss, last {LAST} steps"
-    )
-    for way in WAYS:
-        ends = [statistics.fmean(one["curves"][way][-LAST:]) for one in runs]
-        table.add_row(way, *(f"{end:.4f}" for end in ends))
-    console.print(table)
     layers = range(MODEL["num_hidden_layers"])
-    table = Table("learner", *(f"layer {i}" for i in layers), title="error of weights' gradients")
-    for way in WAYS:
-        found = [sum((one["gradients"][way][i] for one in runs), []) for i in layers]
-        table.add_row(way, *(_told(errors) for errors in found))
-    console.print(table)
-    table = Table("product", "error", title="error of one product")
-    for name in runs[0]["products"]:
-        table.add_row(name, _told(sum((one["products"][name] for one in runs), [])))
-    console.print(table)
+    ends = [
+        (way, *(f"{statistics.fmean(one['curves'][way][-LAST:]):.4f}" for one in runs))
+        for way in WAYS
+    ]
+    seeds = ("learner", *(f"seed {one['seed']}" for one in runs))
+    print_table(seeds, ends, f"loss, last {LAST} steps")
+    errors = [
+        (way, *(_told(sum((one["gradients"][way][i] for one in runs), [])) for i in layers))
+        for way in WAYS
+    ]
+    head = ("learner", *(f"layer {i}" for i in layers))
+    print_table(head, errors, "error of weights' gradients")
+    products = [
+        (name, _told(sum((one["products"][name] for one in runs), [])))
+        for name in runs[0]["products"]
+    ]
+    print_table(("product", "error"), products, "error of one product")
 
 
 def _told(errors: list[float]) -> str:
@@ -254,13 +251,10 @@ def _told(errors: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = parser_of(__doc__, out=RESULTS, steps=120, seeds=3)
     parser.add_argument("--jobs", type=int, default=1, help="seeds side by side")
     parser.add_argument("--threads", type=int, default=1, help="of each")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     context, began = multiprocessing.get_context("spawn"), time.monotonic()
     with (
@@ -271,16 +265,11 @@ def main() -> None:
             run, steps=args.steps, threads=args.threads, device=args.device, folder=Path(scratch)
         )
         runs = list(pool.map(work, range(args.seeds)))
-    show(Console(width=110), runs)
+    show(runs)
     args.out.mkdir(parents=True, exist_ok=True)
-    about = {
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "steps": args.steps,
-        "device": args.device,
-        "seconds": round(time.monotonic() - began),
-    }
-    (args.out / "rounding.json").write_text(json.dumps({**about, "runs": runs}) + "\n")
+    seconds = round(time.monotonic() - began)
+    record = here(steps=args.steps, device=args.device, seconds=seconds, runs=runs)
+    (args.out / "rounding.json").write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.record import BASELINES, Row, merge, show
+from bench.exact import FILES
+from bench.harness import BASELINES, Row, finish, parser_of
 from bench.shapes import SHAPES, random_model
 from lowroll import run
 from lowroll.config import from_mapping
@@ -83,21 +84,26 @@ def prove(args: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Steps of a run that have the same bits twice.")
-    parser.add_argument("--model", default="smollm2")
+    parser = parser_of(
+        __doc__,
+        out=BASELINES,
+        model="smollm2",
+        device="cpu",
+        env="records",
+        weights="int8_rotated",
+        steps=200,
+        full=False,
+    )
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--env", default="records")
-    parser.add_argument("--weights", default="int8_rotated")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         rows = prove(args, Path(folder))
-    print(merge("exact" if args.device == "cpu" else "exact-gpu", rows, args.out))
-    return 0 if show(f"rollout.exact ({time.monotonic() - began:.0f} s)", rows) else 1
+    file, title = (
+        FILES.get(args.device, "exact-gpu"),
+        f"rollout.exact ({time.monotonic() - began:.0f} s)",
+    )
+    return finish(title, file, rows, args.out)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ bench.pictures` draws them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -39,7 +38,7 @@ from urllib.request import urlopen
 import yaml
 
 from bench import fakes, vocabulary
-from bench.record import BASELINES, Row, merge
+from bench.harness import BASELINES, Row, merge, parser_of, resident
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.config.load import load
 from lowroll.runs.folder import CONFIG
@@ -225,11 +224,6 @@ class Process:
         """Of its first thread."""
         return _cpu_s(Path(f"/proc/{self.pid}/task/{self.pid}/stat"))
 
-    def peak_mb(self) -> float:
-        """Of resident memory, since it began."""
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
-
     def _children(self) -> list[int]:
         tasks = Path(f"/proc/{self.pid}/task").glob("*/children")
         below = [int(pid) for task in tasks for pid in task.read_text().split()]
@@ -346,7 +340,7 @@ def _look(process: Process, fleet: Fleet, learner: Learner) -> dict[str, float]:
         "own": process.cpu_s(),
         "main": process.main_s(),
         "scorers": process.cpu_s(children=True),
-        "peak": process.peak_mb(),
+        "peak": resident("VmHWM", process.pid) / 2**20,
         "step": learner.step,
     }
 
@@ -387,13 +381,12 @@ def name(work: str, count: int, quantity: str) -> str:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--engines", type=int, nargs="+", default=[2**i for i in range(10)])
+    engines = tuple(2**i for i in range(10))
+    p = parser_of(__doc__, out=BASELINES, engines=engines)
     p.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     p.add_argument("--seconds", type=float, default=20.0, help="that are measured")
     p.add_argument("--warm", type=float, default=10.0, help="seconds behind the second batch")
     p.add_argument("--processes", type=int, default=1, help="that the fakes share")
-    p.add_argument("--out", type=Path, default=BASELINES)
     args = p.parse_args()
     for label in args.works:
         for count in args.engines:

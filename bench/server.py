@@ -44,13 +44,12 @@ import torch
 from bench import vllm_worker, vocabulary
 from bench.decode import released
 from bench.engine import MODELS
-from bench.peer import Peer, PeerFailed, vllm_command, vllm_path
-from bench.record import BASELINES, Row, merge, show, speed_row
-from bench.roofline import kv_bytes_per_token, synchronize, weight_bytes
+from bench.harness import BASELINES, Results, Row, parser_of, say, speed_row, synchronize
+from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_path
+from bench.roofline import kv_bytes_per_token, weight_bytes
 from bench.served import Served
 from bench.shapes import SHAPES, random_model
-from bench.targets import aimed, over_vllm_server, reason, through_server
-from bench.turns import say
+from bench.targets import over_vllm_server, through_server
 from bench.vllm_server import VllmServer
 from lowroll import Engine, Request
 from lowroll.cli.serve import LOOKAHEAD, PROMPTS
@@ -544,39 +543,32 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
-    rows: list[Row] = []
     name = "server" if args.device.type == "cuda" else "server-cpu"
-
-    def store(new: list[Row], **settings: Any) -> None:
-        new = aimed(new)
-        rows.extend(new)
-        merge(name, new, args.out, rounds=args.rounds, **settings)
-
+    results = Results(name, args.out, rounds=args.rounds)
     if args.device.type == "cpu":
         torch.set_num_threads(args.threads)
     complete = True
     with tempfile.TemporaryDirectory(prefix="bench-server-") as temporary:
         for format in args.formats:
             with released():
-                complete &= measure(args, format, Path(temporary), store)
-    met = show("Our server", rows)
-    for row in rows:
-        if row.verdict == "missed" and not reason(row):
-            print(f"{row.name}: missed; its reason is to be written into bench/targets.py")
-    print(args.out / f"{name}.json")
-    return 0 if met and complete else 1
+                complete &= measure(args, format, Path(temporary), results.add)
+    return results.finish("Our server", complete)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Our server, on random weights.")
+    parser = parser_of(
+        __doc__,
+        out=BASELINES,
+        concurrency=[1, 16, 64, 256],
+        batches=[64, 256],
+        rounds=2,
+        device="auto",
+    )
+    add_options(parser, "vllm")
     models = [*SHAPES, "demo"]
     parser.add_argument("--model", default="qwen2.5-7b", choices=models, metavar="NAME")
     parser.add_argument("--formats", nargs="+", choices=formats(), metavar="NAME")
-    parser.add_argument("--concurrency", type=_numbers, default=[1, 16, 64, 256])
-    parser.add_argument("--batches", type=_numbers, default=[64, 256])
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
-    parser.add_argument("--peer", default="vllm", choices=("vllm", "none"))
     parser.add_argument("--client", default="vllm", choices=("vllm", "own"))
     parser.add_argument("--lookahead", type=int, help="steps; default: that of `lowroll serve`")
     parser.add_argument(
@@ -587,14 +579,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help='how prompts run; default: as in `lowroll serve`, e.g. {"max_prefill_tokens": 8192}',
     )
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
-    parser.add_argument(
-        "--vllm-python", help="the Python that has vLLM; default: LOWROLL_VLLM_PYTHON, or this one"
-    )
-    parser.add_argument(
-        "--vllm-path", help="the folder that vLLM is unpacked in; default: LOWROLL_VLLM_PATH"
-    )
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=BASELINES)
     args = parser.parse_args(argv)
     try:
         args.device = pick_device(args.device)
@@ -608,10 +592,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if "vllm" in args.parts and args.peer == "vllm" and unknown:
         parser.error(f"--formats: vLLM is not measured with {', '.join(unknown)}; --peer none")
     return args
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -32,11 +32,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from bench import curves
-from bench.curves import device_name, merged, placed, quiet, short, side_by_side, spread
-from bench.record import RESULTS, machine
+from bench.curves import SUMMED, device_name, placed, quiet, short, side_by_side, spread
+from bench.harness import RESULTS, machine, merged, parser_of, print_table
 from lowroll.config import RunConfig, from_mapping
 from lowroll.envs.chain import Chain
 from lowroll.runs.build import environments
@@ -302,14 +301,6 @@ def store(path: Path, about: Mapping[str, Any], runs: list[dict[str, Any]]) -> N
     path.write_text(json.dumps({**about, "runs": runs}) + "\n")
 
 
-def show(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
-    """The summary on the terminal."""
-    table = Table(*HEAD, title="mean over the seeds (smallest to largest)")
-    for row in summary(runs):
-        table.add_row(*row)
-    console.print(table)
-
-
 def measure(folder: Path, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """Make the runs that are missing. Returns all that stand in the file."""
     began, change = time.monotonic(), json.loads(args.change)
@@ -339,13 +330,10 @@ def measure(folder: Path, args: argparse.Namespace, console: Console) -> list[di
 
 def main() -> None:
     """Run every arm with every seed and store the curves."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = parser_of(__doc__, out=RESULTS, steps=40, seeds=3)
     parser.add_argument("--jobs", type=int, default=12, help="runs side by side")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--only", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, help="folder for models and logs; default: none stays")
     parser.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
     args = parser.parse_args()
@@ -354,7 +342,7 @@ def main() -> None:
         folder = args.work or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         runs = measure(folder, args, console)
-    show(console, runs)
+    print_table(HEAD, summary(runs), SUMMED)
 
 
 if __name__ == "__main__":

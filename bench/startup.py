@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from bench.record import Row
+from bench.harness import Row, in_new_process
 from bench.shapes import SHAPES, random_model
 from bench.targets import first_token
 from lowroll.model import hf
@@ -38,29 +36,11 @@ def rows(model: str, format: str, device: torch.device) -> list[Row]:
         del files
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        found = in_new_process(folder, format)
+        found = in_new_process("bench.decode", ["--first-token", folder, format], DEADLINE_S)
     return [
         Row(first_token(model, format), "s", found["first_token"]),
         Row(f"{model} {format}: imports before it", "s", found["imports"]),
     ]
-
-
-def in_new_process(folder: Path, format: str) -> dict[str, float]:
-    """What `report` prints. RuntimeError, with its last words, when it fails or takes longer than
-    the deadline."""
-    command = [sys.executable, "-m", "bench.decode", "--first-token", str(folder), format]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(
-            f"no first token within {DEADLINE_S:g} s of starting the process"
-        ) from None
-    if done.returncode:
-        raise RuntimeError(
-            f"the process ended with {done.returncode}: {done.stderr.strip()[-500:]}"
-        )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def report(folder: str, format: str) -> int:

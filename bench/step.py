@@ -19,7 +19,6 @@ trainer calls it.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
@@ -28,15 +27,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.record import Row, merge, settle, show
-from bench.roofline import synchronize
+from bench.harness import Results, Row, parser_of, seconds_of, settle, synchronize
 from bench.shapes import SHAPES, random_model
-from bench.targets import aimed, publishing
+from bench.targets import publishing
 from lowroll import Engine, Request
 from lowroll.advantages.group import grpo
 from lowroll.model import lora
@@ -249,14 +246,10 @@ def publish_rows(model: str, weights: str, device: torch.device, rounds: int = 9
     for name, run in ways.items():
         taken = []
         for version in range(1, rounds + 2):
-            synchronize(device)
-            began = time.perf_counter()
-            run(version)
-            synchronize(device)
-            taken.append(1e3 * (time.perf_counter() - began))
+            taken.append(1e3 * seconds_of(partial(run, version), device))
         rows.append(Row(name, "ms", statistics.median(taken[1:])))
     assert _places(engine.model) == places, "publication moved a storage"
-    return aimed(rows)
+    return rows
 
 
 def _places(model: Transformer) -> list[int]:
@@ -267,17 +260,12 @@ def _places(model: Transformer) -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="A whole RL step by the real parts, and publication alone."
-    )
+    parser = parser_of(__doc__, steps=3, device="auto")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="NAME")
-    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--publish", nargs="*", default=["qwen2.5-7b:fp8"], metavar="MODEL:FORMAT")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     device, out = settle(parser, args.device, args.out)
-    rows: list[Row] = []
+    results = Results("step", out, steps=args.steps)
     for pair in args.publish:
         name, _, weights = pair.partition(":")
         if name not in SHAPES or weights not in formats():
@@ -285,14 +273,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [partial(publish_rows, *pair.split(":"), device) for pair in args.publish]
     jobs += [partial(step_rows, CASES[name], device, args.steps) for name in args.cases]
     for job in jobs:
-        rows += (new := job())
-        merge("step", new, out, steps=args.steps)
+        results.add(job())
         gc.collect()  # an engine and its scheduler hold each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    met = show("A whole RL step", rows)
-    print(out / "step.json")
-    return 0 if met else 1
+    return results.finish("A whole RL step")
 
 
 if __name__ == "__main__":

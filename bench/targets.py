@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from bench.record import Goal, Row
+from bench.harness import Goal, Row
 from bench.work import APART, FILTERS, MACHETE, SAMPLINGS, Work
 
 Bounds = tuple[float | None, ...]

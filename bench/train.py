@@ -23,7 +23,6 @@ of its turns, so the memory of the other is never in its peak, and runs one step
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -31,19 +30,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.record import Row, merge, settle, show, speed_row
+from bench.harness import Row, finish, parser_of, settle, speed_row
+from bench.samples import batch_of
 from bench.shapes import SHAPES, random_model
 from lowroll.model import lora
 from lowroll.objectives.objective import select
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
-from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+from lowroll.types import Batch
 from lowroll.weights import aligned
 
 RANK, ALPHA, RATE = 16, 32.0, 1e-5
@@ -110,27 +109,9 @@ class Turn:
 def batch(job: Job) -> Batch:
     """Groups of 4 responses of `length` tokens to prompts of one, with advantages of both signs."""
     generator = torch.Generator().manual_seed(1)
-    samples = []
-    for i in range(job.rows):
-        first, *ids = torch.randint(
-            0, job.config["vocab_size"], (job.length + 1,), generator=generator
-        ).tolist()
-        rollout = Rollout(
-            ids, [-12.0] * len(ids), "length", BehaviorTag((PolicySpan(0, ""),), "bf16")
-        )
-        samples.append(
-            Sample(
-                Prompt(f"p{i // 4}", "bench", [{"role": "user", "content": ""}]),
-                [first],
-                rollout,
-                "",
-                Score(1.0),
-                advantage=1.0 if i % 2 else -1.0,
-                loss_mask=[1] * len(ids),
-                group=i // 4,
-            )
-        )
-    return Batch(1, samples, temperature=1.0)
+    vocab, size = job.config["vocab_size"], (job.length + 1,)
+    rows = [torch.randint(0, vocab, size, generator=generator).tolist() for _ in range(job.rows)]
+    return batch_of(rows, prompt=1, weights="bf16", group=4)
 
 
 def ours(job: Job) -> Callable[[], object]:
@@ -332,15 +313,12 @@ def low_bit(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The learner against transformers and PEFT.")
+    parser = parser_of(__doc__, rounds=3, no_peer=False)
     parser.add_argument("--models", default=",".join(JOBS), help=f"out of {', '.join(JOBS)}")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of a turn")
     parser.add_argument(
         "--checkpointing", help="ours, in the place of the default: all, or a share of the layers"
     )
-    parser.add_argument("--no-peer", action="store_true", help="ours in fp8 and dense alone")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[Row] = []
     for name in args.models.split(","):
@@ -356,9 +334,8 @@ def main() -> int:
             rows += ours_alone(job, args.rounds, args.steps, MUST_FP8[name])
         else:
             rows += compare(job, args.rounds, MUST[name], args.steps, MUST_FP8[name])
-    met = show("Training", rows)
-    print(merge("train", rows, args.out, rounds=args.rounds, steps=args.steps, length=2048))
-    return 0 if met else 1
+    settings = {"rounds": args.rounds, "steps": args.steps, "length": 2048}
+    return finish("Training", "train", rows, args.out, **settings)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ import torch
 import yaml
 
 from bench import vocabulary
+from bench.harness import BASELINES, Row, finish, parser_of
 from bench.instant import Child, started
-from bench.record import BASELINES, Row, merge, show
 from bench.scale import SPEC, TEMPLATE, Process, orchestrated
 from bench.shapes import SHAPES
 from lowroll.config.load import load
@@ -154,19 +154,14 @@ def steps(
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--batch", type=int, default=512)
-    p.add_argument("--tokens", type=int, default=384)
+    p = parser_of(__doc__, out=BASELINES, batch=512, tokens=384, steps=8)
     p.add_argument("--adapter", default="qwen2.5-1.5b", choices=SHAPES, help="of which model")
-    p.add_argument("--steps", type=int, default=8)
-    p.add_argument("--out", type=Path, default=BASELINES)
     args = p.parse_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         found = measure(args, Path(scratch))
     title = f"{args.batch} x {args.tokens} tokens, adapter of {args.adapter}"
     rows = [Row(f"{title}: {part}", "ms", 1e3 * seconds) for part, seconds in found.items()]
-    print(merge("turn", rows, args.out, steps=args.steps))
-    return 0 if show("A turn between roles", rows) else 1
+    return finish("A turn between roles", "turn", rows, args.out, steps=args.steps)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench import routing
-from bench.record import Row, speed_row
+from bench.harness import Row, interleave, say, seconds_of, speed_row
 from bench.rivals import fastest
-from bench.roofline import step_bytes, synchronize
+from bench.roofline import step_bytes
 from bench.shapes import SHAPES
 from bench.targets import (
     aimed,
@@ -53,14 +51,13 @@ class Ours:
     ) -> float:
         """Seconds of one call. asked: fields of the requests."""
         requests = [Request(ids, n=copies, seed=7, **asked) for ids in prompts]
-        synchronize(self.engine.model.device)
-        began = time.perf_counter()
-        self.groups = self.engine.generate(requests)
-        synchronize(self.engine.model.device)
-        seconds = time.perf_counter() - began
+        seconds = seconds_of(lambda: self._draw(requests), self.engine.model.device)
         made = {len(rollout.logprobs) for group in self.groups for rollout in group.rollouts}
         assert made == {new_tokens}, f"the engine made {made} tokens instead of {new_tokens}"
         return seconds
+
+    def _draw(self, requests: list[Request]) -> None:
+        self.groups = self.engine.generate(requests)
 
     def run(self, work: Work, seed: int) -> float:
         """Seconds of one call of a work."""
@@ -311,6 +308,26 @@ def _experts(case: Case, beside: bool) -> Row:
     )
 
 
-def say(text: str) -> None:
-    """For whoever watches."""
-    print(text, file=sys.stderr, flush=True)
+# -- two sides of ours -----------------------------------------------------------------------------
+
+
+def in_turns(
+    title: str,
+    tokens: int,
+    sides: Mapping[str, Callable[[int], object]],
+    rounds: int,
+    must: float | None = None,
+) -> Row:
+    """Return the row of the first of two sides over the second. Each is called with a seed that it
+    has not had, once to warm up and then in turns."""
+    seeds = {name: itertools.count() for name in sides}
+    calls = {name: lambda name=name: sides[name](next(seeds[name])) for name in sides}  # type: ignore[misc]
+    for run in calls.values():
+        run()
+    ours, peer = interleave(calls, rounds).values()
+    return speed_row(title, tokens, "tokens/s", ours, peer, must)
+
+
+def tokens_of(work: Work) -> int:
+    """The tokens whose speed a work is about: those of its prompts where nothing is shared."""
+    return work.batch * (work.prompt_tokens if work.is_apart else work.new_tokens)

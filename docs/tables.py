@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from bench.record import Row
+    from bench.harness import Row
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -273,8 +273,8 @@ def gpu() -> str:
 
 def gpus() -> str:
     """What the commands for two and more GPUs stored, a table a file, with the rows' notes."""
+    from bench.harness import Row
     from bench.learners import promised
-    from bench.record import Row
 
     found = [(name, _stored(name)) for name in ON_GPUS]
     lines = []
@@ -378,7 +378,7 @@ def _stored(name: str) -> dict[str, Any]:
 
 def _rows(record: Mapping[str, Any]) -> list[Row]:
     """What is stored, with what is demanded of it now."""
-    from bench.record import read_row
+    from bench.harness import read_row
     from bench.targets import aimed
 
     return aimed(map(read_row, record.get("rows", ())))

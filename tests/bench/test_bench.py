@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import engine as bench_engine
-from bench import learner, record
+from bench import harness, learner
 from bench.engine import MODELS, STOP, EndAtLength, Targets, Workload, compare, ours
 from lowroll import Engine
 from lowroll.model import initialize
@@ -110,26 +110,28 @@ def test_compare_at_tiny_sizes() -> None:
 
 def test_sides_take_turns() -> None:
     order: list[str] = []
-    seconds = record.interleave({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
+    seconds = harness.interleave(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3
+    )
     assert order == list("ababab") and [len(values) for values in seconds.values()] == [3, 3]
 
 
 def test_a_ratio_is_the_median_of_the_rounds() -> None:
-    row = record.speed_row("x", 12.0, "t/s", [1.0, 2.0, 4.0], [4.0, 2.0, 6.0], must=1.4)
+    row = harness.speed_row("x", 12.0, "t/s", [1.0, 2.0, 4.0], [4.0, 2.0, 6.0], must=1.4)
     assert (row.ours, row.peer, row.ratio, row.spread, row.met) == (6.0, 3.0, 1.5, (1.0, 4.0), True)
-    assert not record.speed_row("x", 12.0, "t/s", [1.0], [1.39], must=1.4).met
+    assert not harness.speed_row("x", 12.0, "t/s", [1.0], [1.39], must=1.4).met
 
 
 def test_what_is_missed_is_shown_and_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
-        record.Row("one", "t/s", 3, 2, 1.5, (1.4, 1.6), 1.5),
-        record.Row("two", "t/s", 3, 2, 1.5, (1, 2), 1.6),
+        harness.Row("one", "t/s", 3, 2, 1.5, (1.4, 1.6), 1.5),
+        harness.Row("two", "t/s", 3, 2, 1.5, (1, 2), 1.6),
     ]
-    assert record.show("title", rows[:1]) and not record.show("title", rows)
+    assert harness.show("title", rows[:1]) and not harness.show("title", rows)
     assert "1.6 NOT met" in capsys.readouterr().out
-    stored = json.loads(record.write("name", rows, tmp_path / "new", rounds=1).read_text())
+    stored = json.loads(harness.write("name", rows, tmp_path / "new", rounds=1).read_text())
     assert stored["rows"][1] == {
         "name": "two",
         "unit": "t/s",

@@ -20,8 +20,8 @@ import torch
 
 from bench import (
     decode,
+    harness,
     lengths,
-    record,
     rivals,
     roofline,
     routing,
@@ -33,8 +33,8 @@ from bench import (
     vllm_worker,
     work,
 )
+from bench.harness import Row
 from bench.peer import Peer, PeerFailed
-from bench.record import Row
 from bench.rivals import Setting
 from bench.shapes import SHAPES, random_model
 from bench.turns import OURS, OWN_PLAIN, Case, Found, Side, Times, measure
@@ -457,7 +457,7 @@ def small(tiny: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def stored(folder: Path) -> dict[str, Row]:
     rows = [
-        record.read_row(row) for row in json.loads((folder / "decode.json").read_text())["rows"]
+        harness.read_row(row) for row in json.loads((folder / "decode.json").read_text())["rows"]
     ]
     assert len({row.name for row in rows}) == len(rows)
     return {row.name: row for row in rows}
@@ -798,22 +798,22 @@ def test_random_weights_repeat() -> None:
 def test_rows_of_parts_are_merged_and_those_of_another_machine_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record.merge(
+    harness.merge(
         "decode", [Row("a", "s", 1.0), Row("b", "s", 2.0, 4.0, 2.0, (1.9, 2.1))], tmp_path, rounds=3
     )
-    record.merge("decode", [Row("a", "s", 5.0)], tmp_path, bandwidth=7.0)
+    harness.merge("decode", [Row("a", "s", 5.0)], tmp_path, bandwidth=7.0)
     rows = stored(tmp_path)
     assert rows["a"].ours == 5.0 and rows["b"].spread == (1.9, 2.1)
-    record.merge("order", [Row(f"m B={batch}", "s", 1.0) for batch in (256, 8, 64)], tmp_path)
+    harness.merge("order", [Row(f"m B={batch}", "s", 1.0) for batch in (256, 8, 64)], tmp_path)
     names = [row["name"] for row in json.loads((tmp_path / "order.json").read_text())["rows"]]
     assert names == ["m B=8", "m B=64", "m B=256"]
     assert json.loads((tmp_path / "decode.json").read_text())["settings"] == {
         "rounds": 3,
         "bandwidth": 7.0,
     }
-    before = record.machine()
-    monkeypatch.setattr(record, "machine", lambda: {**before, "gpu": "another"})
-    record.merge("decode", [Row("c", "s", 1.0)], tmp_path)
+    before = harness.machine()
+    monkeypatch.setattr(harness, "machine", lambda: {**before, "gpu": "another"})
+    harness.merge("decode", [Row("c", "s", 1.0)], tmp_path)
     assert set(stored(tmp_path)) == {"c"}
 
 
@@ -878,8 +878,8 @@ def test_the_table_of_targets_says_what_was_missed_and_why(
         },
     )
     folder = tmp_path / "bench" / "baselines"
-    record.merge("decode", targets.aimed(rows), folder, vllm="0.24.0")
-    record.merge(
+    harness.merge("decode", targets.aimed(rows), folder, vllm="0.24.0")
+    harness.merge(
         "train",
         [
             Row("learner, memory", "GB", 5.0, 10.0, 0.5, None, 0.6, 0.4, "ratio at most"),
@@ -887,7 +887,7 @@ def test_the_table_of_targets_says_what_was_missed_and_why(
         ],
         folder,
     )
-    record.merge(
+    harness.merge(
         "decode",
         [
             Row(

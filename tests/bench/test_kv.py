@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import kv, record, targets
+from bench import harness, kv, targets
+from bench.harness import Row
 from bench.kv import CACHES, Cache, Measured, Memory, spread
 from bench.placed import Compacting, Placed
-from bench.record import Row
 from bench.shapes import SHAPES, random_model
 from lowroll import Engine
 from lowroll.kv.policy.base import CachePolicy
@@ -191,7 +191,7 @@ def run(folder: Path, *words: str) -> tuple[dict[str, Row], int]:
     fixed = ["--model", "tiny", "--weights", "bf16", "--contexts", "64,128", "--batches", "2,40"]
     code = kv.main([*fixed, "--rounds", "1", "--device", "cpu", "--out", str(folder), *words])
     stored = json.loads((folder / "kv.json").read_text())
-    return {row["name"]: record.read_row(row) for row in stored["rows"]}, code
+    return {row["name"]: harness.read_row(row) for row in stored["rows"]}, code
 
 
 @pytest.mark.slow

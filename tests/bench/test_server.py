@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bench import load, server, targets, vllm_load, vocabulary
+from bench.harness import Row
 from bench.peer import Peer, PeerFailed
-from bench.record import Row
 from bench.server import Seen
 from bench.shapes import SHAPES
 from bench.vllm_server import VllmServer, arguments, environment

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import curves, formats, pictures
-from bench.record import RESULTS
+from bench.harness import RESULTS
 from lowroll.model import initialize
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer

@@ -1,4 +1,4 @@
-"""How a measurement is taken, shown and kept.
+"""What all commands share: their options, turns and clocks, rows, and how rows are shown and kept.
 
 A ratio counts only when both sides ran in turns in one process tree on one machine: `interleave`
 runs A B A B ..., so that a slow minute of the machine hits both. The speed of a side is the median
@@ -15,9 +15,10 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -130,6 +131,112 @@ def speed_row(
     )
 
 
+# -- clocks and processes --------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; at once on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call; the device is waited for before and after it."""
+    synchronize(device)
+    began = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def say(text: str) -> None:
+    """Tell whoever watches."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def resident(field: str, pid: int | str = "self") -> int:
+    """Return the bytes of a memory field of /proc/PID/status, such as VmHWM."""
+    lines = _lines(f"/proc/{pid}/status")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def in_new_process(module: str, words: Sequence[object], deadline_s: float) -> dict[str, Any]:
+    """Run a command and return the JSON of the last line that it prints. RuntimeError, with its last
+    words, when it fails or takes longer than the deadline."""
+    command = [sys.executable, "-m", module, *map(str, words)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{module} did not end within {deadline_s:g} s") from None
+    if done.returncode:
+        raise RuntimeError(f"{module} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def parser_of(
+    about: str | None, *, out: Path | None = None, **defaults: Any
+) -> argparse.ArgumentParser:
+    """Return a parser with --out and an option for each default.
+
+    An option has the type of its default: False is a switch, a list is numbers with commas between
+    them, and a tuple is words. about: the docstring of the command, whose beginning is shown.
+    """
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=out)
+    for name, default in defaults.items():
+        options: dict[str, Any] = {"type": type(default), "default": default}
+        if default is False:
+            options = {"action": "store_true"}
+        elif isinstance(default, list):
+            options["type"] = numbers
+        elif isinstance(default, tuple):
+            options |= {"type": type(default[0]), "nargs": "+"}
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
+    return parser
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers of a text with commas between them."""
+    return [int(number) for number in text.split(",")]
+
+
+def settle(
+    parser: argparse.ArgumentParser, device: str | torch.device, out: Path | None
+) -> tuple[torch.device, Path]:
+    """Return where a command of `make bench-gpu` runs and writes: by default, into the baselines,
+    which are a GPU's.
+
+    The parser ends the command with one line when there is no such device, or a CPU would write
+    there.
+    """
+    try:
+        place = pick_device(device)
+    except ValueError as error:
+        parser.error(str(error))
+    if out is None and place.type != "cuda":
+        parser.error(
+            f"--out: {BASELINES} holds the rows of a GPU and this run is on {place.type}; name "
+            f"another folder"
+        )
+    return place, out or BASELINES
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the leaves of `change` in place of its own."""
+    out = dict(base)
+    for key, value in change.items():
+        nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+        out[key] = merged(out[key], value) if nested else value
+    return out
+
+
+# -- what is stored --------------------------------------------------------------------------------
+
+
 def machine() -> dict[str, Any]:
     """What the numbers depend on: processor, GPU, memory, threads, versions, and how busy the
     machine was."""
@@ -165,37 +272,16 @@ def _first(path: str, key: str) -> str | None:
     )
 
 
-def settle(
-    parser: argparse.ArgumentParser, device: str | torch.device, out: Path | None
-) -> tuple[torch.device, Path]:
-    """Where a command of `make bench-gpu` runs and writes: by default, into the baselines, which
-    are a GPU's.
-
-    The parser ends the command with one line when there is no such device, or a CPU would write
-    there.
-    """
-    try:
-        place = pick_device(device)
-    except ValueError as error:
-        parser.error(str(error))
-    if out is None and place.type != "cuda":
-        parser.error(
-            f"--out: {BASELINES} holds the rows of a GPU and this run is on {place.type}; name "
-            f"another folder"
-        )
-    return place, out or BASELINES
+def here(**found: Any) -> dict[str, Any]:
+    """Return what was found, with the date and the machine."""
+    return {"date": date.today().isoformat(), "machine": machine(), **found}
 
 
 def write(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
     """Store the rows with machine, date and settings as `folder/name.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    record = {
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "settings": settings,
-        "rows": [asdict(row) for row in rows],
-    }
+    record = here(settings=settings, rows=[asdict(row) for row in rows])
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 
@@ -211,13 +297,13 @@ def merge(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        path, here, mine = folder / f"{name}.json", machine(), {row.name for row in rows}
+        path, own, mine = folder / f"{name}.json", machine(), {row.name for row in rows}
         before = (
             json.loads(path.read_text())
             if path.is_file()
-            else {"machine": here, "settings": {}, "rows": []}
+            else {"machine": own, "settings": {}, "rows": []}
         )
-        if any(before["machine"].get(key) != here.get(key) for key in KIND):
+        if any(before["machine"].get(key) != own.get(key) for key in KIND):
             print(f"{path}: rows of another machine or version are left out", file=sys.stderr)
             before = {"settings": {}, "rows": []}
         kept = [read_row(row) for row in before["rows"] if row["name"] not in mine]
@@ -265,6 +351,63 @@ def show(title: str, rows: list[Row]) -> bool:
         if row.note:
             console.print(f"{row.name}: {row.note}", highlight=False)
     return all(row.met for row in rows)
+
+
+def finish(
+    title: str,
+    name: str,
+    rows: list[Row],
+    folder: Path,
+    store: Callable[..., Path] = merge,
+    **settings: Any,
+) -> int:
+    """Show rows and store them; return the command's status, 0 where all reach what they must."""
+    met = show(title, rows)
+    print(store(name, rows, folder, **settings))
+    return 0 if met else 1
+
+
+class Results:
+    """The rows of a command, stored as they are measured, so that a stopped one keeps what it has.
+
+    settings: what is stored beside them. Rows have what their targets (`bench.targets`) demand.
+    """
+
+    def __init__(self, name: str, folder: Path, **settings: Any) -> None:
+        self.name, self.folder, self.settings = name, folder, settings
+        self.rows: dict[str, Row] = {}
+
+    def add(self, rows: Iterable[Row], **settings: Any) -> None:
+        """Store more rows."""
+        from bench.targets import aimed
+
+        new = aimed(rows)
+        self.rows |= {row.name: row for row in new}
+        merge(self.name, new, self.folder, **self.settings, **settings)
+
+    def finish(self, title: str, complete: bool = True) -> int:
+        """Show all rows, and name those that miss their target for no known reason; return the
+        command's status."""
+        from bench.targets import TARGETS, reason
+
+        rows = list(self.rows.values())
+        met = show(title, rows)
+        named = {name for target in TARGETS for name in target.rows}
+        for row in rows:
+            if row.name in named and row.verdict == "missed" and not reason(row):
+                print(f"{row.name}: missed; its reason is to be written into bench/targets.py")
+        print(self.folder / f"{self.name}.json")
+        return 0 if met and complete else 1
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+    """Print cells under a head."""
+    table = Table(*head, title=title or None)
+    for cells in rows:
+        table.add_row(*cells)
+    console = Console()
+    console.width = max(console.width, 150)
+    console.print(table)
 
 
 def number(value: float | None) -> str:

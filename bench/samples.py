@@ -1,0 +1,38 @@
+"""Batches for learners that are measured: made-up rollouts in groups, half of them good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+
+
+def batch_of(
+    sequences: Iterable[Sequence[int]],
+    prompt: int,
+    weights: str,
+    group: int,
+    log_prob: float = -12.0,
+    step: int = 1,
+) -> Batch:
+    """Return sequences as samples of a batch, with advantages of both signs in each group.
+
+    prompt: tokens of each sequence that are its prompt; weights: the format they were drawn with.
+    """
+    samples = []
+    for i, ids in enumerate(sequences):
+        response = list(ids[prompt:])
+        tag = BehaviorTag((PolicySpan(0, ""),), weights)
+        samples.append(
+            Sample(
+                Prompt(f"p{i // group}", "bench", [{"role": "user", "content": ""}]),
+                list(ids[:prompt]),
+                Rollout(response, [log_prob] * len(response), "length", tag),
+                "",
+                Score(1.0),
+                advantage=1.0 if i % 2 else -1.0,
+                loss_mask=[1] * len(response),
+                group=i // group,
+            )
+        )
+    return Batch(step, samples, temperature=1.0)
