@@ -15,6 +15,7 @@ writes `curves.json` (every curve of every run, the machine and the settings) in
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import shutil
@@ -25,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench.harness import RESULTS, machine, merged, parser_of, print_table
+from bench.harness import RESULTS, here, merged, parser_of, print_table
 from lowroll.config import RunConfig, from_mapping
 from lowroll.runs.demo import CONFIG as DEMO
 from lowroll.runs.demo import build_model, reward_of
@@ -126,19 +126,22 @@ def settings(
     variant: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
 ) -> RunConfig:
     """The run of a variant and a seed, as a user's YAML file would say it."""
-    place = placed(variant, seed, steps, folder, device)
-    return from_mapping(merged(merged(merged(SETTINGS, change), VARIANTS[variant]), place))
+    tree = merged(merged(SETTINGS, change), VARIANTS[variant])
+    return placed(tree, variant, seed, steps, folder, device)
 
 
-def placed(name: str, seed: int, steps: int, folder: Path, device: str) -> dict[str, Any]:
-    """What a run's own name, seed and place add to its settings."""
-    return {
+def placed(
+    tree: Mapping[str, Any], name: str, seed: int, steps: int, folder: Path, device: str
+) -> RunConfig:
+    """Settings with a run's own name, seed and place."""
+    place = {
         "model": str(folder / "model"),
         "output_dir": str(folder / f"{name.replace(' ', '-')}-{seed}"),
         "seed": seed,
         "device": device,
         "train": {"max_steps": steps},
     }
+    return from_mapping(merged(tree, place))
 
 
 def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, float]:
@@ -170,30 +173,31 @@ def train(
     change: Mapping[str, Any],
 ) -> dict[str, Any]:
     """One run, in a process of its own. Returns its curves and what its final model reaches."""
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(gpu)
     began = time.monotonic()
     cfg = settings(variant, seed, steps, folder, device, change)
-    with quiet(folder / f"{Path(cfg.output_dir).name}.log"):
+    with alone(gpu, cfg):
         result = run(cfg)
         after = rewards(cfg, result.folder / "final")
     curves = {name: [short(record.get(name)) for record in result.records] for name in CURVES}
     shutil.rmtree(result.folder)
-    return {
-        "variant": variant,
-        "seed": seed,
-        "seconds": round(time.monotonic() - began, 1),
-        "after": after,
-        "curves": curves,
-    }
+    return made(variant, seed, began, after=after, curves=curves)
 
 
 @contextmanager
-def quiet(path: Path) -> Iterator[None]:
-    """What is printed goes to this file."""
-    with path.open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        yield
+def alone(gpu: int, cfg: RunConfig) -> Iterator[None]:
+    """One thread and one GPU for this process; what is printed goes to a file beside the run."""
+    torch.set_num_threads(1)
+    if cfg.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(gpu)
+    folder = Path(cfg.output_dir)
+    with folder.with_name(f"{folder.name}.log").open("w") as log:
+        with redirect_stdout(log), redirect_stderr(log):
+            yield
+
+
+def made(name: str, seed: int, began: float, **found: Any) -> dict[str, Any]:
+    """What is stored of a run."""
+    return {"variant": name, "seed": seed, "seconds": round(time.monotonic() - began, 1), **found}
 
 
 def short(value: object) -> float | None:
@@ -244,27 +248,14 @@ def spread(values: Sequence[float]) -> str:
 
 def main() -> None:
     """Run every variant with every seed and store the curves."""
-    parser = parser_of(__doc__, out=RESULTS, steps=150, seeds=3)
-    parser.add_argument("--jobs", type=int, default=8, help="runs side by side")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument(
-        "--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME"
-    )
-    parser.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
-    args = parser.parse_args()
+    args = options(__doc__, VARIANTS, steps=150, jobs=8).parse_args()
     console, began, runs, change = Console(width=120), time.monotonic(), [], json.loads(args.change)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         before = warm_started(folder, args.device, change)
         console.print(f"warm start: {before} in {time.monotonic() - began:.0f} s")
         work = partial(train, steps=args.steps, folder=folder, device=args.device, change=change)
-        about = {
-            "date": date.today().isoformat(),
-            "machine": {**machine(), "device": device_name(args.device)},
-            "steps": args.steps,
-            "settings": merged(SETTINGS, change),
-            "before": before,
-        }
+        about = about_runs(args, merged(SETTINGS, change)) | {"before": before}
         jobs = [(name, seed) for seed in range(args.seeds) for name in args.only]
         for last in side_by_side(work, jobs, args.jobs):
             runs.append(last)
@@ -272,9 +263,8 @@ def main() -> None:
                 f"{len(runs)} of {len(jobs)}: {last['variant']}, seed {last['seed']}, "
                 f"{last['seconds']} s, {last['after']}"
             )
-            store(
-                args.out, about, runs, time.monotonic() - began
-            )  # a stopped command keeps what it has
+            seconds = round(time.monotonic() - began)
+            store(args.out / "curves.json", about | {"seconds": seconds}, runs, VARIANTS)
     print_table(HEAD, summary(runs), SUMMED)
     console.print(f"{args.out / 'curves.json'}, {time.monotonic() - began:.0f} s")
 
@@ -298,13 +288,33 @@ def side_by_side(
         raise failed[0]
 
 
-def store(folder: Path, about: dict[str, Any], runs: list[dict[str, Any]], seconds: float) -> None:
-    """Write the finished runs as `folder/curves.json`, sorted by variant and seed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    runs.sort(key=lambda one: (list(VARIANTS).index(one["variant"]), one["seed"]))
-    (folder / "curves.json").write_text(
-        json.dumps({**about, "seconds": round(seconds), "runs": runs}) + "\n"
+def options(
+    doc: str | None, names: Sequence[str] | Mapping[str, Any], steps: int, jobs: int
+) -> argparse.ArgumentParser:
+    """The options of an experiment of many runs."""
+    parser = parser_of(doc, out=RESULTS, steps=steps, seeds=3)
+    parser.add_argument("--jobs", type=int, default=jobs, help="runs side by side")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument(
+        "--only", nargs="+", default=list(names), choices=list(names), metavar="NAME"
     )
+    parser.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
+    return parser
+
+
+def about_runs(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is stored beside the runs of an experiment."""
+    about = here(steps=args.steps, settings=settings)
+    return about | {"machine": {**about["machine"], "device": device_name(args.device)}}
+
+
+def store(
+    path: Path, about: Mapping[str, Any], runs: list[dict[str, Any]], order: Mapping[str, Any]
+) -> None:
+    """Write the finished runs, sorted by name and seed, so that a stopped command keeps them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    runs.sort(key=lambda one: (list(order).index(one["variant"]), one["seed"]))
+    path.write_text(json.dumps({**about, "runs": runs}) + "\n")
 
 
 def device_name(asked: str) -> str:

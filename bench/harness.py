@@ -18,7 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -172,6 +173,21 @@ def in_new_process(module: str, words: Sequence[object], deadline_s: float) -> d
         raise RuntimeError(f"{module} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+@contextmanager
+def running(
+    module: str, *words: object, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A command whose lines can be read and which can be sent some; killed at the end."""
+    command = [sys.executable, "-m", module, *map(str, words)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60.0)
 
 
 # -- options ---------------------------------------------------------------------------------------

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from bench import vocabulary
+from bench.harness import running
 from bench.served import Served
 from lowroll.engine.base import Capabilities, EngineStats, InFlight, PartialSample
 from lowroll.engine.request import sampler_settings, validate
@@ -114,26 +113,12 @@ class Instant:
         )  # fmt: skip
 
 
-@dataclass
-class Child:
-    """The server in a process of its own."""
-
-    process: subprocess.Popen[str]
-    url: str
-
-
 @contextmanager
-def started(*words: str) -> Iterator[Child]:
-    """A child, once it listens; killed at the end."""
-    command = [sys.executable, "-m", "bench.instant", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield Child(process, process.stdout.readline().strip())
-    finally:
-        process.kill()
-        process.wait(20.0)
-        process.stdout.close()
+def started(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The server in a process of its own, once it listens, and its address."""
+    with running("bench.instant", *words) as process:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
 
 
 def main() -> None:

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,11 +28,13 @@ from typing import Any
 import torch
 
 from bench.harness import Row, finish, resident, speed_row
+from bench.peer import Peer
 
 BOUND = 4.0  # GB that the run may take
 RANK, ALPHA = 16, 32.0
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 4
+STEP_S = 3600.0  # of one step, or of the start
 TRIED_ROWS = 4  # of a trial of the peer's settings
 MUST = 1.5  # tokens a second over the peer's
 # (sequences of a micro-batch, gradient checkpointing, attention)
@@ -102,7 +102,7 @@ def peer(args: argparse.Namespace) -> tuple[Step, str]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    number, again, attention = json.loads(args.setting)
+    number, again, attention = args.setting
     model: Any = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=getattr(torch, args.dtype), attn_implementation=attention
     )
@@ -137,8 +137,10 @@ def peer(args: argparse.Namespace) -> tuple[Step, str]:
     return step, told.lower()
 
 
-def serve(args: argparse.Namespace) -> None:
-    """Make a step for every line that comes, and say what it took."""
+def serve() -> None:
+    """Make a step for every line that comes, and say what it took. The first line has the options."""
+    args = argparse.Namespace(**json.loads(sys.stdin.readline()))
+    torch.set_num_threads(args.threads)
     step, told = (ours if args.side == "ours" else peer)(args)
     print(json.dumps({"told": told}), flush=True)
     for _ in sys.stdin:
@@ -152,43 +154,25 @@ def serve(args: argparse.Namespace) -> None:
         print(json.dumps(found), flush=True)
 
 
-class Side:
+class Side(Peer):
     """A process that makes steps when it is asked to."""
 
-    def __init__(self, stack: ExitStack, args: argparse.Namespace, **more: Any) -> None:
-        self.log = stack.enter_context(tempfile.TemporaryFile("w+"))
-        words = [sys.executable, "-m", "bench.learner"]
-        named = {**vars(args), **more}
-        for key in ("model", "rows", "length", "prompt", "threads", "dtype", "weights"):
-            words += [f"--{key}", str(named[key])]
-        words += ["--sizes", json.dumps(args.sizes), "--contestant", named["side"]]
-        words += ["--setting", json.dumps(named.get("setting"))]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
-        self.process: Any = subprocess.Popen(words, text=True, **pipes)  # type: ignore[call-overload]
-        stack.callback(self.process.wait, 60)
-        stack.callback(self.process.kill)
-        self.told: str = self._line()["told"]
+    def __init__(self, args: argparse.Namespace, side: str, **more: Any) -> None:
+        keys = ("model", "rows", "length", "prompt", "threads", "dtype", "weights", "sizes")
+        settings = {key: getattr(args, key) for key in keys} | {"side": side, **more}
+        command = [sys.executable, "-m", "bench.laptop"]
+        super().__init__(settings | {"model": str(args.model)}, command, start_s=STEP_S)
+        self.told: str = self.ready["told"]
 
     def step(self) -> dict[str, float]:
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
-        return self._line()
-
-    def _line(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
-        if not line:
-            self.log.seek(0)
-            raise RuntimeError(f"a side ended: {self.log.read().strip()[-500:]}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return self.ask({}, "a step", STEP_S)
 
 
 def best_setting(args: argparse.Namespace) -> tuple[int, bool, str]:
     """The peer's fastest setting within `--bound`, by seconds of the processor."""
     found = {}
     for setting in PEER_SETTINGS:
-        with ExitStack() as stack:
-            side = Side(stack, args, side="peer", setting=setting, rows=TRIED_ROWS)
+        with Side(args, "peer", setting=setting, rows=TRIED_ROWS) as side:
             side.step()
             found[setting] = side.step()
             print(f"peer, {side.told}: {found[setting]}", file=sys.stderr)
@@ -202,8 +186,8 @@ def measure(args: argparse.Namespace) -> int:
     tokens = args.rows * args.length
     with ExitStack() as stack:
         sides = {
-            "ours": Side(stack, args, side="ours"),
-            "peer": Side(stack, args, side="peer", setting=setting),
+            "ours": stack.enter_context(Side(args, "ours")),
+            "peer": stack.enter_context(Side(args, "peer", setting=setting)),
         }
         taken: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
         for turn in range(args.rounds + args.warm):
@@ -237,3 +221,7 @@ def measure(args: argparse.Namespace) -> int:
     ]
     settings = {"threads": args.threads, "rounds": args.rounds}
     return finish("A laptop's learner", "laptop", rows, args.out, **settings)
+
+
+if __name__ == "__main__":
+    serve()

@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -100,7 +100,7 @@ def step(model: Transformer, optimizer: Optimizer, log_probs: LogProbs, tokens: 
     return objective.item()
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, out=BASELINES, tokens=8192, vocab=150_000, hidden=128, threads=2)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     real = parser.add_argument_group("a real model, against PEFT")
@@ -115,13 +115,8 @@ def main() -> int:
     real.add_argument("--weights", default="int8", help="the base's format, ours")
     real.add_argument("--sizes", type=json.loads, default={}, help="of `train:`, as JSON")
     real.add_argument("--setting", help="the peer's, as JSON: [rows, checkpointing, attention]")
-    real.add_argument("--contestant", choices=("ours", "peer"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    if args.contestant:
-        args.side = args.contestant
-        laptop.serve(args)
-        return 0
     if args.model:
         return laptop.measure(args)
     if args.side:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.harness import running
 from lowroll.engine.native import NativeEngine
 from lowroll.server.shelf import WeightShelf, read_again
 from lowroll.types import Request
@@ -43,11 +43,10 @@ class Reader:
     """Such an engine, used in a `with`. RuntimeError where it ends instead of answering."""
 
     def __init__(self, folder: Path, shelf: Path, format: str, device: str) -> None:
-        command = [sys.executable, "-m", "bench.reader", str(folder), str(shelf), format, device]
-        pipe = subprocess.PIPE
-        self.child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self._running = running("bench.reader", folder, shelf, format, device)
 
     def __enter__(self) -> Reader:
+        self._child = self._running.__enter__()
         return self
 
     def ready(self) -> None:
@@ -57,9 +56,9 @@ class Reader:
 
     def ask(self, version: int) -> None:
         """Have it take a version."""
-        assert self.child.stdin is not None
-        self.child.stdin.write(f"step_{version}\n")
-        self.child.stdin.flush()
+        assert self._child.stdin is not None
+        self._child.stdin.write(f"step_{version}\n")
+        self._child.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
         """Return the digest of what it holds."""
@@ -69,12 +68,11 @@ class Reader:
         return said
 
     def _line(self) -> str:
-        assert self.child.stdout is not None
-        return self.child.stdout.readline()
+        assert self._child.stdout is not None
+        return self._child.stdout.readline()
 
-    def __exit__(self, *_: object) -> None:
-        self.child.kill()
-        self.child.communicate(timeout=60)
+    def __exit__(self, *error: Any) -> None:
+        self._running.__exit__(*error)
 
 
 def main() -> None:

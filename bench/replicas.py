@@ -20,12 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Row, interleave, merge, parser_of, show, speed_row
+from bench.harness import Row, interleave, merge, parser_of, running, show, speed_row
 from bench.roles import folder
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.types import Request
@@ -37,28 +37,15 @@ START_S = 900.0
 DRAWN_S = 3600.0  # of one round
 
 
-@contextmanager
-def serving(args: argparse.Namespace, gpu: int) -> Iterator[subprocess.Popen[str]]:
+def serving(args: argparse.Namespace, gpu: int) -> AbstractContextManager[subprocess.Popen[str]]:
     """`lowroll serve` on a GPU; killed at the end."""
-    command = [sys.executable, "-m", "lowroll", "serve", args.model, "--port", "0"]
-    command += ["--weights", args.weights, "--cache-tokens", str(args.cache)]
-    command += [
-        "--max-batch",
-        str(args.batch),
-        "--admin-token-env",
-        ADMIN,
-        "--max-requests",
-        "8192",
-    ]
-    command += ["--device", "cpu" if args.cpu else "cuda"]
+    words = ["serve", args.model, "--port", 0, "--weights", args.weights]
+    words += ["--cache-tokens", args.cache, "--max-batch", args.batch]
+    words += ["--admin-token-env", ADMIN, "--max-requests", 8192]
+    words += ["--device", "cpu" if args.cpu else "cuda"]
     env = os.environ | {ADMIN: TOKEN}
     env |= {"OMP_NUM_THREADS": "1"} if args.cpu else {"CUDA_VISIBLE_DEVICES": devices()[gpu]}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(30.0)
+    return running("lowroll", *words, env=env)
 
 
 def devices() -> list[str]:

@@ -38,7 +38,7 @@ from urllib.request import urlopen
 import yaml
 
 from bench import fakes, vocabulary
-from bench.harness import BASELINES, Row, merge, parser_of, resident
+from bench.harness import BASELINES, Row, merge, parser_of, resident, running
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.config.load import load
 from lowroll.runs.folder import CONFIG
@@ -263,12 +263,9 @@ def started(
         bases = []
         for share in shares:
             words = ["--rows", work.rows, "--slow", work.slow, "--median", work.median]
-            command = [sys.executable, "-m", "bench.fakes", share, weights, *words]
-            child = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE)
-            stack.callback(child.wait, 30.0)
-            stack.callback(child.kill)
+            child = stack.enter_context(running("bench.fakes", share, weights, *words))
             assert child.stdout is not None
-            bases.append(child.stdout.readline().decode().strip())
+            bases.append(child.stdout.readline().strip())
         urls = [
             f"{base}/{i}" for base, share in zip(bases, shares, strict=True) for i in range(share)
         ]

@@ -298,8 +298,7 @@ def beside_vllm(
     with ExitStack() as stack:
         measure, client = own_client(ours), "our own client"
         if args.client == "vllm" and len(servers) == 2:
-            worker = str(Path(__file__).with_name("vllm_load.py"))
-            command = [*vllm_command(args.vllm_python)[:-1], worker]
+            command = [*vllm_command(args.vllm_python), "clients"]
             peer = stack.enter_context(Peer({}, command, vllm_path(args.vllm_path)))
             measure, client = vllm_client(ours, peer), "vllm bench serve"
         for concurrency in args.concurrency:

@@ -24,19 +24,28 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from bench import curves
-from bench.curves import SUMMED, device_name, placed, quiet, short, side_by_side, spread
-from bench.harness import RESULTS, machine, merged, parser_of, print_table
-from lowroll.config import RunConfig, from_mapping
+from bench.curves import (
+    SUMMED,
+    about_runs,
+    alone,
+    made,
+    options,
+    placed,
+    short,
+    side_by_side,
+    spread,
+    store,
+)
+from bench.harness import merged, print_table
+from lowroll.config import RunConfig
 from lowroll.envs.chain import Chain
 from lowroll.runs.build import environments
 from lowroll.runs.demo import build_model, reward_of
@@ -144,8 +153,8 @@ def settings(
     arm: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
 ) -> RunConfig:
     """The run of an arm and a seed, as a user's YAML file would say it."""
-    place = placed(arm, seed, steps, folder, device)
-    return from_mapping(merged(merged(merged(SETTINGS, change), ARMS[arm]), place))
+    tree = merged(merged(SETTINGS, change), ARMS[arm])
+    return placed(tree, arm, seed, steps, folder, device)
 
 
 def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[str, float]:
@@ -199,13 +208,10 @@ def train(
 ) -> dict[str, Any]:
     """One run, in a process of its own. Returns its curves and what the model reaches before and
     after, with a dense cache and with the arm's own."""
-    torch.set_num_threads(1)
-    if device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(gpu)
     began = time.monotonic()
     cfg = settings(arm, seed, steps, folder, device, change)
     dense = settings("dense", seed, steps, folder, device, change)
-    with quiet(folder / f"{Path(cfg.output_dir).name}.log"):
+    with alone(gpu, cfg):
         before = reward_of(cfg, folder / "model", "dense", count=HELD_OUT)
         result = run(cfg, overwrite=True)
         after = {
@@ -213,14 +219,8 @@ def train(
             "greedy": reward_of(dense, result.folder / "final", "dense", 0.0, HELD_OUT),
             "own": reward_of(cfg, result.folder / "final", "dense", count=HELD_OUT),
         }
-    return {
-        "variant": arm,
-        "seed": seed,
-        "seconds": round(time.monotonic() - began, 1),
-        "before": {"own": before},
-        "after": after,
-        "curves": recorded(result.records),
-    }
+    curves = recorded(result.records)
+    return made(arm, seed, began, before={"own": before}, after=after, curves=curves)
 
 
 def recorded(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
@@ -294,25 +294,13 @@ def stored(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [one for one in record["runs"] if same and one["arm"] == ARMS.get(one["variant"])]
 
 
-def store(path: Path, about: Mapping[str, Any], runs: list[dict[str, Any]]) -> None:
-    """Write the finished runs, sorted by arm and seed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    runs.sort(key=lambda one: (list(ARMS).index(one["variant"]), one["seed"]))
-    path.write_text(json.dumps({**about, "runs": runs}) + "\n")
-
-
 def measure(folder: Path, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """Make the runs that are missing. Returns all that stand in the file."""
     began, change = time.monotonic(), json.loads(args.change)
     path = args.out / "sparse.json"
     before = warm_started(folder, args.device, change)
     console.print(f"warm start: {before}, {time.monotonic() - began:.0f} s")
-    about = {
-        "date": date.today().isoformat(),
-        "machine": {**machine(), "device": device_name(args.device)},
-        "steps": args.steps,
-        "settings": merged(SETTINGS, change),
-    }
+    about = about_runs(args, merged(SETTINGS, change))
     runs = stored(path, about)
     have = {(one["variant"], one["seed"]) for one in runs}
     wanted = [(arm, seed) for seed in range(args.seeds) for arm in args.only]
@@ -320,7 +308,7 @@ def measure(folder: Path, args: argparse.Namespace, console: Console) -> list[di
     work = partial(train, steps=args.steps, folder=folder, device=args.device, change=change)
     for last in side_by_side(work, jobs, args.jobs):
         runs.append({**last, "arm": ARMS[last["variant"]], "warm_start": before})
-        store(path, about, runs)  # a stopped command keeps what it has
+        store(path, about, runs, ARMS)
         console.print(
             f"{len(runs)}: {last['variant']}, seed {last['seed']}, {last['seconds']} s, "
             f"{last['after']}, after {time.monotonic() - began:.0f} s"
@@ -330,12 +318,8 @@ def measure(folder: Path, args: argparse.Namespace, console: Console) -> list[di
 
 def main() -> None:
     """Run every arm with every seed and store the curves."""
-    parser = parser_of(__doc__, out=RESULTS, steps=40, seeds=3)
-    parser.add_argument("--jobs", type=int, default=12, help="runs side by side")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--only", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
+    parser = options(__doc__, ARMS, steps=40, jobs=12)
     parser.add_argument("--work", type=Path, help="folder for models and logs; default: none stays")
-    parser.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
     args = parser.parse_args()
     console = Console(width=150)
     with tempfile.TemporaryDirectory() as scratch:

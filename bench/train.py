@@ -27,7 +27,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -312,14 +312,15 @@ def low_bit(
     return replace(row, aim=must[1], goal="ours at least")
 
 
-def main() -> int:
-    parser = parser_of(__doc__, rounds=3, no_peer=False)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, rounds=3)
+    parser.add_argument("--no-peer", action="store_true", help="ours in fp8 and dense alone")
     parser.add_argument("--models", default=",".join(JOBS), help=f"out of {', '.join(JOBS)}")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of a turn")
     parser.add_argument(
         "--checkpointing", help="ours, in the place of the default: all, or a share of the layers"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rows: list[Row] = []
     for name in args.models.split(","):
         if name not in JOBS:

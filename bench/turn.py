@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
@@ -38,7 +39,7 @@ import yaml
 
 from bench import vocabulary
 from bench.harness import BASELINES, Row, finish, parser_of
-from bench.instant import Child, started
+from bench.instant import started
 from bench.scale import SPEC, TEMPLATE, Process, orchestrated
 from bench.shapes import SHAPES
 from lowroll.config.load import load
@@ -86,9 +87,9 @@ def learner(shape: str) -> Transformer:
 class Said:
     """When the engine had new weights, and when it was asked for tokens of them, by its own words."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         self.last: dict[str, float] = {}
-        self._lines = child.process.stdout
+        self._lines = process.stdout
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -107,15 +108,15 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, float]:
     place.broadcasts.mkdir(parents=True)
     with ExitStack() as stack:
         words = ("--shelf", str(place.broadcasts), "--admin", place.tokens()[1])
-        engine = stack.enter_context(started(*words))
+        engine, url = stack.enter_context(started(*words))
         file = scratch / "run.yaml"
-        tree = settings(args.batch, args.tokens, args.steps, engine.url, model, place.run)
+        tree = settings(args.batch, args.tokens, args.steps, url, model, place.run)
         file.write_text(yaml.safe_dump(tree))
         (place.run / CONFIG).write_text(load(file).dump())
         heart = stack.enter_context(Heart(place.heart(TRAINER), TRAINER, 1, phase="waiting"))
         heart.say(phase="waiting", step=0)
         role = stack.enter_context(orchestrated(file, scratch / "orchestrator.log"))
-        processes = (role, Process(engine.process.pid), Process(os.getpid()))
+        processes = (role, Process(engine.pid), Process(os.getpid()))
         found = steps(place, Said(engine), learner(args.adapter), args.steps, processes)
     return {part: statistics.median(one[part] for one in found[WARM:]) for part in found[0]}
 

@@ -7,8 +7,13 @@ each
     {"prompts": [[...], ...], "copies": 8, "new_tokens": 256,      one call of LLM.generate, each prompt `copies` times
      "asked": {"top_k": 50, ...}}                                  with these fields of `lowroll.types.Request`
 
-is answered by {"seconds": ..., "tokens": ...}. The end of the input ends the process. What vLLM
-prints goes to the error stream.
+is answered by {"seconds": ..., "tokens": ...}. Started with the word `clients` it is no engine but
+vLLM's own bench client (`vllm bench serve`), kept loaded: each
+
+    {"arguments": ["--base-url", "http://127.0.0.1:8000", ...]}     arguments of `vllm bench serve`
+
+is answered by the numbers that it stores with --save-result. The end of the input ends the process.
+What vLLM prints goes to the error stream.
 
 vLLM gets its best settings for this work: dummy weights in the format's own layout, CUDA graphs of
 the very batch sizes that will run, prefix caching, the engine in this process, no detokenising. The
@@ -23,17 +28,21 @@ dummy weights, whose codes are whatever memory held, route by accident.
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 # prompts, new tokens of each, fields of the requests -> tokens made
 Generate = Callable[[list[list[int]], int, dict[str, Any]], int]
+Bench = Callable[[list[str]], dict[str, Any]]
 NAMES = {"stop_ids": "stop_token_ids"}  # of fields that vLLM calls otherwise
 
 
@@ -171,20 +180,39 @@ def routers_of(model: Any) -> list[str]:
     return [type(module.router).__name__ for module in model.modules() if hasattr(module, "router")]
 
 
+def load_clients(settings: dict[str, Any]) -> tuple[Bench, dict[str, Any]]:
+    """vLLM's bench command as a function, and what `ready` says of it."""
+    import vllm
+    from vllm.benchmarks import serve
+
+    parser = argparse.ArgumentParser()
+    serve.add_cli_args(parser)
+    serve.get_tokenizer = cache(serve.get_tokenizer)  # seconds, for a large one
+
+    def bench(arguments: list[str]) -> dict[str, Any]:
+        found = asyncio.run(serve.main_async(parser.parse_args(arguments)))
+        return {key: value for key, value in found.items() if isinstance(value, int | float | str)}
+
+    return bench, {"ready": True, "vllm": vllm.__version__}
+
+
 def serve(
     lines: Iterable[str],
     say: Callable[[dict[str, Any]], None],
-    load: Callable[[dict[str, Any]], tuple[Generate, dict[str, Any]]],
+    load: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]],
 ) -> None:
     """Answer every line until they end."""
     orders = iter(lines)
-    generate, ready = load(json.loads(next(orders)))
+    made, ready = load(json.loads(next(orders)))
     say(ready)
     for line in orders:
         order = json.loads(line)
+        if "arguments" in order:
+            say(made(order["arguments"]))
+            continue
         prompts = [ids for ids in order["prompts"] for _ in range(order["copies"])]
         began = time.perf_counter()
-        tokens = generate(prompts, order["new_tokens"], order.get("asked", {}))
+        tokens = made(prompts, order["new_tokens"], order.get("asked", {}))
         say({"seconds": time.perf_counter() - began, "tokens": tokens})
 
 
@@ -203,7 +231,7 @@ def main() -> None:
     def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=channel, flush=True)
 
-    serve(sys.stdin, say, load)
+    serve(sys.stdin, say, load_clients if "clients" in sys.argv[1:] else load)
 
 
 if __name__ == "__main__":

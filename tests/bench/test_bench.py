@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -162,29 +161,13 @@ def test_both_learner_sides_take_the_same_step() -> None:
 
 
 @pytest.mark.slow
-def test_learner_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_command(tmp_path: Path) -> None:
     """Each side in its own process. The chunks of 1024 rows hold a fraction of the 100 MB of
     logits."""
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "bench.learner",
-            "--tokens",
-            "6144",
-            "--vocab",
-            "4096",
-            "--hidden",
-            "16",
-            "--threads",
-            "1",
-            "--out",
-            str(tmp_path),
-        ],
-    )
+    words = f"--tokens 6144 --vocab 4096 --hidden 16 --threads 1 --out {tmp_path}"
     threads = torch.get_num_threads()
     try:
-        code = learner.main()
+        code = learner.main(words.split())
     finally:
         torch.set_num_threads(threads)
     memory, speed = json.loads((tmp_path / "learner.json").read_text())["rows"]

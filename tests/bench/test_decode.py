@@ -40,17 +40,10 @@ from bench.shapes import SHAPES, random_model
 from bench.turns import OURS, OWN_PLAIN, Case, Found, Side, Times, measure
 from bench.work import FIRST, PLAIN, SAMPLINGS, Work
 from lowroll import Engine, Request
+from tests.bench.workers import fake
+from tests.fixtures.shapes import TINY as ONE_LAYER
 
-TINY = {
-    **SHAPES["qwen2.5-1.5b"],
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 512,
-    "max_position_embeddings": 128,
-}
+TINY = {**ONE_LAYER, "num_hidden_layers": 2, "max_position_embeddings": 128}
 MIXTURE = {
     **SHAPES["qwen3-30b-a3b"],
     **{
@@ -71,37 +64,11 @@ MIXTURE = {
 }
 SMALL = {"prompt_tokens": 6, "new_tokens": 5, "group": 4}
 
-# Speaks the worker's protocol without vLLM: {mode} is how it goes wrong.
-FAKE = """
-import json, sys, time
-sys.path.insert(0, {root!r})
-from bench.vllm_worker import serve
-def load(settings):
-    calls = []
-    def generate(prompts, new_tokens, asked):
-        calls.append(prompts)
-        print("call", len(calls), file=sys.stderr)
-        if {mode!r} == "dies" and len(calls) > {after}: sys.exit(3)
-        if {mode!r} == "hangs" and len(calls) > {after}: time.sleep(60)
-        return len(prompts) * new_tokens - ({mode!r} == "short")
-    if {mode!r} == "refuses": raise ValueError("no kernel for " + settings["format"])
-    return generate, {{"ready": True, "seconds": 2.5, "vllm": "0.24.0"}}
-serve(sys.stdin, lambda answer: print(json.dumps(answer), flush=True), load)
-"""
-
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     return "tiny"
-
-
-def fake(folder: Path, mode: str = "", after: int = 0) -> list[str]:
-    script = folder / "worker.py"
-    script.write_text(
-        FAKE.format(root=str(Path(decode.__file__).parents[1]), mode=mode, after=after)
-    )
-    return [sys.executable, str(script)]
 
 
 # -- the peer --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ batches."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,17 +19,10 @@ from lowroll import Engine
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
+from tests.bench.workers import fake
+from tests.fixtures.shapes import TINY as ONE_LAYER
 
-TINY = {
-    **SHAPES["qwen2.5-1.5b"],
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-}
+TINY = {**ONE_LAYER, "num_hidden_layers": 2, "max_position_embeddings": 512}
 RKV = make("rkv", budget=24, buffer=8, window=3, kernel=3)
 SMALL = {
     "dense": Cache(),
@@ -41,18 +33,6 @@ SMALL = {
     "streaming": Cache(make("streaming", budget=24, buffer=8)),
     "h2o": Cache(make("h2o", budget=24, buffer=8), only=2),
 }
-FAKE = """
-import json, sys
-sys.path.insert(0, {root!r})
-from bench.vllm_worker import serve
-def load(settings):
-    assert settings["length"] > 64 and settings["cache_bytes"] > 0
-    def generate(prompts, new_tokens, asked):
-        if {dies}: sys.exit(3)
-        return len(prompts) * new_tokens
-    return generate, {{"ready": True, "seconds": 2.5, "vllm": "0.24.0"}}
-serve(sys.stdin, lambda answer: print(json.dumps(answer), flush=True), load)
-"""
 
 
 def placed(policy: CachePolicy, max_batch: int = 4, tokens: int = 4096) -> Placed:
@@ -263,9 +243,8 @@ def test_an_8_bit_cache(small: None, tmp_path: Path) -> None:
 def test_vllm_runs_last_at_the_same_batches(
     dies: bool, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(FAKE.format(root=str(Path(kv.__file__).parents[1]), dies=dies))
-    monkeypatch.setattr(kv, "vllm_command", lambda python: [sys.executable, str(script)])
+    command = fake(tmp_path, "dies" if dies else "")
+    monkeypatch.setattr(kv, "vllm_command", lambda python: command)
     words = ("--caches", "streaming", "--parts", "equal", "--peer", "vllm")
     rows, _ = run(tmp_path, *words)
     names = {name for name in rows if "over vLLM" in name}

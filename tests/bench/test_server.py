@@ -11,24 +11,14 @@ from typing import Any
 
 import pytest
 
-from bench import load, server, targets, vllm_load, vocabulary
+from bench import load, server, targets, vllm_worker, vocabulary
 from bench.harness import Row
 from bench.peer import Peer, PeerFailed
 from bench.server import Seen
-from bench.shapes import SHAPES
 from bench.vllm_server import VllmServer, arguments, environment
 from lowroll.model.tokenizer import load_tokenizer
+from tests.fixtures.shapes import TINY
 
-TINY = {
-    **SHAPES["qwen2.5-1.5b"],
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-}
 # `vllm serve` as far as it is asked here: streams of a token at a time
 FAKE = """
 import asyncio, json, sys
@@ -130,7 +120,7 @@ def test_vllms_numbers_are_taken_when_all_requests_are_whole() -> None:
 def test_vllms_client_is_asked_by_lines() -> None:
     said: list[dict[str, Any]] = []
     lines = ["{}", json.dumps({"arguments": ["--port", "1"]})]
-    vllm_load.serve(lines, said.append, lambda: (lambda a: {"got": a}, {"ready": True}))
+    vllm_worker.serve(lines, said.append, lambda _: (lambda a: {"got": a}, {"ready": True}))
     assert said == [{"ready": True}, {"got": ["--port", "1"]}]
 
 

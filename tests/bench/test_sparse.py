@@ -133,7 +133,7 @@ def test_runs_of_other_settings_are_left_out(tmp_path: Path) -> None:
     assert sparse.stored(path, about) == []
     run = {**made("dense", 0), "arm": sparse.ARMS["dense"]}
     changed = {**made("rkv naive", 0), "arm": {"correction": "tis"}}
-    sparse.store(path, about, [changed, run])
+    sparse.store(path, about, [changed, run], sparse.ARMS)
     assert sparse.stored(path, about) == [run]  # the other arm says something else today
     assert sparse.stored(path, about | {"steps": 5}) == []
     assert sparse.stored(path, about | {"settings": {}}) == []

@@ -4,7 +4,6 @@ they compare."""
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +11,8 @@ import pytest
 import torch
 
 from bench import train
-from bench.shapes import SHAPES
+from tests.fixtures.shapes import TINY
 
-TINY = {
-    **SHAPES["qwen2.5-1.5b"],
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 67,
-}
 ALONE = (train.PeerSetting(1, False),)
 
 
@@ -103,9 +93,8 @@ def test_without_a_gpu_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench.train", "--models", "qwen2.5-1.5b"])
     with pytest.raises(SystemExit):
-        train.main()
+        train.main(["--models", "qwen2.5-1.5b"])
     assert (
         "error: device: cuda was asked for, and torch sees no CUDA device"
         in capsys.readouterr().err
@@ -124,24 +113,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "MUST", {"tiny": (0.0, 1.0)})
     monkeypatch.setattr(train, "MUST_FP8", {"tiny": (0.0, 1.0)})
     monkeypatch.setattr(train, "PEER_SETTINGS", ALONE)
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "bench.train",
-            "--models",
-            "tiny",
-            "--rounds",
-            "1",
-            "--steps",
-            "1",
-            "--checkpointing",
-            "0.5",
-            "--out",
-            str(tmp_path),
-        ],
-    )
-    assert train.main() == 0
+    words = f"--models tiny --rounds 1 --steps 1 --checkpointing 0.5 --out {tmp_path}"
+    assert train.main(words.split()) == 0
     fp8, row = json.loads((tmp_path / "train.json").read_text())["rows"]
     assert (
         row["name"] == "tiny full, 64 tokens: transformers (1 x rows/1, no checkpointing)"
