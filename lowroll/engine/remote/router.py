@@ -36,7 +36,7 @@ FAILURES = 4  # of one request before it ends the run: at an engine that goes on
 LOSSES = 32  # engines that one request may see die
 BUSY_S, LONGEST_BUSY_S = 0.2, 5.0  # without requests for an engine that said that it is busy
 # caches full of tokens that an engine is sent: a group counts until its last sample has ended, and
-# with less an engine lacks work meanwhile (the log of the engine has the simulation)
+# with less an engine lacks work meanwhile (docs/log/engine.md)
 AHEAD = 3.0
 BEHIND = 1.25  # times the work of the engine with least that the one with a turn's pages may have
 LEARNED = 1 / 64  # weight of an answer in the mean of how much of their tokens requests draw
