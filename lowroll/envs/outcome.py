@@ -10,15 +10,13 @@ from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowroll.tool_calls import MOST_DEPTH, depths
 from lowroll.types import Message, Prompt, Score
 
 if TYPE_CHECKING:
     import asyncio
-
-    from lowroll.envs.base import Environment
 
 Outcome = Score | float | Awaitable[Score | float]
 Reply = list[Message] | None | Awaitable[list[Message] | None]
@@ -53,7 +51,17 @@ class InvalidReply(InvalidScore):
     """An environment answered what are no messages."""
 
 
-def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
+class Judging(Protocol):
+    """The part of an environment that scores and answers."""
+
+    def score(self, prompt: Prompt, text: str) -> Outcome: ...
+
+    def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome: ...
+
+    def respond(self, prompt: Prompt, messages: list[Message]) -> Reply: ...
+
+
+def judge(env: Judging, prompt: Prompt, said: str | list[Message]) -> Score:
     """The score of a response, or of a whole conversation. InvalidScore says what came in its place;
     what the scorer raises goes through.
 
@@ -65,7 +73,7 @@ def judge(env: Environment, prompt: Prompt, said: str | list[Message]) -> Score:
     return as_score(awaited(env.score_conversation(prompt, said)))
 
 
-def answer(env: Environment, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
+def answer(env: Judging, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
     """What the environment says to a conversation; None: it is done. InvalidReply says what came in
     its place; what it raises goes through."""
     return as_messages(awaited(env.respond(prompt, messages)))

@@ -29,7 +29,6 @@ from lowroll.kernels.invariant import rows as invariant
 from lowroll.kernels.launch import triton_supports
 from lowroll.kernels.matmul import ordered
 from lowroll.kernels.moe import grouped
-from lowroll.kernels.moe.grouped import Stack
 from lowroll.kernels.moe.route import (
     Groups,
     choose,
@@ -38,6 +37,7 @@ from lowroll.kernels.moe.route import (
     gather,
     sort_slots,
 )
+from lowroll.kernels.moe.stack import Stack
 from lowroll.model.engine_linear import refuse_gradient
 from lowroll.model.linear import Linear
 from lowroll.model.spec import ModelSpec

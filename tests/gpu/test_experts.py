@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.moe import grouped, route, routed
-from lowroll.kernels.moe.grouped import Stack
+from lowroll.kernels.moe.stack import Stack
 from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.experts import EngineExperts, Experts, LearnerExperts, _low_bit_product

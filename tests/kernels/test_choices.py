@@ -35,7 +35,7 @@ from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.fused.swiglu import silu_mul
 from lowroll.kernels.matmul import integers, streamed, w8a8
 from lowroll.kernels.moe import grouped, route, routed
-from lowroll.kernels.moe.grouped import Stack
+from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize.rows import E4M3, QuantizedRows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw

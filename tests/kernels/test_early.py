@@ -20,6 +20,7 @@ from lowroll.kernels.fused.rope import rotate_heads
 from lowroll.kernels.fused.swiglu import WHOLE, silu_mul
 from lowroll.kernels.matmul import gemv, integers
 from lowroll.kernels.moe import grouped
+from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize.rows import E4M3, QuantizedRows, quantize_rows
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
@@ -113,8 +114,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "experts": lambda: grouped.experts(
         empty(8, 512),
         empty(16, 512),
-        grouped.Stack("dense", 16, empty(16 * 512, 512)),
-        grouped.Stack("dense", 16, empty(16 * 512, 256)),
+        Stack("dense", 16, empty(16 * 512, 512)),
+        Stack("dense", 16, empty(16 * 512, 256)),
         2,
         True,
     ),

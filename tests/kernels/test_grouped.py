@@ -16,7 +16,8 @@ from torch import Tensor
 from lowroll.kernels import nvcc
 from lowroll.kernels.fused import swiglu
 from lowroll.kernels.moe import grouped, route, routed
-from lowroll.kernels.moe.grouped import GroupedTiling, Stack
+from lowroll.kernels.moe.grouped import GroupedTiling
+from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize import rows
 from lowroll.model import experts
 from lowroll.model.experts import EngineExperts, Experts, LearnerExperts

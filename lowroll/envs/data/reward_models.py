@@ -12,15 +12,25 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from lowroll.types import HUB_NAME, printable
-
-if TYPE_CHECKING:
-    from lowroll.envs.data.functions import PromptResponses
+from lowroll.types import HUB_NAME, Message, printable
 
 AUTO = "AutoModelForSequenceClassification"
 FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+
+
+class AnsweredPrompt(Protocol):
+    """A prompt and what was said after it, once for each response."""
+
+    @property
+    def prompt(self) -> str | list[Message]: ...
+
+    @property
+    def said(self) -> Sequence[list[Message]]: ...
+
+    @property
+    def texts(self) -> list[str]: ...
 
 
 def is_model(id: str) -> bool:
@@ -56,7 +66,7 @@ class RewardModel:
         if self._loaded is None:
             self._loaded = self._load()
 
-    def rewards(self, asked: PromptResponses) -> list[float | None]:
+    def rewards(self, asked: AnsweredPrompt) -> list[float | None]:
         """One reward a response."""
         self.prepare()
         assert self._loaded is not None

@@ -25,8 +25,7 @@ width of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -45,43 +44,9 @@ from lowroll.kernels.launch import (
 )
 from lowroll.kernels.moe import routed
 from lowroll.kernels.moe.route import Groups, choose_and_sort, combine, sort_slots
+from lowroll.kernels.moe.stack import Stack
 from lowroll.kernels.quantize.rows import quantize_rows
 from lowroll.kernels.support import NO_CUDA, YES, Support, cuda_supports, no
-
-
-@dataclass(frozen=True)
-class Stack:
-    """The matrices of all experts, one under the other, as their format stores them."""
-
-    kind: str
-    num_experts: int
-    codes_NK: Tensor  # floats, int8, float8_e4m3fn; uint8 [N, K / 2]; int4: int32 [N, K / 8]
-    scale_N1: Tensor | None = None  # w8a8, int4: float32; nvfp4: float8_e4m3fn; mxfp4: uint8
-    global_scale: Tensor | None = None  # nvfp4: float32 [1] or [N]
-    # dense: x as its product takes it
-    rounded: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)
-    rows: str = field(default="", kw_only=True)  # w8a8: the kind of the activations' codes
-
-    @property
-    def channels(self) -> int:
-        """Of one expert."""
-        return self.codes_NK.shape[0] // self.num_experts
-
-    @property
-    def features(self) -> int:
-        return self.codes_NK.shape[1] * (2 * self.codes_NK.element_size() if self.packed else 1)
-
-    @property
-    def block(self) -> int:
-        """Features that stand together in the order of packed codes, see the notes on Triton."""
-        if not self.packed:
-            return 0
-        return 32 if self.kind == "mxfp4" else 16
-
-    @property
-    def packed(self) -> bool:
-        """Two codes a byte?"""
-        return self.kind in ("nvfp4", "mxfp4", "int4")
 
 
 def experts(

@@ -22,8 +22,8 @@ from lowroll.kernels.matmul.streamed import FORMATS
 from lowroll.kernels.support import NO_CUDA, Support, cuda_supports, no
 
 if TYPE_CHECKING:
-    from lowroll.kernels.moe.grouped import Stack
     from lowroll.kernels.moe.route import Groups
+    from lowroll.kernels.moe.stack import Stack
 
 SOURCE = Path(__file__).with_name("routed.cu")
 MOST = {"int4": 16}  # slots an expert has on average; beyond, Triton's tiles take over. Others: 32
