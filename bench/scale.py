@@ -42,8 +42,8 @@ from bench.harness import BASELINES, Row, merge, parser_of, resident, running
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.config.load import load
 from lowroll.runs.folder import CONFIG
-from lowroll.runs.roles.heart import Heart
-from lowroll.runs.roles.place import TRAINER, Place
+from lowroll.runs.roles.heartbeat import Heartbeat
+from lowroll.runs.roles.run_paths import TRAINER, RunPaths
 from lowroll.transport.base import Cursor
 from lowroll.transport.broadcasts import (
     FORMAT,
@@ -150,7 +150,7 @@ def settings(work: Work, urls: list[str], model: Path, out: Path) -> dict[str, A
 class Learner:
     """Takes each batch at once, and publishes the next version, on a thread of its own."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RunPaths) -> None:
         self.place = place
         self.spool = Spool(place.spool)
         self.step = 0  # of the last batch
@@ -296,7 +296,7 @@ def measure(
 ) -> dict[str, float]:
     """One size, by the names of QUANTITIES."""
     run = scratch / "run"
-    place = Place(run)
+    place = RunPaths(run)
     model = vocabulary.write(scratch / "model", SPEC)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     place.broadcasts.mkdir(parents=True)
@@ -306,7 +306,7 @@ def measure(
         tree = settings(work, urls, model, run)
         file.write_text(yaml.safe_dump(tree))
         (run / CONFIG).write_text(load(file).dump())
-        heart = stack.enter_context(Heart(place.heart(TRAINER), TRAINER, 1, phase="waiting"))
+        heart = stack.enter_context(Heartbeat(place.heart(TRAINER), TRAINER, 1, phase="waiting"))
         heart.say(phase="waiting", step=0)
         learner = stack.enter_context(Learner(place))
         log = scratch / "orchestrator.log"

@@ -47,8 +47,8 @@ from lowroll.model import lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.runs.folder import CONFIG
-from lowroll.runs.roles.heart import Heart
-from lowroll.runs.roles.place import TRAINER, Place
+from lowroll.runs.roles.heartbeat import Heartbeat
+from lowroll.runs.roles.run_paths import TRAINER, RunPaths
 from lowroll.transport.filesystem import Receiver
 from lowroll.weights.broadcast import Broadcaster
 
@@ -102,7 +102,7 @@ class Said:
 
 def measure(args: argparse.Namespace, scratch: Path) -> dict[str, float]:
     """Seconds of each part, in the median."""
-    place = Place(scratch / "run")
+    place = RunPaths(scratch / "run")
     model = vocabulary.write(scratch / "model", SPEC | {"max_position_embeddings": CONTEXT})
     (model / "chat_template.jinja").write_text(TEMPLATE)
     place.broadcasts.mkdir(parents=True)
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, float]:
         tree = settings(args.batch, args.tokens, args.steps, url, model, place.run)
         file.write_text(yaml.safe_dump(tree))
         (place.run / CONFIG).write_text(load(file).dump())
-        heart = stack.enter_context(Heart(place.heart(TRAINER), TRAINER, 1, phase="waiting"))
+        heart = stack.enter_context(Heartbeat(place.heart(TRAINER), TRAINER, 1, phase="waiting"))
         heart.say(phase="waiting", step=0)
         role = stack.enter_context(orchestrated(file, scratch / "orchestrator.log"))
         processes = (role, Process(engine.pid), Process(os.getpid()))
@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, float]:
 
 
 def steps(
-    place: Place, said: Said, model: Transformer, count: int, processes: Sequence[Process]
+    place: RunPaths, said: Said, model: Transformer, count: int, processes: Sequence[Process]
 ) -> list[dict[str, float]]:
     """The trainer's side of all steps; of each the seconds of its parts, and of the processors."""
     channel = Receiver(place.spool, 1)

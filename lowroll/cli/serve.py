@@ -219,7 +219,7 @@ class Role:
         from lowroll.runs.roles import serve
         from lowroll.runs.roles.limits import refuse_engine
         from lowroll.runs.roles.parent import die_with_parent
-        from lowroll.runs.roles.place import Place
+        from lowroll.runs.roles.run_paths import RunPaths
         from lowroll.server.guard import Tokens
 
         die_with_parent()
@@ -228,7 +228,7 @@ class Role:
         self.stack = stack
         self.cfg = read_role("serve", arguments).resolved()
         refuse_engine(self.cfg)
-        self.place = Place(self.cfg.output_dir)
+        self.place = RunPaths(self.cfg.output_dir)
         self.name, self.attempt = serve.take_role(self.place, stack, os.environ.get(serve.ROLE))
         self.arguments = serve.arguments_of(self.cfg, arguments)
         self.tokens = Tokens(*self.place.tokens())

@@ -13,7 +13,7 @@ from lowroll.types import printable
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
-    from lowroll.runs.roles.seat import Seat
+    from lowroll.runs.roles.rank_environment import RankEnvironment
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     from lowroll.runs.roles.parent import die_with_parent
-    from lowroll.runs.roles.seat import seat
+    from lowroll.runs.roles.rank_environment import seat
 
     die_with_parent()
     cfg = read_role("train", arguments)
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     return conclude(train(cfg, resume=arguments.resume, overwrite=arguments.overwrite))
 
 
-def learn(cfg: RunConfig, own: Seat, arguments: argparse.Namespace) -> int:
+def learn(cfg: RunConfig, own: RankEnvironment, arguments: argparse.Namespace) -> int:
     """Be one of several ranks; returns the exit code."""
     from lowroll.runs.launch import devices
 
@@ -58,7 +58,7 @@ def learn(cfg: RunConfig, own: Seat, arguments: argparse.Namespace) -> int:
         os.environ |= devices.own_first(own.local, gpus)  # before CUDA is asked for anything
     from lowroll.parallel.ranks import RankLost
     from lowroll.runs.launch.group import LOST
-    from lowroll.runs.roles.follow import follow
+    from lowroll.runs.roles.rank_follower import follow
     from lowroll.runs.roles.train import train
 
     try:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lowroll.cli.settings import read_role
-from lowroll.runs.roles.place import ADMIN, ENGINE, TOKEN
+from lowroll.runs.roles.run_paths import ADMIN, ENGINE, TOKEN
 from lowroll.runs.roles.serve import ROLE
 from tests.fixtures.roles import write
 from tests.fixtures.runs import settings

@@ -31,9 +31,9 @@ from lowroll.runs.launch.devices import Placement, own_first, place
 from lowroll.runs.learner import refuse_others
 from lowroll.runs.memory.plan import Planner, Share
 from lowroll.runs.preflight import look_at_run, look_at_sft
-from lowroll.runs.roles import follow
-from lowroll.runs.roles.follow import Begin, Lead, Order, Orders, Reader
-from lowroll.runs.roles.seat import Seat, seat
+from lowroll.runs.roles import rank_follower
+from lowroll.runs.roles.rank_environment import RankEnvironment, seat
+from lowroll.runs.roles.rank_follower import Begin, Lead, Order, Orders, Reader
 from lowroll.runs.sft import run_sft
 from lowroll.types import RunFailed
 from tests.fixtures.batches import batch_of
@@ -66,9 +66,9 @@ def test_several_ranks_need_processes(model: Path, tmp_path: Path) -> None:
 def test_the_environment_says_which_rank_this_is() -> None:
     cfg = from_mapping({"model": "m", **TWO})
     own = seat(cfg, SAID)
-    assert own == Seat(1, 2, 1, "127.0.0.1", 4000)
+    assert own == RankEnvironment(1, 2, 1, "127.0.0.1", 4000)
     assert seat(cfg, own.variables) == own
-    assert seat(cfg, SAID | {"LOCAL_RANK": "0"}) == Seat(1, 2, 0, "127.0.0.1", 4000)
+    assert seat(cfg, SAID | {"LOCAL_RANK": "0"}) == RankEnvironment(1, 2, 0, "127.0.0.1", 4000)
     assert seat(cfg, {"MASTER_ADDR": "far", "MASTER_PORT": "1"}) is None, (
         "a cluster sets these alone"
     )
@@ -103,7 +103,7 @@ def test_the_line_for_slurm_says_which_rank_each_task_is() -> None:
         check=True,
     )
     said = dict(one.partition("=")[::2] for one in done.stdout.splitlines())
-    assert seat(from_mapping({"model": "m", "train": {"gpus": 4}}), said) == Seat(
+    assert seat(from_mapping({"model": "m", "train": {"gpus": 4}}), said) == RankEnvironment(
         3, 4, 1, "node1", 29400
     )
 
@@ -263,10 +263,10 @@ def test_a_rank_with_other_weights_or_settings_is_refused(model: Path, tmp_path:
     with pytest.raises(ValueError, match="model: the weights of .* here are not those of rank 0"):
         refuse_others(Two(1, words), "abd", cfg)
     begin = Begin(1, None, cfg.dump())
-    follow._refuse_other(cfg, begin)
+    rank_follower._refuse_other(cfg, begin)
     other = from_mapping(settings(model, tmp_path / "run", train={"gpus": 2, "max_steps": 5}))
     with pytest.raises(ValueError, match="max_steps: 5: rank 0 has max_steps: 12"):
-        follow._refuse_other(other, begin)
+        rank_follower._refuse_other(other, begin)
 
 
 def test_the_folder_of_the_others_writes_nothing(model: Path, tmp_path: Path) -> None:

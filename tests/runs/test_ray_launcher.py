@@ -19,9 +19,9 @@ from lowroll.config import ConfigError, from_mapping
 from lowroll.runs.launch import ray as launcher
 from lowroll.runs.launch.bundle import Away, Bundle, Lost
 from lowroll.runs.launch.fleet import Fleet
-from lowroll.runs.launch.owned import Owned
-from lowroll.runs.launch.owner import Owner
-from lowroll.runs.roles.place import Place
+from lowroll.runs.launch.role_actor import RoleActor
+from lowroll.runs.launch.role_process import ActorRole
+from lowroll.runs.roles.run_paths import RunPaths
 from tests.fixtures.processes import eventually
 
 HERE = {"here": "10.0.0.7", "host": "gpu-1", "node": "n1"}
@@ -52,8 +52,8 @@ class FakeBundle:
         self.left += 1
 
 
-def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Owned, FakeBundle]:
-    owner = Owner()
+def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ActorRole, FakeBundle]:
+    owner = RoleActor()
     owner.variables = {"all": dict(os.environ), "engine-0": {"MARK": "1"}}  # type: ignore[dict-item]
     bundle = FakeBundle(owner)
     bundle.actor.ended = SimpleNamespace(remote=lambda: "asked")
@@ -63,11 +63,11 @@ def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Owned, FakeB
             raise Away("for now")
         if bundle.lost:
             raise Lost(bundle.lost)
-        return Owner.ended(owner)
+        return RoleActor.ended(owner)
 
-    monkeypatch.setattr("lowroll.runs.launch.owned.answer", answer)
-    place = Place(tmp_path)
-    made = Owned(
+    monkeypatch.setattr("lowroll.runs.launch.role_process.answer", answer)
+    place = RunPaths(tmp_path)
+    made = ActorRole(
         "engine-0",
         ["no-such-command"],
         place.heart("engine-0"),
@@ -162,12 +162,12 @@ def test_a_cluster_that_asks_for_no_token_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stranger = tmp_path / "stranger.py"
+    stranger = tmp_path / "auth_probe.py"
     stranger.write_text(
         "import os, sys; assert sys.argv[1] == 'far:1' and 'RAY_AUTH_TOKEN' not in os.environ\n"
         f"assert os.environ['RAY_AUTH_MODE'] == 'disabled'\n{program}"
     )
-    monkeypatch.setattr(launcher, "STRANGER", stranger)
+    monkeypatch.setattr(launcher, "AUTH_PROBE", stranger)
     monkeypatch.setattr(launcher, "STRANGER_S", 1.0 if "sleep" in program else 60.0)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     if not program:
@@ -184,7 +184,7 @@ def test_secrets_travel_by_a_file_of_the_run_folder(
 ) -> None:
     for name, value in {"HF_TOKEN": "h", "MINE": "m", "OTHER": "o", "VLLM_API_KEY": "v"}.items():
         monkeypatch.setenv(name, value)
-    place = Place(tmp_path)
+    place = RunPaths(tmp_path)
     place.roles.mkdir()
     cfg = from_mapping({"model": "m", "ray": {"pass_env": ["MINE"]}})
     with launcher._variables(cfg, place) as (path, word):
@@ -208,14 +208,16 @@ def test_an_actor_says_why_a_role_cannot_run_on_its_node(
     )
     monkeypatch.setitem(sys.modules, "ray", fake)  # type: ignore[arg-type]
     here, file = str(tmp_path), tmp_path / "roles" / "variables.json"
-    missing = Owner().meet(here, str(file), "w")
+    missing = RoleActor().meet(here, str(file), "w")
     assert missing["here"] == "10.0.0.7" and "does not see the run folder" in missing["wrong"]
     file.parent.mkdir()
     file.write_text('{"word": "another"}')
-    assert "which is not the run folder" in Owner().meet(here, str(file), "w")["wrong"]
+    assert "which is not the run folder" in RoleActor().meet(here, str(file), "w")["wrong"]
     file.write_text('{"word": "w", "all": {}}')
-    assert "where this command was started" in Owner().meet("/no/where", str(file), "w")["wrong"]
-    assert "wrong" not in Owner().meet(here, str(file), "w")
+    assert (
+        "where this command was started" in RoleActor().meet("/no/where", str(file), "w")["wrong"]
+    )
+    assert "wrong" not in RoleActor().meet(here, str(file), "w")
 
 
 def test_a_node_that_does_not_see_the_folder_is_refused_by_name(

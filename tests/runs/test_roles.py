@@ -29,12 +29,12 @@ from lowroll.orchestrator.loop import logged
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.launch.child import Child
 from lowroll.runs.launch.fleet import Fleet
-from lowroll.runs.launch.member import MOST_RESTARTS
 from lowroll.runs.launch.process import RoleProcess
+from lowroll.runs.launch.supervised_role import MOST_RESTARTS
 from lowroll.runs.preflight import look_at_run
-from lowroll.runs.roles.heart import GONE_S, Heart, Watch
+from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat, HeartbeatMonitor
 from lowroll.runs.roles.orchestrate import Orchestration, orchestrate
-from lowroll.runs.roles.place import Place
+from lowroll.runs.roles.run_paths import RunPaths
 from lowroll.runs.roles.serve import arguments_of
 from lowroll.runs.stop import Stop
 from lowroll.transport.base import Cursor, PeerSilent
@@ -322,7 +322,7 @@ def test_the_orchestrators_command_imports_no_torch() -> None:
 
 def test_an_orchestrator_logs_what_it_had_sent_and_not_logged(tmp_path: Path) -> None:
     """As one that was killed between the two leaves it; what is logged already stays."""
-    place, batch = Place(tmp_path), batch_of(1, orchestrator={"step": 1})
+    place, batch = RunPaths(tmp_path), batch_of(1, orchestrator={"step": 1})
     batch.stats["time/generate"] = 2.0
     spool = Spool(place.spool)
     spool.put(batch)
@@ -346,11 +346,11 @@ def test_a_role_that_was_never_started_is_no_role_that_hangs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    watch = Watch(tmp_path / "trainer.json", clock=lambda: now[0])
+    watch = HeartbeatMonitor(tmp_path / "trainer.json", clock=lambda: now[0])
     assert watch.told() == "nothing"
     now[0] += 31.0
     watch.check()
-    with Heart(tmp_path / "trainer.json", "trainer", 1):
+    with Heartbeat(tmp_path / "trainer.json", "trainer", 1):
         watch.look()
     told = [r.getMessage() for r in caplog.records]
     assert told[0].startswith("no trainer has shown itself for 31 s") and told[1].endswith(
@@ -362,8 +362,8 @@ def test_a_role_that_is_silent_is_named_once_and_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    with Heart(tmp_path / "trainer.json", "trainer", 3) as beat:
-        watch = Watch(tmp_path / "trainer.json", clock=lambda: now[0])
+    with Heartbeat(tmp_path / "trainer.json", "trainer", 3) as beat:
+        watch = HeartbeatMonitor(tmp_path / "trainer.json", clock=lambda: now[0])
         assert not watch.alive, "a file alone is no sign of life"
         beat.say(step=7, phase="learning")
         assert watch.alive
@@ -379,7 +379,7 @@ def test_a_role_that_is_silent_is_named_once_and_waited_for(
 
 
 def test_the_tokens_of_a_folder_are_made_once_and_for_this_user(tmp_path: Path) -> None:
-    one, again = Place(tmp_path).tokens(), Place(tmp_path).tokens()
+    one, again = RunPaths(tmp_path).tokens(), RunPaths(tmp_path).tokens()
     assert one == again and one[0] != one[1]
     assert (tmp_path / "roles" / "tokens.json").stat().st_mode & 0o077 == 0
 
@@ -393,7 +393,7 @@ def test_one_token_alone_is_refused(
     for name, token in given.items():
         monkeypatch.setenv(f"LOWROLL_{name}", token)
     with pytest.raises(ValueError, match="^LOWROLL_ADMIN_TOKEN: expected at least 16 characters"):
-        Place(tmp_path).tokens()
+        RunPaths(tmp_path).tokens()
 
 
 def test_a_child_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_an_orchestrator_whose_settings_are_refused_was_never_ready(
 
     pool = SimpleNamespace(dialect=SimpleNamespace(cache_tokens=64))
     module = "lowroll.runs.roles.orchestrate"
-    monkeypatch.setattr(Heart, "say", lambda _, **told: said.append(told.get("phase", "")))
+    monkeypatch.setattr(Heartbeat, "say", lambda _, **told: said.append(told.get("phase", "")))
     monkeypatch.setattr(Orchestration, "_meet_trainer", lambda _: None)
     monkeypatch.setattr(Orchestration, "_pool", lambda *_: nullcontext(pool))
     monkeypatch.setattr(f"{module}.check_trainer", lambda *_: cfg)
@@ -467,7 +467,7 @@ def test_a_child_that_starts_or_has_said_its_end_may_take_a_while(
     child.process = RoleProcess(["--help"], os.environ, tmp_path / "log")
     child.process.process.wait(timeout=60)
     child.process.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    child.watch = Watch(tmp_path / "h", clock=lambda: now[0])
+    child.watch = HeartbeatMonitor(tmp_path / "h", clock=lambda: now[0])
     try:
         said = {"role": "trainer", "pid": child.process.pid, "phase": phase, "beat": 1}
         (tmp_path / "h").write_text(json.dumps(said))
@@ -484,7 +484,7 @@ def test_an_orchestrator_that_is_refused_leaves_what_another_was_given(
     model: Path, tmp_path: Path
 ) -> None:
     cfg = from_mapping(settings(model, tmp_path / "run")).with_given("mine")
-    with RunLock(Place(tmp_path / "run").roles / "orchestrator"), pytest.raises(RunLockedError):
+    with RunLock(RunPaths(tmp_path / "run").roles / "orchestrator"), pytest.raises(RunLockedError):
         orchestrate(cfg)
     assert not (tmp_path / "run" / GIVEN).exists()
 
@@ -526,7 +526,7 @@ def test_the_launcher_shows_evaluations_and_warnings(tmp_path: Path) -> None:
     cfg = from_mapping({"model": "m", "output_dir": str(tmp_path), "rollout": {"engines": 3}})
     out = io.StringIO()
     view = LiveView(4, "run", Console(file=out, width=200))
-    place = Place(tmp_path)
+    place = RunPaths(tmp_path)
 
     def make(role: str, words: list[str]) -> Child:
         return Child(role, words, {}, place.heart(role), place.log(role))
@@ -559,6 +559,6 @@ def test_the_document_says_how_long_roles_wait_for_an_engine() -> None:
 
 
 def test_a_role_is_had_once(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+    place = RunPaths(tmp_path)
     with RunLock(place.roles / "orchestrator"):
         assert (place.roles / "orchestrator" / ".lock").is_file()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lowroll.runs.launch.owner import Owner
+from lowroll.runs.launch.role_actor import RoleActor
 from lowroll.types import RunFailed, printable
 
 ANSWER_S = 20.0  # for an actor that has been met
@@ -20,7 +20,7 @@ class Away(Lost):
 
 
 class Bundle:
-    """group, index: of the bundle. cpus, gpus: in it. met: what `Owner.meet` is asked with. deadline_s:
+    """group, index: of the bundle. cpus, gpus: in it. met: what `RoleActor.meet` is asked with. deadline_s:
     until there is room."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Bundle:
         if self.actor is None:
             self._since = self._since or time.monotonic()
             # the class itself is sent by its name: lowroll is installed on every node
-            owner = ray.remote(Owner).options(
+            owner = ray.remote(RoleActor).options(
                 num_cpus=self.cpus,
                 num_gpus=self.gpus,
                 scheduling_strategy=self.strategy,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lowroll.runs.launch.member import Member
 from lowroll.runs.launch.process import RoleProcess, how, is_free
+from lowroll.runs.launch.supervised_role import SupervisedRole
 
 
-class Child(Member):
+class Child(SupervisedRole):
     """A role on this machine. env: of its process, whole."""
 
     def __init__(

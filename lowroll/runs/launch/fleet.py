@@ -17,8 +17,8 @@ from lowroll.config import RunConfig
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import EVALUATIONS_FILE, METRICS_FILE, read, read_evaluations
 from lowroll.runs.folder import LOGS
-from lowroll.runs.launch.member import Member
-from lowroll.runs.roles.place import ENGINE, ORCHESTRATOR, TRAINER, Place, rank_role
+from lowroll.runs.launch.supervised_role import SupervisedRole
+from lowroll.runs.roles.run_paths import ENGINE, ORCHESTRATOR, TRAINER, RunPaths, rank_role
 from lowroll.runs.stop import Stop
 from lowroll.types import RunFailed
 
@@ -30,7 +30,7 @@ STOPPING_S = 590.0  # for the trainer's step and checkpoint
 USERS_MISTAKE = 2  # the exit code of commands
 ROOM_S = 10.0  # until a role is started again that found no room on the disk
 
-Make = Callable[[str, list[str]], Member]  # of a role and its words behind `lowroll`
+Make = Callable[[str, list[str]], SupervisedRole]  # of a role and its words behind `lowroll`
 
 
 def engines(cfg: RunConfig) -> list[str]:
@@ -46,7 +46,7 @@ class Fleet:
     def __init__(
         self,
         cfg: RunConfig,
-        place: Place,
+        place: RunPaths,
         settings: Path,
         make: Make,
         view: LiveView,
@@ -78,7 +78,7 @@ class Fleet:
             self.shown = max((record["step"] for record in read(place.run)), default=0)
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[SupervisedRole]:
         """In the order in which they are started."""
         return [*self.engines, self.orchestrator, self.trainer]
 
@@ -103,11 +103,11 @@ class Fleet:
             engine.end(ENDING_S)
         return self.stop.signal
 
-    def _start(self, member: Member) -> None:
+    def _start(self, member: SupervisedRole) -> None:
         member.start(*self._addresses(member))
         log.info("%s: %s: lowroll %s", member.role, member.name, " ".join(member.command))
 
-    def _addresses(self, member: Member) -> list[str]:
+    def _addresses(self, member: SupervisedRole) -> list[str]:
         """The settings and flags of a role that are known when it is started."""
         here = member.here
         if member in self.engines:
@@ -125,7 +125,7 @@ class Fleet:
             return []
         return [f"weight_broadcast.host={here}", "weight_broadcast.port=0"]
 
-    def _port(self, engine: Member) -> int:
+    def _port(self, engine: SupervisedRole) -> int:
         """One that is free at first (0); then the one that the orchestrator knows, or, where that is
         another machine's or somebody else's now, a new one: then the orchestrator is started again,
         which asks the engines where they are."""
@@ -144,7 +144,7 @@ class Fleet:
         del self.at[engine.role]
         return 0
 
-    def _look(self, member: Member) -> None:
+    def _look(self, member: SupervisedRole) -> None:
         """Start again what has ended or hangs. RunFailed when that does not help."""
         if member.done:
             return
@@ -176,7 +176,7 @@ class Fleet:
             log.warning("the trainer has gone back, and the orchestrator is started again")
             self.orchestrator.done, self.orchestrator.again_at = False, time.monotonic()
 
-    def _again(self, member: Member, why: str) -> None:
+    def _again(self, member: SupervisedRole, why: str) -> None:
         if member.code == NO_ROOM:
             return self._await_room(member, why)
         pause = member.pause()
@@ -189,7 +189,7 @@ class Fleet:
         log.warning("%s; it is started again in %.1f s", why, pause)
         member.again_at = time.monotonic() + pause
 
-    def _await_room(self, member: Member, why: str) -> None:
+    def _await_room(self, member: SupervisedRole, why: str) -> None:
         """Start a role again that found no room on the disk, until there is some. RunFailed after
         `ckpt.wait_for_space` seconds."""
         most = self.cfg.ckpt.wait_for_space
@@ -255,7 +255,7 @@ class Fleet:
                 if max(1, step) not in with_record:
                     self.view.evaluation(evaluation)
 
-    def _told(self, member: Member) -> str:
+    def _told(self, member: SupervisedRole) -> str:
         """What a role does, in words."""
         member.look()
         if not member.alive():

@@ -2,7 +2,7 @@
 machine.
 
     rank 0         the trainer: its words are this command's        log logs/trainer-rank0.log
-    rank 1, ...    do what it says (`runs.roles.follow`)            log logs/trainer-rank1.log, ...
+    rank 1, ...    do what it says (`runs.roles.rank_follower`)            log logs/trainer-rank1.log, ...
 
 One that has ended or gives no sign of life ends them all: no rank goes on without the others. Who
 started this command starts it again from the checkpoint. The first signal goes to rank 0, which
@@ -30,8 +30,8 @@ from lowroll.runs.launch.fleet import USERS_MISTAKE
 from lowroll.runs.launch.launcher import free
 from lowroll.runs.launch.process import reserved
 from lowroll.runs.roles.limits import refuse
-from lowroll.runs.roles.place import TRAINER, Place, rank_role
-from lowroll.runs.roles.seat import Seat
+from lowroll.runs.roles.rank_environment import RankEnvironment
+from lowroll.runs.roles.run_paths import TRAINER, RunPaths, rank_role
 from lowroll.runs.stop import Stop, polite_stop
 from lowroll.types import RunFailed
 
@@ -51,7 +51,7 @@ def start(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -
     """
     resolved = cfg.resolved()
     refuse(resolved)
-    place = Place(cfg.output_dir)
+    place = RunPaths(cfg.output_dir)
     devices.check_ranks(resolved)
     RunFolder(resolved, "grpo", alone=False).check(resume, overwrite)
     free(place.run)
@@ -67,7 +67,7 @@ def start(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -
 class Crew:
     """The ranks, joined."""
 
-    def __init__(self, cfg: RunConfig, place: Place, words: Sequence[str], stop: Stop) -> None:
+    def __init__(self, cfg: RunConfig, place: RunPaths, words: Sequence[str], stop: Stop) -> None:
         self.stop = stop
         self._meeting = reserved("127.0.0.1")
         size, (host, port) = cfg.train.gpus, self._meeting.getsockname()
@@ -75,7 +75,7 @@ class Crew:
         for rank in range(size):
             heart = place.heart(rank_role(rank))
             heart.unlink(missing_ok=True)  # of another launch
-            env = os.environ | Seat(rank, size, rank, host, port).variables
+            env = os.environ | RankEnvironment(rank, size, rank, host, port).variables
             self.ranks.append(
                 Child(f"rank {rank}", words, env, heart, place.log(f"{TRAINER}-rank{rank}"))
             )

@@ -28,7 +28,7 @@ from lowroll.runs.folder import LOGS, RunFolder
 from lowroll.runs.launch import local
 from lowroll.runs.launch.fleet import LOOK_S, Fleet, Make
 from lowroll.runs.roles.limits import refuse
-from lowroll.runs.roles.place import LAUNCHER, Place
+from lowroll.runs.roles.run_paths import LAUNCHER, RunPaths
 from lowroll.runs.stop import polite_stop
 
 DYING_S = 5.0  # for the trainer of a launcher that was killed
@@ -50,7 +50,7 @@ def launch(
     """
     resolved = cfg.resolved()
     refuse(resolved)
-    place = Place(cfg.output_dir)
+    place = RunPaths(cfg.output_dir)
     home = RunFolder(resolved, "grpo", alone=False)
     if not (place.roles / LAUNCHER / LOCK).exists():
         home.check(resume, overwrite)  # a folder that nobody has touched is not even given a lock
@@ -78,7 +78,7 @@ def launch(
     return RunResult(place.run, read(place.run), signal=number)
 
 
-def _crew(cfg: RunConfig) -> Callable[[RunConfig, Place, ExitStack], Make]:
+def _crew(cfg: RunConfig) -> Callable[[RunConfig, RunPaths, ExitStack], Make]:
     """What makes the roles, by the launcher of the settings."""
     if cfg.launcher == "local":
         return local.crew

@@ -11,13 +11,13 @@ from lowroll.config import RunConfig
 from lowroll.runs.launch import devices
 from lowroll.runs.launch.child import Child
 from lowroll.runs.launch.fleet import Make, engines
-from lowroll.runs.roles.place import ADMIN, TOKEN, TRAINER, Place
+from lowroll.runs.roles.run_paths import ADMIN, TOKEN, TRAINER, RunPaths
 from lowroll.runs.roles.serve import ROLE
 
 log = logging.getLogger(__name__)
 
 
-def crew(cfg: RunConfig, place: Place, stack: ExitStack) -> Make:
+def crew(cfg: RunConfig, place: RunPaths, stack: ExitStack) -> Make:
     """What makes a role a child of this process, on its share of the devices."""
     env = dict(os.environ)
     roles = engines(cfg)

@@ -23,9 +23,9 @@ from typing import Any
 from lowroll.config import RunConfig
 from lowroll.runs.launch.bundle import Bundle
 from lowroll.runs.launch.fleet import LOOK_S, Make, engines
-from lowroll.runs.launch.owned import Owned
-from lowroll.runs.launch.owner import THREADS, WORD
-from lowroll.runs.roles.place import ADMIN, ORCHESTRATOR, TOKEN, TRAINER, Place
+from lowroll.runs.launch.role_actor import THREADS, WORD
+from lowroll.runs.launch.role_process import ActorRole
+from lowroll.runs.roles.run_paths import ADMIN, ORCHESTRATOR, TOKEN, TRAINER, RunPaths
 from lowroll.runs.roles.serve import ROLE
 from lowroll.runs.terminal import tell
 from lowroll.transport.base import wait_until
@@ -34,7 +34,7 @@ from lowroll.types import RunFailed, printable
 MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 # of the command's environment, what a role on another machine gets
 PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
-STRANGER = Path(__file__).with_name("stranger.py")
+AUTH_PROBE = Path(__file__).with_name("auth_probe.py")
 STRANGER_S = 120.0  # for a Python with Ray on a busy machine, and its question
 OWN = {  # settings of a cluster of our own
     "prestart_worker_first_driver": False,  # nobody would use them
@@ -43,7 +43,7 @@ OWN = {  # settings of a cluster of our own
 STORE = 80 << 20  # bytes of the object store of a cluster of our own, which carries nothing
 
 
-def crew(cfg: RunConfig, place: Place, stack: ExitStack) -> Make:
+def crew(cfg: RunConfig, place: RunPaths, stack: ExitStack) -> Make:
     """What makes a role a process on the cluster. All have their places when this returns: ValueError
     names a node that does not see the run folder, RunFailed what the cluster has no room for."""
     stack.enter_context(_cluster(cfg))
@@ -63,8 +63,8 @@ def crew(cfg: RunConfig, place: Place, stack: ExitStack) -> Make:
     for role, bundle in bundles.items():
         tell(f"{role} on {bundle.told['here']} ({printable(bundle.told['host'])})")
 
-    def make(role: str, words: list[str]) -> Owned:
-        return Owned(
+    def make(role: str, words: list[str]) -> ActorRole:
+        return ActorRole(
             role, words, place.heart(role), place.log(role), bundles[role], place.lock(role)
         )
 
@@ -190,7 +190,7 @@ def _refuse_open(named: str, address: str) -> None:
     no token."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | {MODE: "disabled"}
     asked = subprocess.Popen(
-        [sys.executable, "-P", STRANGER, address],
+        [sys.executable, "-P", AUTH_PROBE, address],
         env=env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -253,7 +253,7 @@ def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterato
 
 
 @contextmanager
-def _variables(cfg: RunConfig, place: Place) -> Iterator[tuple[str, str]]:
+def _variables(cfg: RunConfig, place: RunPaths) -> Iterator[tuple[str, str]]:
     """The file of what the roles get of this command's environment, with the run's tokens, and a word
     in it. For this user alone: nothing of that goes through Ray."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}

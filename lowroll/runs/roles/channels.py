@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from lowroll.config import RunConfig
 from lowroll.machine import raise_file_limit
-from lowroll.runs.roles.place import Place
+from lowroll.runs.roles.run_paths import RunPaths
 from lowroll.transport import filesystem
 from lowroll.transport.base import FrameGone, PeerSilent, RolloutReceiver
 from lowroll.transport.queue import DurableSender
@@ -21,7 +21,7 @@ SEND_S = 86400.0  # for room: `alive` names a trainer that is silent long before
 TURN_S = 0.2  # between two looks for a batch that is made again
 
 
-def sender(cfg: RunConfig, place: Place, attempt: int, alive: Alive) -> DurableSender:
+def sender(cfg: RunConfig, place: RunPaths, attempt: int, alive: Alive) -> DurableSender:
     """The orchestrator's end."""
     way = cfg.rollout_transport
     if way.type == "filesystem":
@@ -43,7 +43,7 @@ def sender(cfg: RunConfig, place: Place, attempt: int, alive: Alive) -> DurableS
 
 
 def receiver(
-    cfg: RunConfig, place: Place, attempt: int, committed: int, alive: Alive
+    cfg: RunConfig, place: RunPaths, attempt: int, committed: int, alive: Alive
 ) -> RolloutReceiver:
     """The trainer's end."""
     way = cfg.rollout_transport

@@ -44,9 +44,9 @@ from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.roles.agreement import check_engines, check_trainer
 from lowroll.runs.roles.channels import sender
-from lowroll.runs.roles.heart import GONE_S, Heart, Watch, silent_s
+from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat, HeartbeatMonitor, silent_s
 from lowroll.runs.roles.limits import refuse
-from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
+from lowroll.runs.roles.run_paths import ORCHESTRATOR, TRAINER, RunPaths
 from lowroll.runs.roles.versions import Engines, Versions
 from lowroll.runs.stop import polite_stop
 from lowroll.runs.terminal import tell
@@ -71,7 +71,7 @@ def orchestrate(cfg: RunConfig) -> int:
     """
     cfg = cfg.resolved()
     refuse(cfg)
-    place = Place(cfg.output_dir)
+    place = RunPaths(cfg.output_dir)
     with ExitStack() as stack:
         lock = stack.enter_context(own(place.roles / ORCHESTRATOR))
         if cfg.given is not None:  # for a trainer that has its own file alone
@@ -80,7 +80,7 @@ def orchestrate(cfg: RunConfig) -> int:
             write_file(path, cfg.given.encode())
         stack.enter_context(log_file(place.run, lock.attempt, ORCHESTRATOR))
         heart = stack.enter_context(
-            Heart(place.heart(ORCHESTRATOR), ORCHESTRATOR, lock.attempt, phase="starting")
+            Heartbeat(place.heart(ORCHESTRATOR), ORCHESTRATOR, lock.attempt, phase="starting")
         )
         stop = stack.enter_context(polite_stop())
 
@@ -113,15 +113,15 @@ class Orchestration:
     def __init__(
         self,
         cfg: RunConfig,
-        place: Place,
+        place: RunPaths,
         stack: ExitStack,
-        heart: Heart,
+        heart: Heartbeat,
         attempt: int,
         alive: Callable[[], None],
     ) -> None:
         self.place = place
         self.heart = heart
-        self.trainer = Watch(place.heart(TRAINER))
+        self.trainer = HeartbeatMonitor(place.heart(TRAINER))
         self.stopped = alive
         self.committed = 0  # that the ledger knows of
         self.last = cfg.train.max_steps
@@ -238,12 +238,12 @@ class Orchestration:
     def _shown(self, count: int) -> list[str]:
         """Addresses of the engines that show themselves here, once `count` at least, and all that do,
         are ready. ValueError for one that only its own machine reaches."""
-        watches: dict[str, Watch] = {}
+        watches: dict[str, HeartbeatMonitor] = {}
         urls: list[str] = []
 
         def ready() -> bool:
             for role in self.place.engines():
-                watches.setdefault(role, Watch(self.place.heart(role)))
+                watches.setdefault(role, HeartbeatMonitor(self.place.heart(role)))
             alive = [watch.said or {} for watch in watches.values() if watch.alive]
             shown = [one for one in alive if one.get("url")]
             for one in shown:

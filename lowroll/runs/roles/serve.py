@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from lowroll.checkpoint.lock import RunLockedError
 from lowroll.config import RunConfig
 from lowroll.runs.attempt import own
-from lowroll.runs.roles.heart import Heart
-from lowroll.runs.roles.place import ENGINE, Place
+from lowroll.runs.roles.heartbeat import Heartbeat
+from lowroll.runs.roles.run_paths import ENGINE, RunPaths
 
 if TYPE_CHECKING:
     from lowroll.engine.native import NativeEngine
@@ -19,7 +19,7 @@ ROLE = "LOWROLL_ENGINE_ROLE"  # of a launcher: which of several
 MOST = 64  # engines of one run folder
 
 
-def take_role(place: Place, stack: ExitStack, named: str | None) -> tuple[str, int]:
+def take_role(place: RunPaths, stack: ExitStack, named: str | None) -> tuple[str, int]:
     """Have a role in the run folder: (its name, the attempt). RunLockedError names who has it."""
     names = [named] if named else [f"{ENGINE}-{i}" for i in range(MOST)]
     for name in names:
@@ -32,9 +32,9 @@ def take_role(place: Place, stack: ExitStack, named: str | None) -> tuple[str, i
     raise AssertionError("not reached")
 
 
-def heart(place: Place, role: str, attempt: int) -> Heart:
+def heart(place: RunPaths, role: str, attempt: int) -> Heartbeat:
     """The engine's sign of life; its `url`, once it serves, is where the orchestrator finds it."""
-    return Heart(place.heart(role), role, attempt)
+    return Heartbeat(place.heart(role), role, attempt)
 
 
 def engine(cfg: RunConfig) -> NativeEngine:
@@ -55,7 +55,7 @@ def engine(cfg: RunConfig) -> NativeEngine:
 
 def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespace:
     """The options of `lowroll serve` that a run's settings stand for."""
-    place = Place(cfg.output_dir)
+    place = RunPaths(cfg.output_dir)
     place.broadcasts.mkdir(parents=True, exist_ok=True)
     found = argparse.Namespace(**vars(given))
     found.model = cfg.model

@@ -27,11 +27,11 @@ from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.roles.channels import receiver
-from lowroll.runs.roles.follow import Lead, Told, joined
-from lowroll.runs.roles.heart import GONE_S, Heart, Watch
+from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat, HeartbeatMonitor
 from lowroll.runs.roles.limits import refuse
-from lowroll.runs.roles.place import ORCHESTRATOR, TRAINER, Place
-from lowroll.runs.roles.seat import Seat
+from lowroll.runs.roles.rank_environment import RankEnvironment
+from lowroll.runs.roles.rank_follower import Lead, Told, joined
+from lowroll.runs.roles.run_paths import ORCHESTRATOR, TRAINER, RunPaths
 from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed, RolloutReceiver
 from lowroll.transport.spool import Spool
@@ -50,7 +50,11 @@ STEPS_IN_USE = 2  # versions that engines may still have to take, beyond those o
 
 
 def train(
-    cfg: RunConfig, *, resume: bool = False, overwrite: bool = False, seat: Seat | None = None
+    cfg: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    seat: RankEnvironment | None = None,
 ) -> RunResult:
     """Learn as `cfg` says from an orchestrator's batches; returns the run folder and its records.
     The folder is treated as by `lowroll.run`, `resume`, `overwrite` and signals included. seat: of
@@ -59,10 +63,10 @@ def train(
     cfg = cfg.resolved()
     refuse(cfg)
     last = cfg.train.max_steps
-    place = Place(cfg.output_dir)
+    place = RunPaths(cfg.output_dir)
     with ExitStack() as stack:
         home = stack.enter_context(attempt(cfg, "grpo", resume, overwrite, alone=False))
-        heart = stack.enter_context(Heart(place.heart(TRAINER), TRAINER, home.attempt))
+        heart = stack.enter_context(Heartbeat(place.heart(TRAINER), TRAINER, home.attempt))
         ranks = stack.enter_context(joined(cfg, seat))
         role = Training(home, place, heart, resume, ranks)
         first = role.go_on() if resume else role.begin()
@@ -95,8 +99,8 @@ class Training:
     def __init__(
         self,
         home: RunFolder,
-        place: Place,
-        heart: Heart,
+        place: RunPaths,
+        heart: Heartbeat,
         resume: bool,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -107,7 +111,7 @@ class Training:
         self.heart = heart
         self.stop = Stop()
         self.lead = Lead(ranks)
-        self.orchestrator = Watch(place.heart(ORCHESTRATOR))
+        self.orchestrator = HeartbeatMonitor(place.heart(ORCHESTRATOR))
         checkpoints = Checkpointing(home, resume)
         self.lead.begin(home.attempt, checkpoints, cfg)
         policy = Policy.load(cfg, models.chat_of(cfg), Compute.of(cfg), ranks)
@@ -251,7 +255,7 @@ class Broadcasting:
     cache_tokens = None
     hidden_bytes = 0
 
-    def __init__(self, cfg: RunConfig, policy: Policy, place: Place, attempt: int) -> None:
+    def __init__(self, cfg: RunConfig, policy: Policy, place: RunPaths, attempt: int) -> None:
         compute = policy.compute
         self.cfg = cfg
         self.model = policy.model
@@ -331,7 +335,7 @@ def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | No
     return Shadow(model, weights, get_format(weights).dtype or compute.dtype)
 
 
-def _offers(cfg: RunConfig, compute: Compute, place: Place) -> Offers | None:
+def _offers(cfg: RunConfig, compute: Compute, place: RunPaths) -> Offers | None:
     """The direct way of whole models, and where it begins, for engines that look for it."""
     way = cfg.weight_broadcast
     if way.type == "filesystem":

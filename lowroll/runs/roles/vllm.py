@@ -18,14 +18,14 @@ from lowroll.config import RunConfig
 from lowroll.engine.remote.vllm_process import lasting_folder
 from lowroll.runs.build import vllm
 from lowroll.runs.folder import LOGS
-from lowroll.runs.roles.heart import Heart
-from lowroll.runs.roles.place import Place
+from lowroll.runs.roles.heartbeat import Heartbeat
+from lowroll.runs.roles.run_paths import RunPaths
 from lowroll.types import RunFailed
 
 LOOK_S = 0.2
 
 
-def serve(cfg: RunConfig, place: Place, role: str, heart: Heart) -> NoReturn:
+def serve(cfg: RunConfig, place: RunPaths, role: str, heart: Heartbeat) -> NoReturn:
     """Have one answer until a signal comes, which is SystemExit. ValueError names what it cannot do
     for the run, RunFailed how it ended."""
     socket = lasting_folder(f"{place.run.resolve()} {role}")

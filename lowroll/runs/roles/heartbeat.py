@@ -33,7 +33,7 @@ def silent_s() -> float:
     return float(os.environ.get(VARIABLE, SILENT_S))
 
 
-class Heart:
+class Heartbeat:
     """The sign of life of this process as a role. Beats in a thread from `start` to `close`."""
 
     def __init__(self, path: Path, role: str, attempt: int, **told: object) -> None:
@@ -55,7 +55,7 @@ class Heart:
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._trouble = ""
 
-    def __enter__(self) -> Heart:
+    def __enter__(self) -> Heartbeat:
         self._write()
         self._thread.start()
         return self
@@ -93,7 +93,7 @@ class Heart:
                     log.warning("%s: %s", self.path, error.strerror or error)
 
 
-def read_heart(path: Path) -> dict[str, Any] | None:
+def read_heartbeat(path: Path) -> dict[str, Any] | None:
     """What a role has said of itself last; None when there is nothing that can be read."""
     try:
         found = json.loads(read_file(path))
@@ -102,21 +102,21 @@ def read_heart(path: Path) -> dict[str, Any] | None:
         return None
 
 
-class Watch:
+class HeartbeatMonitor:
     """Another role, seen from here."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
         self.clock = clock
         self.silent_s = silent_s()
-        self.said: dict[str, Any] | None = read_heart(path)
+        self.said: dict[str, Any] | None = read_heartbeat(path)
         self._changed_at = clock()
         self._changes = 0  # that were seen
         self._named = False
 
     def look(self) -> bool:
         """Whether it has given a sign of life since the last look."""
-        said = read_heart(self.path)
+        said = read_heartbeat(self.path)
         if said is None or said == self.said:
             return False
         self.said = said

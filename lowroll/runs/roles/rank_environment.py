@@ -14,7 +14,7 @@ LOCAL = "LOCAL_RANK"  # among those of its machine; without it all are on one
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankEnvironment:
     """Rank `rank` of `size`, the `local`th of its machine; they meet at host:port."""
 
     rank: int
@@ -30,7 +30,7 @@ class Seat:
         return dict(zip((*NAMES, LOCAL), map(str, (*values, self.local)), strict=True))
 
 
-def seat(cfg: RunConfig, environ: Mapping[str, str] = os.environ) -> Seat | None:
+def seat(cfg: RunConfig, environ: Mapping[str, str] = os.environ) -> RankEnvironment | None:
     """The rank that the environment makes of this process; None where it says nothing of ranks.
     ValueError names the variable that is missing or wrong, or the setting that wants another number
     of ranks."""
@@ -51,7 +51,7 @@ def seat(cfg: RunConfig, environ: Mapping[str, str] = os.environ) -> Seat | None
     if rank >= size:
         raise ValueError(f"RANK: {rank}, of {size} ranks (WORLD_SIZE), which are counted from 0")
     local = _number(LOCAL, environ) if environ.get(LOCAL) else rank
-    return Seat(rank, size, local, environ["MASTER_ADDR"], port)
+    return RankEnvironment(rank, size, local, environ["MASTER_ADDR"], port)
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:

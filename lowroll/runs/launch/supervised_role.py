@@ -1,5 +1,5 @@
 """A role that a launcher keeps alive: its words, its sign of life, how often it was started. How its
-process is started, asked for and ended is the launcher's own (`child`, `owned`)."""
+process is started, asked for and ended is the launcher's own (`child`, `role_process`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowroll.runs.roles.heart import Watch
+from lowroll.runs.roles.heartbeat import HeartbeatMonitor
 
 MOST_RESTARTS = 5  # within WINDOW_S
 WINDOW_S = 600.0
@@ -22,7 +22,7 @@ START_S = 900.0  # until the first sign of life: loading a large model takes min
 STARTING = 10.0  # times as patient: a library that comes from a slow disk holds Python's lock
 
 
-class Member(ABC):
+class SupervisedRole(ABC):
     """role: its name. command: words after `lowroll`. heart: of the role's sign of life. log: what its
     process says is appended there."""
 
@@ -33,7 +33,7 @@ class Member(ABC):
         self.command = list(command)
         self.heart = heart
         self.log = log
-        self.watch = Watch(heart)
+        self.watch = HeartbeatMonitor(heart)
         self.starts: deque[float] = deque()
         self.ready = False  # in this launch it was past its start once
         self.again_at = 0.0  # of `time.monotonic`, when it is to be started again
@@ -44,7 +44,7 @@ class Member(ABC):
         """Start it, in a process group of its own."""
         self.starts.append(time.monotonic())
         self.begin([*self.command, *more])
-        self.watch = Watch(self.heart)
+        self.watch = HeartbeatMonitor(self.heart)
 
     @abstractmethod
     def begin(self, words: list[str]) -> None:

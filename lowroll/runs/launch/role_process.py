@@ -13,14 +13,14 @@ from typing import Any
 from lowroll.checkpoint.lock import RunLockedError, refuse_locked
 from lowroll.checkpoint.logfile import last_error
 from lowroll.runs.launch.bundle import Away, Bundle, Lost, answer
-from lowroll.runs.launch.member import Member
 from lowroll.runs.launch.process import how
+from lowroll.runs.launch.supervised_role import SupervisedRole
 
 POLL_S = 0.25  # between two questions whether a process runs
 LEFT_S = 60.0  # for a process to end whose actor or node was lost
 
 
-class Owned(Member):
+class ActorRole(SupervisedRole):
     """bundle: which has been taken once. lock: the folder that the role has while its process runs."""
 
     def __init__(

@@ -29,9 +29,9 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.learner import Learner, Policy
-from lowroll.runs.roles.heart import GONE_S, Heart
-from lowroll.runs.roles.place import Place, rank_role
-from lowroll.runs.roles.seat import Seat
+from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat
+from lowroll.runs.roles.rank_environment import RankEnvironment
+from lowroll.runs.roles.run_paths import RunPaths, rank_role
 from lowroll.runs.stop import polite_stop
 from lowroll.transport.base import RolloutReceiver
 from lowroll.transport.packed import decode_batch, encode_batch
@@ -64,7 +64,7 @@ class Begin:
 
 
 @contextmanager
-def joined(cfg: RunConfig, seat: Seat | None) -> Iterator[Ranks]:
+def joined(cfg: RunConfig, seat: RankEnvironment | None) -> Iterator[Ranks]:
     """The ranks that this process learns with."""
     if seat is None or seat.size == 1:
         yield ALONE
@@ -99,18 +99,18 @@ class Lead:
             self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
 
 
-def follow(cfg: RunConfig, seat: Seat) -> None:
+def follow(cfg: RunConfig, seat: RankEnvironment) -> None:
     """Learn with rank 0 until it says that the run is over. ValueError when this rank was given
     another run's settings or weights."""
     cfg = cfg.resolved()
-    place, role = Place(cfg.output_dir), rank_role(seat.rank)
+    place, role = RunPaths(cfg.output_dir), rank_role(seat.rank)
     with ExitStack() as stack:
         stack.enter_context(polite_stop())  # rank 0 stops for all
         ranks = stack.enter_context(joined(cfg, seat))
         begin = Begin(**json.loads(ranks.tell(wait_s=ORDER_S)))
         _refuse_other(cfg, begin)
         stack.enter_context(log_file(place.run, begin.attempt, role))
-        heart = stack.enter_context(Heart(place.heart(role), role, begin.attempt))
+        heart = stack.enter_context(Heartbeat(place.heart(role), role, begin.attempt))
         log.info("rank %d of %d, attempt %d", seat.rank, seat.size, begin.attempt)
         Follower(cfg, ranks, heart, begin).run()
 
@@ -118,7 +118,7 @@ def follow(cfg: RunConfig, seat: Seat) -> None:
 class Follower:
     """A rank that is told what to do."""
 
-    def __init__(self, cfg: RunConfig, ranks: Ranks, heart: Heart, begin: Begin) -> None:
+    def __init__(self, cfg: RunConfig, ranks: Ranks, heart: Heartbeat, begin: Begin) -> None:
         self.ranks = ranks
         self.heart = heart
         checkpoints = Checkpointing(Reader(cfg, begin.step), resume=begin.step is not None)

@@ -21,7 +21,7 @@ WORD = "word"  # by which a file is known to be the launcher's own
 OURS, THREADS = "RAY_", "OMP_NUM_THREADS"
 
 
-class Owner:
+class RoleActor:
     """On its node, in a process of its own."""
 
     def __init__(self) -> None:

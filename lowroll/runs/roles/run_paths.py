@@ -27,7 +27,7 @@ def rank_role(rank: int) -> str:
     return f"{TRAINER}-rank{rank}" if rank else TRAINER
 
 
-class Place:
+class RunPaths:
     """Paths below a run folder."""
 
     def __init__(self, run: str | Path) -> None:
