@@ -23,7 +23,7 @@ from bench.harness import running
 from bench.served import Served
 from lowroll.engine.base import Capabilities, EngineStats, InFlight, PartialSample
 from lowroll.engine.request import sampler_settings, validate
-from lowroll.server.shelf import WeightShelf
+from lowroll.server.weight_store import WeightStore
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
 from lowroll.weights.update import WeightUpdate
 
@@ -130,7 +130,7 @@ def main() -> None:
     engine: Any = Instant(given.vocab)
     shelf = None
     if given.shelf is not None:
-        shelf = WeightShelf(given.shelf, given.shelf)
+        shelf = WeightStore(given.shelf, given.shelf)
         engine.told = lambda what: print(what, time.monotonic(), flush=True)
     with Served(engine, "instant", given.admin, shelf) as served:
         print(served.url, flush=True)

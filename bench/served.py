@@ -16,13 +16,11 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from lowroll import Engine
-from lowroll.server.app import make_app
-from lowroll.server.guard import Tokens
-from lowroll.server.loop import EngineLoop
-from lowroll.server.run import listen
-from lowroll.server.serving import Serving
-from lowroll.server.shelf import WeightShelf
+from lowroll.server.app import listen, make_app
+from lowroll.server.engine_thread import EngineThread
+from lowroll.server.limits import Credentials, ServerState
 from lowroll.server.text import Vocabulary
+from lowroll.server.weight_store import WeightStore
 
 T = TypeVar("T")
 START_S = 30.0
@@ -34,16 +32,16 @@ class Served:
     which new weights are asked for, those of `shelf`."""
 
     def __init__(
-        self, engine: Engine, name: str, admin: str | None = None, shelf: WeightShelf | None = None
+        self, engine: Engine, name: str, admin: str | None = None, shelf: WeightStore | None = None
     ) -> None:
         self.engine = engine
         self.name = name
         self.url = ""
-        self.loop = EngineLoop(engine)
-        serving = Serving(
+        self.loop = EngineThread(engine)
+        serving = ServerState(
             self.loop, None, name, engine.capabilities, vocabulary=Vocabulary(engine.tokenizer)
         )
-        self._app = make_app(serving, Tokens(admin=admin), shelf)
+        self._app = make_app(serving, Credentials(admin=admin), shelf)
         self._events = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._ready: Future[str] = Future()

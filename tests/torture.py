@@ -512,7 +512,9 @@ def server(bench: Bench, rng: random.Random) -> Iterator[str]:
 
 
 def programs(bench: Bench, rng: random.Random) -> Iterator[str]:
-    logging.getLogger("lowroll.server.loop").setLevel(logging.CRITICAL)  # failures are on purpose
+    logging.getLogger("lowroll.server.engine_thread").setLevel(
+        logging.CRITICAL
+    )  # failures are on purpose
     trial = Trial([hf_folder(_fresh(bench.root / f"model_{seed}"), seed=seed) for seed in range(2)])
     while True:
         yield trial.run(rng.randrange(1 << 30))

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from lowroll.engine.native import NativeEngine
     from lowroll.model.tokenizer import ChatTokenizer
     from lowroll.model.transformer import Transformer
-    from lowroll.server.guard import Tokens
-    from lowroll.server.serving import Limits, Serving
+    from lowroll.server.limits import Credentials, ServerLimits, ServerState
     from lowroll.weights.collector import Collector
 
 GRACE_S = 20.0  # batch systems kill 30 s or more after they ask
@@ -177,7 +176,7 @@ def _add_access(p: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from lowroll.server.run import bind, run
+    from lowroll.server.app import bind, run
 
     role = None
     with ExitStack() as stack:
@@ -220,7 +219,7 @@ class Role:
         from lowroll.runs.roles.limits import refuse_engine
         from lowroll.runs.roles.parent import die_with_parent
         from lowroll.runs.roles.run_paths import RunPaths
-        from lowroll.server.guard import Tokens
+        from lowroll.server.limits import Credentials
 
         die_with_parent()
         _refuse_options(arguments)
@@ -231,7 +230,7 @@ class Role:
         self.place = RunPaths(self.cfg.output_dir)
         self.name, self.attempt = serve.take_role(self.place, stack, os.environ.get(serve.ROLE))
         self.arguments = serve.arguments_of(self.cfg, arguments)
-        self.tokens = Tokens(*self.place.tokens())
+        self.tokens = Credentials(*self.place.tokens())
         self.heart = stack.enter_context(serve.heart(self.place, self.name, self.attempt))
 
     def engine(self) -> NativeEngine:
@@ -265,12 +264,12 @@ def _refuse_options(arguments: argparse.Namespace) -> None:
         )
 
 
-def credentials(arguments: argparse.Namespace) -> Tokens:
+def credentials(arguments: argparse.Namespace) -> Credentials:
     """The tokens of the environment. ValueError when one is missing or short, or when others can
     reach the address and there is none."""
-    from lowroll.server.guard import Tokens
+    from lowroll.server.limits import Credentials
 
-    tokens = Tokens(
+    tokens = Credentials(
         _token("--token-env", arguments.token_env),
         _token("--admin-token-env", arguments.admin_token_env),
     )
@@ -297,19 +296,19 @@ def is_loopback(host: str) -> bool:
 
 
 def application(
-    arguments: argparse.Namespace, tokens: Tokens, role: Role | None = None
+    arguments: argparse.Namespace, tokens: Credentials, role: Role | None = None
 ) -> web.Application:
     """The engine behind its routes."""
     from lowroll.model.folder import resolve
     from lowroll.server.app import make_app
-    from lowroll.server.shelf import WeightShelf
+    from lowroll.server.weight_store import WeightStore
 
     folder = resolve(arguments.model)
     shelf = None
     if arguments.weights_dir is not None:
         if tokens.admin is None:
             raise ValueError("--weights-dir: POST /weights is a control route: --admin-token-env")
-        shelf = WeightShelf(arguments.weights_dir, folder, collector(arguments, tokens.admin))
+        shelf = WeightStore(arguments.weights_dir, folder, collector(arguments, tokens.admin))
     elif arguments.weights_from is not None:
         raise ValueError("--weights-from: the versions are those of --weights-dir")
     made = serving(arguments, folder, role)
@@ -335,13 +334,13 @@ def collector(arguments: argparse.Namespace, admin: str) -> Collector | None:
     return Collector(host, int(port), pick_device(arguments.device), token=token)
 
 
-def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = None) -> Serving:
+def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = None) -> ServerState:
     """The engine's loop, not started yet, and what the routes know of the model."""
     from lowroll import __version__
     from lowroll.engine.native import pick_device
     from lowroll.model.tokenizer import load_tokenizer, tokenizer_home
-    from lowroll.server.loop import EngineLoop
-    from lowroll.server.serving import Serving
+    from lowroll.server.engine_thread import EngineThread
+    from lowroll.server.limits import ServerState
     from lowroll.server.text import Vocabulary
 
     name = arguments.name or folder.resolve().name
@@ -351,8 +350,8 @@ def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = Non
     engine = role.engine() if role else make_engine(arguments, folder, tokenizer)
     engine.warm_up()
     print(words(engine, pick_device(arguments.device)), file=sys.stderr, flush=True)
-    return Serving(
-        EngineLoop(engine),
+    return ServerState(
+        EngineThread(engine),
         _chat(tokenizer, arguments.tool_call_parser),
         name,
         engine.capabilities,
@@ -448,11 +447,11 @@ def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) ->
     return scaling.scale(hf.load(folder, device, dtype), arguments.uaq_scale)
 
 
-def limits(arguments: argparse.Namespace) -> Limits:
+def limits(arguments: argparse.Namespace) -> ServerLimits:
     """Those of the command, and the defaults of the others."""
-    from lowroll.server.serving import Limits
+    from lowroll.server.limits import ServerLimits
 
-    return Limits(
+    return ServerLimits(
         body=arguments.max_body_mb << 20,
         n=arguments.max_n,
         prompts=arguments.max_prompts,
@@ -462,9 +461,9 @@ def limits(arguments: argparse.Namespace) -> Limits:
 
 def tell(app: web.Application, address: str) -> None:
     """The line that says that requests are taken, for people and for programs that wait for it."""
-    from lowroll.server.serving import SERVING
+    from lowroll.server.limits import STATE
 
-    print(f"serving {app[SERVING].name} at {address}/v1", flush=True)
+    print(f"serving {app[STATE].name} at {address}/v1", flush=True)
 
 
 def _token(option: str, variable: str | None) -> str | None:

@@ -1,59 +1,125 @@
-"""The routes of the server, and who may ask for them.
+"""The application: its routes and who may ask for them, its sockets, its signals and its end.
 
-    app = make_app(serving, Tokens(), None)
+    app = make_app(state, Credentials(), None)
 
-Every route stands in one table with what it asks for: nothing (`open`), the token where there is
-one (`token`), or always the admin's (`admin`). What is not in it is refused (`guard`).
+Each route asks for nothing (`open`), for the token where there is one (`token`), or always for the
+admin's (`admin`); `limits.guard` refuses every other request. The server ends in order:
+
+first signal     no new connections and no new requests; those in flight have `grace_s`, then they
+                 end with what they have drawn
+second signal    they end now (one that comes within a second is taken for the first one: terminals
+                 and wrappers often send two)
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 from aiohttp import web
 
-from lowroll.server import chat, completions, control, generate, info, models, tokens
-from lowroll.server.guard import LOCAL, SILENT, Routes, Tokens, guard, mark
-from lowroll.server.serving import SERVING, Serving
-from lowroll.server.shelf import WeightShelf
+from lowroll.machine import raise_file_limit
+from lowroll.server import admin, generate, openai, prompts
+from lowroll.server.engine_thread import EngineStalled
+from lowroll.server.limits import (
+    LOCAL_HOSTS,
+    SILENT,
+    STATE,
+    Credentials,
+    Routes,
+    ServerState,
+    guard,
+    mark,
+)
+from lowroll.server.metrics import EngineHealth
+from lowroll.server.protocol import error_body
+from lowroll.server.weight_store import WeightStore
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO_S = 1.0
+LAST_S = 5.0  # for the answers of what was aborted
+BACKLOG = 512  # connections that wait to be accepted
+THREADS = 4  # that encode texts and read weights
+
+
+async def health(request: web.Request) -> web.Response:
+    """`GET /health`: 200 where the engine's thread answers in time and its last steps did not fail,
+    else 503 and the reason."""
+    state = request.app[STATE]
+    try:
+        found = await state.engine.health(state.limits.health_s)
+    except EngineStalled as error:
+        return web.json_response({"status": "stalled", "waits_for": str(error)}, status=503)
+    if not found.healthy:
+        why = f"{found.failures} steps of the engine have failed, one after the other"
+        return web.json_response({"status": "failing", "waits_for": why}, status=503)
+    return web.json_response({"status": found.state})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """`GET /metrics`: the metrics in Prometheus' format."""
+    state = request.app[STATE]
+    found: EngineHealth | None = None
+    try:
+        found = await state.engine.health(state.limits.health_s)
+    except EngineStalled:
+        pass  # lowroll_engine_up says it
+    body = state.engine.metrics.render(found)
+    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+
+async def version(request: web.Request) -> web.Response:
+    """`GET /version`: the version of lowroll."""
+    return web.json_response({"version": request.app[STATE].version, "server": "lowroll"})
+
 
 PUBLIC: Routes = {
-    ("GET", "/health"): ("open", info.health),
-    ("GET", "/v1/models"): ("token", models.handle),
-    ("GET", "/v1/models/{name}"): ("token", models.one),
-    ("GET", "/metrics"): ("token", info.metrics),
-    ("GET", "/version"): ("token", info.version),
-    ("POST", "/v1/completions"): ("token", completions.handle),
-    ("POST", "/v1/chat/completions"): ("token", chat.handle),
-    ("POST", "/inference/v1/generate"): ("token", generate.handle),
-    ("POST", "/tokenize"): ("token", tokens.tokenize),
-    ("POST", "/detokenize"): ("token", tokens.detokenize),
+    ("GET", "/health"): ("open", health),
+    ("GET", "/v1/models"): ("token", openai.list_models),
+    ("GET", "/v1/models/{name}"): ("token", openai.one_model),
+    ("GET", "/metrics"): ("token", metrics),
+    ("GET", "/version"): ("token", version),
+    ("POST", "/v1/completions"): ("token", openai.completions),
+    ("POST", "/v1/chat/completions"): ("token", openai.chat_completions),
+    ("POST", "/inference/v1/generate"): ("token", generate.generate),
+    ("POST", "/tokenize"): ("token", prompts.tokenize),
+    ("POST", "/detokenize"): ("token", prompts.detokenize),
 }
 CONTROL: Routes = {
-    ("POST", "/pause"): ("admin", control.pause),
-    ("POST", "/resume"): ("admin", control.resume),
-    ("GET", "/is_paused"): ("admin", control.is_paused),
-    ("POST", "/abort"): ("admin", control.abort),
-    ("POST", "/reset_prefix_cache"): ("admin", control.reset_prefix_cache),
+    ("POST", "/pause"): ("admin", admin.pause),
+    ("POST", "/resume"): ("admin", admin.resume),
+    ("GET", "/is_paused"): ("admin", admin.is_paused),
+    ("POST", "/abort"): ("admin", admin.abort),
+    ("POST", "/reset_prefix_cache"): ("admin", admin.reset_prefix_cache),
 }
 WEIGHTS: Routes = {
-    ("GET", "/weights"): ("admin", control.weights),
-    ("POST", "/weights"): ("admin", control.update_weights),
+    ("GET", "/weights"): ("admin", admin.weights),
+    ("POST", "/weights"): ("admin", admin.update_weights),
 }
 
 
 def make_app(
-    serving: Serving,
-    credentials: Tokens,
-    weights: WeightShelf | None = None,
+    state: ServerState,
+    credentials: Credentials,
+    weights: WeightStore | None = None,
     *,
     loopback: bool = True,
 ) -> web.Application:
-    """The server's application. Control routes are there when the admin has a token, `/weights`
-    when there is a shelf too.
+    """Return the server's application. It has control routes where the admin has a token, and
+    `/weights` where there is a weight store too.
 
-    loopback: clients must call the server by a name of this machine. Without, there must be a
-    token: ValueError.
+    loopback: clients must call the server by a name of this machine. Raises ValueError where they need
+    not, and there is no token.
     """
     if not loopback and not credentials.token:
         raise ValueError("token: an address that others can reach needs one")
@@ -61,11 +127,11 @@ def make_app(
     if credentials.admin:
         routes |= CONTROL
         routes |= WEIGHTS if weights is not None else {}
-    door = guard(routes, credentials, LOCAL if loopback else None)
-    app = web.Application(middlewares=[door], client_max_size=serving.limits.body)
-    app[SERVING], app[SILENT] = serving, {}
+    middleware = guard(routes, credentials, LOCAL_HOSTS if loopback else None)
+    app = web.Application(middlewares=[middleware], client_max_size=state.limits.body)
+    app[STATE], app[SILENT] = state, {}
     if weights is not None:
-        app[control.SHELF], app[control.UPDATING] = weights, asyncio.Lock()
+        app[admin.WEIGHTS], app[admin.UPDATING] = weights, asyncio.Lock()
     for (method, path), (_, handler) in routes.items():
         # a name may be a hub id, with a slash
         app.router.add_route(method, path.replace("{name}", "{name:.+}"), handler)
@@ -75,4 +141,218 @@ def make_app(
 
 
 async def _end_workers(app: web.Application) -> None:
-    app[SERVING].workers.shutdown(wait=False, cancel_futures=True)
+    app[STATE].workers.shutdown(wait=False, cancel_futures=True)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket of an address. It does not listen yet, so that clients are refused, and do not
+    wait, until the model is there. Raises ValueError with the reason where it cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ValueError(f"--host: {host}: {error.strerror}") from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise _address_error((host, port), error) from None
+    listening.setblocking(False)
+    return listening
+
+
+def _address_error(address: tuple[Any, ...], error: Exception) -> ValueError:
+    host, port = address[:2]
+    in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    hint = "; --port 0 takes one that is free" if in_use else ""
+    return ValueError(f"--port: {host}:{port}: {error}{hint}")
+
+
+async def run(
+    app: web.Application,
+    listening: socket.socket,
+    ready: Callable[[], None],
+    grace_s: float = 20.0,
+) -> int:
+    """Serve until a signal comes, and return its number. ready: called when requests are taken."""
+    engine = app[STATE].engine
+    # every thread keeps memory of the largest text that it has encoded
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "texts"))
+    runner = make_runner(app)
+    await runner.setup()
+    engine.start()
+    with _signals() as (first, second):
+        try:
+            connections = await listen(app, runner, listening)
+            ready()
+            number = await first
+            connections.close()
+            log.warning("%s: ending", signal.Signals(number).name)
+            settled = asyncio.ensure_future(engine.settle(grace_s))
+            await asyncio.wait({settled, second}, return_when=asyncio.FIRST_COMPLETED)
+            settled.cancel()
+        finally:
+            await asyncio.to_thread(engine.stop)
+            await runner.cleanup()
+    return number
+
+
+def make_runner(app: web.Application) -> web.AppRunner:
+    """Return aiohttp's server of the application, with settings for untrusted clients."""
+    quiet = logging.getLogger(f"{__name__}.http")
+    quiet.setLevel(logging.CRITICAL)  # else whoever sends no HTTP fills the log with tracebacks
+    return web.AppRunner(
+        app,
+        access_log=None,
+        logger=quiet,
+        handler_cancellation=True,  # a dropped connection ends its request
+        auto_decompress=False,  # nothing grows when it is unpacked
+        keepalive_timeout=75.0,
+        lingering_time=1.0,  # for the rest of a body that nobody reads
+        shutdown_timeout=LAST_S,
+    )
+
+
+async def listen(
+    app: web.Application, runner: web.AppRunner, listening: socket.socket
+) -> asyncio.Server:
+    """Take connections up to the limit, and to half of the files that the process may open. Drop one
+    that asks for nothing in `head_s`."""
+    limits, silent, server = app[STATE].limits, app[SILENT], runner.server
+    assert server is not None
+    events = asyncio.get_running_loop()
+    files = raise_file_limit()
+    most = max(1, min(limits.connections, files // 2))
+    # so many are accepted at once, before the first of them is counted
+    backlog = max(1, min(BACKLOG, files // 8))
+    events.set_exception_handler(_FileShortageHandler())
+
+    def connection() -> asyncio.Protocol:
+        if len(server.connections) >= most:
+            return _RefusedConnection()
+        protocol = _Connection(server, events, limits.write_s, silent)
+        silent[protocol] = events.call_later(limits.head_s, drop, protocol)
+        return protocol
+
+    def drop(protocol: web.RequestHandler) -> None:
+        del silent[protocol]
+        if protocol.transport is not None:
+            protocol.transport.abort()
+
+    try:
+        return await events.create_server(connection, sock=listening, backlog=backlog)
+    except OSError as error:  # a socket that does not listen yet keeps nobody away
+        raise _address_error(listening.getsockname(), error) from None
+
+
+class _Connection(web.RequestHandler):
+    """A connection that is dropped when its client takes nothing of its answers for `patience_s`. It
+    answers what is no HTTP as other errors are answered."""
+
+    __slots__ = ("patience_s", "silent", "unread")
+
+    def __init__(
+        self,
+        server: web.Server,
+        events: asyncio.AbstractEventLoop,
+        patience_s: float,
+        silent: dict[web.RequestHandler, asyncio.TimerHandle],
+    ) -> None:
+        # aiohttp makes its own kind of connection, with these options and tracebacks in debug mode
+        super().__init__(server, loop=events, **server._kwargs | {"debug": False})
+        self.patience_s = patience_s
+        self.silent = silent
+        self.unread: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        events = asyncio.get_running_loop()
+        self.unread = events.call_later(self.patience_s, self._drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._forget()
+        timer = self.silent.pop(self, None)
+        if timer is not None:
+            timer.cancel()
+        super().connection_lost(exc)
+
+    def _forget(self) -> None:
+        if self.unread is not None:
+            self.unread.cancel()
+            self.unread = None
+
+    def _drop(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # its answer names aiohttp and Python
+        reason = (message or "").partition("\n")[0] if status < 500 else "the server failed"
+        headers = {"Server": "lowroll", "X-Content-Type-Options": "nosniff"}
+        body = error_body(f"HTTP: {reason.rstrip(':')}", status)
+        response = web.json_response(body, status=status, headers=headers)
+        response.force_close()
+        return response
+
+
+class _RefusedConnection(asyncio.Protocol):
+    """One connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+class _FileShortageHandler:
+    """A handler of the event loop's exceptions that logs a shortage of files once: asyncio hands it a
+    traceback for every connection that it cannot accept."""
+
+    def __init__(self) -> None:
+        self.told = False
+
+    def __call__(self, events: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            events.default_exception_handler(context)
+        elif not self.told:
+            self.told = True
+            log.warning("no more files may be open, so connections wait: %s", error)
+
+
+@contextmanager
+def _signals() -> Iterator[tuple[asyncio.Future[int], asyncio.Future[int]]]:
+    """Yield the numbers of the first and the second signal, as they come. An ignored signal (nohup)
+    stays ignored."""
+    events = asyncio.get_running_loop()
+    first, second = events.create_future(), events.create_future()
+    asked_at = 0.0
+
+    def ask(number: int) -> None:
+        nonlocal asked_at
+        if not first.done():
+            asked_at = time.monotonic()
+            first.set_result(number)
+        elif time.monotonic() - asked_at > ECHO_S and not second.done():
+            second.set_result(number)
+
+    caught = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    for number in caught:
+        events.add_signal_handler(number, ask, number)
+    try:
+        yield first, second
+    finally:
+        for number in caught:
+            events.remove_signal_handler(number)

@@ -2,116 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
-from lowroll.server.answer import ends, groups, size, stream, to_json_beside
-from lowroll.server.asks import NAMES, Prompt, engine_request, read, room
-from lowroll.server.body import Generate
-from lowroll.server.parts import Names, contents, drawn, origin, prompt_logprobs, usage, whole
-from lowroll.server.scoring import Scores, check_told, score
-from lowroll.server.serving import REQUEST_ID, SERVING
-from lowroll.server.ticket import Delta
+from lowroll.server.engine_thread import Delta
+from lowroll.server.limits import REQUEST_ID, STATE, read_body
+from lowroll.server.prompts import EncodedPrompt, PromptScores, prompt_logprobs, score_prompts
+from lowroll.server.protocol import GENERATE_ENGINE_FIELDS, GenerateRequest
+from lowroll.server.streaming import Answer, Tree, logprob_objects, origin, respond
+from lowroll.server.text import TokenNames
 from lowroll.types import Group, Rollout
 
-_SAMPLING = (
-    "n max_tokens min_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
-    "frequency_penalty logit_bias ignore_eos seed"
-).split()
-_NAMES = {"prompt_ids": "token_ids", "id": "request_id"} | {
-    name: f"sampling_params.{NAMES.get(name, name)}"
-    for name in [*_SAMPLING, "stop_ids", "stop_strings", "top_logprobs"]
-}
 
-
-async def handle(request: web.Request) -> web.StreamResponse:
-    """n continuations of one prompt."""
-    serving = request.app[SERVING]
-    body = await read(request, Generate)
-    params, prompt = body.sampling_params, Prompt(body.token_ids)
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Return n continuations of one prompt."""
+    state = request.app[STATE]
+    body = await read_body(request, GenerateRequest)
+    params, prompt_ids = body.sampling_params, body.token_ids
+    state.check_n(params.n)
     scores = None
     if params.prompt_logprobs is not None:
-        check_told(
-            serving,
-            [prompt.token_ids],
+        (scores,) = await score_prompts(
+            state,
+            [EncodedPrompt(prompt_ids)],
             params.prompt_logprobs,
-            body.stream,
-            "sampling_params.prompt_logprobs",
+            stream=body.stream,
+            prompt_field="token_ids",
+            asked_by="sampling_params.prompt_logprobs",
         )
-        scores = await score(
-            serving, prompt.token_ids, params.prompt_logprobs, field=_NAMES["prompt_ids"]
-        )
-    asked = engine_request(
-        serving,
-        prompt,
-        params,
-        max_tokens=room(serving, prompt) if params.max_tokens is None else params.max_tokens,
+    left = state.tokens_left(prompt_ids)
+    asked = params.to_engine_request(
+        prompt_ids,
+        max_tokens=left if params.max_tokens is None else params.max_tokens,
         top_logprobs=params.logprobs or 0,
         request_id=body.request_id,
     )
-    answer = await serving.work(_Answer, request, body, prompt, scores)
-    if body.stream:
-        return await stream(request, [asked], _NAMES, answer.chunk, last=answer.last)
-    (group,) = await groups(serving, [asked], _NAMES)
-    return await to_json_beside(serving, lambda: answer.whole(group), size([prompt], [group]))
+    answer = await state.in_worker(GenerateAnswer, request, body, scores)
+    return await respond(request, answer, [asked], GENERATE_ENGINE_FIELDS)
 
 
-class _Answer:
-    """The answer to one prompt as JSON."""
+class GenerateAnswer(Answer):
+    """The answer of /inference/v1/generate."""
+
+    body: GenerateRequest
 
     def __init__(
-        self, request: web.Request, body: Generate, prompt: Prompt, scores: Scores | None
+        self, request: web.Request, body: GenerateRequest, scores: PromptScores | None
     ) -> None:
-        serving = request.app[SERVING]
-        self.body = body
-        self.prompt = prompt
-        self.names = Names(serving.vocabulary, as_ids=True)
-        self.head: dict[str, Any] = {
-            "request_id": body.request_id or request[REQUEST_ID],
-            "model": serving.name,
-            "prompt_token_ids": prompt.token_ids,
+        state = request.app[STATE]
+        self.names = TokenNames(state.vocabulary, as_ids=True)
+        super().__init__(
+            body, [body.token_ids], {"request_id": body.request_id or request[REQUEST_ID]}
+        )
+        self.of_prompt = {
+            "model": state.name,
+            "prompt_token_ids": body.token_ids,
             "prompt_logprobs": None
             if scores is None
-            else prompt_logprobs(self.names, prompt.token_ids, scores),
+            else prompt_logprobs(self.names, body.token_ids, scores),
         }
 
-    def whole(self, group: Group) -> dict[str, Any]:
-        """All of it."""
-        choices = [
-            self._choice(whole(sample, rollout))
-            | {"weight_versions": weight_versions(rollout), "lowroll": origin(rollout)}
-            for sample, rollout in enumerate(group.rollouts)
-        ]
-        return self.head | {"choices": choices, "usage": usage([self.prompt], drawn([group]))}
+    def whole(self, groups: Sequence[Group]) -> Tree:
+        return self.head | self.of_prompt | super().whole(groups)
 
-    def chunk(self, _: int, delta: Delta) -> dict[str, Any]:
-        """A part of the stream."""
-        return {"request_id": self.head["request_id"], "choices": [self._choice(delta)]}
+    def whole_choice(self, prompt: int, delta: Delta, rollout: Rollout) -> Tree:
+        more = {"weight_versions": weight_versions(rollout), "lowroll": origin(rollout)}
+        return self._choice(delta) | more
 
-    def last(self, ended: list[Group]) -> list[dict[str, Any]]:
-        """What ends the stream."""
-        head = {"request_id": self.head["request_id"]}
-        return ends(head, self.body, ended, usage([self.prompt], drawn(ended)))
+    def chunk(self, prompt: int, delta: Delta) -> Tree:
+        return self.head | {"choices": [self._choice(delta)]}
 
-    def _choice(self, delta: Delta) -> dict[str, Any]:
+    def _choice(self, delta: Delta) -> Tree:
         asked = self.body.sampling_params.logprobs
+        content = None
+        if asked is not None:
+            # vLLM has called the id "token" in one version and "token_id" in the next: both
+            told = logprob_objects(self.names, delta, asked)
+            content = [one | {"token_id": i} for one, i in zip(told, delta.token_ids, strict=True)]
         return {
             "index": delta.sample,
             "token_ids": delta.token_ids,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
-            "logprobs": None if asked is None else {"content": self._contents(delta, asked)},
+            "logprobs": None if content is None else {"content": content},
         }
-
-    def _contents(self, delta: Delta, top: int) -> list[dict[str, Any]]:
-        """vLLM has called the id "token" in one version and "token_id" in the next: both."""
-        told = contents(self.names, delta, top)
-        return [one | {"token_id": i} for one, i in zip(told, delta.token_ids, strict=True)]
 
 
 def weight_versions(rollout: Rollout) -> list[dict[str, Any]]:
-    """Which weights drew which tokens, as vLLM has it."""
+    """Return which weights drew which tokens, as vLLM has it."""
     spans = rollout.behavior.policy
     ends = [span.start for span in spans[1:]] + [len(rollout.token_ids)]
     return [

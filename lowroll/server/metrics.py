@@ -1,37 +1,63 @@
-"""What Prometheus reads at `/metrics`, in a registry of the server's own."""
+"""The health of the engine, and the metrics that Prometheus reads at `/metrics`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from lowroll.types import Group
+from lowroll.types import BehaviorTag, Group
 
 if TYPE_CHECKING:
     from lowroll.engine.base import EngineStats
-    from lowroll.server.loop import Health
-    from lowroll.server.ticket import Delta, Flight
 
+ThreadState = Literal["running", "draining", "paused"]
+FAILURES_BEFORE_UNHEALTHY = 3  # steps that fail one after the other
+# buckets of the histograms
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
-
-
+# counters of the engine: the name in its stats, the name here and its description
 TOTALS = {
     "prefix_hits": ("prefix_hit_pages", "pages of prompts found in the cache"),
     "tokens": ("drawn_tokens", "tokens drawn"),
     "replays": ("replayed_samples", "unfinished samples replayed under newer weights"),
     "replayed_tokens": ("replayed_tokens", "tokens that they had drawn"),
     "kept_tokens": ("replay_kept_tokens", "of those, the ones that the newer weights draw too"),
-}  # counted by the engine: the name in its stats, the name here and what it says
+}
 
 
-class _Totals(Collector):
-    """What the engine has counted, as it last said."""
+@dataclass(frozen=True)
+class EngineHealth:
+    """The state of the engine and its thread between two steps."""
+
+    behavior: BehaviorTag
+    stats: EngineStats
+    open: int  # requests
+    state: ThreadState
+    failures: int  # steps that have failed since the last one that did not
+
+    @property
+    def healthy(self) -> bool:
+        """True where requests are answered."""
+        return self.failures < FAILURES_BEFORE_UNHEALTHY
+
+
+@dataclass
+class RequestTimes:
+    """Times of one request, in seconds of the monotonic clock."""
+
+    began_at: float = field(default_factory=time.monotonic)
+    first_at: float | None = None  # when its first token was seen
+    moved_at: float = 0.0  # when its newest token was seen
+
+
+class _EngineTotals(Collector):
+    """The counters of the engine, as of its last health."""
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
@@ -43,8 +69,8 @@ class _Totals(Collector):
 
 
 class Metrics:
-    """Counted where it happens, on the engine's thread and in the event loop; what the engine knows
-    is read when somebody asks."""
+    """The metrics of one server, in a registry of its own. Events are counted where they happen; the
+    engine's own state is read from its health."""
 
     def __init__(self) -> None:
         own = self.registry = CollectorRegistry()
@@ -57,7 +83,7 @@ class Metrics:
         self._used = Gauge(
             "lowroll_cache_used_tokens", "tokens of it in pages that requests hold", registry=own
         )
-        self._totals = _Totals()
+        self._totals = _EngineTotals()
         own.register(self._totals)
         self._weights = Info("lowroll_weights", "the policy that is drawn from", registry=own)
         self._requests = Counter(
@@ -89,52 +115,50 @@ class Metrics:
 
     # -- from the engine's thread -------------------------------------------------------------------
 
-    def first(self, flight: Flight) -> None:
-        """A request has its first token."""
-        flight.first_at = flight.moved_at = time.monotonic()
-        self._first.observe(flight.first_at - flight.began_at)
+    def first_token(self, times: RequestTimes) -> None:
+        """Record the first token of a request."""
+        times.first_at = times.moved_at = time.monotonic()
+        self._first.observe(times.first_at - times.began_at)
 
-    def moved(self, streams: Sequence[tuple[Flight, Sequence[Delta]]]) -> None:
-        """Streams have moved, all by as many steps: one of them counts, so that many cost no more.
-        A gap is of a token of the part that came."""
+    def moved(self, streams: Sequence[tuple[RequestTimes, int]]) -> None:
+        """Record new tokens of streams, and how many of each. All moved by as many steps, so the gap
+        between two tokens is taken from one of them, and many streams cost no more."""
         now = time.monotonic()
         counted = False
-        for flight, deltas in streams:
-            if not deltas:
-                continue
-            if flight.first_at is None:
-                self.first(flight)
+        for times, tokens in streams:
+            if times.first_at is None:
+                self.first_token(times)
                 continue
             if not counted:
-                tokens = max(len(delta.token_ids) for delta in deltas)
-                self._gap.observe((now - flight.moved_at) / max(1, tokens))
+                self._gap.observe((now - times.moved_at) / max(1, tokens))
                 counted = True
-            flight.moved_at = now
+            times.moved_at = now
 
-    def ended(self, flight: Flight, group: Group) -> None:
-        """A request has its group."""
-        if flight.first_at is None and any(rollout.token_ids for rollout in group.rollouts):
-            self.first(flight)
-        self._whole.observe(time.monotonic() - flight.began_at)
+    def ended(self, times: RequestTimes, group: Group) -> None:
+        """Record the end of a request."""
+        if times.first_at is None and any(rollout.token_ids for rollout in group.rollouts):
+            self.first_token(times)
+        self._whole.observe(time.monotonic() - times.began_at)
         reasons = {rollout.finish_reason for rollout in group.rollouts}
         outcome = next(one for one in ("abort", "length", "stop") if one in reasons)
         self._requests.labels(outcome).inc()
         self._prompt.inc(len(group.request.prompt_ids))
         self._response.inc(sum(len(rollout.token_ids) for rollout in group.rollouts))
 
-    def failed(self, flight: Flight) -> None:
-        """The engine failed while it worked on a request."""
+    def failed(self) -> None:
+        """Record a request that the engine could not finish."""
         self._requests.labels("failed").inc()
 
     # -- from the event loop ------------------------------------------------------------------------
 
     def answered(self, route: str, status: int) -> None:
-        """A response was begun."""
+        """Record the beginning of a response."""
         self._answers.labels(route, str(status)).inc()
 
-    def text(self, health: Health | None) -> bytes:
-        """All of it in Prometheus' words. health: None when the engine's thread does not answer."""
-        self._up.set(health is not None and health.well)
+    def render(self, health: EngineHealth | None) -> bytes:
+        """Return all metrics in Prometheus' format. health: None when the engine's thread does not
+        answer."""
+        self._up.set(health is not None and health.healthy)
         if health is not None:
             stats = health.stats
             self._open.set(health.open)

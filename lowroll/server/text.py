@@ -1,4 +1,4 @@
-"""From token ids to text as it is shown: piece by piece, and the same in one piece.
+"""Text from token ids: piece by piece, and the same in one piece.
 
 A character may be spread over several tokens, and a stop string over several tokens and several
 parts of a stream. What could still change is held back: an unfinished character, and the longest
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,23 +20,25 @@ if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_LEAST_LOGPROB = -9999.0  # as vLLM writes minus infinity
 _BEFORE = 8  # tokens of the prompt that are decoded with the first one
 _WINDOW = 32  # tokens that are decoded again with the next one, at least
 
 
-class Decoder(Protocol):
-    """Text of tokens that come one after the other. What is shown never depends on how many come
+class TokenDecoder(Protocol):
+    """A decoder of tokens that come one after the other. Its text never depends on how many come
     together."""
 
     def feed(self, token_ids: Iterable[int]) -> str: ...
 
     def end(self) -> str:
-        """What was held back. Nothing may be fed after it."""
+        """Return what was held back. Nothing may be fed after it."""
         ...
 
 
 class Vocabulary:
-    """What token ids say and texts consist of, by a transformers tokenizer. For several threads."""
+    """The texts of token ids and the token ids of texts, by a transformers tokenizer. Several threads may
+    use it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -50,7 +53,7 @@ class Vocabulary:
         self._lock = Lock()  # of encoding: a tokenizer changes its own settings on the way
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. ValueError for half of a surrogate pair."""
+        """Return the token ids of a text. Raises ValueError for half of a surrogate pair."""
         if not is_unicode(text):
             raise ValueError("not a text in Unicode: it has half of a surrogate pair")
         with self._lock:
@@ -58,30 +61,31 @@ class Vocabulary:
         return [int(token) for token in ids]
 
     def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least, found without encoding it; 0 where nothing
-        is certain."""
+        """Return how many tokens the text has at least, without encoding it; 0 where nothing is
+        certain."""
         if self.longest == 0:
             return 0
         return -(-len(text.encode() if self._bytes else text) // self.longest)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids in one piece."""
+        """Return the text of ids in one piece."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def piece(self, token_id: int) -> bytes:
-        """What one token adds to a text, in UTF-8 or a part of it; a special token by its name,
-        an id that the tokenizer does not know as nothing."""
+        """Return what one token adds to a text, in UTF-8 or a part of it: the name of a special token,
+        nothing for an unknown id."""
         return self.pieces[token_id]
 
     def name(self, token_id: int) -> str:
-        """One token's text for people: what is no character is shown as one that says so."""
+        """Return one token's text for people, with replacement characters for what is none."""
         known = self._names.get(token_id)
         if known is None:
             known = self._names[token_id] = self.piece(token_id).decode("utf-8", "replace")
         return known
 
-    def decoder(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> Decoder:
-        """For one response to a prompt, without special tokens; marks: but those of tool calls."""
+    def decoder(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> TokenDecoder:
+        """Return a decoder of one response to a prompt. It drops special tokens; marks: but those of tool
+        calls."""
         if marks and self.marks:
             return _MarkedDecoder(self, prompt_ids)
         return _ByteDecoder(self) if self._bytes else _WindowDecoder(self, prompt_ids)
@@ -94,7 +98,7 @@ class Vocabulary:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation in the model's template. ValueError says what it objects to."""
+        """Return a conversation in the model's template. Raises ValueError with its objection."""
         with self._lock:
             return chat.render(messages, open_turn, tools, template_kwargs)
 
@@ -111,8 +115,8 @@ class Vocabulary:
 
 
 def _longest_token(backend: Any, in_bytes: bool) -> int:
-    """The most bytes (of a tokenizer of bytes) or characters of a text that one token can stand for;
-    0 where that is not certain, because something shortens or drops text on the way."""
+    """Return the most bytes (of a tokenizer of bytes) or characters that one token can stand for; 0 where
+    that is not certain, because something shortens or drops text on the way."""
     whole = in_bytes or getattr(backend.model, "byte_fallback", False)
     dropping = ("Removed", "Whitespace", "Bert", "Punctuation")
     if not whole or any(word in repr(backend.pre_tokenizer) for word in dropping):
@@ -128,7 +132,7 @@ def _longest_token(backend: Any, in_bytes: bool) -> int:
 
 
 def _keeps_length(normalizer: Any) -> bool:
-    """Whether a normalizer drops nothing: those that put a mark where a space is."""
+    """Return True for normalizers that put a mark where a space is and drop nothing."""
     shown = repr(normalizer)
     inner = shown.removeprefix("Sequence(normalizers=[").removesuffix("])").split("), ")
     return all(
@@ -136,8 +140,29 @@ def _keeps_length(normalizer: Any) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class TokenNames:
+    """The names of tokens in log-probs."""
+
+    vocabulary: Vocabulary | None
+    as_ids: bool  # "token_id:5": two tokens may look the same
+
+    def name(self, token_id: int) -> str:
+        if self.as_ids or self.vocabulary is None:
+            return f"token_id:{token_id}"
+        return self.vocabulary.name(token_id)
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        return None if self.vocabulary is None else list(self.vocabulary.piece(token_id))
+
+
+def finite_logprob(logprob: float) -> float:
+    """Return a log-prob as JSON, which has no infinity, can hold it."""
+    return max(logprob, _LEAST_LOGPROB)
+
+
 class _Pieces(dict[int, bytes]):
-    """By token id, found when they are first asked for: no Python runs for one that is known."""
+    """The pieces of tokens by id, found at first use: no Python runs for a known one."""
 
     def __init__(self, find: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -149,7 +174,7 @@ class _Pieces(dict[int, bytes]):
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be written: JSON lets half of a surrogate pair through."""
+    """Return True where the text can be written: JSON lets half of a surrogate pair through."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -158,7 +183,7 @@ def is_unicode(text: str) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in the tokens of GPT-2 and its many heirs: printable
+    """Return the characters that stand for bytes in the tokens of GPT-2 and its many heirs: printable
     Latin-1 for itself, the others from 256 on (openai/gpt-2, encoder.py)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(shown)]
@@ -171,7 +196,7 @@ _BYTES = _byte_alphabet()
 
 
 class _ByteDecoder:
-    """Tokens that are bytes: they follow one another, whatever is beside them."""
+    """A decoder of tokens that are bytes, whatever is beside them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -187,8 +212,8 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """Tokens whose text depends on what is before them (a space that the first one loses, bytes
-    that make a character together): the last ones are decoded again with each new one."""
+    """A decoder of tokens whose text depends on what is before them (a space that the first one loses,
+    bytes that make a character together): it decodes the last ones again with each new one."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.decode = vocabulary.decode
@@ -227,14 +252,14 @@ class _WindowDecoder:
                 return
 
     def _give_up(self) -> str:
-        """Bytes without end that are no characters: they will not become any."""
+        """Show endless bytes that are no characters, because they will not become any."""
         new = self._show(len(self.text))
         self.window, self.text, self.shown = [], "", 0
         return new
 
 
 class _MarkedDecoder:
-    """Special tokens that are words of a tool call are shown, as if the text began behind them."""
+    """A decoder that shows special tokens of tool calls, as if the text began behind them."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
         self.vocabulary = vocabulary
@@ -254,27 +279,27 @@ class _MarkedDecoder:
         return before + mark
 
 
-class Shown:
+class ResponseText:
     """The text of one response as it comes, cut at the stop that ended it.
 
     stop: the request's stop strings; the engine says which of them it found, and after which token
     it ended the response.
     """
 
-    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+    def __init__(self, decoder: TokenDecoder, stop: Sequence[str] = ()) -> None:
         self.decoder = decoder
         self.stop = tuple(stop)
         self.decoded = 0  # characters so far, those that are held back among them
         self._held = ""  # perhaps the beginning of a stop string
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """What the next tokens settle."""
+        """Return the text that the next tokens settle."""
         if not self.stop:
             return self._decode(token_ids)
         return "".join(self._release(self._decode([token])) for token in token_ids)
 
     def end(self, token_ids: Sequence[int], stop_reason: int | str | None) -> str:
-        """What is left, with the last tokens; stop_reason as the engine gives it."""
+        """Return the rest, with the last tokens. stop_reason: as the engine gives it."""
         if stop_reason is None:
             return self.feed(token_ids) + self._rest()
         begun = self.feed(token_ids[:-1])

@@ -24,8 +24,8 @@ from lowroll.cli import serve
 from lowroll.cli.main import main
 from lowroll.config.schema import TrainConfig
 from lowroll.engine.native import pick_device
-from lowroll.server import run
-from lowroll.server.serving import SERVING
+from lowroll.server import app as server_app
+from lowroll.server.limits import STATE
 from tests.fixtures.processes import eventually
 
 DENSE = "rollout.weights=dense"
@@ -109,7 +109,7 @@ def test_what_a_runs_file_says_is_no_option(
 
 
 def test_an_address_that_is_taken_is_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from lowroll.server.run import bind
+    from lowroll.server.app import bind
 
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
@@ -121,7 +121,7 @@ def test_an_address_that_is_taken_is_named(model: Path, capsys: pytest.CaptureFi
 def test_an_address_that_is_taken_while_the_model_loads_is_named(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lowroll.server.run import bind
+    from lowroll.server.app import bind
 
     load = serve.serving
     with bind("127.0.0.1", 0) as other:
@@ -152,14 +152,14 @@ def test_the_options_reach_the_engine_and_the_limits(
     shelf = ["--weights-dir", str(tmp_path), "--admin-token-env", "ADMIN"]
     given = serve.parser().parse_args([str(model), *words.split(), *more.split(), *shelf])
     app = serve.application(given, serve.credentials(given))
-    serving = app[SERVING]
+    serving = app[STATE]
     able = serving.capabilities
     assert (able.kv_policy, able.kv_dtype, able.updates) == ("rkv", "fp8", {"adapter"})
     assert serving.name == "it" and serving.chat is not None and serving.vocabulary is not None
     limits = serving.limits
     assert (limits.n, limits.prompts, limits.requests, limits.body) == (5, 6, 7, 1 << 20)
     assert ("POST", "/weights") in {(r.method, r.resource.canonical) for r in app.router.routes()}
-    stats = serving.loop._engine.stats()
+    stats = serving.engine.engine.stats()
     assert (stats.weights, stats.cache_tokens) == ("int8", 2048)
 
 
@@ -255,10 +255,10 @@ def running(url: str) -> bool:
 def test_a_signal_soon_after_the_first_is_taken_for_its_echo(
     echo_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "ECHO_S", echo_s)
+    monkeypatch.setattr(server_app, "ECHO_S", echo_s)
 
     async def twice() -> bool:
-        with run._signals() as (first, second):
+        with server_app._signals() as (first, second):
             signal.raise_signal(signal.SIGINT)
             assert await asyncio.wait_for(first, 30) == signal.SIGINT
             signal.raise_signal(signal.SIGINT)

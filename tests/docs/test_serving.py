@@ -15,8 +15,8 @@ import pytest
 
 from lowroll.model import hf
 from lowroll.server.app import CONTROL, PUBLIC, WEIGHTS
+from lowroll.server.limits import ServerLimits
 from lowroll.server.metrics import Metrics
-from lowroll.server.serving import Limits
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/server.md").read_text()
@@ -74,8 +74,8 @@ def test_the_page_names_every_route_and_metric() -> None:
 
 
 def test_the_limits_of_the_page_are_those_of_the_code() -> None:
-    limits = Limits()
-    table = PAGE.partition("## Limits")[2].partition("\n\nA body")[0]
+    limits = ServerLimits()
+    table = PAGE.partition("## ServerLimits")[2].partition("\n\nA body")[0]
     for said in (
         f"{limits.body >> 20} MB",
         f"{limits.depth} lists and objects",

@@ -837,9 +837,9 @@ def test_the_servers_rollouts_are_the_engines_bit_for_bit(
 ) -> None:
     native.reset_prefix_cache()
     expected = [native.generate([request])[0] for request in REQUESTS]
-    from lowroll.server.guard import Tokens
+    from lowroll.server.limits import Credentials
 
-    tokens = Tokens() if token is None else Tokens(token)
+    tokens = Credentials() if token is None else Credentials(token)
     with serving(engine_of(folder), tokens=tokens) as url:
         with connect(url, stream=stream, token=token) as engine:
             # alone: which rows share a product, and so its rounding, is a matter of time elsewhere

@@ -29,16 +29,16 @@ import sys
 from pathlib import Path
 import torch
 from lowroll.engine.native import NativeEngine
-from lowroll.server.shelf import WeightShelf, read_again
+from lowroll.server.weight_store import WeightStore
 from lowroll.weights.collector import Collector
 model, folder, port, device = sys.argv[1:]
 device = torch.device(device)
 engine = NativeEngine(Path(model), "int8", device=device, cache_tokens=1024)
-shelf = WeightShelf(folder, Path(model), Collector("127.0.0.1", int(port), device, 60.0))
+shelf = WeightStore(folder, Path(model), Collector("127.0.0.1", int(port), device, 60.0))
 print("ready", flush=True)
 for line in sys.stdin:
     now = engine.behavior
-    _, updates = read_again(shelf, line.strip(), 0, engine.capabilities, now.weights)
+    _, updates = shelf.load(line.strip(), 0, engine.capabilities, now.weights)
     for one, update in updates:
         engine.update_weights(update)
         shelf.current = one

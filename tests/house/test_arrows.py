@@ -139,7 +139,7 @@ LIGHT = (
     "kv.policy.table",
     "quant.table",
     "server.app",
-    "server.loop",
+    "server.engine_thread",
     "objectives.table",
     "runs.batches",
     "runs.build.caches",

@@ -16,8 +16,8 @@ from lowroll.cli.serve import parser as serve_parser
 from lowroll.engine.native import NativeEngine
 from lowroll.model import hf, lora, scaling
 from lowroll.model.transformer import Transformer
-from lowroll.server.errors import Refused
-from lowroll.server.shelf import WeightShelf, read_again
+from lowroll.server.protocol import Refused
+from lowroll.server.weight_store import WeightStore
 from lowroll.transport.broadcasts import STABLE
 from lowroll.types import Request
 from lowroll.weights import aligned
@@ -55,12 +55,10 @@ def engine_of(model: Transformer, format: str, dtype: torch.dtype, noisy: bool) 
     )
 
 
-def take(shelf: WeightShelf, engine: NativeEngine, version: str) -> None:
+def take(shelf: WeightStore, engine: NativeEngine, version: str) -> None:
     """What the server does with a version."""
     now = engine.behavior
-    _, updates = read_again(
-        shelf, version, now.policy[-1].version, engine.capabilities, now.weights
-    )
+    _, updates = shelf.load(version, now.policy[-1].version, engine.capabilities, now.weights)
     for one, update in updates:
         engine.update_weights(update)
         shelf.current = one
@@ -98,7 +96,7 @@ def test_a_broadcast_is_the_update_of_one_process(
     learner = base(folder, format, dtype, with_lora, s)
     inside = engine_of(learner, format, dtype, noise)
     outside = engine_of(base(folder, format, dtype, with_lora, s), format, dtype, noise)
-    shelf = WeightShelf(tmp_path, folder)
+    shelf = WeightStore(tmp_path, folder)
     at = broadcaster(tmp_path, learner, noise=NOISE if noise else None, base=str(folder))
     sigmas = set()
     for version in (1, 2, 3):
@@ -126,7 +124,7 @@ def test_an_aligned_learner_is_met_too(folder: Path, tmp_path: Path) -> None:
     moved(learner)
     aligned.refresh(learner)
     broadcaster(tmp_path, learner).publish(1)
-    take(WeightShelf(tmp_path, folder), outside, "step_1")
+    take(WeightStore(tmp_path, folder), outside, "step_1")
     assert outside.behavior == inside.update_weights(WeightUpdate.local(learner, 1))
 
 
@@ -142,7 +140,7 @@ def test_the_commands_engine_is_that_of_a_run(folder: Path, tmp_path: Path, opti
     assert outside.behavior.policy == inside.behavior.policy
     moved(learner)
     broadcaster(tmp_path, learner, noise=NOISE, base=str(folder)).publish(3)
-    take(WeightShelf(tmp_path, folder), outside, "step_3")
+    take(WeightStore(tmp_path, folder), outside, "step_3")
     assert outside.behavior == inside.update_weights(WeightUpdate.local(learner, 3, NOISE.at(3)))
 
 
@@ -171,7 +169,7 @@ def test_versions_over_http(folder: Path, tmp_path: Path) -> None:
     engine.update_weights = counted  # type: ignore[method-assign]
 
     async def body() -> None:
-        async with served(engine, TOKENS, WeightShelf(tmp_path, folder)) as client:
+        async with served(engine, TOKENS, WeightStore(tmp_path, folder)) as client:
             at.publish(moved_to(learner, 7))
             first = await post(client, {"version": "step_7"})
             found = at.broadcasts.at(7)
@@ -206,7 +204,7 @@ def test_a_marker_must_agree(folder: Path, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
 
     async def body() -> None:
-        async with served(engine, TOKENS, WeightShelf(tmp_path, folder)) as client:
+        async with served(engine, TOKENS, WeightStore(tmp_path, folder)) as client:
             for version, wanted, says in (
                 ("step_1", 404, "no STABLE"),
                 ("step_000002", 409, "step_000002/STABLE"),
@@ -225,7 +223,7 @@ def test_an_engine_without_room_for_noise_says_so(folder: Path, tmp_path: Path) 
     learner = base(folder, "int8", torch.float32, False, None)
     engine = engine_of(hf.load(folder), "bf16", torch.bfloat16, False)
     at = broadcaster(tmp_path, learner, noise=NOISE, keep=9)
-    shelf = WeightShelf(tmp_path, folder)
+    shelf = WeightStore(tmp_path, folder)
     at.publish(1)
     assert NOISE.at(1).sigma == 0
     take(shelf, engine, "step_1")
@@ -242,7 +240,7 @@ def test_a_version_that_is_written_again_meanwhile_is_read_again(
     engine = engine_of(adapted(folder, "int8"), "int8", torch.float32, False)
     at = broadcaster(tmp_path, learner, base=str(folder))
     at.publish(1)
-    shelf, reads = WeightShelf(tmp_path, folder), []
+    shelf, reads = WeightStore(tmp_path, folder), []
     read = shelf._read
 
     def slow(*given: Any) -> Any:
@@ -268,7 +266,7 @@ def test_noise_of_a_broadcast_is_that_of_its_marker(folder: Path, tmp_path: Path
     learner = base(folder, "fp32", torch.float32, False, None)
     outside = engine_of(hf.load(folder), "fp32", torch.float32, True)
     broadcaster(tmp_path, learner, noise=NOISE).publish(3)
-    take(WeightShelf(tmp_path, folder), outside, "step_3")
+    take(WeightStore(tmp_path, folder), outside, "step_3")
     drawn = NOISE.at(3)
     assert (outside.behavior.noise_seed, outside.behavior.noise_sigma) == (drawn.seed, drawn.sigma)
     inside = engine_of(learner, "fp32", torch.float32, True)

@@ -20,9 +20,8 @@ import pytest
 
 from lowroll import Engine, Request, WeightUpdate
 from lowroll.model import hf
-from lowroll.server.guard import Tokens
-from lowroll.server.loop import EngineLoop
-from lowroll.server.serving import Limits
+from lowroll.server.engine_thread import EngineThread
+from lowroll.server.limits import Credentials, ServerLimits
 from tests.fixtures.http import events, post, serving
 from tests.fixtures.processes import eventually
 from tests.fixtures.serving import Moody
@@ -146,7 +145,7 @@ def quiet(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def slow(model: Path) -> Iterator[tuple[str, Moody]]:
-    engine, tokens = Moody(engine_of(model)), Tokens(admin=ADMIN)
+    engine, tokens = Moody(engine_of(model)), Credentials(admin=ADMIN)
     with serving(engine, tokenizer=engine.tokenizer, tokens=tokens) as url:
         yield url, engine
 
@@ -207,7 +206,7 @@ def test_an_answer_does_not_wait_for_all_prompts_that_are_scored(
 ) -> None:
     engine = engine_of(model)
     begun, asked = threading.Event(), threading.Event()
-    score, step, submit = engine.score_top, engine.step, EngineLoop.submit
+    score, step, submit = engine.score_top, engine.step, EngineThread.submit
     scored, answered = 0, []
 
     def slow(*args: Any) -> Any:
@@ -223,12 +222,12 @@ def test_an_answer_does_not_wait_for_all_prompts_that_are_scored(
         answered.extend(scored for _ in ended)
         return ended
 
-    async def submitted(self: EngineLoop, request: Request, **options: Any) -> Any:
+    async def submitted(self: EngineThread, request: Request, **options: Any) -> Any:
         asked.set()
         return await submit(self, request, **options)
 
     engine.score_top, engine.step = slow, stepped  # type: ignore[method-assign]
-    monkeypatch.setattr(EngineLoop, "submit", submitted)
+    monkeypatch.setattr(EngineThread, "submit", submitted)
     with serving(engine, tokenizer=engine.tokenizer) as url, ThreadPoolExecutor(1) as pool:
         many = {"prompt": [[70, 71, i] for i in range(5, 105)], "max_tokens": 0}
         all_of_them = pool.submit(whole, url, many | {"prompt_logprobs": 0})
@@ -318,7 +317,7 @@ def test_a_client_that_reads_nothing_holds_nobody_up(model: Path) -> None:
 @pytest.mark.slow
 def test_a_client_that_reads_nothing_is_dropped_in_the_end(model: Path) -> None:
     engine = engine_of(model)
-    with serving(engine, tokenizer=engine.tokenizer, limits=Limits(write_s=0.3)) as url:
+    with serving(engine, tokenizer=engine.tokenizer, limits=ServerLimits(write_s=0.3)) as url:
         place = urlsplit(url)
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowroll.server.loop import EngineLoop
-from lowroll.server.ticket import Flight, Ticket
+from lowroll.server.engine_thread import EngineThread, InFlightRequest
 from tests.fixtures.programs import Trial
 from tests.fixtures.tiny import hf_folder
 
@@ -17,7 +16,7 @@ from tests.fixtures.tiny import hf_folder
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
     root = tmp_path_factory.mktemp("programs")
-    log = logging.getLogger("lowroll.server.loop")
+    log = logging.getLogger("lowroll.server.engine_thread")
     log.setLevel(logging.CRITICAL)  # failures are told to it
     yield Trial([hf_folder(root / str(seed), seed=seed) for seed in range(2)])
     log.setLevel(logging.NOTSET)
@@ -29,24 +28,25 @@ def test_programs_keep_their_promises(trial: Trial, first: int) -> None:
     assert [found for seed in range(first, first + 10) if (found := trial.run(seed))] == []
 
 
-def _told_twice(self: Flight, sample: int, drawn: Any, count: int) -> Any:
-    return _delta(self, sample, drawn, max(0, count - 1))
+def _told_twice(self: InFlightRequest, sample: int, drawn: Any) -> Any:
+    self._num_sent[sample] = max(0, self._num_sent.get(sample, 0) - 1)
+    return _delta(self, sample, drawn)
 
 
-def _not_forgotten(self: EngineLoop, ticket: Ticket) -> None:
+def _not_forgotten(self: EngineThread, ticket: InFlightRequest) -> None:
     pass
 
 
-def _dropped_alone(self: EngineLoop, flight: Flight) -> None:
-    if flight in self._held:
-        self._held.remove(flight)
+def _dropped_alone(self: EngineThread, request: InFlightRequest) -> None:
+    if request in self.held:
+        self.held.remove(request)
 
 
-_delta = Flight._delta
+_delta = InFlightRequest._delta
 BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "a token is told twice": (Flight, "_delta", _told_twice),
-    "tickets stay open": (EngineLoop, "forget", _not_forgotten),
-    "nothing is aborted": (EngineLoop, "drop", _dropped_alone),
+    "a token is told twice": (InFlightRequest, "_delta", _told_twice),
+    "tickets stay open": (EngineThread, "forget", _not_forgotten),
+    "nothing is aborted": (EngineThread, "abort", _dropped_alone),
 }
 
 

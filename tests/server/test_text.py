@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lowroll.runs import demo
-from lowroll.server.text import Shown, Vocabulary
+from lowroll.server.text import ResponseText, Vocabulary
 
 TEXTS = ["naïve €5 日本語 🎉🎉", " a  b\n", "x�y", "ab aab ba", "", "é", "👩‍👩‍👧"]
 
@@ -87,7 +87,7 @@ def drawn(draw: st.DrawFn) -> tuple[Vocabulary, list[int], list[int]]:
     return known, ids, sorted(cuts)
 
 
-def streamed(shown: Shown, ids: list[int], cuts: list[int], stop: int | str | None) -> str:
+def streamed(shown: ResponseText, ids: list[int], cuts: list[int], stop: int | str | None) -> str:
     """What a stream of these parts says; the last part has the end."""
     text, start = "", 0
     for cut in cuts:
@@ -102,9 +102,9 @@ def test_a_stream_says_what_the_whole_says(
     case: tuple[Vocabulary, list[int], list[int]], stops: list[str]
 ) -> None:
     known, ids, cuts = case
-    whole = Shown(known.decoder(), stops).end(ids, None)
-    assert streamed(Shown(known.decoder(), stops), ids, cuts, None) == whole
-    assert Shown(known.decoder()).end(ids, None) == whole
+    whole = ResponseText(known.decoder(), stops).end(ids, None)
+    assert streamed(ResponseText(known.decoder(), stops), ids, cuts, None) == whole
+    assert ResponseText(known.decoder()).end(ids, None) == whole
 
 
 @given(drawn())
@@ -113,7 +113,7 @@ def test_the_whole_is_what_the_tokenizer_says(
     case: tuple[Vocabulary, list[int], list[int]],
 ) -> None:
     known, ids, _ = case
-    whole = Shown(known.decoder()).end(ids, None)
+    whole = ResponseText(known.decoder()).end(ids, None)
     if known is not vocabulary("pieces"):  # whose decoder takes back characters that it has shown
         assert whole == known.tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -125,7 +125,7 @@ def test_the_whole_is_what_the_tokenizer_says(
 def test_text_survives_its_tokens(kind: str, text: str) -> None:
     known = vocabulary(kind)
     ids = known.encode(text, False)
-    shown = Shown(known.decoder())
+    shown = ResponseText(known.decoder())
     parts = [shown.feed([token]) for token in ids]
     assert "".join(parts) + shown.end([], None) == text
     assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
@@ -136,9 +136,9 @@ def test_text_survives_its_tokens(kind: str, text: str) -> None:
 def test_a_space_after_the_prompt_is_kept() -> None:
     known = vocabulary("pieces")
     prompt, ids = known.encode("a b", False), known.encode("ab a", False)
-    shown = Shown(known.decoder(prompt))
+    shown = ResponseText(known.decoder(prompt))
     assert shown.end(ids, None) == " ab a"
-    assert Shown(known.decoder()).end(ids, None) == "ab a"
+    assert ResponseText(known.decoder()).end(ids, None) == "ab a"
 
 
 def ended_by(known: Vocabulary, ids: list[int], stops: list[str]) -> tuple[list[int], str | None]:
@@ -160,8 +160,8 @@ def test_a_stop_string_and_what_follows_is_never_shown(
         ids = [i for i in ids if i > 255 or i < 128]  # of its bytes, those that say what they are
     ids, found = ended_by(known, ids, stops)
     cuts = [cut for cut in cuts if cut <= len(ids)]
-    text = streamed(Shown(known.decoder(), stops), ids, cuts, found)
-    assert text == streamed(Shown(known.decoder(), stops), ids, [], found)
+    text = streamed(ResponseText(known.decoder(), stops), ids, cuts, found)
+    assert text == streamed(ResponseText(known.decoder(), stops), ids, [], found)
     if found is not None:
         assert text == known.decode(ids).partition(found)[0]
     assert found is None or found not in text
@@ -169,26 +169,26 @@ def test_a_stop_string_and_what_follows_is_never_shown(
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
     known = vocabulary("demo")
-    shown = Shown(known.decoder(), ["abc", "bd"])
+    shown = ResponseText(known.decoder(), ["abc", "bd"])
     parts = [shown.feed([token]) for token in known.encode("xabab")]
     assert parts == ["x", "", "", "ab", ""]
     assert shown.end(known.encode("c"), "abc") == ""
-    shown = Shown(known.decoder(), ["abc"])
+    shown = ResponseText(known.decoder(), ["abc"])
     assert shown.feed(known.encode("ab")) == "" and shown.end([], None) == "ab"
 
 
 def test_a_stop_that_came_before_min_tokens_is_text() -> None:
     known = vocabulary("demo")
     ids = known.encode("ab.ab")
-    shown = Shown(known.decoder(), ["ab"])
+    shown = ResponseText(known.decoder(), ["ab"])
     assert streamed(shown, ids, [2], "ab") == "ab."
-    assert Shown(known.decoder(), ["ab"]).end(ids, "ab") == "ab."
+    assert ResponseText(known.decoder(), ["ab"]).end(ids, "ab") == "ab."
 
 
 def test_a_stop_id_is_not_text() -> None:
     known = vocabulary("demo")
     ids = known.encode("ab")
-    assert Shown(known.decoder()).end(ids, ids[-1]) == "a"
+    assert ResponseText(known.decoder()).end(ids, ids[-1]) == "a"
 
 
 def test_special_tokens_have_names_and_no_text() -> None:
@@ -196,14 +196,14 @@ def test_special_tokens_have_names_and_no_text() -> None:
     end = known.tokenizer.convert_tokens_to_ids("<|end|>")
     tool = known.tokenizer.convert_tokens_to_ids("<tool 日>")
     assert known.name(end) == "<|end|>" and known.name(10**6) == ""
-    assert Shown(known.decoder()).end([tool, end, tool], None) == "<tool 日><tool 日>"
+    assert ResponseText(known.decoder()).end([tool, end, tool], None) == "<tool 日><tool 日>"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("token", [0x80, 0x41, 0xE3])
 def test_long_nonsense_takes_time_by_its_length(kind: str, token: int) -> None:
     known = vocabulary(kind)
-    shown = Shown(known.decoder(), ["stop"])
+    shown = ResponseText(known.decoder(), ["stop"])
     began = time.process_time()
     for _ in range(4000):
         shown.feed([token])
@@ -221,6 +221,6 @@ def test_half_of_a_surrogate_pair_is_no_text() -> None:
 def test_a_long_text_survives_its_tokens(kind: str, text: str) -> None:
     """Longer than what is decoded again with each token."""
     known = vocabulary(kind)
-    shown = Shown(known.decoder())
+    shown = ResponseText(known.decoder())
     parts = [shown.feed([token]) for token in known.encode(text, False)]
     assert "".join(parts) + shown.end([], None) == text

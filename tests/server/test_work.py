@@ -12,10 +12,10 @@ import pytest
 
 from lowroll import Engine
 from lowroll.runs.demo import build_tokenizer
-from lowroll.server import answer, asks
-from lowroll.server.body import Chat, Tool, check
-from lowroll.server.errors import Refused
-from lowroll.server.serving import Limits
+from lowroll.server import streaming
+from lowroll.server.limits import ServerLimits
+from lowroll.server.protocol import ChatRequest, Refused, Tool, parse_request
+from lowroll.server.structured_outputs import check_tool_names
 from lowroll.server.text import Vocabulary
 from tests.fixtures.hermes import TEMPLATE
 from tests.fixtures.http import NAME, get, post, serving
@@ -52,11 +52,11 @@ def test_two_tools_with_one_name_are_found_in_one_pass() -> None:
     for tool, name in zip(tools, names, strict=True):
         tool.function.name = name
     CountedName.compared = 0
-    asks.check_tool_names(tools)
+    check_tool_names(tools)
     assert CountedName.compared < 4 * len(names)
     tools[1500].function.name = CountedName("tool 3")
     with pytest.raises(Refused, match=r"tools\[1500\].function.name: two tools"):
-        asks.check_tool_names(tools)
+        check_tool_names(tools)
 
 
 def test_tools_are_not_looked_at_by_a_model_that_takes_none() -> None:
@@ -70,7 +70,7 @@ def test_tools_are_not_looked_at_by_a_model_that_takes_none() -> None:
 def test_more_tools_than_may_be_are_refused() -> None:
     tools = [{"type": "function", "function": {"name": f"t{i}"}} for i in range(2049)]
     with pytest.raises(Refused, match="tools: "):
-        check({"messages": HI, "tools": tools}, Chat)
+        parse_request({"messages": HI, "tools": tools}, ChatRequest)
 
 
 def count_encoded(made: Any) -> list[int]:
@@ -157,7 +157,7 @@ def test_the_server_answers_while_a_tokenizer_works(monkeypatch: pytest.MonkeyPa
 
 def test_bodies_that_are_held_together_are_bounded() -> None:
     made = tokenizer()
-    limits = Limits(bodies=200_000)
+    limits = ServerLimits(bodies=200_000)
     gate, begun = threading.Event(), threading.Semaphore(0)
     engine = scripted(made)
     say = engine.say
@@ -186,7 +186,7 @@ def test_log_probs_of_prompts_are_bounded_together(model: Path, path: str) -> No
     """Places times tokens told at each, of all prompts."""
     engine = Engine(model, weights="fp32", device="cpu", cache_tokens=4096, page_size=4)
     made = engine.tokenizer
-    limits = Limits(told=100)
+    limits = ServerLimits(told=100)
     talk: dict[str, Any] = {"prompt": [[5] * 10] * 4, "max_tokens": 0}
     if path.endswith("chat/completions"):
         talk = {"messages": [{"role": "user", "content": "a" * 30}], "max_tokens": 1}
@@ -202,14 +202,14 @@ def test_a_large_answer_is_written_beside_the_loop(
 ) -> None:
     engine = Engine(model, weights="fp32", device="cpu", cache_tokens=4096, page_size=4)
     writers: list[str] = []
-    compact = answer._compact
+    compact = streaming.compact_json
 
     def noting(tree: Any) -> str:
         writers.append(threading.current_thread().name)
         return compact(tree)
 
-    monkeypatch.setattr(answer, "_compact", noting)
-    monkeypatch.setattr(answer, "FEW", 20)
+    monkeypatch.setattr(streaming, "compact_json", noting)
+    monkeypatch.setattr(streaming, "SHORT_ANSWER", 20)
     with serving(engine, tokenizer=engine.tokenizer) as url:
         asked = {"prompt": [5] * 30, "max_tokens": 0, "prompt_logprobs": 1}
         status, tree = post(url + "/v1/completions", asked)

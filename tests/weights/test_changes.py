@@ -14,7 +14,7 @@ from lowroll import Engine
 from lowroll.engine.native import NativeEngine
 from lowroll.model import hf, lora, scaling
 from lowroll.model.transformer import Transformer
-from lowroll.server.shelf import WeightShelf
+from lowroll.server.weight_store import WeightStore
 from lowroll.transport.broadcasts import Broadcasts, Gap
 from lowroll.types import Request
 from lowroll.weights import aligned
@@ -79,7 +79,7 @@ def test_a_sequence_of_changes_is_that_of_full_updates(
     schedule = NOISE if noise else None
     inside = engine_of(model, format, dtype, noise)
     engines = [engine_of(learner(folder, format, dtype, s), format, dtype, noise) for _ in "123"]
-    shelves = [WeightShelf(tmp_path, folder) for _ in engines]
+    shelves = [WeightStore(tmp_path, folder) for _ in engines]
     at = broadcaster(tmp_path, model, keep=2, noise=schedule, shadow=Shadow(model, format, dtype))
     turns = [set(range(1, 11)), {1, 2, 5, 9, 10}, {10}]
 
@@ -119,7 +119,7 @@ def test_a_trainer_that_begins_again_is_followed(folder: Path, tmp_path: Path) -
     """Killed after version 3, with a checkpoint of version 2: it learns version 3 again."""
     model = learner(folder)
     engine = engine_of(hf.load(folder), "int8", torch.float32, False)
-    shelf = WeightShelf(tmp_path, folder)
+    shelf = WeightStore(tmp_path, folder)
     first = broadcaster(tmp_path, model, shadow=Shadow(model, "int8", torch.float32), attempt=1)
 
     async def take(version: int) -> list[Any]:
@@ -159,7 +159,7 @@ def test_an_engine_with_other_bits_of_the_version_before_begins_at_a_full_one(
 ) -> None:
     model = learner(folder)
     engine = engine_of(hf.load(folder), "int8", torch.float32, False)
-    shelf = WeightShelf(tmp_path, folder)
+    shelf = WeightStore(tmp_path, folder)
     at = broadcaster(tmp_path, model, shadow=Shadow(model, "int8", torch.float32), keep=9)
 
     async def body() -> None:

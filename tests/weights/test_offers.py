@@ -19,8 +19,8 @@ import torch
 
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
-from lowroll.server.errors import Refused
-from lowroll.server.shelf import WeightShelf, read_again
+from lowroll.server.protocol import Refused
+from lowroll.server.weight_store import WeightStore
 from lowroll.transport.base import TransportError
 from lowroll.transport.broadcasts import read_broadcast
 from lowroll.weights import offers as offers_module
@@ -55,15 +55,15 @@ def offers() -> Iterator[Offers]:
     made.close()
 
 
-def shelf_of(tmp_path: Path, folder: Path, offers: Offers) -> WeightShelf:
-    return WeightShelf(
+def shelf_of(tmp_path: Path, folder: Path, offers: Offers) -> WeightStore:
+    return WeightStore(
         tmp_path, folder, Collector(offers.host, offers.port, CPU, 60.0, token=TOKEN)
     )
 
 
-def take(shelf: WeightShelf, engine: Any, version: int) -> str:
+def take(shelf: WeightStore, engine: Any, version: int) -> str:
     now = engine.behavior
-    _, updates = read_again(shelf, f"step_{version}", 0, engine.capabilities, now.weights)
+    _, updates = shelf.load(f"step_{version}", 0, engine.capabilities, now.weights)
     for one, update in updates:
         engine.update_weights(update)
         shelf.current = one
@@ -175,9 +175,9 @@ def test_a_peer_that_dies_takes_nobody_with_it(
         broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
         path = tmp_path / "step_000001"
         collector = Collector(offers.host, offers.port, CPU, 60.0)
-        shelf = WeightShelf(tmp_path, folder, collector)
+        shelf = WeightStore(tmp_path, folder, collector)
         take(shelf, engine_of(folder, weights="int8"), 1)  # from now on the trainer waits for it
-        shelf = WeightShelf(tmp_path, folder, collector)
+        shelf = WeightStore(tmp_path, folder, collector)
         arguments = [sys.executable, "-c", DIES, str(path), str(offers.port), when]
         child = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
@@ -242,7 +242,7 @@ def test_who_cannot_fetch_says_why(
     broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
     engine = engine_of(folder, weights="int8")
     with pytest.raises(Refused, match="--weights-from"):
-        take(WeightShelf(tmp_path, folder), engine, 1)
+        take(WeightStore(tmp_path, folder), engine, 1)
     shelf = shelf_of(tmp_path, folder, offers)
     offers.offer(offers_module.Offer(9, "0" * 64, [], lambda: None))
     offers.forget_older()
@@ -284,7 +284,7 @@ def test_without_the_token_nothing_is_given(
     for token in ("", TOKEN[:-1], secret("of-another")):
         collector = Collector(offers.host, offers.port, CPU, 60.0, token=token)
         with pytest.raises(Refused, match="another token: give both roles the same"):
-            take(WeightShelf(tmp_path, folder, collector), engine, 1)
+            take(WeightStore(tmp_path, folder, collector), engine, 1)
     assert not offers.broken, "who has no token has no files written either"
     assert take(shelf_of(tmp_path, folder, offers), engine, 1) == wanted(learner)
 
@@ -389,7 +389,7 @@ def test_half_a_line_holds_nobody_up(
         for stranger in strangers:
             stranger.sendall(b"{")
         collector = Collector(offers.host, offers.port, CPU, 5.0, token=TOKEN)
-        shelf = WeightShelf(tmp_path, folder, collector)
+        shelf = WeightStore(tmp_path, folder, collector)
         assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
         strangers[0].sendall(b"}\n")
         assert b"another token" in strangers[0].recv(1 << 12), "its line is heard when it is whole"

@@ -7,26 +7,25 @@ from typing import Any
 
 import pytest
 
-from lowroll.server.body import (
-    HEEDLESS,
-    IDLE,
-    Body,
-    Chat,
-    Completion,
-    Generate,
-    Tokenize,
-    check,
-    stops,
+from lowroll.server.protocol import (
+    IGNORED_FIELDS,
+    NEUTRAL_VALUES,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Refused,
+    RequestBody,
+    TokenizeRequest,
+    parse_request,
 )
-from lowroll.server.errors import Refused
 
 HI = [{"role": "user", "content": "hi"}]
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
-def refused(kind: type[Body], tree: dict[str, Any]) -> Refused:
+def refused(kind: type[RequestBody], tree: dict[str, Any]) -> Refused:
     with pytest.raises(Refused) as caught:
-        check(tree, kind)
+        parse_request(tree, kind)
     assert caught.value.status == 400
     assert caught.value.param is None or str(caught.value).startswith(f"{caught.value.param}: ")
     return caught.value
@@ -36,7 +35,7 @@ def refused(kind: type[Body], tree: dict[str, Any]) -> Refused:
     "prompt", ["", "a", [1, 2], [[1], [2, 3]], ["a", "b"], [], [2**70]], ids=str
 )
 def test_prompts_of_every_kind(prompt: object) -> None:
-    assert check({"prompt": prompt}, Completion).prompt == prompt
+    assert parse_request({"prompt": prompt}, CompletionRequest).prompt == prompt
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_prompts_of_every_kind(prompt: object) -> None:
     ids=str,
 )
 def test_a_wrong_field_of_a_completion_is_named(said: dict[str, Any], param: str) -> None:
-    assert refused(Completion, said).param == param
+    assert refused(CompletionRequest, said).param == param
 
 
 @pytest.mark.parametrize(
@@ -112,34 +111,39 @@ def test_a_wrong_field_of_a_completion_is_named(said: dict[str, Any], param: str
     ids=str,
 )
 def test_a_wrong_message_is_named(messages: object, param: str) -> None:
-    assert refused(Chat, {"messages": messages}).param == param
-    assert refused(Tokenize, {"messages": messages}).param == param
+    assert refused(ChatRequest, {"messages": messages}).param == param
+    assert refused(TokenizeRequest, {"messages": messages}).param == param
 
 
 def test_a_message_without_content_is_an_assistants_with_calls() -> None:
     for said in ({}, {"content": None}, {"content": ""}):
         messages = [*HI, {"role": "assistant", "tool_calls": [CALL], **said}]
-        assert not check({"messages": messages}, Chat).messages[1].content
-    assert check({"messages": [{"role": "user", "content": ""}]}, Chat).messages[0].content == ""
-    told = str(refused(Chat, {"messages": [*HI, {"role": "user"}]}))
+        assert not parse_request({"messages": messages}, ChatRequest).messages[1].content
+    assert (
+        parse_request({"messages": [{"role": "user", "content": ""}]}, ChatRequest)
+        .messages[0]
+        .content
+        == ""
+    )
+    told = str(refused(ChatRequest, {"messages": [*HI, {"role": "user"}]}))
     assert told.startswith("messages[1].content: ") and "tool_calls" in told
 
 
 def test_what_must_be_an_object_is_said_without_our_names() -> None:
     for said in ({"stream_options": [1]}, {"messages": [3]}):
-        message = str(refused(Chat, {"messages": HI} | said))
+        message = str(refused(ChatRequest, {"messages": HI} | said))
         assert message.endswith(": an object is expected"), message
 
 
-@pytest.mark.parametrize("name", sorted(IDLE))
+@pytest.mark.parametrize("name", sorted(NEUTRAL_VALUES))
 def test_what_would_change_an_answer_is_refused(name: str) -> None:
-    if name in Completion.model_fields:
+    if name in CompletionRequest.model_fields:
         return
     asked = {"prompt": "a", name: {"type": "json_object"}}
-    assert refused(Completion, asked).code == "unsupported"
-    assert refused(Completion, {"prompt": "a", name: 0.25}).param == name
-    for idle in IDLE[name]:
-        assert check({"prompt": "a", name: idle}, Completion).prompt == "a"
+    assert refused(CompletionRequest, asked).code == "unsupported"
+    assert refused(CompletionRequest, {"prompt": "a", name: 0.25}).param == name
+    for idle in NEUTRAL_VALUES[name]:
+        assert parse_request({"prompt": "a", name: idle}, CompletionRequest).prompt == "a"
 
 
 @pytest.mark.parametrize(
@@ -161,51 +165,58 @@ def test_what_would_change_an_answer_is_refused(name: str) -> None:
 )
 def test_fields_that_ask_for_nothing_are_taken(name: str, value: object, ok: bool) -> None:
     if ok:
-        check({"messages": HI, name: value}, Chat)
+        parse_request({"messages": HI, name: value}, ChatRequest)
     else:
-        assert refused(Chat, {"messages": HI, name: value}).param == name
+        assert refused(ChatRequest, {"messages": HI, name: value}).param == name
 
 
-@pytest.mark.parametrize("name", sorted(HEEDLESS))
+@pytest.mark.parametrize("name", sorted(IGNORED_FIELDS))
 def test_fields_that_change_nothing_are_taken(name: str) -> None:
-    check({"messages": HI, name: {"any": ["thing"]}}, Chat)
-    check({"prompt": "a", name: 3}, Completion)
+    parse_request({"messages": HI, name: {"any": ["thing"]}}, ChatRequest)
+    parse_request({"prompt": "a", name: 3}, CompletionRequest)
 
 
 def test_an_unknown_field_is_told_its_nearest_name() -> None:
-    assert "did you mean temperature?" in str(refused(Completion, {"prompt": "", "temprature": 1}))
-    assert "did you mean" not in str(refused(Completion, {"prompt": "", "zzzz": None}))
-    name = refused(Completion, {"prompt": "", "\x1b[31m" * 100: 1}).param
+    assert "did you mean temperature?" in str(
+        refused(CompletionRequest, {"prompt": "", "temprature": 1})
+    )
+    assert "did you mean" not in str(refused(CompletionRequest, {"prompt": "", "zzzz": None}))
+    name = refused(CompletionRequest, {"prompt": "", "\x1b[31m" * 100: 1}).param
     assert name is not None and name.isprintable() and len(name) < 70
     params = {"token_ids": [1], "sampling_params": {"top": 1}}
-    assert refused(Generate, params).param == "sampling_params.top"
+    assert refused(GenerateRequest, params).param == "sampling_params.top"
 
 
 def test_a_field_that_must_be_there_under_another_name_is_told_by_that() -> None:
-    assert "did you mean messages?" in str(refused(Chat, {"message": HI}))
-    assert str(refused(Chat, {})).startswith("messages: field required")
+    assert "did you mean messages?" in str(refused(ChatRequest, {"message": HI}))
+    assert str(refused(ChatRequest, {})).startswith("messages: field required")
 
 
 def test_a_field_of_another_route_is_told_its_route() -> None:
     limit = {"prompt": "a", "max_completion_tokens": 8}
-    assert "it is one of /v1/chat/completions" in str(refused(Completion, limit))
-    assert "it is one of /v1/completions" in str(refused(Chat, {"prompt": "a"}))
+    assert "it is one of /v1/chat/completions" in str(refused(CompletionRequest, limit))
+    assert "it is one of /v1/completions" in str(refused(ChatRequest, {"prompt": "a"}))
 
 
 def test_null_is_not_said() -> None:
-    body = check({"prompt": "a", "temperature": None, "stop": None, "n": None}, Completion)
-    assert body == check({"prompt": "a"}, Completion)
+    body = parse_request(
+        {"prompt": "a", "temperature": None, "stop": None, "n": None}, CompletionRequest
+    )
+    assert body == parse_request({"prompt": "a"}, CompletionRequest)
     asked = {"token_ids": [1], "sampling_params": {"top_p": None, "skip_special_tokens": False}}
-    assert check(asked, Generate).sampling_params.top_p == 1
+    assert parse_request(asked, GenerateRequest).sampling_params.top_p == 1
 
 
 def test_stop_is_a_string_or_several() -> None:
-    assert stops(check({"prompt": "", "stop": "a"}, Completion)) == ("a",)
-    assert stops(check({"prompt": "", "stop": ["a", "b"]}, Completion)) == ("a", "b")
-    assert stops(check({"prompt": ""}, Completion)) == ()
+    assert parse_request({"prompt": "", "stop": "a"}, CompletionRequest).stop_strings == ("a",)
+    assert parse_request({"prompt": "", "stop": ["a", "b"]}, CompletionRequest).stop_strings == (
+        "a",
+        "b",
+    )
+    assert parse_request({"prompt": ""}, CompletionRequest).stop_strings == ()
     with pytest.raises(Refused, match="stop: 65 strings; 64 at most"):
-        stops(check({"prompt": "", "stop": ["a"] * 65}, Completion))
+        parse_request({"prompt": "", "stop": ["a"] * 65}, CompletionRequest)
 
 
 def test_many_wrong_ids_are_refused_at_once() -> None:
-    assert refused(Completion, {"prompt": [0.5] * 200_000}).param == "prompt[0]"
+    assert refused(CompletionRequest, {"prompt": [0.5] * 200_000}).param == "prompt[0]"

@@ -17,13 +17,13 @@ import pytest
 from aiohttp import ClientPayloadError, web
 from aiohttp.test_utils import TestClient
 
-from lowroll.server import guard, run
+from lowroll.server import app as server_app
+from lowroll.server import limits as server_limits
 from lowroll.server.app import CONTROL, PUBLIC, WEIGHTS, make_app
-from lowroll.server.errors import Refused
-from lowroll.server.guard import Tokens
-from lowroll.server.loop import EngineLoop
-from lowroll.server.serving import SERVING, Limits, Serving
-from lowroll.server.shelf import WeightShelf
+from lowroll.server.engine_thread import EngineThread
+from lowroll.server.limits import STATE, Credentials, ServerLimits, ServerState
+from lowroll.server.protocol import Refused
+from lowroll.server.weight_store import WeightStore
 from tests.fixtures import serving as fixtures
 from tests.fixtures.serving import (
     ADMIN,
@@ -75,13 +75,13 @@ async def status(client: TestClient, method: str, path: str, **options: Any) -> 
 def test_every_route_of_the_application_is_in_the_table(engine: Moody, tmp_path: Path) -> None:
     async def body() -> None:
         async with looped(engine) as loop:
-            serving = Serving(loop, None, "tiny", engine.capabilities)
-            shelf = WeightShelf(tmp_path, tmp_path)
+            serving = ServerState(loop, None, "tiny", engine.capabilities)
+            shelf = WeightStore(tmp_path, tmp_path)
             for tokens, held, wanted in (
-                (Tokens(), None, PUBLIC.keys()),
+                (Credentials(), None, PUBLIC.keys()),
                 (TOKENS, None, PUBLIC.keys() | CONTROL.keys()),
                 (TOKENS, shelf, PUBLIC.keys() | CONTROL.keys() | WEIGHTS.keys()),
-                (Tokens(token="a-client-of-this-server"), shelf, PUBLIC.keys()),
+                (Credentials(token="a-client-of-this-server"), shelf, PUBLIC.keys()),
             ):
                 app = make_app(serving, tokens, held)
                 routes = {(r.method, r.resource.canonical) for r in app.router.routes()}
@@ -111,7 +111,7 @@ def test_no_method_of_any_route_answers_a_stranger(engine: Moody, tmp_path: Path
     ]
 
     async def body() -> None:
-        async with served(engine, TOKENS, WeightShelf(tmp_path, tmp_path)) as client:
+        async with served(engine, TOKENS, WeightStore(tmp_path, tmp_path)) as client:
             for path in [*paths, "/", "/nothing", "/v1", "/v1//pause", "/pause/", "/%70ause/x"]:
                 for method in METHODS:
                     if (method, path) == ("GET", "/health"):
@@ -119,7 +119,7 @@ def test_no_method_of_any_route_answers_a_stranger(engine: Moody, tmp_path: Path
                     for headers in wrong:
                         assert await status(client, method, path, headers=headers) == 401
             assert await status(client, "GET", "/health") == 200
-            loop = client.server.app[SERVING].loop
+            loop = client.server.app[STATE].engine
             assert (
                 not loop.paused
                 and loop.metrics.registry.get_sample_value(
@@ -133,7 +133,7 @@ def test_no_method_of_any_route_answers_a_stranger(engine: Moody, tmp_path: Path
 
 def test_a_client_is_no_admin_and_an_admin_is_a_client(engine: Moody, tmp_path: Path) -> None:
     async def body() -> None:
-        async with served(engine, TOKENS, WeightShelf(tmp_path, tmp_path)) as client:
+        async with served(engine, TOKENS, WeightStore(tmp_path, tmp_path)) as client:
             for method, path in [*CONTROL, *WEIGHTS]:
                 assert await status(client, method, path, headers=CLIENT) == 401
             for headers in (CLIENT, ADMIN):
@@ -175,7 +175,7 @@ def test_without_tokens_control_is_not_there(engine: Moody) -> None:
 
 def test_an_admin_alone_leaves_the_public_routes_open(engine: Moody) -> None:
     async def body() -> None:
-        async with served(engine, Tokens(admin=TOKENS.admin)) as client:
+        async with served(engine, Credentials(admin=TOKENS.admin)) as client:
             assert await status(client, "GET", "/v1/models") == 200
             for headers in ({}, {"Authorization": "Bearer "}, CLIENT):
                 assert await status(client, "POST", "/pause", headers=headers) == 401
@@ -189,10 +189,12 @@ def test_tokens_are_compared_in_constant_time_and_never_shown(
 ) -> None:
     compared = []
     monkeypatch.setattr(
-        guard.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b
+        server_limits.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b
     )
-    assert guard._same("x", "token") is False and guard._same("token", "token") is True
-    assert guard._same("", None) is False
+    assert (
+        server_limits._same("x", "token") is False and server_limits._same("token", "token") is True
+    )
+    assert server_limits._same("", None) is False
     assert compared == [(b"x", b"token"), (b"token", b"token"), (b"", b"")]
     assert "client" not in repr(TOKENS) and "admin-of" not in repr(TOKENS)
 
@@ -229,9 +231,9 @@ def test_other_names_of_this_machine_are_refused(
 def test_an_address_of_others_needs_a_token_and_takes_any_name(engine: Moody) -> None:
     async def body() -> None:
         async with looped(engine) as loop:
-            serving = Serving(loop, None, "tiny", engine.capabilities)
+            serving = ServerState(loop, None, "tiny", engine.capabilities)
             with pytest.raises(ValueError, match="needs one"):
-                make_app(serving, Tokens(admin=TOKENS.admin), loopback=False)
+                make_app(serving, Credentials(admin=TOKENS.admin), loopback=False)
             app = make_app(serving, TOKENS, loopback=False)
             async with TestClient(fixtures.TestServer(app)) as client:
                 named = CLIENT | {"Host": "gpu-7.example"}
@@ -272,7 +274,7 @@ def test_a_body_that_is_wrong_is_named(
     engine: Moody, data: bytes, headers: dict[str, str], wanted: int, says: str
 ) -> None:
     async def body() -> None:
-        limits = Limits(body=1 << 18, headers=4096)
+        limits = ServerLimits(body=1 << 18, headers=4096)
         async with served(engine, limits=limits) as client:
             for path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"):
                 async with client.post(path, data=data, headers=headers) as response:
@@ -285,16 +287,16 @@ def test_a_body_that_is_wrong_is_named(
 
 def test_brackets_in_texts_are_no_nesting() -> None:
     text = '{"a": "' + "[{" * 500 + '", "b": "\\"[[\\\\", "c": [[[1]]]}'
-    assert guard.parse(text.encode(), 4)["c"] == [[[1]]]
+    assert server_limits.parse_json(text.encode(), 4)["c"] == [[[1]]]
     with pytest.raises(Refused, match="more than 3 lists"):
-        guard.parse(text.encode(), 3)
+        server_limits.parse_json(text.encode(), 3)
     for inside in (b"[" * 4, b'{"a":' * 4 + b"1" + b"}" * 4, b"[[[[]]]]", b"[{}, [[{}]], 1"):
         with pytest.raises(Refused):
-            guard.parse(b'{"a": ' + inside + b"}", 4)
+            server_limits.parse_json(b'{"a": ' + inside + b"}", 4)
     for inside in (b"[[[]]]", b'{"a": [{}, {}, [], []]}', b"[[], [[]], [[], []]]"):
-        guard.parse(b'{"a": ' + inside + b"}", 4)
+        server_limits.parse_json(b'{"a": ' + inside + b"}", 4)
     flat = b'{"a": [' + b",".join([b"[1]"] * 50_000) + b"]}"
-    assert len(guard.parse(flat, 3)["a"]) == 50_000
+    assert len(server_limits.parse_json(flat, 3)["a"]) == 50_000
 
 
 @pytest.mark.parametrize(
@@ -311,14 +313,14 @@ def test_brackets_in_texts_are_no_nesting() -> None:
 def test_a_large_bomb_is_read_in_a_moment(bomb: bytes) -> None:
     began = time.process_time()
     with pytest.raises(Refused):
-        guard.parse(bomb, 32)
+        server_limits.parse_json(bomb, 32)
     assert time.process_time() - began < 5
 
 
 def test_more_open_requests_than_may_be_are_told_to_come_again(engine: Moody) -> None:
     async def body() -> None:
-        async with served(engine, limits=Limits(requests=2)) as client:
-            loop = client.server.app[SERVING].loop
+        async with served(engine, limits=ServerLimits(requests=2)) as client:
+            loop = client.server.app[STATE].engine
             await hung(engine, loop)
             begun, submit = [], loop.submit
 
@@ -345,14 +347,18 @@ def test_more_open_requests_than_may_be_are_told_to_come_again(engine: Moody) ->
 
 
 @asynccontextmanager
-async def listening(engine: Any, limits: Limits) -> AsyncIterator[tuple[str, int, EngineLoop]]:
+async def listening(
+    engine: Any, limits: ServerLimits
+) -> AsyncIterator[tuple[str, int, EngineThread]]:
     """The real listener, as `lowroll serve` has it."""
     async with looped(engine) as loop:
-        app = make_app(Serving(loop, None, "tiny", engine.capabilities, limits=limits), Tokens())
-        runner = run.runner_of(app)
+        app = make_app(
+            ServerState(loop, None, "tiny", engine.capabilities, limits=limits), Credentials()
+        )
+        runner = server_app.make_runner(app)
         await runner.setup()
-        sock = run.bind("127.0.0.1", 0)
-        server = await run.listen(app, runner, sock)
+        sock = server_app.bind("127.0.0.1", 0)
+        server = await server_app.listen(app, runner, sock)
         try:
             yield *sock.getsockname()[:2], loop
         finally:
@@ -382,7 +388,7 @@ def post(data: bytes, length: int | None = None) -> bytes:
 
 def test_slow_connections_are_dropped_beside_a_good_request(engine: Moody) -> None:
     async def body() -> None:
-        limits = Limits(head_s=1.0, body_s=1.0)
+        limits = ServerLimits(head_s=1.0, body_s=1.0)
         async with listening(engine, limits) as (host, port, _):
             slow = [
                 asyncio.ensure_future(raw(host, port, data))
@@ -406,7 +412,7 @@ def test_who_reads_no_answers_is_dropped(engine: Moody) -> None:
     """Answers that nobody takes would hold their connection for ever."""
 
     async def body() -> None:
-        async with listening(engine, Limits(connections=1, write_s=0.3)) as (host, port, _):
+        async with listening(engine, ServerLimits(connections=1, write_s=0.3)) as (host, port, _):
             sock = socket.socket()
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -431,7 +437,7 @@ def test_who_reads_no_answers_is_dropped(engine: Moody) -> None:
 )
 def test_what_is_no_http_is_answered_like_other_errors(engine: Moody, data: bytes) -> None:
     async def body() -> None:
-        async with listening(engine, Limits()) as (host, port, _):
+        async with listening(engine, ServerLimits()) as (host, port, _):
             head, _, rest = (await raw(host, port, data)).partition(b"\r\n\r\n")
             assert b" 400 " in head and b"Server: lowroll" in head and b"ython" not in head
             assert error_of(rest)["message"].startswith("HTTP: ")
@@ -445,7 +451,7 @@ def test_a_version_of_http_that_the_server_does_not_speak_is_refused_in_one_that
     engine: Moody, version: str, more: str
 ) -> None:
     async def body() -> None:
-        async with listening(engine, Limits()) as (host, port, _):
+        async with listening(engine, ServerLimits()) as (host, port, _):
             data = f"GET /health HTTP/{version}\r\nHost: localhost\r\n{more}\r\n".encode()
             head, _, rest = (await raw(host, port, data)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 400 ") and b"Server: lowroll" in head
@@ -458,17 +464,17 @@ def test_of_a_connection_that_is_gone_nothing_is_kept(
     engine: Moody, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apps: list[web.Application] = []
-    listen = run.listen
+    listen = server_app.listen
 
     def seen(app: web.Application, *rest: Any) -> Any:
         apps.append(app)
         return listen(app, *rest)
 
-    monkeypatch.setattr(run, "listen", seen)
+    monkeypatch.setattr(server_app, "listen", seen)
 
     async def body() -> None:
-        async with listening(engine, Limits(head_s=60)) as (host, port, _):
-            silent = apps[0][guard.SILENT]
+        async with listening(engine, ServerLimits(head_s=60)) as (host, port, _):
+            silent = apps[0][server_limits.SILENT]
             held = [await asyncio.open_connection(host, port) for _ in range(5)]
             await fixtures.until(lambda: len(silent) == 5, "five connections")
             for _, writer in held:
@@ -480,13 +486,13 @@ def test_of_a_connection_that_is_gone_nothing_is_kept(
 
 def test_connections_are_counted(engine: Moody) -> None:
     async def body() -> None:
-        async with listening(engine, Limits(connections=3, head_s=30)) as (host, port, _):
+        async with listening(engine, ServerLimits(connections=3, head_s=30)) as (host, port, _):
             held = [await asyncio.open_connection(host, port) for _ in range(3)]
             assert await raw(host, port, post(b"{}")) == b""
             assert not any(reader.at_eof() for reader, _ in held)
             for _, writer in held:
                 writer.close()
-        async with listening(engine, Limits(connections=3, head_s=0.2)) as (host, port, _):
+        async with listening(engine, ServerLimits(connections=3, head_s=0.2)) as (host, port, _):
             held = [await asyncio.open_connection(host, port) for _ in range(3)]
             assert [await reader.read() for reader, _ in held] == [b""] * 3  # they say nothing
             answer = await raw(host, port, post(json.dumps(GOOD).encode()))
@@ -502,10 +508,10 @@ def test_connections_are_fewer_than_files(
 ) -> None:
     """Half of the files that the process may open are left to the rest of it, and what cannot be
     accepted is one line of the log, and no traceback each time."""
-    monkeypatch.setattr("lowroll.server.run.raise_file_limit", lambda: 6)
+    monkeypatch.setattr("lowroll.server.app.raise_file_limit", lambda: 6)
 
     async def body() -> None:
-        async with listening(engine, Limits(head_s=30)) as (host, port, _):
+        async with listening(engine, ServerLimits(head_s=30)) as (host, port, _):
             held = [await asyncio.open_connection(host, port) for _ in range(3)]
             assert await raw(host, port, post(b"{}")) == b""
             assert not any(reader.at_eof() for reader, _ in held)
@@ -529,23 +535,23 @@ def test_a_dropped_connection_ends_its_request(folder: Path, stream: bool, phase
     long = GOOD | {"max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 2}
 
     async def body() -> None:
-        async with listening(engine, Limits()) as (host, port, loop):
+        async with listening(engine, ServerLimits()) as (host, port, loop):
             engine.slow_s = 0.01
             first = await asyncio.open_connection(host, port)
             first[1].write(post(json.dumps(long | {"prompt": [5, 6]}).encode()))
             if phase == "queued":
                 other = await asyncio.open_connection(host, port)
                 other[1].write(post(json.dumps(long).encode()))
-                await fixtures.until(lambda: len(loop._open) == 2, "two requests")
+                await fixtures.until(lambda: len(loop.open) == 2, "two requests")
             await fixtures.until(lambda: engine.stats().tokens > 4, "tokens")
             if phase == "queued":
                 other[1].close()
-                await fixtures.until(lambda: len(loop._open) == 1, "the queued one to go")
+                await fixtures.until(lambda: len(loop.open) == 1, "the queued one to go")
             if phase == "paused":
                 await loop.pause("keep")
             first[1].close()
             await fixtures.until(
-                lambda: fixtures.idle(engine) and not loop._open, "what is left to end", 3.0
+                lambda: fixtures.idle(engine) and not loop.open, "what is left to end", 3.0
             )
             assert engine.stats().tokens < 100
             outcome = {"outcome": "abort"}
@@ -583,8 +589,8 @@ def test_health_is_the_engines_own(engine: Moody) -> None:
         async with served(engine) as client:
             async with client.get("/health") as response:
                 assert (response.status, await response.json()) == (200, {"status": "running"})
-            serving = client.server.app[SERVING]
-            loop, probes = serving.loop, 0
+            serving = client.server.app[STATE]
+            loop, probes = serving.engine, 0
             ask_health = loop._ask_health
 
             def counted() -> Any:
@@ -594,7 +600,7 @@ def test_health_is_the_engines_own(engine: Moody) -> None:
 
             loop._ask_health = counted  # type: ignore[method-assign]
             await hung(engine, loop)
-            serving.limits = Limits(health_s=0.2)
+            serving.limits = ServerLimits(health_s=0.2)
             answers = await asyncio.gather(*(client.get("/health") for _ in range(20)))
             assert probes == 1, "nobody waits for another's"
             assert {answer.status for answer in answers} == {503}
@@ -606,8 +612,8 @@ def test_health_is_the_engines_own(engine: Moody) -> None:
                     assert response.status == 503
                     assert error_of(await response.read())["code"] == "stalled"
             engine.hang.clear()
-            serving.limits = Limits()
-            await fixtures.until(lambda: not loop._open, "the hung request to end")
+            serving.limits = ServerLimits()
+            await fixtures.until(lambda: not loop.open, "the hung request to end")
             assert await status(client, "GET", "/health") == 200
             for _ in range(3):
                 engine.fail = 1
@@ -662,7 +668,7 @@ def test_a_response_that_fails_half_way_does_not_end_like_a_whole_one(
 
     async def body() -> None:
         async with looped(engine) as loop:
-            app = make_app(Serving(loop, None, "tiny", engine.capabilities), Tokens())
+            app = make_app(ServerState(loop, None, "tiny", engine.capabilities), Credentials())
             app.router.add_route("GET", "/half", half)
             async with TestClient(fixtures.TestServer(app)) as client:
                 async with client.get("/half") as response:

@@ -11,8 +11,7 @@ import pytest
 
 from lowroll import Engine
 from lowroll.model.tokenizer import load_tokenizer
-from lowroll.server.body import Chat, check
-from lowroll.server.errors import Refused
+from lowroll.server.protocol import ChatRequest, Refused, parse_request
 from tests.fixtures import hermes
 from tests.fixtures.http import NAME, events, post, serving
 
@@ -191,12 +190,11 @@ def test_what_cannot_be_is_refused_by_name(url: str, asked: dict[str, Any], para
 
 
 def test_xml_calls_cannot_be_required() -> None:
-    from lowroll.server.asks import Offer
-    from lowroll.server.grammars import _of_calls
+    from lowroll.server.structured_outputs import OfferedTools, _of_calls
 
-    body = check({"messages": HI, "tools": TOOLS, "tool_choice": "required"}, Chat)
+    body = parse_request({"messages": HI, "tools": TOOLS, "tool_choice": "required"}, ChatRequest)
     with pytest.raises(ValueError, match="qwen3_coder"):
-        _of_calls(None, Offer(body.tools, "qwen3_coder", True, body.tools))  # type: ignore[arg-type]
+        _of_calls(None, OfferedTools(body.tools, "qwen3_coder", True, body.tools))  # type: ignore[arg-type]
 
 
 def test_a_grammar_too_large_is_refused(url: str) -> None:
@@ -212,5 +210,5 @@ def test_token_ids_alone_have_no_grammar(engine: Engine) -> None:
 
 def test_a_body_that_is_wrong_says_where() -> None:
     with pytest.raises(Refused) as refusal:
-        check({"messages": HI, "response_format": "json"}, Chat)
+        parse_request({"messages": HI, "response_format": "json"}, ChatRequest)
     assert refusal.value.param == "response_format"

@@ -1,12 +1,12 @@
-"""New weights by the id of a version: a folder below the one that `--weights-dir` names.
+"""Weights by the id of a version: a folder below the one that `--weights-dir` names.
 
     weights-dir/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json: a dense
                                 model folder of the served model's sizes, or a PEFT adapter folder;
                                 with a STABLE a trainer's broadcast (`weights.broadcast`)
 
-A client says an id and never a path. What an id may be leads nowhere else; neither the folder nor
-what is read of it may be a link; and every byte has the digest that it was published with. A
-broadcast is read only as its marker says, and its noise goes to the engine with it.
+A client sends an id and never a path. No id leads elsewhere; neither the folder nor its files may be
+links; and every byte has the digest that it was published with. A broadcast is read only as its marker
+says, and its noise goes to the engine with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowroll.checkpoint.publish import MANIFEST, published_files, read_meta, verify_folder
 from lowroll.engine.base import Capabilities
-from lowroll.server.errors import Refused
+from lowroll.server.protocol import wrong_field
 from lowroll.transport.base import TransportError
 from lowroll.transport.broadcasts import (
     STABLE,
@@ -42,86 +42,98 @@ if TYPE_CHECKING:
 _VERSION = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}$", re.ASCII)
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-_TRIES = 3  # at a broadcast that is written again while it is read
+_READS = 3  # of a broadcast that is written again while it is read
 
 
 @dataclass(frozen=True)
-class Version:
-    """What an id leads to. broadcast: None for a folder that no trainer has marked."""
+class WeightVersion:
+    """A published version of the weights. broadcast: None for a folder that no trainer has marked."""
 
     name: str
     folder: Path
     broadcast: Broadcast | None = None
 
     def number(self, newest: int) -> int:
-        """Of its policy: a broadcast's own, else the number at the end of its name, or the one after
-        the newest."""
+        """Return the number of its policy: a broadcast's own, else the one at the end of its name, or
+        the one after the newest."""
         if self.broadcast is not None:
             return self.broadcast.version
         found = _NUMBER.search(self.name)
         return newest + 1 if found is None else int(found[0])
 
 
-class WeightShelf:
+class WeightStore:
     """The versions in a folder, for an engine that was made from the folder `model`. collector: the
-    engine's end of the trainer's direct way, where there is one. ValueError when there is no such
-    folder."""
+    engine's end of the trainer's direct way, where there is one. Raises ValueError when there is no
+    such folder."""
 
     def __init__(self, folder: str | Path, model: Path, collector: Collector | None = None) -> None:
         self.folder = Path(folder).resolve()
         self.model = model
         self.collector = collector
-        self.current: Version | None = None  # None before the first update
+        self.current: WeightVersion | None = None  # None before the first update
         if not self.folder.is_dir():
             raise ValueError(f"--weights-dir: {folder} is no folder")
 
     def versions(self) -> list[str]:
-        """The ids of what is published there."""
+        """Return the ids of the published versions."""
         return sorted(
             path.name
             for path in self.folder.iterdir()
             if _VERSION.fullmatch(path.name) and _is_published(path)
         )
 
-    def holds(self, version: Version) -> bool:
-        """Whether the engine has these very bytes already."""
+    def holds(self, version: WeightVersion) -> bool:
+        """Return True where the engine has these very bytes already."""
         one, held = version.broadcast, self.current
         return one is not None and held is not None and held.broadcast == one
 
+    def load(
+        self, id: str, newest: int, able: Capabilities, weights: str, gap: bool = False
+    ) -> tuple[WeightVersion, list[tuple[WeightVersion, WeightUpdate]]]:
+        """Return the version of an id and the updates to it; none where the engine holds it. newest: the
+        number of the engine's policy. A version that is written again meanwhile is read again. Refuse
+        what `find` and `read` refuse."""
+        for _ in range(_READS):
+            version = self.find(id)
+            if self.holds(version):
+                return version, []
+            try:
+                number = version.number(newest)
+                return version, self.read(version, number, able, weights, gap)
+            except Replaced:
+                continue
+        raise wrong_field("version", f"{id} is being written again", 409)
+
     def read(
         self,
-        version: Version,
+        version: WeightVersion,
         number: int,
         able: Capabilities,
         weights: str,
         gap: bool = False,
-    ) -> list[tuple[Version, WeightUpdate]]:
-        """The updates to a version, as policy `number`, in this machine's memory, to be taken one
-        after the other: of what a version changes, those from where the engine is, or with `gap`
-        from a version that stands for itself. able, weights: what the engine can, and in which
-        format it multiplies. Takes as long as reading them twice.
+    ) -> list[tuple[WeightVersion, WeightUpdate]]:
+        """Return the updates to a version, as policy `number`, in this machine's memory, to be taken one
+        after the other. Where a version is of changes, they begin where the engine is, or with `gap` at
+        a version that stands for itself. able, weights: what the engine can, and in which format it
+        multiplies. This takes as long as reading the files twice.
 
-        Refused: 404 when there is none, 409 when it is damaged or not for this engine."""
+        Refuse with 404 a version that is not there, with 409 one that is damaged or not for this
+        engine."""
+        updates = []
         try:
-            updates = []
             for one in self._chain(version, gap):
+                own = number if one is version else one.number(number)
                 with nullcontext() if one.broadcast is None else reading(one.broadcast):
-                    updates.append(
-                        (
-                            one,
-                            self._read(
-                                one, number if one is version else one.number(number), able, weights
-                            ),
-                        )
-                    )
+                    updates.append((one, self._read(one, own, able, weights)))
             return updates
         except Replaced:
             raise
         except (ValueError, OSError, TransportError) as error:
-            raise Refused(f"version: {self._told(error)}", "version", 409) from error
+            raise wrong_field("version", self._message(error), 409) from error
 
-    def _chain(self, version: Version, gap: bool) -> list[Version]:
-        """A version behind those that it changes and the engine lacks, the oldest first."""
+    def _chain(self, version: WeightVersion, gap: bool) -> list[WeightVersion]:
+        """Return a version behind those that it changes and the engine lacks, the oldest first."""
         held = None if gap or self.current is None else self.current.broadcast
         chain = [version]
         while (first := chain[0].broadcast) is not None and first.since is not None:
@@ -130,11 +142,11 @@ class WeightShelf:
             if not 0 <= first.since < first.version:
                 raise ValueError(f"{first.path.name}: since: {first.since} is no version before it")
             before = self.folder / folder_name(first.since)
-            chain.insert(0, Version(before.name, before, read_broadcast(before)))
+            chain.insert(0, WeightVersion(before.name, before, read_broadcast(before)))
         return chain
 
     def _read(
-        self, version: Version, number: int, able: Capabilities, weights: str
+        self, version: WeightVersion, number: int, able: Capabilities, weights: str
     ) -> WeightUpdate:
         folder = version.folder
         meta = verify_folder(folder)
@@ -158,7 +170,7 @@ class WeightShelf:
     def _fetched(
         self, broadcast: Broadcast, number: int, listed: set[str], meta: dict[str, Any]
     ) -> WeightUpdate:
-        """A whole model whose tensors are not in its folder."""
+        """Return the update of a whole model whose tensors are not in its folder."""
         from lowroll.model.spec import read_spec
         from lowroll.weights.broadcast import LAYOUT, stored_layout
         from lowroll.weights.update import WeightUpdate
@@ -173,62 +185,41 @@ class WeightShelf:
         tensors = self.collector.fetch(broadcast, layout)
         return WeightUpdate(number, "full", tensors.items, layout.digest, input_scale=scale)
 
-    def find(self, version: str) -> Version:
-        """What an id leads to; `step_7` and `step_000007` are one. Refused: 400 for what is no id,
-        404 when it is not there, 409 when its marker is not of what is there."""
+    def find(self, version: str) -> WeightVersion:
+        """Return the version of an id; `step_7` and `step_000007` are one. Refuse with 400 what is no id,
+        with 404 a version that is not there, with 409 one whose marker is of other files."""
         if not _VERSION.fullmatch(version):
-            raise Refused(
-                "version: expected up to 64 letters, digits, '.', '_' and '-', without a '.' in "
-                f"front, got {printable(repr(version), 80)}",
+            raise wrong_field(
                 "version",
+                "expected up to 64 letters, digits, '.', '_' and '-', without a '.' in "
+                f"front, got {printable(repr(version), 80)}",
             )
         number = number_of(version)
         names = [version] if number is None else [version, folder_name(number), f"step_{number}"]
         folder = next((p for p in map(self.folder.joinpath, names) if _is_published(p)), None)
         if folder is None:
-            raise Refused(f"version: there is no {version}", "version", 404)
+            raise wrong_field("version", f"there is no {version}", 404)
         if not os.path.lexists(folder / STABLE):
             if "broadcast" in (read_meta(folder) or {}):
-                raise Refused(f"version: there is no {version} yet: no {STABLE}", "version", 404)
-            return Version(folder.name, folder)
+                raise wrong_field("version", f"there is no {version} yet: no {STABLE}", 404)
+            return WeightVersion(folder.name, folder)
         try:
-            return Version(folder.name, folder, read_broadcast(folder))
+            return WeightVersion(folder.name, folder, read_broadcast(folder))
         except (ValueError, OSError) as error:
-            raise Refused(f"version: {self._told(error)}", "version", 409) from error
+            raise wrong_field("version", self._message(error), 409) from error
 
-    def _told(self, error: Exception) -> str:
-        """What is wrong, by names below the shelf."""
+    def _message(self, error: Exception) -> str:
+        """Return the error's message, with names below the folder instead of paths."""
         return printable(str(error).replace(f"{self.folder}/", ""), 1000)
 
 
-def read_again(
-    shelf: WeightShelf,
-    version: str,
-    newest: int,
-    able: Capabilities,
-    weights: str,
-    gap: bool = False,
-) -> tuple[Version, list[tuple[Version, WeightUpdate]]]:
-    """A version and the updates to it; none where the engine holds it. One that is written again
-    meanwhile is read again. Refused as `WeightShelf.find` and `read` say."""
-    for _ in range(_TRIES):
-        found = shelf.find(version)
-        if shelf.holds(found):
-            return found, []
-        try:
-            return found, shelf.read(found, found.number(newest), able, weights, gap)
-        except Replaced:
-            continue
-    raise Refused(f"version: {version} is being written again", "version", 409)
-
-
 def _is_published(folder: Path) -> bool:
-    """Whether it is a folder with a manifest, and no link to one."""
+    """Return True for a folder with a manifest that is no link."""
     return not folder.is_symlink() and (folder / MANIFEST).is_file()
 
 
 def _noise(broadcast: Broadcast | None, able: Capabilities) -> Noise | None:
-    """What a broadcast has for the engine's norms."""
+    """Return the noise that a broadcast has for the engine's norms."""
     from lowroll.weights.noise import Noise
 
     if broadcast is None or broadcast.noise is None:
@@ -268,7 +259,7 @@ def _full(
 
 
 def _checked_scale(spec: ModelSpec, model: Path, meta: dict[str, Any]) -> float:
-    """The s that weights carry. ValueError when they are of another model than is served."""
+    """Return the input scale of the weights. Raises ValueError when they are of another model."""
     from lowroll.model import hf, scaling
 
     served = replace(hf.read_headers(model)[0], eos_ids=spec.eos_ids)  # a server's own
@@ -292,7 +283,7 @@ def _codes(folder: Path, number: int, listed: set[str], meta: dict[str, Any]) ->
 
 
 def _check_published(listed: set[str], names: list[str]) -> None:
-    """ValueError for a file that was put there later."""
+    """Raise ValueError for a file that was put there later."""
     for name in names:
         if name not in listed:
             raise ValueError(f"{name}: the folder was not published with it")

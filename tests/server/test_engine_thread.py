@@ -13,8 +13,16 @@ import pytest
 
 from lowroll.engine.native import NativeEngine
 from lowroll.model import hf
-from lowroll.server.loop import ASKED_S, FAILURES, Busy, EngineLoop, Stalled
-from lowroll.server.ticket import Delta, EngineFailed, Ticket
+from lowroll.server.engine_thread import (
+    JOBS_S,
+    Delta,
+    EngineFailed,
+    EngineStalled,
+    EngineThread,
+    InFlightRequest,
+    ServerBusy,
+)
+from lowroll.server.metrics import FAILURES_BEFORE_UNHEALTHY
 from lowroll.types import Group, Request
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.engines import prompt
@@ -49,12 +57,12 @@ def same(group: Group, other: Group) -> bool:
     )
 
 
-async def group_of(loop: EngineLoop, request: Request, stream: bool = False) -> Group:
+async def group_of(loop: EngineThread, request: Request, stream: bool = False) -> Group:
     async with await loop.submit(request, stream=stream) as ticket:
         return await ticket.group()
 
 
-async def pieces(ticket: Ticket) -> list[Delta]:
+async def pieces(ticket: InFlightRequest) -> list[Delta]:
     return [delta async for delta in ticket]
 
 
@@ -68,9 +76,9 @@ def joined(deltas: list[Delta], n: int) -> list[tuple[list[int], list[float]]]:
     ]
 
 
-async def first_tokens(loop: EngineLoop, ticket: Ticket, count: int = 1) -> None:
+async def first_tokens(loop: EngineThread, ticket: InFlightRequest, count: int = 1) -> None:
     """Wait until a request has drawn something."""
-    handle = ticket.flight.handle
+    handle = ticket.handle
     assert handle is not None
     while True:
         so_far = await loop.call(lambda engine: len(engine.so_far(handle)[0].token_ids), "a look")
@@ -162,7 +170,7 @@ def test_no_more_samples_than_may_be(engine: NativeEngine) -> None:
         async with looped(engine, max_samples=3) as loop:
             await loop.pause("keep")
             tickets = [await loop.submit(ask(3, 4, n=n)) for n in (2, 1)]
-            with pytest.raises(Busy, match="3 samples are open, of 3"):
+            with pytest.raises(ServerBusy, match="3 samples are open, of 3"):
                 await loop.submit(ask(3, 4))
             tickets[0].abort()
             await loop.resume()
@@ -228,7 +236,7 @@ def test_wait_gives_up_by_name_and_everything_goes_on(engine: NativeEngine) -> N
         moody.slow_s = 0.01
         async with looped(moody, drain_s=0.05) as loop:
             ticket = await loop.submit(ask(3, 4, max_tokens=100))
-            with pytest.raises(Stalled, match="pause: 1 requests still run after 0.05 s"):
+            with pytest.raises(EngineStalled, match="pause: 1 requests still run after 0.05 s"):
                 await loop.pause("wait")
             assert not loop.paused
             moody.slow_s = 0
@@ -262,9 +270,9 @@ def test_resume_ends_a_pause_that_still_waits(engine: NativeEngine) -> None:
     run(body)
 
 
-def drains(loop: EngineLoop) -> None:
+def drains(loop: EngineThread) -> None:
     end = time.monotonic() + 10
-    while loop._state != "draining" and time.monotonic() < end:
+    while loop.state != "draining" and time.monotonic() < end:
         time.sleep(0.001)
 
 
@@ -355,7 +363,7 @@ def test_what_is_drawn_goes_on_beside_much_that_is_asked(folders: list[Path]) ->
             seen: list[int] = []
 
             def slow(engine: Any) -> None:
-                time.sleep(ASKED_S)
+                time.sleep(JOBS_S)
                 seen.append(moody.steps)
 
             await asyncio.gather(*[loop.call(slow, "a call") for _ in range(40)])
@@ -400,7 +408,7 @@ def test_an_abort_at_every_phase_leaves_nothing(folders: list[Path], phase: str,
             assert len(rollouts) == n
             assert same(await good.group(), wanted)
             await loop.abort_all()
-            await until(lambda: idle(engine) and not loop._open, "pages come back")
+            await until(lambda: idle(engine) and not loop.open, "pages come back")
             ticket.abort()
 
     run(body)
@@ -413,13 +421,13 @@ def test_a_cancelled_submission_is_dropped(engine: NativeEngine) -> None:
             good = await loop.submit(ask(3, 4, max_tokens=LONG))
             await hung(moody, loop)
             submitting = asyncio.ensure_future(loop.submit(ask(5, 6, max_tokens=LONG)))
-            await until(lambda: loop._inbox.qsize() == 1, "it to be asked")
+            await until(lambda: loop.jobs.qsize() == 1, "it to be asked")
             submitting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await submitting
             moody.hang.clear()
             assert len((await good.group()).rollouts[0].token_ids) == LONG
-            await until(lambda: idle(engine) and not loop._open, "pages come back")
+            await until(lambda: idle(engine) and not loop.open, "pages come back")
 
     run(body)
 
@@ -482,7 +490,7 @@ def test_a_failed_step_answers_its_requests_and_the_engine_goes_on(engine: Nativ
         moody, resets = Moody(engine), []
         moody.reset_prefix_cache = lambda: resets.append("pages of prompts")
         async with looped(moody) as loop:
-            for failed in range(1, FAILURES + 1):
+            for failed in range(1, FAILURES_BEFORE_UNHEALTHY + 1):
                 await loop.pause("keep")
                 tickets = [await loop.submit(ask(3, i, n=2), stream=True) for i in (4, 5)]
                 moody.fail = 1
@@ -495,11 +503,11 @@ def test_a_failed_step_answers_its_requests_and_the_engine_goes_on(engine: Nativ
                         await pieces(ticket)
                 found = await loop.health()
                 assert found.failures == failed and found.open == 0
-                assert found.well == (failed < FAILURES)
+                assert found.healthy == (failed < FAILURES_BEFORE_UNHEALTHY)
                 assert len(resets) == failed
                 assert idle(engine)
             assert len((await group_of(loop, ask(3, 4))).rollouts[0].token_ids) == 40
-            assert (await loop.health()).well
+            assert (await loop.health()).healthy
 
     run(body)
 
@@ -528,12 +536,14 @@ def test_an_engine_that_hangs_is_named_within_the_deadline(engine: NativeEngine)
         async with looped(moody) as loop:
             ticket = await loop.submit(ask(3, 4, max_tokens=LONG), stream=True)
             await hung(moody, loop)
-            with pytest.raises(Stalled, match="health: no answer in 0.2 s: .* busy with a step"):
+            with pytest.raises(
+                EngineStalled, match="health: no answer in 0.2 s: .* busy with a step"
+            ):
                 await loop.health(0.2)
             with impatient(loop):
-                with pytest.raises(Stalled, match=r"a request: .* busy with a step for \d"):
+                with pytest.raises(EngineStalled, match=r"a request: .* busy with a step for \d"):
                     await ticket.group()
-                with pytest.raises(Stalled, match="a new request: .* busy with a step"):
+                with pytest.raises(EngineStalled, match="a new request: .* busy with a step"):
                     await loop.submit(ask(5, 6))
             steps = moody.steps
             moody.hang.clear()
@@ -557,10 +567,10 @@ def test_a_long_call_has_the_time_that_it_was_given(engine: NativeEngine) -> Non
 
             assert await loop.call(long, "weights", 30.0) == 5
             assert len((await ticket.group()).rollouts[0].token_ids) == LONG
-            with pytest.raises(Stalled, match="busy with weights"):
+            with pytest.raises(EngineStalled, match="busy with weights"):
                 await loop.call(lambda engine: go.wait(30), "weights", 0.3)
             go.set()
-            await until(lambda: loop._doing != "weights", "the next turn")
+            await until(lambda: loop.busy_with != "weights", "the next turn")
             with pytest.raises(KeyError, match="mine"):
                 await loop.call(lambda engine: {}["mine"], "a look")
             with pytest.raises(TimeoutError):
@@ -578,10 +588,10 @@ def test_what_nobody_waits_for_any_more_is_not_begun(engine: NativeEngine) -> No
         moody, done = Moody(engine), threading.Event()
         async with looped(moody) as loop:
             await hung(moody, loop)
-            with impatient(loop), pytest.raises(Stalled):
+            with impatient(loop), pytest.raises(EngineStalled):
                 await loop.call(lambda engine: done.set(), "a call")
             moody.hang.clear()
-            await until(lambda: not loop._open, "the hung request to end")
+            await until(lambda: not loop.open, "the hung request to end")
             assert not done.is_set()
 
     run(body)
@@ -595,9 +605,9 @@ def test_the_end_aborts_what_is_in_flight(engine: NativeEngine) -> None:
             await loop.pause("keep")
             await asyncio.to_thread(loop.stop)
             assert (await ticket.group()).rollouts[0].finish_reason == "abort"
-            with pytest.raises(Busy, match="ending"):
+            with pytest.raises(ServerBusy, match="ending"):
                 await loop.submit(ask(3))
-            with pytest.raises(Stalled, match="does not run"):
+            with pytest.raises(EngineStalled, match="does not run"):
                 await loop.health()
 
     run(body)
@@ -610,14 +620,14 @@ def test_the_end_answers_a_pause_and_begins_nothing(engine: NativeEngine) -> Non
             await hung(moody, loop)
             waits = [asyncio.ensure_future(loop.pause("wait"))]
             waits += [asyncio.ensure_future(loop.submit(ask(3, i))) for i in (4, 5)]
-            await until(lambda: loop._inbox.qsize() == 3, "all to be asked")
+            await until(lambda: loop.jobs.qsize() == 3, "all to be asked")
             stopping = asyncio.ensure_future(asyncio.to_thread(loop.stop))
-            await until(lambda: loop._stopping, "the end to be asked for")
+            await until(lambda: loop.stopping, "the end to be asked for")
             moody.hang.clear()
             await stopping
             ends = await asyncio.gather(*waits, return_exceptions=True)
-            assert [type(end) for end in ends[1:]] == [Busy, Busy]
-            assert idle(engine) and not loop._open
+            assert [type(end) for end in ends[1:]] == [ServerBusy, ServerBusy]
+            assert idle(engine) and not loop.open
 
     run(body)
 
@@ -677,7 +687,7 @@ def test_news_goes_out_while_the_device_works(
     seen: int,
 ) -> None:
     """Each step draws a token; of the one that waits nobody knows yet."""
-    monkeypatch.setattr("lowroll.server.loop.FEW", few)
+    monkeypatch.setattr("lowroll.server.engine_thread.NEWS_SENT_AT_ONCE", few)
 
     async def body() -> None:
         waits = Waits(engine, hold, silent)
@@ -685,7 +695,7 @@ def test_news_goes_out_while_the_device_works(
             ticket = await loop.submit(ask(3, 4, max_tokens=LONG), stream=True)
             assert await asyncio.to_thread(waits.at_work.wait, 30)
             await asyncio.sleep(0.05)
-            assert [len(delta.token_ids) for delta in ticket._pending.values()] == [seen]
+            assert [len(delta.token_ids) for delta in ticket.pending.values()] == [seen]
             waits.go.set()
             group = await ticket.group()
             assert len(group.rollouts[0].token_ids) == LONG

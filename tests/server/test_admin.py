@@ -23,10 +23,10 @@ from lowroll.checkpoint.publish import publish_folder
 from lowroll.engine.base import InFlight
 from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
-from lowroll.server.control import UPDATING
-from lowroll.server.errors import Refused
-from lowroll.server.serving import SERVING
-from lowroll.server.shelf import WeightShelf
+from lowroll.server.admin import UPDATING
+from lowroll.server.limits import STATE
+from lowroll.server.protocol import Refused
+from lowroll.server.weight_store import WeightStore
 from lowroll.types import BehaviorTag
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.serving import ADMIN, TOKENS, Moody, hung, impatient, run, served, tiny, until
@@ -110,7 +110,7 @@ def test_three_versions_while_requests_are_in_flight(model: Path, folder: Path) 
     cold = [tiny(folder / f"step_{number}") for number in (1, 2, 3)]
 
     async def body() -> None:
-        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
             engine.slow_s = 0.02
             asked = asyncio.ensure_future(post(client, "/v1/completions", LONG | {"n": 2}))
             await until(lambda: engine.stats().tokens > 4, "tokens")
@@ -159,7 +159,7 @@ def test_requests_in_flight_are_replayed_where_that_is_asked_for(model: Path, fo
     replay = {"version": "step_2", "in_flight": "replay"}
 
     async def body() -> None:
-        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
             engine.slow_s = 0.02
             streamed = asyncio.ensure_future(post(client, "/v1/completions", LONG | {"n": 2}))
             await until(lambda: engine.stats().tokens > 4, "tokens")
@@ -189,7 +189,7 @@ def test_requests_in_flight_are_replayed_where_that_is_asked_for(model: Path, fo
     bounded = Engine(model, "fp32", kv=make("streaming", budget=8, buffer=4, sinks=2))
 
     async def refuses() -> None:
-        async with served(Moody(bounded), TOKENS, WeightShelf(folder, model)) as client:
+        async with served(Moody(bounded), TOKENS, WeightStore(folder, model)) as client:
             async with client.post("/weights", json=replay, headers=ADMIN) as refused:
                 assert refused.status == 409
                 assert "this engine cannot replay" in await refused.text()
@@ -220,7 +220,7 @@ def test_a_version_that_does_not_fit_changes_nothing(
     engine = tiny(model)
 
     async def ask() -> None:
-        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
             before = await get(client, "/weights")
             error = (await post(client, "/weights", body, wanted))["error"]
             assert says in error["message"] and str(folder) not in error["message"]
@@ -240,7 +240,7 @@ def test_files_that_came_later_are_not_read(model: Path, folder: Path, tmp_path:
 
     published = publish_folder(tmp_path / "shelf/step_1", write, {})
     (published / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
-    shelf = WeightShelf(tmp_path / "shelf", model)
+    shelf = WeightStore(tmp_path / "shelf", model)
     with pytest.raises(Refused, match="model.safetensors: the folder was not published with it"):
         shelf.read(shelf.find("step_1"), 1, tiny(model).capabilities, "fp32")
 
@@ -270,7 +270,7 @@ def test_no_id_leads_out_of_the_shelf(model: Path, folder: Path) -> None:
     assert len(ids) == 300
 
     async def ask() -> None:
-        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
             await post(client, "/weights", {"version": "step_1"})
             before = await get(client, "/weights")
             with opened() as names:
@@ -292,9 +292,9 @@ def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: P
     engine = Moody(tiny(model))
 
     async def ask() -> None:
-        shelf = WeightShelf(folder, model)
+        shelf = WeightStore(folder, model)
         async with served(engine, TOKENS, shelf) as client:
-            loop = client.server.app[SERVING].loop
+            loop = client.server.app[STATE].engine
             await hung(engine, loop)
             first = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}, 503))
             await until(client.server.app[UPDATING].locked, "the first update")
@@ -303,7 +303,7 @@ def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: P
             with impatient(loop):
                 assert "busy with a step" in (await first)["error"]["message"]
             engine.hang.clear()
-            await until(lambda: not loop._open, "the hung request")
+            await until(lambda: not loop.open, "the hung request")
             assert (await get(client, "/weights"))["version"] is None
             await post(client, "/weights", {"version": "step_2"})
 
@@ -321,7 +321,7 @@ def test_an_update_whose_client_goes_is_told_as_it_is(model: Path, folder: Path)
     engine.update_weights = slow  # type: ignore[attr-defined]
 
     async def ask() -> None:
-        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
             asked = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}))
             await until(begun.is_set, "the update")
             asked.cancel()
@@ -364,7 +364,7 @@ def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None:
     engine = Engine(adapted(model, None), weights="fp32", device="cpu", cache_tokens=2048)
 
     async def ask() -> None:
-        async with served(engine, TOKENS, WeightShelf(tmp_path, model)) as client:
+        async with served(engine, TOKENS, WeightStore(tmp_path, model)) as client:
             for seed in (1, 2, 3):
                 answer = await post(client, "/weights", {"version": f"pol-v{seed}"})
                 assert [span["version"] for span in answer["policy"]] == [seed]
@@ -398,7 +398,7 @@ def test_a_client_sees_a_pause_in_its_answer(model: Path, folder: Path, mode: st
     engine = Moody(tiny(model))
 
     async def ask() -> None:
-        async with served(engine, TOKENS, WeightShelf(folder, model)) as client:
+        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
             engine.slow_s = 0.005
             asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
             await until(lambda: engine.stats().tokens > 4, "tokens")
@@ -435,8 +435,8 @@ def test_pauses_that_are_wrong_are_named(model: Path) -> None:
             asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
             await until(lambda: engine.stats().tokens > 4, "tokens")
             waits = asyncio.ensure_future(post(client, "/pause?mode=wait", wanted=409))
-            loop = client.server.app[SERVING].loop
-            await until(lambda: loop._state == "draining", "the first pause")
+            loop = client.server.app[STATE].engine
+            await until(lambda: loop.state == "draining", "the first pause")
             assert "another pause" in str(await post(client, "/pause?mode=wait", wanted=409))
             await post(client, "/resume")
             assert "resumed before" in str(await waits)
@@ -453,14 +453,14 @@ def test_a_wrong_request_that_was_held_back_is_named(model: Path, stream: bool) 
 
     async def ask() -> None:
         async with served(engine, TOKENS) as client:
-            loop = client.server.app[SERVING].loop
+            loop = client.server.app[STATE].engine
             engine.slow_s = 0.005
             asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
             await until(lambda: engine.stats().tokens > 4, "tokens")
             pausing = asyncio.ensure_future(post(client, "/pause?mode=wait"))
-            await until(lambda: loop._state == "draining", "the pause")
+            await until(lambda: loop.state == "draining", "the pause")
             held = asyncio.ensure_future(client.post("/v1/completions", json=wrong, headers=ADMIN))
-            await until(lambda: bool(loop._held), "the request that is held back")
+            await until(lambda: bool(loop.held), "the request that is held back")
             engine.slow_s = 0
             await pausing
             await asked

@@ -1,0 +1,400 @@
+"""What every handler shares: the state of the server, its limits, and the middleware before each route.
+
+401  no token, or a wrong one; compared in constant time
+403  a name of the server, or a page in a browser, that is not of this machine (DNS rebinding)
+404  no such route; said only to those who may ask
+408  the body came too slowly
+413, 415, 431  too large, no plain JSON, too many headers
+500  the reason is in the log, under the X-Request-Id of the response
+503  too many requests are open, or the engine does not answer: try again later
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
+from urllib.parse import urlsplit
+
+from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp.typedefs import Middleware
+
+from lowroll.engine.base import Capabilities
+from lowroll.server.engine_thread import EngineStalled, EngineThread, ServerBusy
+from lowroll.server.protocol import (
+    Refused,
+    RequestBody,
+    error_body,
+    parse_request,
+    wrong_field,
+)
+from lowroll.types import printable
+
+if TYPE_CHECKING:
+    from lowroll.model.tokenizer import ChatTokenizer
+    from lowroll.server.text import Vocabulary
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=RequestBody)
+P = ParamSpec("P")
+R = TypeVar("R")
+Access = Literal["open", "token", "admin"]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Routes = Mapping[tuple[str, str], tuple[Access, Handler]]  # by method and path
+
+WORKERS = 2  # threads that encode texts and write long answers
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+LARGE_BODY = 1 << 16  # bytes; from there on a body is parsed in a worker, and counted
+_SHOWN_PATH = 100  # characters of a path that an error repeats
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_ALIKE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """How much one client, or all together, may take. Sizes are in bytes, times in seconds."""
+
+    body: int = 8 << 20
+    bodies: int = 512 << 20  # of all open requests together
+    text: int = 1 << 20  # characters of a text that is only encoded
+    told: int = 1 << 18  # log-probs of prompts in one answer
+    told_streamed: int = 1 << 13  # where it is a stream
+    headers: int = 16 << 10
+    depth: int = 32  # of nested lists and objects in a body
+    n: int = 64  # samples of one prompt
+    prompts: int = 256  # of one request
+    requests: int = 1024  # open at a time
+    connections: int = 4096
+    head_s: float = 10.0  # until a new connection has asked for something
+    body_s: float = 30.0  # until its body has come
+    health_s: float = 10.0  # until the engine's thread must have answered
+    write_s: float = 60.0  # until a client has read a part of its answers
+    update_s: float = 300.0  # until the engine has taken new weights
+
+
+@dataclass
+class ServerState:
+    """The engine's thread and the model, for all handlers (`request.app[STATE]`).
+
+    chat: the model's tokenizer with its chat template, vocabulary: without; None where the model has
+    none. Without either only token ids go in and out. name: what clients call the model.
+    """
+
+    engine: EngineThread
+    chat: ChatTokenizer | None
+    name: str
+    capabilities: Capabilities
+    vocabulary: Vocabulary | None = None
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    version: str = ""  # of lowroll
+    created: int = field(default_factory=lambda: time.time_ns() // 10**9)  # since 1970
+    workers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(WORKERS, thread_name_prefix="clients")
+    )
+
+    async def in_worker(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run fn in one of a few threads, which keeps the event loop free and bounds the memory of
+        concurrent requests."""
+        call = partial(fn, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.workers, call)
+
+    def check_model(self, model: str | None) -> None:
+        """Refuse another model than the one that is served."""
+        if model is not None and model != self.name:
+            reason = f"{model!r} is not served here, {self.name!r} is"
+            raise wrong_field("model", reason, 404, "model_not_found")
+
+    def check_n(self, n: int) -> None:
+        """Refuse too many samples of one prompt."""
+        if n > self.limits.n:
+            raise wrong_field("n", f"{n} answers; {self.limits.n} at most")
+
+    def require_vocabulary(self, field: str) -> Vocabulary:
+        """Return the model's vocabulary. Refuse the field that needs it where there is none."""
+        if self.vocabulary is None:
+            raise wrong_field(field, "the model has no tokenizer; use token ids")
+        return self.vocabulary
+
+    def tokens_left(self, prompt_ids: list[int]) -> int:
+        """Return how many tokens the context leaves for an answer; at least 1, which the engine then
+        refuses."""
+        return max(1, self.capabilities.context_length - len(prompt_ids))
+
+
+STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
+# connections that have not asked for anything yet, and the timers that drop them
+SILENT: web.AppKey[dict[web.RequestHandler, asyncio.TimerHandle]] = web.AppKey("silent", dict)
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+_BEGUN: web.RequestKey[bool] = web.RequestKey("begun", bool)  # its response has
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The bearer tokens of clients: `token` for every route (None: no token), `admin` for control."""
+
+    token: str | None = field(default=None, repr=False)
+    admin: str | None = field(default=None, repr=False)
+
+
+def guard(routes: Routes, credentials: Credentials, hosts: frozenset[str] | None) -> Middleware:
+    """Return the middleware that admits requests and answers errors. hosts: the names by which clients
+    may call the server; None allows any."""
+    open_requests = held = 0  # held: bytes of large bodies
+
+    @web.middleware
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        nonlocal open_requests, held
+        state = request.app[STATE]
+        request[REQUEST_ID] = _request_id(request)
+        _stop_silence_timer(request)
+        resource = request.match_info.route.resource
+        path = "" if resource is None else resource.canonical
+        # what has no route is hidden behind the token too
+        access = routes[request.method, path][0] if (request.method, path) in routes else "token"
+        counted = access == "token" and request.method == "POST"
+        open_requests += counted
+        size = 0
+        try:
+            _check_version(request)
+            _check_headers(request, state.limits)
+            _check_host(request, hosts)
+            _check_token(request, access, credentials)
+            if counted and open_requests > state.limits.requests:
+                raise ServerBusy(f"{open_requests - 1} requests are open, as many as may be")
+            size = _held_bytes(request, state.limits)
+            held += size
+            if size and held > state.limits.bodies:
+                raise ServerBusy(f"{held - size:,} bytes of bodies are held, as many as may be")
+            response = await handler(request)
+        except Exception as error:  # whatever it is, the client gets an answer and the log the rest
+            response = _error_response(request, error)
+        finally:
+            open_requests -= counted
+            held -= size
+        state.engine.metrics.answered(path or "none", response.status)
+        return response
+
+    return admit
+
+
+def _held_bytes(request: web.Request, limits: ServerLimits) -> int:
+    """Return the bytes that a body takes while its request is open; 0 for a small one."""
+    if not request.body_exists:
+        return 0
+    size = limits.body if request.content_length is None else request.content_length
+    return min(size, limits.body) if size > LARGE_BODY else 0
+
+
+async def mark(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Add the headers of every response, before it begins. A signal of the application."""
+    response.headers["Server"] = "lowroll"
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    request[_BEGUN] = True
+
+
+async def read_body(request: web.Request, kind: type[B]) -> B:
+    """Return the body of a request for this model, which is of this kind. Raises Refused."""
+
+    def parse(data: bytes) -> B:
+        return parse_request(parse_json(data, state.limits.depth), kind)
+
+    state = request.app[STATE]
+    data = await _read(request)
+    body = await state.in_worker(parse, data) if len(data) > LARGE_BODY else parse(data)
+    state.check_model(getattr(body, "model", None))
+    return body
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """Return the body, a JSON object. Raises Refused."""
+    return parse_json(await _read(request), request.app[STATE].limits.depth)
+
+
+async def _read(request: web.Request) -> bytes:
+    """Return the body. Refuse one that is no plain JSON, too large or too slow."""
+    limits = request.app[STATE].limits
+    if request.content_type != "application/json":
+        raise wrong_field("Content-Type", "expected application/json", 415)
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise wrong_field("Content-Encoding", "a body comes as it is", 415)
+    too_large = Refused(f"body: more than {limits.body:,} bytes", None, 413)
+    if (request.content_length or 0) > limits.body:
+        raise too_large
+    try:
+        async with asyncio.timeout(limits.body_s):
+            return await request.read()
+    except TimeoutError:
+        raise Refused(f"body: it has not come in {limits.body_s:g} s", None, 408) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large from None
+
+
+def parse_json(body: bytes, depth: int) -> dict[str, Any]:
+    """Return the object that a body holds. Refuse another value, one that is too deep, numbers that
+    are none, and halves of surrogate pairs."""
+    try:
+        text = body.decode()
+        if _too_deep(body, depth):
+            raise Refused(f"body: more than {depth} lists and objects inside each other")
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refused("body: a string has half of a surrogate pair") from None
+    except UnicodeDecodeError as error:
+        raise Refused(f"body: not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise Refused(f"body: no JSON at character {error.pos}: {error.msg}") from None
+    except Refused:
+        raise
+    except ValueError:  # an integer of thousands of digits
+        raise Refused("body: a number is too long") from None
+    if not isinstance(value, dict):
+        raise Refused("body: expected a JSON object")
+    return value
+
+
+def _too_deep(body: bytes, depth: int) -> bool:
+    """Return True where lists and objects are nested deeper than that. For what is no JSON either
+    answer is right: the parser then has few of them to go into."""
+    if body.count(b"[") + body.count(b"{") <= depth:
+        return False
+    left = _STRING.sub(b"", body).translate(_ALIKE, _NO_BRACKETS)
+    for _ in range(depth):  # each round takes the innermost ones
+        left = left.replace(b"[]", b"")
+    return b"[]" in left or len(left) > depth
+
+
+def _no_number(name: str) -> NoReturn:
+    raise Refused(f"body: {name} is no number in JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise Refused(f"body: {text[:40]} is too large for a number")
+    return number
+
+
+def _stop_silence_timer(request: web.Request) -> None:
+    timer = request.app[SILENT].pop(request.protocol, None)
+    if timer is not None:
+        timer.cancel()
+
+
+def _request_id(request: web.Request) -> str:
+    """Return the client's own id if it is short and plain, else a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def _check_version(request: web.Request) -> None:
+    """Refuse 0.9 and 2.0, which aiohttp takes, and whose version its answer would repeat."""
+    if request.version not in (HttpVersion10, HttpVersion11):
+        major, minor = request.version
+        request._cache["version"] = HttpVersion11
+        raise Refused(f"HTTP: version {major}.{minor}; this server speaks 1.0 and 1.1")
+
+
+def _check_headers(request: web.Request, limits: ServerLimits) -> None:
+    size = sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
+    if size > limits.headers:
+        raise Refused(f"headers: {size:,} bytes, {limits.headers:,} at most", None, 431)
+
+
+def _check_host(request: web.Request, hosts: frozenset[str] | None) -> None:
+    """Refuse a web page whose own name points at this machine; a browser sends both names."""
+    if hosts is None:
+        return
+    named = request.headers.getall("Host", [])
+    if len(named) != 1 or _host_name(named[0]) not in hosts:
+        raise wrong_field("Host", "it is none of this server's names", 403)
+    for origin in request.headers.getall("Origin", []):
+        if _origin_host(origin) not in hosts:
+            raise wrong_field("Origin", "pages of other machines may not ask", 403)
+
+
+def _host_name(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    return (host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0]).lower()
+
+
+def _origin_host(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).hostname
+    except ValueError:
+        return None
+
+
+def _check_token(request: web.Request, access: Access, credentials: Credentials) -> None:
+    if access == "open":
+        return
+    sent = request.headers.getall("Authorization", [])
+    said = sent[0] if len(sent) == 1 else ""
+    given = said.removeprefix("Bearer ") if said.startswith("Bearer ") else ""
+    is_admin = _same(given, credentials.admin)
+    is_client = _same(given, credentials.token)
+    if not is_admin and (access == "admin" or (credentials.token is not None and not is_client)):
+        raise wrong_field("Authorization", "expected this server's token", 401)
+
+
+def _same(given: str, token: str | None) -> bool:
+    """Compare in a time that says nothing about the token."""
+    expected = (token or "").encode()
+    same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected)
+    return same and token is not None
+
+
+def _error_response(request: web.Request, error: Exception) -> web.StreamResponse:
+    """Return the answer to an error. Raises ConnectionResetError when a response has begun already,
+    because its end would look like that of a whole one."""
+    if isinstance(error, ConnectionResetError):
+        raise error
+    if request.get(_BEGUN):
+        log.error("request %s: failed in its response", request[REQUEST_ID], exc_info=error)
+        raise ConnectionResetError("the response cannot be finished") from error
+    if isinstance(error, Refused):
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        return _response(error.body(), error.status, headers)
+    if isinstance(error, web.HTTPNotFound):
+        return _response(error_body(_no_route(request), 404), 404, {})
+    if isinstance(error, web.HTTPException):
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return _response(error_body(error.reason, error.status), error.status, allow)
+    if isinstance(error, ServerBusy):
+        return _response(error_body(str(error), 503, code="busy"), 503, {"Retry-After": "1"})
+    if isinstance(error, EngineStalled):
+        log.error("request %s: %s", request[REQUEST_ID], error)
+        body = error_body(str(error), 503, code="stalled")
+        return _response(body, 503, {"Retry-After": "10"})
+    log.error("request %s: failed", request[REQUEST_ID], exc_info=error)
+    told = f"the server failed; its log says why, at request {request[REQUEST_ID]}"
+    return _response(error_body(told, 500), 500, {})
+
+
+def _no_route(request: web.Request) -> str:
+    """Name the nearest route for a path without one: most clients leave /v1 out, or say it twice."""
+    path = request.path[:_SHOWN_PATH]
+    known = [route.resource.canonical for route in request.app.router.routes() if route.resource]
+    near = get_close_matches(path, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"there is no {printable(path)} here{hint}"
+
+
+def _response(body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:
+    return web.json_response(body, status=status, headers=headers)

@@ -1,0 +1,475 @@
+"""The routes of OpenAI's API: /v1/models, /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from aiohttp import web
+
+from lowroll.engine.base import Capabilities
+from lowroll.engine.remote.packed_tokens import pack
+from lowroll.server.engine_thread import Delta
+from lowroll.server.limits import STATE, ServerState, read_body
+from lowroll.server.prompts import (
+    EncodedPrompt,
+    PromptScores,
+    TopTokens,
+    encode_conversation,
+    encode_prompts,
+    prompt_logprobs,
+    score_prompts,
+)
+from lowroll.server.protocol import (
+    CHAT_ENGINE_FIELDS,
+    DEFAULT_MAX_TOKENS,
+    ENGINE_FIELDS,
+    ChatRequest,
+    CompletionRequest,
+    wrong_field,
+)
+from lowroll.server.streaming import (
+    Answer,
+    Tree,
+    json_response,
+    json_response_in_worker,
+    logprob_objects,
+    openai_head,
+    origin,
+    respond,
+)
+from lowroll.server.structured_outputs import OfferedTools, grammar_of, offered_tools
+from lowroll.server.text import ResponseText, TokenNames, Vocabulary, finite_logprob
+from lowroll.tool_calls import UNTYPED, Speech, ToolInvocation, texts, typed
+from lowroll.types import Group, Rollout
+
+
+async def list_models(request: web.Request) -> web.StreamResponse:
+    """`GET /v1/models`: return a list of one."""
+    return json_response({"object": "list", "data": [await _model(request.app[STATE])]})
+
+
+async def one_model(request: web.Request) -> web.StreamResponse:
+    """`GET /v1/models/{name}`: return the model that the path names."""
+    state = request.app[STATE]
+    state.check_model(request.match_info["name"])
+    return json_response(await _model(state))
+
+
+async def _model(state: ServerState) -> Tree:
+    """Return the model; `lowroll` has the engine's capabilities, its policy, and what it holds."""
+    health = await state.engine.health(state.limits.health_s)
+    return {
+        "id": state.name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "lowroll",
+        "root": state.name,
+        "parent": None,
+        "permission": [],
+        "max_model_len": state.capabilities.context_length,
+        "lowroll": {
+            "capabilities": _capabilities(state.capabilities),
+            "behavior": asdict(health.behavior),
+            "engine": {
+                "weight_bits": health.stats.weight_bits,
+                "cache_tokens": health.stats.cache_tokens,
+            },
+            "packs": True,
+        },
+    }
+
+
+def _capabilities(can: Capabilities) -> Tree:
+    return {
+        "context_length": can.context_length,
+        "updates": sorted(can.updates),
+        "updates_in_flight": can.updates_in_flight,
+        "noise": can.noise,
+        "scores": can.scores,
+        "exact_logprobs": can.exact_logprobs,
+        "sampler": sorted(can.sampler),
+        "kv": {"policy": can.kv.name, "options": vars(can.kv)},
+        "kv_dtype": can.kv_dtype,
+        "records_evictions": can.records_evictions,
+        "replays": can.replays,
+        "vocab_size": can.vocab_size,
+        "lora_rank": can.lora_rank,
+    }
+
+
+class ChoiceText:
+    """The text of one choice, and the places where its tokens begin."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary | None,
+        prompt_ids: list[int],
+        stop: Sequence[str],
+        start: int = 0,
+        marks: bool = False,
+    ) -> None:
+        self.text = None
+        if vocabulary is not None:
+            self.text = ResponseText(vocabulary.decoder(prompt_ids, marks), stop)
+        self.start = start  # characters before it
+        self.begun = False
+
+    def take(self, delta: Delta, offsets: list[int] | None = None) -> str:
+        """Return the new text, and append the places of its tokens to `offsets`."""
+        self.begun = True
+        if self.text is None:
+            return ""
+        ids, ends = delta.token_ids, delta.finish_reason is not None
+        if offsets is None:
+            return self.text.end(ids, delta.stop_reason) if ends else self.text.feed(ids)
+        text = ""
+        for i, token in enumerate(ids):
+            offsets.append(self.start + self.text.decoded)
+            if ends and i == len(ids) - 1:
+                return text + self.text.end([token], delta.stop_reason)
+            text += self.text.feed([token])
+        return text + self.text.end([], None) if ends else text
+
+
+# -- /v1/completions ---------------------------------------------------------------------------------
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/completions`: continue prompts, and return the log-probs of given texts. The samples of
+    the first prompt come first."""
+    state = request.app[STATE]
+    body = await read_body(request, CompletionRequest)
+    state.check_n(body.n)
+    prompts = await encode_prompts(state, body.prompt, body.add_special_tokens)
+    if body.request_id and len(prompts) > 1:
+        reason = f"it names one request, and there are {len(prompts)} prompts"
+        raise wrong_field("request_id", reason)
+    grammar, named = await grammar_of(state, body)
+    answer = CompletionAnswer(request, body, prompts, await _scores(state, body, prompts))
+    if body.max_tokens == 0:
+        return await json_response_in_worker(state, answer.scored, sum(map(len, answer.prompts)))
+    requests = []
+    for ids in answer.prompts:
+        most = body.max_tokens
+        if most is None:
+            most = max(min(DEFAULT_MAX_TOKENS, state.tokens_left(ids)), body.min_tokens)
+        requests.append(
+            body.to_engine_request(
+                ids,
+                max_tokens=most,
+                top_logprobs=body.logprobs or 0,
+                request_id=body.request_id,
+                grammar=grammar,
+            )
+        )
+    return await respond(request, answer, requests, ENGINE_FIELDS | named)
+
+
+async def _scores(
+    state: ServerState, body: CompletionRequest, prompts: Sequence[EncodedPrompt]
+) -> Sequence[PromptScores | None]:
+    """Return the scores of each prompt, where the request asks for log-probs of prompts."""
+    echoed = body.echo and body.logprobs is not None
+    if body.prompt_logprobs is None and not echoed:
+        return [None] * len(prompts)
+    return await score_prompts(
+        state,
+        prompts,
+        max(body.prompt_logprobs or 0, body.logprobs or 0 if body.echo else 0),
+        body.score_temperature,
+        stream=body.stream,
+        prompt_field="prompt",
+        asked_by="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+    )
+
+
+class CompletionAnswer(Answer):
+    """The answer of /v1/completions."""
+
+    body: CompletionRequest
+
+    def __init__(
+        self,
+        request: web.Request,
+        body: CompletionRequest,
+        prompts: Sequence[EncodedPrompt],
+        scores: Sequence[PromptScores | None],
+    ) -> None:
+        head = openai_head(request, "cmpl", "text_completion")
+        super().__init__(body, [prompt.token_ids for prompt in prompts], head)
+        self.packed = body.packed
+        self.scores = scores
+        vocabulary = request.app[STATE].vocabulary
+        self.names = TokenNames(vocabulary, body.return_tokens_as_token_ids)
+        self.echoes = [self._echo(prompt) for prompt in prompts]
+        self.texts = [
+            ChoiceText(vocabulary, ids, body.stop_strings, len(echo))
+            for ids, echo in zip(self.prompts, self.echoes, strict=True)
+            for _ in range(body.n)
+        ]
+
+    def whole_choice(self, prompt: int, delta: Delta, rollout: Rollout) -> Tree:
+        choice = self._choice(prompt, delta)
+        if self.body.return_token_ids:
+            choice["lowroll"] = origin(rollout, self.packed)
+        return choice
+
+    def scored(self) -> Tree:
+        """Return the prompts alone, with their log-probs."""
+        nothing = Delta(0, [], [], None, "length", None)
+        choices = [self._choice(i, nothing) for i in range(len(self.prompts))]
+        return self.head | {"choices": choices, "usage": self.usage([])}
+
+    def chunk(self, prompt: int, delta: Delta) -> Tree | None:
+        choice = self._choice(prompt, delta)
+        silent = not choice["text"] and delta.finish_reason is None
+        if silent and self.body.logprobs is None and not self.body.return_token_ids:
+            return None
+        return self.event(choice)
+
+    def _echo(self, prompt: EncodedPrompt) -> str:
+        """Return the prompt's text where it is repeated."""
+        if not self.body.echo:
+            return ""
+        if prompt.text is not None:
+            return prompt.text
+        vocabulary = self.names.vocabulary
+        return "" if vocabulary is None else vocabulary.decode(prompt.token_ids)
+
+    def _choice(self, i: int, delta: Delta) -> Tree:
+        """Return the next part of a sample of prompt i."""
+        body, scores = self.body, self.scores[i]
+        index = i * body.n + delta.sample
+        choice: Tree = {"index": index, "text": ""}
+        ends = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if self.packed:
+            return choice | {"packed": pack(delta.token_ids, delta.logprobs)} | ends
+        first = not self.texts[index].begun
+        lists = None
+        if body.logprobs is not None:
+            lists = _LogprobLists(self.names)
+            if first and body.echo:
+                assert scores is not None
+                lists.add_prompt(self.prompts[i], scores.cut(body.logprobs))
+            lists.add(delta.token_ids, delta.logprobs, delta.top_logprobs)
+        text = self.texts[index].take(delta, None if lists is None else lists.text_offset)
+        choice["text"] = self.echoes[i] + text if first else text
+        choice |= {"logprobs": None if lists is None else lists.tree()} | ends
+        if body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = self.prompts[i]
+        if first and body.prompt_logprobs is not None and scores is not None:
+            cut = scores.cut(body.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(self.names, self.prompts[i], cut)
+        return choice
+
+
+class _LogprobLists:
+    """Log-probs as /v1/completions has them: one list for each thing that is told of a token."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self.names = names
+        self.text_offset: list[int] = []
+        self.token_logprobs: list[float | None] = []
+        self.tokens: list[str] = []
+        self.top_logprobs: list[dict[str, float] | None] = []
+
+    def add(self, ids: list[int], logprobs: list[float], tops: list[TopTokens] | None) -> None:
+        """Add tokens, but for their places in the text."""
+        name = self.names.name
+        tokens = [name(token) for token in ids]
+        values = [finite_logprob(logprob) for logprob in logprobs]
+        self.tokens += tokens
+        self.token_logprobs += values
+        if not tops:
+            self.top_logprobs += [{t: v} for t, v in zip(tokens, values, strict=True)]
+            return
+        for token, value, top in zip(tokens, values, tops, strict=True):
+            likeliest: dict[str, float] = {}
+            for other, logprob in top:
+                likeliest.setdefault(name(other), finite_logprob(logprob))  # two may look the same
+            likeliest.setdefault(token, value)
+            self.top_logprobs.append(likeliest)
+
+    def add_prompt(self, ids: list[int], scores: PromptScores) -> None:
+        """Add the tokens of an echoed prompt."""
+        self.tokens.append(self.names.name(ids[0]))
+        self.token_logprobs.append(None)
+        self.top_logprobs.append(None)
+        self.add(ids[1:], scores.logprobs, scores.tops)
+        text = ChoiceText(self.names.vocabulary, [], ())
+        text.take(Delta(0, ids, [], None, None, None), self.text_offset)
+
+    def tree(self) -> Tree:
+        return {
+            "text_offset": self.text_offset,
+            "token_logprobs": self.token_logprobs,
+            "tokens": self.tokens,
+            "top_logprobs": self.top_logprobs,
+        }
+
+
+# -- /v1/chat/completions ----------------------------------------------------------------------------
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/chat/completions`: return n answers to one conversation."""
+    state = request.app[STATE]
+    body = await read_body(request, ChatRequest)
+    state.check_n(body.n)
+    offered = offered_tools(state, body)
+    tools = offered.tools if offered is not None else ()
+    prompt = await encode_conversation(state, body.messages, body, tools)
+    grammar, named = await grammar_of(state, body, offered)
+    most, names = body.max_tokens, CHAT_ENGINE_FIELDS | named
+    if body.max_completion_tokens is not None:
+        most, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
+    asked = body.to_engine_request(
+        prompt.token_ids,
+        max_tokens=state.tokens_left(prompt.token_ids) if most is None else most,
+        top_logprobs=body.top_logprobs or 0,
+        request_id=body.request_id,
+        grammar=grammar,
+    )
+    scores = None
+    if body.prompt_logprobs is not None:
+        (scores,) = await score_prompts(
+            state,
+            [prompt],
+            body.prompt_logprobs,
+            body.score_temperature,
+            stream=body.stream,
+            prompt_field="messages",
+        )
+    answer = ChatAnswer(request, body, prompt.token_ids, scores, offered)
+    return await respond(request, answer, [asked], names)
+
+
+class ChatAnswer(Answer):
+    """The answer of /v1/chat/completions."""
+
+    body: ChatRequest
+
+    def __init__(
+        self,
+        request: web.Request,
+        body: ChatRequest,
+        prompt_ids: list[int],
+        scores: PromptScores | None,
+        offered: OfferedTools | None,
+    ) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(body, [prompt_ids], openai_head(request, "chatcmpl", kind))
+        self.scores = scores
+        self.offered = offered
+        vocabulary = request.app[STATE].vocabulary
+        self.names = TokenNames(vocabulary, body.return_tokens_as_token_ids)
+        samples = range(body.n)
+        self.texts = [
+            ChoiceText(vocabulary, prompt_ids, body.stop_strings, marks=offered is not None)
+            for _ in samples
+        ]
+        self.speeches = None if offered is None else [Speech(offered.format) for _ in samples]
+
+    def whole(self, groups: Sequence[Group]) -> Tree:
+        return super().whole(groups) | self._prompt()
+
+    def whole_choice(self, prompt: int, delta: Delta, rollout: Rollout) -> Tree:
+        content, calls = self._said(delta)
+        message: Tree = {"role": "assistant", "content": content}
+        if calls:
+            message = {"role": "assistant", "content": content or None, "tool_calls": calls}
+        choice = self._choice(delta, bool(calls)) | {"message": message}
+        if self.body.return_token_ids:
+            choice["lowroll"] = origin(rollout)
+        return choice
+
+    def first(self) -> list[Tree]:
+        turn = {"role": "assistant", "content": ""}
+        events = [
+            self.event({"index": i, "delta": turn, "logprobs": None, "finish_reason": None})
+            for i in range(self.body.n)
+        ]
+        events[0] |= self._prompt()
+        return events
+
+    def chunk(self, prompt: int, delta: Delta) -> Tree | None:
+        content, calls = self._said(delta)
+        if not content and delta.finish_reason is None:
+            if not self.body.logprobs and not self.body.return_token_ids:
+                return None
+        said: Tree = {"content": content} if content else {}
+        if calls:
+            said["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
+        return self.event(self._choice(delta, bool(calls)) | {"delta": said})
+
+    def _said(self, delta: Delta) -> tuple[str, list[Tree]]:
+        """Return the new text, and at the end the calls of tools."""
+        content = self.texts[delta.sample].take(delta)
+        if self.speeches is None:
+            return content, []
+        speech = self.speeches[delta.sample]
+        content = speech.feed(content)
+        if delta.finish_reason is None:
+            return content, []
+        rest, calls = speech.end()
+        return content + rest, self._calls(calls, delta.sample)
+
+    def _calls(self, calls: Sequence[ToolInvocation], sample: int) -> list[Tree]:
+        assert self.offered is not None
+        return [
+            {
+                "id": call.id or self._call_id(sample, number),
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call, self.offered)},
+            }
+            for number, call in enumerate(calls if self.offered.several else calls[:1])
+        ]
+
+    def _call_id(self, sample: int, number: int) -> str:
+        """Return an id of nine characters, as some templates want it. It differs in each turn of a
+        conversation, and is the same for the same request."""
+        seen = repr((self.prompts[0], sample, number))
+        return hashlib.sha256(seen.encode()).hexdigest()[:9]
+
+    def _choice(self, delta: Delta, calls: bool) -> Tree:
+        """Return what a choice says beside its text."""
+        reason: str | None = delta.finish_reason
+        if calls and reason == "stop":
+            reason = "tool_calls"
+        logprobs = None
+        if self.body.logprobs:
+            top = self.body.top_logprobs or 0
+            logprobs = {"content": logprob_objects(self.names, delta, top)}
+        choice: Tree = {
+            "index": delta.sample,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self.body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _prompt(self) -> Tree:
+        """Return what the answer tells of the prompt."""
+        told: Tree = {}
+        if self.body.return_token_ids:
+            told["prompt_token_ids"] = self.prompts[0]
+        if self.scores is not None:
+            told["prompt_logprobs"] = prompt_logprobs(self.names, self.prompts[0], self.scores)
+        return told
+
+
+def _arguments(call: ToolInvocation, offered: OfferedTools) -> str:
+    """Return the arguments of a call as JSON. Where the format writes them as text, they get the types
+    of the tool's schema."""
+    arguments = call.arguments
+    if offered.format in UNTYPED:
+        schemas = [t.function.parameters for t in offered.tools if t.function.name == call.name]
+        arguments = typed(arguments, texts((schemas[0] if schemas else None) or {}, arguments))
+    return json.dumps(arguments, ensure_ascii=False)

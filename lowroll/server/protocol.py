@@ -1,0 +1,558 @@
+"""The bodies of requests as pydantic models, and every error that a client is told about them.
+
+A body has three kinds of fields. Those of the models below do what they say. Those of
+`NEUTRAL_VALUES` are known, and are refused unless they ask for what happens anyway. Those of
+`IGNORED_FIELDS` change no answer of this server and are accepted. Any other field is refused, with the
+nearest known name. Ranges of sampling fields are checked by the engine.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from lowroll.types import MAX_TOP_LOGPROBS, TEMPERATURES, Request
+
+MAX_STOPS = 64
+MAX_TOOLS = 2048
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
+SEED_BITS = 53  # every reader of JSON keeps so many
+
+Text = Annotated[str, StringConstraints(max_length=1 << 24)]
+Name = Annotated[str, StringConstraints(max_length=256)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one of many wrong ids is told
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+ScoreTemperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])]
+
+IGNORED_FIELDS = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key prediction "
+    "cache_salt priority routed_experts_prompt_start".split()
+)
+_OFF: tuple[Any, ...] = (None, False, [], {}, "")
+# by field: the values that ask for what happens anyway
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        "tools functions tool_calls tool_call_id annotations refusal suffix audio documents echo "
+        "chat_template chat_template_kwargs truncate_prompt_tokens allowed_token_ids bad_words "
+        "logits_processors structured_outputs guided_json guided_regex guided_choice "
+        "guided_grammar kv_transfer_params vllm_xargs mm_processor_kwargs web_search_options "
+        "reasoning_effort verbosity use_beam_search include_stop_str_in_output "
+        "continue_final_message continuous_usage_stats prompt_embeds features content_parts add_special_tokens "
+        "thinking_token_budget moderation".split(),
+        _OFF,
+    ),
+    **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "length_penalty": (None, 1),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "detokenize": (None, True),
+}
+
+
+class Refused(ValueError):
+    """A request that is not done, and the reason, which the client is told.
+
+    param: the wrong field, as a path into the body ("stop[1]", "messages[0].content").
+    """
+
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return the answer's JSON."""
+        return error_body(str(self), self.status, self.param, self.code)
+
+
+def wrong_field(field: str, reason: str, status: int = 400, code: str | None = None) -> Refused:
+    """Return the error of a field, whose message begins with the field's name."""
+    return Refused(f"{field}: {reason}", field, status, code)
+
+
+def too_long(field: str, reason: str) -> Refused:
+    """Return the error of a text or prompt that the model's context cannot hold."""
+    return wrong_field(field, reason, code="context_length_exceeded")
+
+
+def error_body(
+    message: str, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return an error as OpenAI's API has it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class RequestBody(BaseModel):
+    """A JSON object with strict types: "1" is no number."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, tree: Any) -> Any:
+        """Treat null as a field that is not given."""
+        if not isinstance(tree, dict):
+            return tree
+        return {k: v for k, v in tree.items() if v is not None or k not in cls.model_fields}
+
+    def check(self) -> None:
+        """Refuse values that pydantic cannot check: fields that do not go with each other."""
+
+
+class JsonSchema(RequestBody):
+    """The schema of a `response_format`; its other fields are for people."""
+
+    form: dict[str, Any] = Field(alias="schema")
+    name: Name = ""
+    description: Text | None = None
+    strict: bool = True  # an answer is held to its schema whatever this says
+
+
+class ResponseFormat(RequestBody):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(RequestBody):
+    """vLLM's `structured_outputs`: one of these."""
+
+    form: dict[str, Any] | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    json_object: bool = False
+
+
+class StructuredOutputFields(RequestBody):
+    """The fields that say what an answer must be (`structured_outputs.py`)."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+
+
+class SamplingFields(RequestBody):
+    """The fields that say how tokens are drawn."""
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and vLLM's -1 are off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}  # by token id
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = []
+    stop_token_ids: TokenIds = []
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_ids(cls, bias: dict[str, float]) -> dict[str, float]:
+        for name in bias:
+            if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name):
+                raise ValueError(f"{name!r} is no token id")
+        return bias
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stops(cls, stop: str | list[str]) -> str | list[str]:
+        if isinstance(stop, list) and len(stop) > MAX_STOPS:
+            raise ValueError(f"{len(stop)} strings; {MAX_STOPS} at most")
+        return stop
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def to_engine_request(
+        self,
+        prompt_ids: list[int],
+        *,
+        max_tokens: int,
+        top_logprobs: int = 0,
+        request_id: str = "",
+        grammar: str | None = None,
+    ) -> Request:
+        """Return the engine's request for one prompt. Without a seed it gets a random one."""
+        bias = tuple((int(name), bias) for name, bias in self.logit_bias.items())
+        return Request(
+            prompt_ids=prompt_ids,
+            n=self.n,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty or None,
+            frequency_penalty=self.frequency_penalty or None,
+            logit_bias=bias or None,
+            stop_ids=tuple(self.stop_token_ids),
+            stop_strings=self.stop_strings,
+            ignore_eos=self.ignore_eos,
+            seed=secrets.randbits(SEED_BITS) if self.seed is None else self.seed,
+            id=request_id,
+            top_logprobs=top_logprobs,
+            grammar=grammar,
+        )
+
+
+class StreamOptions(RequestBody):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding that hides lengths from listeners: none is sent
+
+
+class GenerationFields(RequestBody):
+    """The fields beside prompt and sampling of any request that draws text."""
+
+    model: Name | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    request_id: Name = ""
+
+    @property
+    def wants_usage(self) -> bool:
+        """True where the stream ends with the number of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise wrong_field("stream_options", "stream is not asked for")
+
+
+class CompletionRequest(SamplingFields, GenerationFields, StructuredOutputFields):
+    """The body of POST /v1/completions."""
+
+    prompt: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(fail_fast=True)]
+        | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
+    echo: bool = False
+    logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    score_temperature: ScoreTemperature = 1.0
+    add_special_tokens: bool = True
+    best_of: int | None = None
+    packed: bool = False
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of not in (None, self.n):
+            raise wrong_field("best_of", f"{self.best_of} with n {self.n} is not supported")
+        if self.packed:
+            if not self.return_token_ids:
+                raise wrong_field("packed", "it goes with return_token_ids: true")
+            for field in ("echo", "logprobs", "prompt_logprobs"):
+                value = getattr(self, field)
+                if value is not None and value is not False:  # 0 log-probs are asked for too
+                    raise wrong_field("packed", f"it does not go with {field}")
+        if self.max_tokens == 0:
+            if not self.echo and self.prompt_logprobs is None:
+                raise wrong_field(
+                    "max_tokens", "0 draws nothing; it goes with echo or prompt_logprobs"
+                )
+            if self.n != 1:
+                raise wrong_field(
+                    "n", f"a prompt that is scored alone has one answer, not {self.n}"
+                )
+            if self.stream:
+                raise wrong_field("stream", "with max_tokens 0 there is nothing to stream")
+
+
+class ContentPart(RequestBody):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(RequestBody):
+    """A function that an assistant called, and its arguments."""
+
+    name: Name
+    arguments: Text  # a JSON object
+
+
+class ToolCall(RequestBody):
+    """A call in an assistant's earlier turn."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of a delta, which some clients leave in
+
+
+class ChatMessage(RequestBody):
+    """A turn of a conversation. Its extra fields go to the chat template."""
+
+    role: Name
+    tool_calls: list[ToolCall] | None = None
+    content: Annotated[Text | list[ContentPart] | None, Field(validate_default=True)] = None
+    name: Name | None = None
+    reasoning_content: Text | None = None
+    tool_call_id: Name | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _check_content(cls, content: Any, info: ValidationInfo) -> Any:
+        calls = info.data.get("role") == "assistant" and info.data.get("tool_calls")
+        if content is None and not calls:
+            raise ValueError("text is required, but of an assistant's message with tool_calls")
+        return content
+
+
+class ToolFunction(RequestBody):
+    """A function that the model may call."""
+
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None  # their JSON schema
+    strict: bool = False  # calls are drawn as everything is, whatever this says
+
+
+class Tool(RequestBody):
+    """A tool that the model may call: a function."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+    @property
+    def schema_shown(self) -> dict[str, Any]:
+        """The part of it that chat templates show."""
+        shown = self.function.model_dump(exclude_unset=True, exclude={"strict"})
+        return {"type": "function", "function": shown}
+
+
+class ConversationFields(RequestBody):
+    """The fields beside its messages that a conversation is rendered with."""
+
+    add_generation_prompt: bool = True
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
+
+
+class ChatRequest(SamplingFields, GenerationFields, StructuredOutputFields, ConversationFields):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    score_temperature: ScoreTemperature = 1.0
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise wrong_field("top_logprobs", "it goes with logprobs: true")
+        most = self.max_completion_tokens
+        if most is not None and self.max_tokens not in (None, most):
+            raise wrong_field(
+                "max_tokens", f"{self.max_tokens}, and max_completion_tokens is {most}"
+            )
+
+
+class SamplingParams(SamplingFields):
+    """vLLM's `sampling_params`."""
+
+    skip_special_tokens: bool = True  # no text is made
+    logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
+
+
+class GenerateRequest(GenerationFields):
+    """The body of POST /inference/v1/generate."""
+
+    token_ids: TokenIds
+    sampling_params: SamplingParams = SamplingParams()
+
+
+class TokenizeRequest(ConversationFields):
+    """The body of POST /tokenize."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    def check(self) -> None:
+        super().check()
+        if (self.prompt is None) == (self.messages is None):
+            raise wrong_field("prompt", "expected prompt or messages, one of the two")
+        if self.messages is not None and self.add_special_tokens:
+            raise wrong_field("add_special_tokens", "the chat template has them")
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of POST /detokenize."""
+
+    model: Name | None = None
+    tokens: TokenIds
+
+    def check(self) -> None:
+        for i, token in enumerate(self.tokens):
+            if not 0 <= token < 1 << 31:
+                raise wrong_field(f"tokens[{i}]", f"expected a token id, got {token}")
+
+
+# the client's names of the fields of an engine's request
+ENGINE_FIELDS = {
+    "prompt_ids": "prompt",
+    "stop_ids": "stop_token_ids",
+    "stop_strings": "stop",
+    "id": "request_id",
+    "top_logprobs": "logprobs",
+}
+CHAT_ENGINE_FIELDS = ENGINE_FIELDS | {"prompt_ids": "messages", "top_logprobs": "top_logprobs"}
+GENERATE_ENGINE_FIELDS = {
+    name: f"sampling_params.{ENGINE_FIELDS.get(name, name)}"
+    for name in [*SamplingFields.model_fields, "stop_ids", "stop_strings", "top_logprobs"]
+} | {"prompt_ids": "token_ids", "id": "request_id"}
+ROUTES: dict[str, type[RequestBody]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/inference/v1/generate": GenerateRequest,
+}
+
+B = TypeVar("B", bound=RequestBody)
+
+
+def parse_request(tree: dict[str, Any], kind: type[B]) -> B:
+    """Return a body of this kind from its JSON. Raises Refused, which names the field."""
+    try:
+        body = kind.model_validate(tree)
+    except ValidationError as error:
+        if error.errors()[0]["type"] == "missing":  # it may be there under another name
+            _check_names(kind, tree, "")
+        raise _refusal(error) from None
+    _check_extra(body, "")
+    body.check()
+    return body
+
+
+def refuse_engine_error(error: ValueError, names: Mapping[str, str]) -> NoReturn:
+    """Raise the engine's own refusal, "field: reason", under the client's name of the field.
+
+    names: the client's names of fields that it calls otherwise than the engine does."""
+    text = str(error)
+    match = re.match(r"(\w+)((?:\[\d+\])*): ", text)
+    if match is None:
+        raise Refused(text) from None
+    field = names.get(match[1], match[1]) + match[2]
+    code = "context_length_exceeded" if "over the model's context" in text else None
+    raise wrong_field(field, text[match.end() :], code=code) from None
+
+
+def _check_extra(body: RequestBody, where: str) -> None:
+    """Refuse extra fields that ask for what the client does not get, in nested objects too."""
+    extra = body.model_extra or {}
+    _check_names(type(body), extra, where)
+    for name, value in extra.items():
+        if name not in IGNORED_FIELDS and not _is_neutral(name, value):
+            raise wrong_field(f"{where}{name}", "not supported by this server", code="unsupported")
+    for name, value in body:
+        if isinstance(value, RequestBody):
+            _check_extra(value, f"{where}{name}.")
+        elif isinstance(value, list):
+            for i, one in enumerate(value):
+                if not isinstance(one, RequestBody):
+                    break
+                _check_extra(one, f"{where}{name}[{i}].")
+
+
+def _check_names(kind: type[RequestBody], names: Iterable[str], where: str) -> None:
+    """Refuse the first name that no field has; hint at the route that has it, or the nearest name."""
+    known = (*kind.model_fields, *NEUTRAL_VALUES, *IGNORED_FIELDS)
+    for name in names:
+        if name in known:
+            continue
+        routes = [route for route, other in ROUTES.items() if name in other.model_fields]
+        hint = f"; it is one of {routes[0]}" if routes and not where else ""
+        if not hint and (near := get_close_matches(name, known, 1)):
+            hint = f"; did you mean {near[0]}?"
+        shown = name
+        if len(name) > 64 or not name.isprintable():
+            shown = ascii(name[:12])[1:-1] + "..."
+        reason = f"there is no such field{hint}"
+        raise wrong_field(f"{where}{shown}", reason, code="unknown_field")
+
+
+def _refusal(error: ValidationError) -> Refused:
+    """Return one of pydantic's errors: where a field may be of several types, that of the type that
+    came furthest."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    mine = [
+        (_path(one["loc"]), _reason(one["type"], one["msg"]))
+        for one in errors
+        if one["loc"][0] == errors[0]["loc"][0]
+    ]
+    path = max((where for where, _ in mine), key=lambda where: (len(where), where))
+    reasons = dict.fromkeys(reason for where, reason in mine if where == path)
+    return wrong_field(path, ", or ".join(reason[:1].lower() + reason[1:] for reason in reasons))
+
+
+def _reason(kind: str, message: str) -> str:
+    """Return why a field is wrong, without words of pydantic's own."""
+    if kind == "model_type":
+        return "an object is expected"
+    return message.removeprefix("Value error, ") if kind == "value_error" else message
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """Return a place in the body, without the names of types that pydantic puts in between."""
+    path = str(loc[0])
+    for part in loc[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int"):
+            path += f".{part}"
+    return path
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return True where a value of a known field asks for what happens anyway."""
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    return any(
+        type(value) is type(neutral) and value == neutral for neutral in NEUTRAL_VALUES[name]
+    )

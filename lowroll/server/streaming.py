@@ -1,0 +1,312 @@
+"""Answers to generation requests: one JSON object, or a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from lowroll.server.engine_thread import Delta, EngineFailed, EngineStalled, InFlightRequest
+from lowroll.server.limits import REQUEST_ID, STATE, ServerState
+from lowroll.server.protocol import GenerationFields, Refused, error_body, refuse_engine_error
+from lowroll.server.text import TokenNames, finite_logprob
+from lowroll.types import Group, Request, Rollout
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+SENT_AT_ONCE = 1 << 15  # bytes that a connection takes without a wait: half of asyncio's buffer
+SHORT_ANSWER = 1024  # tokens of an answer that the event loop writes itself
+compact_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+
+
+class Answer:
+    """The answer to a generation request as JSON, whole or event by event. Each route has its own.
+
+    prompts: the token ids of the prompts, each of which has `n` samples. head: what the answer and each
+    event begin with.
+    """
+
+    packed = False  # ids and log-probs of each choice are in one string
+
+    def __init__(self, body: GenerationFields, prompts: Sequence[list[int]], head: Tree) -> None:
+        self.body = body
+        self.prompts = prompts
+        self.head = head
+
+    def whole_choice(self, prompt: int, delta: Delta, rollout: Rollout) -> Tree:
+        """Return a finished sample of a prompt."""
+        raise NotImplementedError
+
+    def chunk(self, prompt: int, delta: Delta) -> Tree | None:
+        """Return the event of new tokens of a prompt's sample; None when it would say nothing."""
+        raise NotImplementedError
+
+    def first(self) -> list[Tree]:
+        """Return the events before the first token."""
+        return []
+
+    def whole(self, groups: Sequence[Group]) -> Tree:
+        """Return the whole answer."""
+        choices = [
+            self.whole_choice(i, Delta.since(sample, rollout), rollout)
+            for i, group in enumerate(groups)
+            for sample, rollout in enumerate(group.rollouts)
+        ]
+        return self.head | {"choices": choices, "usage": self.usage(groups)}
+
+    def last(self, groups: Sequence[Group]) -> list[Tree]:
+        """Return the events after the last token: the origin of the samples, and the usage."""
+        events = []
+        if self.body.return_token_ids:
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            origins = [
+                {"index": i} | origin(rollout, self.packed) for i, rollout in enumerate(rollouts)
+            ]
+            events.append(self.head | {"choices": [], "lowroll": origins})
+        if self.body.wants_usage:
+            events.append(self.head | {"choices": [], "usage": self.usage(groups)})
+        return events
+
+    def event(self, choice: Tree) -> Tree:
+        """Return a choice as an event of OpenAI's API."""
+        usage = {"usage": None} if self.body.wants_usage else {}
+        return self.head | {"choices": [choice]} | usage
+
+    def usage(self, groups: Sequence[Group]) -> dict[str, int]:
+        """Return the number of tokens. A prompt with several samples counts once."""
+        read, drawn = sum(map(len, self.prompts)), num_drawn(groups)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": drawn,
+            "total_tokens": read + drawn,
+        }
+
+
+async def respond(
+    request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
+) -> web.StreamResponse:
+    """Answer a generation request with what the engine draws for `requests`, one for each prompt.
+
+    When one of them fails, or the client goes, all end. names: the client's names of the engine's
+    fields. Raises Refused, which names what the engine refuses."""
+    if answer.body.stream:
+        return await _stream(request, answer, requests, names)
+    state, owned = request.app[STATE], _names_by_prompt(names, len(requests))
+    async with _submitted(state, requests, owned, stream=False) as in_flight:
+        groups = await _gather(_group(one, own) for one, own in zip(in_flight, owned, strict=True))
+    tokens = sum(map(len, answer.prompts)) + num_drawn(groups)
+    return await json_response_in_worker(state, lambda: answer.whole(groups), tokens)
+
+
+async def _stream(
+    request: web.Request, answer: Answer, requests: Sequence[Request], names: Mapping[str, str]
+) -> web.StreamResponse:
+    """Send the events of an answer.
+
+    The engine does not wait for the client: what it draws meanwhile comes in one event. Raises Refused
+    as long as nothing was sent; later an event says what went wrong."""
+    state, owned = request.app[STATE], _names_by_prompt(names, len(requests))
+    async with _submitted(state, requests, owned, stream=True) as in_flight:
+        events = _EventStream(request, state.limits.write_s)
+        await events.begin()
+
+        async def send(i: int, one: InFlightRequest) -> Group:
+            async for delta in _deltas(one, owned[i]):
+                tree = answer.chunk(i, delta)
+                if tree is not None:
+                    await events.send(tree)
+            return await _group(one, owned[i])
+
+        try:
+            for tree in answer.first():
+                await events.send(tree)
+            groups = await _gather(send(i, one) for i, one in enumerate(in_flight))
+            for tree in answer.last(groups):
+                await events.send(tree)
+        except Refused as error:
+            await events.send(error.body())
+        except (EngineFailed, EngineStalled):
+            message = f"the engine could not finish request {request[REQUEST_ID]}"
+            await events.send(error_body(message, 500))
+        except ConnectionResetError:
+            return events.response  # nobody is there: leaving the block ends what is left
+        await events.end()
+        return events.response
+
+
+@asynccontextmanager
+async def _submitted(
+    state: ServerState,
+    requests: Sequence[Request],
+    names: Sequence[Mapping[str, str]],
+    *,
+    stream: bool,
+) -> AsyncIterator[list[InFlightRequest]]:
+    """Submit all requests; abort at the end what is left of them."""
+    async with AsyncExitStack() as stack:
+
+        async def submit(request: Request, own: Mapping[str, str]) -> InFlightRequest:
+            with _engine_errors(own):
+                in_flight = await state.engine.submit(request, stream=stream)
+            return await stack.enter_async_context(in_flight)
+
+        yield await _gather(submit(*one) for one in zip(requests, names, strict=True))
+
+
+def _names_by_prompt(names: Mapping[str, str], count: int) -> list[Mapping[str, str]]:
+    """Return the client's names for each of so many requests: each of several prompts has its place."""
+    if count == 1:
+        return [names]
+    return [{**names, "prompt_ids": f"{names['prompt_ids']}[{i}]"} for i in range(count)]
+
+
+async def _deltas(in_flight: InFlightRequest, names: Mapping[str, str]) -> AsyncIterator[Delta]:
+    with _engine_errors(names):
+        async for delta in in_flight:
+            yield delta
+
+
+async def _group(in_flight: InFlightRequest, names: Mapping[str, str]) -> Group:
+    with _engine_errors(names):
+        return await in_flight.group()
+
+
+@contextmanager
+def _engine_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Raise the engine's refusals in the client's words; those of requests that were held back while
+    the engine was paused come late."""
+    try:
+        yield
+    except ValueError as error:
+        refuse_engine_error(error, names)
+
+
+async def _gather(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all jobs in order. When one fails, end the others and raise its error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(job) for job in jobs]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [await task for task in tasks]
+
+
+class _EventStream:
+    """A response of server-sent events. A client that takes nothing for `patience_s` is dropped."""
+
+    def __init__(self, request: web.Request, patience_s: float) -> None:
+        self.request = request
+        self.patience_s = patience_s
+        self.response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        self.turn = asyncio.Lock()
+
+    async def begin(self) -> None:
+        await self.response.prepare(self.request)
+
+    async def send(self, tree: Tree) -> None:
+        await self._write(compact_json(tree))
+
+    async def end(self) -> None:
+        await self._write("[DONE]")
+        await self.response.write_eof()
+
+    async def _write(self, data: str) -> None:
+        event = f"data: {data}\n\n".encode()
+        transport = self.request.transport
+        if (
+            transport is not None
+            and not self.turn.locked()
+            and transport.get_write_buffer_size() + len(event) < SENT_AT_ONCE
+        ):
+            await self.response.write(event)  # the buffer takes it without a wait
+            return
+        async with self.turn:
+            try:
+                async with asyncio.timeout(self.patience_s):
+                    await self.response.write(event)
+            except TimeoutError:
+                if self.request.transport is not None:
+                    self.request.transport.abort()
+                raise ConnectionResetError("the client takes nothing of its stream") from None
+
+
+# -- JSON --------------------------------------------------------------------------------------------
+
+
+def json_response(tree: Tree) -> web.Response:
+    """Return a whole answer. Its floats read back as they are."""
+    return web.Response(text=compact_json(tree), content_type="application/json")
+
+
+async def json_response_in_worker(
+    state: ServerState, make: Callable[[], Tree], tokens: int
+) -> web.Response:
+    """Return the answer that `make` returns; one of many tokens is made and written in a thread."""
+    if tokens <= SHORT_ANSWER:
+        return json_response(make())
+    body = await state.in_worker(lambda: compact_json(make()).encode())
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+
+def openai_head(request: web.Request, prefix: str, object: str) -> Tree:
+    """Return what an answer of OpenAI's API begins with."""
+    return {
+        "id": f"{prefix}-{request[REQUEST_ID]}",
+        "object": object,
+        "created": time.time_ns() // 10**9,
+        "model": request.app[STATE].name,
+    }
+
+
+def origin(rollout: Rollout, packed: bool = False) -> Tree:
+    """Return what a learner must know of a rollout beside its tokens: their log-probs as plain numbers
+    (unless they are packed with the tokens), who drew it, how it ended, and what its cache dropped."""
+    behavior, dropped = rollout.behavior, rollout.evictions
+    plain = {} if packed else {"logprobs": [finite_logprob(one) for one in rollout.logprobs]}
+    return plain | {
+        "behavior": vars(behavior) | {"policy": [vars(span) for span in behavior.policy]},
+        "finish_reason": rollout.finish_reason,
+        "stop_reason": rollout.stop_reason,
+        "evictions": None
+        if dropped is None
+        else asdict(dropped) | {"numbers": base64.b64encode(dropped.numbers).decode()},
+    }
+
+
+def logprob_objects(names: TokenNames, delta: Delta, top: int) -> list[Tree]:
+    """Return log-probs as /v1/chat/completions has them: one object for each token."""
+
+    def one(token_id: int, logprob: float) -> Tree:
+        return {
+            "token": names.name(token_id),
+            "logprob": finite_logprob(logprob),
+            "bytes": names.bytes(token_id),
+        }
+
+    tops = delta.top_logprobs or [[]] * len(delta.token_ids)
+    return [
+        one(token, logprob) | {"top_logprobs": [one(*other) for other in likeliest[:top]]}
+        for token, logprob, likeliest in zip(delta.token_ids, delta.logprobs, tops, strict=True)
+    ]
+
+
+def num_drawn(groups: Sequence[Group]) -> int:
+    """Return the number of tokens of all samples."""
+    return sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)

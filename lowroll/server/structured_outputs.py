@@ -1,0 +1,249 @@
+"""Answers of a form: from `response_format`, `structured_outputs`, `guided_...`, or a `tool_choice` that
+asks for a call, to the grammar that the engine draws by (`engine.grammar`).
+
+JSON is written as Python writes it, `{"a": 1, "b": [2, 3]}`: no other white space can be drawn, so
+none goes on for ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lowroll.server.limits import ServerState
+from lowroll.server.protocol import (
+    ChatRequest,
+    Refused,
+    StructuredOutputFields,
+    Tool,
+    refuse_engine_error,
+    wrong_field,
+)
+from lowroll.tool_calls import MOST_CALLS
+
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OBJECT = {"type": "object"}
+_MISTRAL = "[TOOL_CALLS]"
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """The syntax of calls in a format: `first` and `last` around all, `between` two, `open` and `close`
+    around the JSON of each, whose key of the arguments is `arguments`."""
+
+    between: str
+    first: str = ""
+    last: str = ""
+    open: str = ""
+    close: str = ""
+    arguments: str = "arguments"
+
+
+_SYNTAX = {
+    "hermes": CallSyntax("\n", open="<tool_call>", close="</tool_call>"),
+    "llama3_json": CallSyntax("; ", arguments="parameters"),
+    "mistral": CallSyntax(", ", first=_MISTRAL, last="]"),
+}
+
+
+@dataclass(frozen=True)
+class OfferedTools:
+    """The tools that a model may call, and the format in which it writes calls (`lowroll.tool_calls`).
+
+    several: it may call more than once in a turn. required: the tools of which the answer must call
+    one, and then says nothing else; none where the model decides.
+    """
+
+    tools: Sequence[Tool]
+    format: str
+    several: bool
+    required: Sequence[Tool] = ()
+
+
+def offered_tools(state: ServerState, body: ChatRequest) -> OfferedTools | None:
+    """Return the tools that the model may call; None with tool_choice "none", which shows it none.
+    Refuse tools that cannot be shown, calls that cannot be read, and a choice that is not there."""
+    required = _required_tools(body)
+    offered = None
+    if body.tools and body.tool_choice != "none" and state.chat is not None:
+        try:
+            state.chat.check_tools()
+            format = state.chat.tool_format
+        except ValueError as error:
+            raise wrong_field("tools", str(error)) from None
+        offered = OfferedTools(body.tools, format, body.parallel_tool_calls, required)
+    check_tool_names(body.tools)
+    return offered
+
+
+def _required_tools(body: ChatRequest) -> Sequence[Tool]:
+    """Return the tools of which tool_choice wants one called."""
+    choice = body.tool_choice
+    if choice in ("auto", "none"):
+        return ()
+    if choice == "required":
+        if not body.tools:
+            raise wrong_field("tool_choice", "required, and there are no tools")
+        return body.tools
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(function, dict) or choice.get("type") != "function":  # type: ignore[union-attr]
+        raise wrong_field(
+            "tool_choice",
+            'auto, none, required or {"type": "function", "function": {"name": ...}}',
+        )
+    named = [tool for tool in body.tools if tool.function.name == function.get("name")]
+    if not named:
+        raise Refused("tool_choice: no tool has this name", "tool_choice.function.name")
+    return named
+
+
+def check_tool_names(tools: Sequence[Tool]) -> None:
+    """Refuse two tools of one name."""
+    known = set[str]()
+    for i, tool in enumerate(tools):
+        name = tool.function.name
+        if name in known:
+            raise wrong_field(f"tools[{i}].function.name", f"two tools are called {name!r}")
+        known.add(name)
+
+
+async def grammar_of(
+    state: ServerState, body: StructuredOutputFields, offered: OfferedTools | None = None
+) -> tuple[str | None, dict[str, str]]:
+    """Return the grammar of an answer, None where anything is allowed, and the client's name of it.
+    Refuse the field that asks for what cannot be."""
+    found = _forms(body)
+    if offered is not None and offered.required:
+        found["tool_choice"] = lambda: _of_calls(state, offered)
+    if not found:
+        return None, {}
+    if len(found) > 1:
+        first, second, *_ = found
+        raise wrong_field(second, f"it does not go with {first}")
+    ((field, write),) = found.items()
+    if "grammar" not in state.capabilities.sampler:
+        raise wrong_field(field, "not supported by this engine", code="unsupported")
+
+    def compiled() -> str:
+        try:
+            text = write()
+            state.engine.compile_grammar(text)
+        except ValueError as error:
+            refuse_engine_error(error, {"grammar": field})
+        return text
+
+    return await state.in_worker(compiled), {"grammar": field}
+
+
+def _forms(body: StructuredOutputFields) -> dict[str, Callable[[], str]]:
+    """Return the fields that say what the answer must be, with functions that write its grammar."""
+    found: dict[str, Callable[[], str]] = {}
+    asked = body.response_format
+    if asked is not None and asked.type == "json_object":
+        found["response_format"] = partial(_of_json, _OBJECT)
+    elif asked is not None and asked.type == "json_schema":
+        if asked.json_schema is None:
+            raise wrong_field("response_format.json_schema", "it goes with type json_schema")
+        found["response_format"] = partial(_of_json, asked.json_schema.form)
+    if (structured := body.structured_outputs) is not None:
+        kinds = {
+            "json": structured.form,
+            "json_object": _OBJECT if structured.json_object else None,
+            "regex": structured.regex,
+            "choice": structured.choice,
+            "grammar": structured.grammar,
+        }
+        found |= _writers("structured_outputs.", kinds)
+    kinds = {
+        "json": body.guided_json,
+        "regex": body.guided_regex,
+        "choice": body.guided_choice,
+        "grammar": body.guided_grammar,
+    }
+    return found | _writers("guided_", kinds)
+
+
+def _writers(prefix: str, kinds: dict[str, Any]) -> dict[str, Callable[[], str]]:
+    return {
+        f"{prefix}{kind}": partial(_WRITERS[kind], value)
+        for kind, value in kinds.items()
+        if value is not None
+    }
+
+
+def _of_json(schema: dict[str, Any]) -> str:
+    return str(_matcher().grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
+
+
+def _of_regex(regex: str) -> str:
+    """Return the grammar of what a regular expression, in Rust's syntax, matches whole."""
+    return str(_matcher().grammar_from_regex(regex))
+
+
+def _matcher() -> Any:
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        raise ValueError(
+            "grammar: the server lacks llguidance: pip install 'lowroll[grammar]'"
+        ) from None
+    return LLMatcher
+
+
+def _of_schema(schema: dict[str, Any] | str) -> str:
+    """Return the grammar of a schema, an object or its JSON as a text."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            schema = ""
+    if not isinstance(schema, dict):
+        raise ValueError("grammar: expected a JSON schema, an object")
+    return _of_json(schema)
+
+
+def _of_choice(choice: list[str]) -> str:
+    if not choice or "" in choice:
+        raise ValueError("grammar: expected one text or more, none of them empty")
+    return "start: " + " | ".join(map(json.dumps, choice))
+
+
+_WRITERS: dict[str, Callable[[Any], str]] = {
+    "json": _of_schema,
+    "json_object": _of_schema,
+    "regex": _of_regex,
+    "choice": _of_choice,
+    "grammar": str,
+}
+
+
+def _of_calls(state: ServerState, offered: OfferedTools) -> str:
+    """Return the grammar of one call or several of the required tools, and nothing else."""
+    syntax = _SYNTAX.get(offered.format)
+    if syntax is None:
+        raise ValueError(f"grammar: calls written as {offered.format} are the model's; use auto")
+    assert state.vocabulary is not None
+    tokens = {text: f"<[{token}]>" for token, text in state.vocabulary.marks.items()}
+
+    def literal(text: str) -> str:
+        """Write a mark that is a special token by its id, any other text as it stands."""
+        return tokens.get(text, json.dumps(text)) if text else ""
+
+    more = f"({literal(syntax.between)} call){{0,{MOST_CALLS - 1}}}" if offered.several else ""
+    opened = '"["' if syntax.first else ""
+    count = range(len(offered.required))
+    rules = [
+        f"start: {literal(syntax.first)} {opened} call {more} {literal(syntax.last)}",
+        f"call: {literal(syntax.open)} named {literal(syntax.close)}",
+        f"named: {' | '.join(f'named{i}' for i in count)}",
+    ]
+    for i, tool in enumerate(offered.required):
+        function = tool.function
+        schema = (function.parameters or _OBJECT) | {"x-guidance": JSON_OPTIONS}
+        head = f'{{"name": {json.dumps(function.name)}, "{syntax.arguments}": '
+        rules.append(f'named{i}: {json.dumps(head)} arguments{i} "}}"')
+        rules.append(f"arguments{i}: %json {json.dumps(schema)}")
+    return "\n".join(rules)
