@@ -75,7 +75,7 @@ def test_the_page_names_every_route_and_metric() -> None:
 
 def test_the_limits_of_the_page_are_those_of_the_code() -> None:
     limits = ServerLimits()
-    table = PAGE.partition("## ServerLimits")[2].partition("\n\nA body")[0]
+    table = PAGE.partition("## Limits")[2].partition("\n\nA body")[0]
     for said in (
         f"{limits.body >> 20} MB",
         f"{limits.depth} lists and objects",
