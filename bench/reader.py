@@ -17,7 +17,7 @@ import torch
 
 from bench.harness import running
 from lowroll.engine.native import NativeEngine
-from lowroll.server.shelf import WeightShelf, read_again
+from lowroll.server.weight_store import WeightStore
 from lowroll.types import Request
 
 
@@ -27,10 +27,10 @@ def serve(folder: Path, shelf: Path, format: str, device: torch.device) -> None:
     made.warm_up()
     ask = Request([5, 6, 7], max_tokens=1, ignore_eos=True)
     made.generate([ask])
-    versions = WeightShelf(shelf, folder)
+    versions = WeightStore(shelf, folder)
     print("ready", flush=True)
     for line in sys.stdin:
-        _, updates = read_again(versions, line.strip(), 0, made.capabilities, made.behavior.weights)
+        _, updates = versions.load(line.strip(), 0, made.capabilities, made.behavior.weights)
         for one, update in updates:
             made.update_weights(update)
             versions.current = one
