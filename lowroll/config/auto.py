@@ -68,12 +68,13 @@ class Rollouts:
 
     @property
     def low_bit(self) -> bool:
-        """Whether the learner computes otherwise than they were drawn for their weights' sake."""
+        """Return whether low-bit weights make the learner compute otherwise than the rollouts were
+        drawn."""
         return not self.exact and not is_dense(self.weights)
 
     @property
     def forgets(self) -> bool:
-        """Whether the learner sees keys that the rollouts have lost."""
+        """Return whether the learner sees keys that the rollouts have lost."""
         return self.kv_policy != "dense" and not self.replayed
 
     @property
@@ -82,7 +83,7 @@ class Rollouts:
 
     @property
     def foreign(self) -> bool:
-        """Whether another implementation than the learner's own draws them."""
+        """Return whether another implementation than the learner's own draws the rollouts."""
         return self.engine != "native"
 
     @property

@@ -101,7 +101,7 @@ def _advantage_problems(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def buffer_notes(cfg: RunConfig) -> Iterator[str]:
-    """What deserves a second look before it runs."""
+    """Yield notes on settings that deserve a second look before the run."""
     if cfg.buffer.skip_verification:
         yield (
             "warning: buffer.skip_verification: no response is scored and EVERY REWARD IS 0: "

@@ -34,7 +34,7 @@ _OLD_NUMBER = re.compile(
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration; one line a problem: `file:line: key: message`."""
+    """An invalid configuration; one line a problem: `file:line: key: message`."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def exact_problems(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def bars_engine(cfg: RunConfig) -> tuple[Bar, ...]:
-    """What keeps an engine from giving a request the same bits in any batch."""
+    """Return the settings an engine needs to give a request the same bits in any batch."""
     rollout = cfg.rollout
     bounded = rollout.cache.policy != "dense" or rollout.cache.kv_dtype is not None
     second = rollout.large_batch_weights is not None

@@ -293,8 +293,8 @@ NEEDLESS: dict[str, str] = {
 
 
 def explain(path: Path) -> str:
-    """What to write for a foreign key, or that it is not there yet; "" when nothing is known of
-    it."""
+    """Return what to write for a foreign key, or that it is not there yet; "" when nothing is known
+    of it."""
     words = [str(part).lower().replace("-", "_") for part in path]
     for ending in (".".join(words[-2:]), words[-1]):
         if ending in RENAMED:

@@ -55,7 +55,7 @@ class KvConfig(Section):
 
     @property
     def evicts(self) -> bool:
-        """Whether a rollout's cache may lose keys."""
+        """Return whether a rollout's cache may lose keys."""
         return self.policy != "dense"
 
     def resolved(self) -> KvConfig:

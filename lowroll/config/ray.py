@@ -42,7 +42,7 @@ class RayConfig(Section):
 
 
 def ray_problems(cfg: RunConfig) -> Iterator[Problem]:
-    """What roles on several machines cannot do."""
+    """Yield the settings that roles on several machines cannot have."""
     if cfg.launcher != "ray" or cfg.ray.address is None:
         return
     if cfg.weight_broadcast.type == "cuda_ipc":

@@ -127,7 +127,8 @@ def role_problems(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def one_process_problems(cfg: RunConfig) -> list[str]:
-    """What a run in one process (launcher: none) cannot do of what is asked for, a line each."""
+    """List the requested settings that a run in one process (launcher: none) cannot have, a line
+    each."""
     level, client = cfg.asynchrony, cfg.client
     told = []
     if cfg.rollout.engines > 1:
@@ -158,7 +159,7 @@ def one_process_problems(cfg: RunConfig) -> list[str]:
 
 
 def one_process_notes(cfg: RunConfig) -> list[str]:
-    """What a run in one process does otherwise than is asked for, a line each."""
+    """List what a run in one process does otherwise than requested, a line each."""
     level = cfg.asynchrony.max_async_level
     if level == 0:
         return []

@@ -282,7 +282,8 @@ class RunConfig(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was chosen for the user and what deserves a second look, one line each."""
+        """The choices made for the user and the settings that deserve a second look, one line
+        each."""
         return self._notes
 
     @property
@@ -293,8 +294,8 @@ class RunConfig(Section):
 
     @property
     def given(self) -> str | None:
-        """What an orchestrator that was started with orch.yaml alone leaves in the run's folder for
-        a trainer that has train.yaml alone (YAML text, for `surogate.roles.GIVEN`); else None."""
+        """The YAML text that an orchestrator started with orch.yaml alone leaves in the run's
+        folder for a trainer that has train.yaml alone (`surogate.roles.GIVEN`); else None."""
         return self._given
 
     @property
@@ -437,7 +438,7 @@ class RunConfig(Section):
 
 
 def rollouts_of(cfg: RunConfig) -> Rollouts:
-    """What `auto` looks at."""
+    """Return the properties of the rollouts that `auto` looks at."""
     rollout = cfg.rollout
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
     cut = {name: getattr(rollout, name) for name in off if getattr(rollout, name) != off[name]}
@@ -559,7 +560,7 @@ def _batch_problems(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def _stage_problems(cfg: RunConfig) -> Iterator[Problem]:
-    """What is wrong with the stages, and with the run's settings as they are in each of them."""
+    """Yield the problems of the stages, and of the run's settings as they are in each stage."""
     yield from order_problems(cfg.stages, cfg.dapo.overlong_max)
     known, now = [message for _, message in _batch_problems(cfg)], cfg
     for i, stage in enumerate(cfg.stages):

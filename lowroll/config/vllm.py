@@ -156,12 +156,13 @@ _TEMPERATURES = "it draws at 0.01 what is asked for below that, and takes 2 at m
 
 
 def _unheeded(temperature: float) -> bool:
-    """Whether vLLM would draw at another temperature, or not at all."""
+    """Return whether vLLM would sample at another temperature, or not at all."""
     return 0 < temperature < 0.01 or temperature > 2
 
 
 def vllm_problems(cfg: RunConfig) -> Iterator[Problem]:
-    """What vLLM does not do for a run, and start options of a server that runs already."""
+    """Yield the settings that vLLM does not support, and start options of a server that runs
+    already."""
     rollout, train, drawn = cfg.rollout, cfg.train, cfg.eval
     if rollout.engine == "native":
         return

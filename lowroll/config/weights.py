@@ -23,7 +23,7 @@ from lowroll.quant.table import FORMATS, OWN, STORED, is_dense
 
 
 class WeightBudget(Section):
-    """What the linear weights of the rollouts may cost; each layer gets a format."""
+    """The limits on the linear weights of the rollouts; each layer gets a format."""
 
     max_kl: NotNegative | None = None  # of the dense model to them, in nats a token, measured
     max_bits: Positive | None = None  # a weight, with scales; the mean over the linear layers
@@ -73,7 +73,7 @@ Weights = Annotated[str, FormatOrBudget()]
 def budget_problems(
     weights: str, engine: str, large_batch_weights: str | None
 ) -> Iterator[Problem]:
-    """What a budget, or what a folder stores, cannot be beside."""
+    """Yield the settings that a budget, or the formats a folder stores, cannot be combined with."""
     if not (is_budget(weights) or weights == STORED):
         return
     where = ("rollout", "weights")

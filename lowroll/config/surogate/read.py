@@ -176,7 +176,8 @@ def _put_recipe(run: Document, train: File, asked: RunConfig) -> Iterator[rules.
 
 
 def _put_vllm(run: Document, files: Files, attach: bool) -> None:
-    """What the files say of their vLLM. attach: to the one that runs at client.base_url."""
+    """Copy the files' vLLM settings into the run. attach: to the server that runs at
+    client.base_url."""
     infer, orch = files["infer"], files["orch"]
     for key, target in (
         ("tp", "tensor_parallel_size"),
@@ -204,8 +205,8 @@ def _put_vllm(run: Document, files: Files, attach: bool) -> None:
 
 
 def _put_native(run: Document, files: Files) -> None:
-    """What the files say of their engine, for lowroll's own. ConfigError for what only vLLM
-    does."""
+    """Copy the files' engine settings into the run, for lowroll's own engine. ConfigError for what
+    only vLLM does."""
     infer = files["infer"]
     for asked, key, what in (
         (infer["tp"] > 1, "tp", ""),

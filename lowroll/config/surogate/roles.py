@@ -52,8 +52,8 @@ def load_role(role: Role, path: str | FilePath, overrides: Overrides = ()) -> Ru
 
 
 def _is_own(role: Role, document: Document) -> bool:
-    """Whether a file is lowroll's run.yaml, and not the document's file of the role. ConfigError
-    where it could be either."""
+    """Return whether a file is lowroll's run.yaml, and not the document's file of the role.
+    ConfigError where it could be either."""
     keys, name = document.value.keys(), f"{FILES[role]}.yaml"
     theirs = MODELS[FILES[role]].model_fields.keys()
     own = sum(key in RunConfig.model_fields for key in keys)
@@ -187,7 +187,7 @@ def _required(document: Document, key: str) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """Of YAML values, to change."""
+    """Return a copy of YAML values that may be changed."""
     if isinstance(value, Mapping):
         return {key: _copy(inner) for key, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list) else value

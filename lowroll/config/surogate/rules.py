@@ -39,7 +39,7 @@ class File:
         return self.document.marks.get(tuple(key.split(".")))
 
     def mark(self, key: str) -> Mark:
-        """Of a key that was written, or of one that was left out."""
+        """Return the mark of a key that was written, or of one that was left out."""
         return self.written(key) or Mark(self.document.name, f"{key} (default)")
 
 
@@ -62,7 +62,7 @@ class Setting:
 
 
 def disagreements(files: Files) -> Iterator[str]:
-    """What two files say of one thing, a line each."""
+    """Yield the settings on which two files disagree, a line each."""
     for places in REPEATED:
         given = [(files[section].written(key), files[section][key]) for section, key in places]
         told = [
