@@ -32,7 +32,7 @@ InFlight = Literal["keep", "replay"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a caller may ask of an engine, known before the first request."""
+    """The features that an engine supports, known before the first request."""
 
     context_length: int  # tokens of a prompt and its response
     updates: frozenset[Kind]  # kinds of weight update that it takes as a stream
@@ -56,7 +56,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What a report shows of an engine."""
+    """The figures that a report shows of an engine."""
 
     weights: str  # format of the linear weights
     weight_bits: float  # bits of one of them, with the scales of its group
@@ -79,8 +79,8 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class PartialSample:
-    """What one sample of a request has drawn so far. The lists are the engine's own and grow: read
-    them before the next `step`."""
+    """The tokens that one sample of a request has drawn so far. The lists are the engine's own and
+    grow: read them before the next `step`."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -122,9 +122,9 @@ class Engine(Protocol):
         ...
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """What each sample of a request has drawn, in sample order; [] once `step` has returned its
-        group. It grows, but for a replay, which takes back what it has not checked yet. ValueError
-        for a handle that `add` never returned."""
+        """Return what each sample of a request has drawn so far, in sample order; [] once `step`
+        has returned its group. Samples only grow, except that a replay takes back what it has not
+        checked yet. ValueError for a handle that `add` never returned."""
         ...
 
     def abort(self, handle: int) -> bool:
@@ -157,8 +157,8 @@ class Engine(Protocol):
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """What `score` gives, and the `top` likeliest tokens at each place. ValueError names a
-        sequence that does not fit, or `top`."""
+        """Return the results of `score` with the `top` likeliest tokens at each position.
+        ValueError names a sequence that does not fit, or `top`."""
         ...
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> BehaviorTag:

@@ -10,18 +10,19 @@ from lowroll.engine.sequence import DrawnPosition, Sequence
 
 
 def needs_host(s: Sequence | DrawnPosition) -> bool:
-    """Whether the host has a say before each token: by a grammar, or as `is_biased`."""
+    """Return whether the host changes the logits before each token: by a grammar, or as
+    `is_biased`."""
     return s.group.grammar is not None or is_biased(s)
 
 
 def is_biased(s: Sequence | DrawnPosition) -> bool:
-    """Whether the next logits depend on a bias, or on how often the response has a token."""
+    """Return whether the next logits depend on a bias, or on how often the response has a token."""
     r = s.request
     return bool(r.logit_bias or r.presence_penalty or r.frequency_penalty)
 
 
 def biases_of(s: Sequence | DrawnPosition) -> dict[int, float]:
-    """What is added to which logit."""
+    """Return the bias that is added to each logit, by token id."""
     r, found = s.request, dict(s.request.logit_bias or ())
     if r.presence_penalty or r.frequency_penalty:
         for token, count in Counter(s.token_ids).items():

@@ -188,7 +188,7 @@ class Decoder:
         return bucket(num_rows) if self.device.type == "cuda" else num_rows
 
     def runs_large_batch(self, num_rows: int) -> bool:
-        """Whether so many rows run on the second model."""
+        """Return whether a batch of so many rows runs on the second model."""
         return self.large_batch_model is not None and num_rows >= LARGE_BATCH_FROM
 
     @torch.inference_mode()

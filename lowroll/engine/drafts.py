@@ -29,8 +29,8 @@ FIRST = 256
 
 @dataclass
 class Replays:
-    """What has come of the drafts so far. One that was aborted, or replayed again before its end, is
-    not counted."""
+    """The counts of drafts replayed so far. A draft that was aborted, or replayed again before its
+    end, is not counted."""
 
     samples: int = 0
     tokens: int = 0  # that they had drawn
@@ -63,13 +63,13 @@ def begin(group: LiveGroup, drafts: Many[list[int]]) -> None:
 
 
 def drawn(sequence: Sequence) -> list[int]:
-    """What a sample is taken to have drawn: its tokens, and what is left of its draft."""
+    """Return what a sample is taken to have drawn: its tokens, and what is left of its draft."""
     return sequence.token_ids + sequence.draft[len(sequence.token_ids) :]
 
 
 def agreed(sequence: Sequence, token_ids: Many[int]) -> int:
-    """Of tokens that were drawn behind a draft's, those that mean something: the ones that the draft
-    has too, and the one behind them."""
+    """Return how many of the tokens drawn behind a draft's are valid: those that the draft has too,
+    and the one behind them."""
     guessed = sequence.draft[len(sequence.token_ids) :]
     for i, (token, guess) in enumerate(zip(token_ids, guessed, strict=False)):
         if token != guess:

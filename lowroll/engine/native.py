@@ -227,7 +227,7 @@ class NativeEngine:
         dtype: torch.dtype,
         noisy: bool,
     ) -> tuple[Transformer, Transformer | None]:
-        """What decodes, and what does when many rows do."""
+        """Return the model that decodes, and the one that decodes large batches, or None."""
         if large_batch_weights is None and self.folder is not None:
             return rollout_load(self.folder, weights, device, dtype, noisy), None
         master = model if isinstance(model, Transformer) else hf.load(model, device, dtype)
@@ -283,7 +283,7 @@ class NativeEngine:
         return [done[handle] for handle in handles]
 
     def text(self, rollout: Rollout) -> str:
-        """What a rollout says, without special tokens. ValueError when the engine has no
+        """Return a rollout's text without special tokens. ValueError when the engine has no
         tokenizer."""
         return str(
             self.tokenizer.decode(
@@ -375,8 +375,8 @@ class NativeEngine:
         top: int,
         temperature: float = 1.0,
     ) -> list[Ranked]:
-        """What `score` gives, and the `top` likeliest tokens at each place, at most 20. ValueError
-        names a sequence that does not fit, or `top`."""
+        """Return the results of `score` with the `top` likeliest tokens at each position, at most
+        20. ValueError names a sequence that does not fit, or `top`."""
         if type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top: expected an integer in 0..{MAX_TOP_LOGPROBS}, got {top!r}")
         scores = []
@@ -395,8 +395,9 @@ class NativeEngine:
         return scores
 
     def keep_dense(self) -> None:
-        """What `keep_dense=True` does, for an engine that has not decoded yet. Stacked experts are
-        left as they are: their product reads the codes."""
+        """Keep dense copies of weights below 8 bits on a GPU, as `keep_dense=True` does, in an
+        engine that has not decoded yet. Stacked experts are left as they are: their product reads
+        the codes."""
         if self.model.device.type != "cuda":
             return
         for name, linear in self.model.linears():
@@ -413,8 +414,8 @@ class NativeEngine:
             self.runner.short.warm_up()
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """What each sample of a request has drawn, in sample order; [] once `step` has returned its
-        group. ValueError for a handle that `add` never returned."""
+        """Return what each sample of a request has drawn so far, in sample order; [] once `step`
+        has returned its group. ValueError for a handle that `add` never returned."""
         return self.scheduler.so_far(handle)
 
     def abort(self, handle: int) -> bool:
@@ -424,7 +425,7 @@ class NativeEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What a caller may ask."""
+        """The features that this engine supports."""
         return Capabilities(
             context_length=self.context,
             updates=self.receiver.kinds,
@@ -442,7 +443,7 @@ class NativeEngine:
         )
 
     def stats(self) -> EngineStats:
-        """What a report shows."""
+        """Return the engine's figures for a report."""
         cache_tokens = self.pool.num_pages * self.pool.page_size
         replays = self.scheduler.replays
         return EngineStats(
@@ -465,7 +466,7 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do or to return."""
+        """Return whether `step` has something to do or to return."""
         return self.scheduler.has_work or self.scheduler.has_finished
 
     def release(self, in_flight: InFlight = "keep") -> None:
@@ -578,7 +579,8 @@ class NativeEngine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """What holds responses to grammars; for several threads. ValueError where it cannot be had."""
+        """The grammars that constrain responses, for several threads. ValueError where they cannot
+        be had."""
         return Grammars(self.tokenizer, self.spec.vocab_size, self.scheduler.eos_ids)
 
     def _own_format(

@@ -14,7 +14,8 @@ from lowroll.types import BehaviorTag, PolicySpan, Rollout
 
 
 def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> list[Rollout]:
-    """Of a group whose samples have all ended. behavior, policy: of one that has drawn nothing."""
+    """Return the rollouts of a group whose samples have all ended. behavior, policy: those of a
+    sample that has drawn nothing."""
     sampler = sampler_settings(group.request)
     rollouts = []
     for s in group.sequences:
@@ -43,7 +44,7 @@ def rollouts_of(group: LiveGroup, behavior: BehaviorTag, policy: PolicySpan) -> 
 
 
 def drawn_by(samples: Iterable[Sequence] | Iterable[Rollout]) -> list[PartialSample]:
-    """What samples have drawn, in their order."""
+    """Return what samples have drawn, in their order."""
     return [
         PartialSample(s.token_ids, s.logprobs, s.finish_reason, s.top_logprobs, s.stop_reason)
         for s in samples

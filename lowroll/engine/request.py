@@ -98,7 +98,7 @@ def noise_key(request: Request, sample: int) -> int:
 
 
 def sampler_settings(request: Request) -> dict[str, float]:
-    """What a BehaviorTag records of the sampler."""
+    """Return the sampler settings that a BehaviorTag records."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens")
     settings = {name: float(getattr(request, name)) for name in names}
     for name in ("presence_penalty", "frequency_penalty"):
@@ -173,7 +173,8 @@ def _check_bias(bias: Any, vocab_size: int) -> None:
 
 
 def _check_grammar(request: Request, has_tokenizer: bool) -> None:
-    """What goes with a grammar, at whose end nothing but the end can be drawn."""
+    """Raise ValueError for settings that a grammar excludes: at its end nothing but the end can be
+    drawn."""
     if request.grammar is None:
         return
     if type(request.grammar) is not str:

@@ -60,8 +60,8 @@ MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step drew for one sequence, in order, whether the second model did, and the likeliest
-    tokens at each place where the request asks for them."""
+    """The tokens that a step drew for one sequence, in order, whether the second model drew them,
+    and the likeliest tokens at each position where the request asks for them."""
 
     sequence: Sequence
     token_ids: list[int]
@@ -72,8 +72,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class First:
-    """What a pass over prompts has drawn, a token of each sequence: on the device, until it is
-    read."""
+    """The tokens that a pass over prompts has drawn, one of each sequence, on the device until they
+    are read."""
 
     sequences: list[Sequence]
     tokens_B: Tensor
@@ -81,7 +81,8 @@ class First:
     ranks: TopLogprobs
 
     def read(self, large_batch: bool) -> list[StepResult]:
-        """ValueError when the model gave a sequence no distribution."""
+        """Return the results on the host. ValueError when the model gave a sequence no
+        distribution."""
         logprobs = self.logprobs_B.tolist()
         require_finite(logprobs)
         tokens_B1, logprobs_B1 = (
@@ -302,9 +303,9 @@ class Runner:
     def score(
         self, ids: list[int], prompt_len: int, temperature: float, top: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a sequence that runs in one piece, whose tokens attend to keys and values that were
-        never in a cache: log-probs [T], float32, of its response, and ids and log-probs [T, K] of
-        the `top` likeliest tokens at each of its places."""
+        """Score a sequence in one piece, whose tokens attend to keys and values that were never in
+        a cache. Return the log-probs [T], float32, of its response, and the ids and log-probs [T,
+        K] of the `top` likeliest tokens at each of its positions."""
         attend = self.model.causal([len(ids)])
         ids_T = torch.tensor(ids, device=self.model.device)
         hidden_TD = self.model(ids_T, torch.arange(len(ids), device=self.model.device), attend)

@@ -28,7 +28,8 @@ from lowroll.model.attention import upload
 
 
 class DrawMode(IntEnum):
-    """What the draw of a batch has to do; each does what those before it do, to the bit."""
+    """The work that the draw of a batch needs; each mode does what those before it do, to the
+    bit."""
 
     PLAIN = 0
     FILTERED = 1
@@ -80,12 +81,12 @@ class SamplingState:
         self._marked: list[tuple[Sequence | None, int]] = [(None, 0)] * slots
 
     def filters(self, rows: int) -> Filters:
-        """Of the first rows."""
+        """Return the filters of the first rows."""
         top_k_B, top_p_B, min_p_B, _, _ = self._device[:, :rows].unbind()
         return Filters(top_k_B, top_p_B.view(torch.float64), min_p_B.view(torch.float64))
 
     def marked(self, slots_B: Tensor) -> Marked:
-        """Of the first rows, which have these slots."""
+        """Return the marks of the first rows, which have these slots."""
         penalty_B, banned_until_B = self._device[3:, : len(slots_B)].unbind()
         return Marked(self._marks(), slots_B, penalty_B.view(torch.float64), banned_until_B)
 

@@ -134,7 +134,7 @@ class Scheduler:
 
     @property
     def has_finished(self) -> bool:
-        """Whether `finished` has something to return."""
+        """Return whether `finished` has something to return."""
         return bool(self._finished)
 
     @property
@@ -223,8 +223,8 @@ class Scheduler:
             self.abort(handle)
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """What the samples of a request have drawn, in their order; [] once `finished` has returned
-        it. ValueError for a handle that `add` never returned."""
+        """Return what the samples of a request have drawn, in their order; [] once `finished` has
+        returned it. ValueError for a handle that `add` never returned."""
         if not 0 <= handle < self._next_handle:
             raise ValueError(f"handle: {handle} is of no request")
         samples: list[Sequence] | list[Rollout] = []
@@ -497,7 +497,8 @@ class Scheduler:
         return compactions
 
     def _compact_prompt(self, group: LiveGroup, given_up: list[int]) -> Compaction:
-        """What is left of a prompt takes its place in the group, before any sample has forked."""
+        """Replace a group's prompt by what is left of it, before any sample has forked, and return
+        the compaction. given_up: receives the pages that become free."""
         length = len(group.request.prompt_ids)
         compaction = Compaction(
             group.state_slot,
@@ -539,7 +540,7 @@ class Scheduler:
     # -- prefill -----------------------------------------------------------------------------------
 
     def _prompts_are_due(self) -> bool:
-        """Whether prompts run in this step, though rows wait for them."""
+        """Return whether prompts run in this step although rows wait for them."""
         if self._steps >= self.gather or any(group.num_prefilled for group in self._prefilling):
             return True
         tokens = sum(len(group.request.prompt_ids) for group in self._prefilling)

@@ -191,7 +191,8 @@ def places_of(check: Check) -> list[DrawnPosition]:
 
 @dataclass(frozen=True)
 class Compaction:
-    """Of the `cached` keys in `pages` the policy keeps `kept`, which move to `targets`.
+    """A compaction: of the `cached` keys in `pages` the policy keeps `kept`, which move to
+    `targets`.
 
     No target is shared or can be served again. Those that are among `pages`, and then of no other
     compaction's, come first, and stand in `pages` one behind the other: what stays can move in
