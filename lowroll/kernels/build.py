@@ -67,7 +67,7 @@ def cache_folder() -> Path:
 
 
 def run(command: list[str], what: str, deadline_s: float) -> str:
-    """What a compiler prints. RuntimeError when it fails or takes too long."""
+    """Run a compiler and return what it prints. RuntimeError when it fails or takes too long."""
     compiler = Path(command[0]).name
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)

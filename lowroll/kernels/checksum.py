@@ -52,7 +52,7 @@ def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def finite(extents: Sequence[Tensor]) -> list[bool]:
-    """Which of `amax`'s results are finite. Waits for each device once."""
+    """Return whether each of `amax`'s results is finite. Waits for each device once."""
     found: dict[int, bool] = {}
     for mine in _together(extents, lambda t: t.device):
         found.update(
@@ -96,7 +96,7 @@ def _extent(tensor: Tensor) -> Tensor:
 
 
 def _checksums(tensors: list[Tensor]) -> Tensor:
-    """Of tensors on one device, int64."""
+    """Return the checksums of tensors on one device, int64."""
     if not triton_supports(tensors[0]):
         return torch.stack([_checksum(t) for t in tensors])
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
@@ -105,7 +105,7 @@ def _checksums(tensors: list[Tensor]) -> Tensor:
 
 
 def _amax(tensors: list[Tensor]) -> Tensor:
-    """Of tensors on one device and of one dtype, in that dtype."""
+    """Return the largest |value| of each tensor, of one device and dtype, in that dtype."""
     if not triton_supports(tensors[0]):
         return torch.stack([_extent(t) for t in tensors])
     whole = {2: torch.int16, 4: torch.int32}[tensors[0].itemsize]

@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
 
 
 class DeviceSupport(NamedTuple):
-    """What a device says to a kernel."""
+    """A kernel and whether a device supports it."""
 
     kernel: Kernel
     support: Support
@@ -51,10 +51,10 @@ def _cuda(
     only: bool = False,
     within_triton: bool = False,
 ) -> Kernel:
-    """Of a CUDA source. within_triton: it is asked where Triton's kernels run, and not without."""
+    """Return the kernel of a CUDA source. within_triton: it runs only where Triton's kernels do."""
 
     def supports_device(device: torch.device) -> Support:
-        """As the kernel's own, but nothing is built for an answer."""
+        """Return the kernel's own answer, but build nothing for it."""
         if within_triton and not (found := triton_supports_device(device)):
             return found
         return cuda_supports(device, capability, only) and nvcc.supports_device(device)

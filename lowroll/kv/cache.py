@@ -73,8 +73,8 @@ class KVCache:
 
     @staticmethod
     def columns(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-        """What is stored of a token, layer and KV head: numbers and their type. Keys come first,
-        then values."""
+        """Return what is stored of a token, layer and KV head, as counts of numbers and their
+        dtype. Keys come first, then values."""
         return [(spec.head_dim, dtype), (spec.head_dim, dtype)]
 
     @classmethod

@@ -113,7 +113,8 @@ class Float8Cache(KVCache):
 
 
 def key_energy(model: Transformer) -> Tensor:
-    """What the weights alone say of the square of each channel of the keys: float32 [L, G, d]."""
+    """Return the square of each channel of the keys as the weights alone give it: float32 [L, G,
+    d]."""
     spec = model.spec
     energies = []
     for block in model.blocks:

@@ -35,7 +35,7 @@ class Stored:
 
 
 def stored(kv: CachePolicy, prompt: int, response: int) -> Stored:
-    """Of a prompt and a response of so many tokens under a policy."""
+    """Return the tokens stored for a prompt and a response of so many tokens under a policy."""
     cached = peak = kv.after_prompt(prompt)
     evictions = int(cached < prompt and response > 1)
     total, left = 0, response

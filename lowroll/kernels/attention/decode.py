@@ -178,7 +178,7 @@ def write_pages(
 
 
 def gather_pages(buffer_pPGd: Tensor, table_BN: Tensor) -> Tensor:
-    """What each row's pages hold: [B, G, L, d], a view of a copy [B, L, G, d]."""
+    """Return the contents of each row's pages: [B, G, L, d], a view of a copy [B, L, G, d]."""
     flat = buffer_pPGd.view(buffer_pPGd.shape[0], -1).index_select(0, table_BN.flatten())
     return flat.view(table_BN.shape[0], -1, *buffer_pPGd.shape[2:]).transpose(1, 2)
 

@@ -85,7 +85,8 @@ def multiply(
 
 
 def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
-    """What tells the copy engine of both matrices, where it can fetch them."""
+    """Return the descriptors of both matrices for the copy engine; (None, None) where it cannot
+    fetch."""
     aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
     if not tile.engine or not aligned or not copy_engine_supports(x_MK.device):
         return None, None
@@ -175,7 +176,7 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
 
 
 def registers(tile: Tile) -> int:
-    """What a thread may use for the blocks to run at once."""
+    """Return the registers that a thread may use for the blocks to run at once."""
     return min(255, 65536 // (32 * tile.warps * tile.blocks) // 8 * 8)
 
 

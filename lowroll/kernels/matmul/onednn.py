@@ -21,7 +21,7 @@ Packed = tuple[Tensor, Tensor, Tensor]  # the weight in oneDNN's layout, its sca
 
 
 def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
-    """What `multiply` reads."""
+    """Return the packed matrix that `multiply` reads."""
     return (
         torch.ops.onednn.qlinear_prepack(codes_NK, None),
         scale_N.flatten(),

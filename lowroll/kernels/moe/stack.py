@@ -23,7 +23,7 @@ class Stack:
 
     @property
     def channels(self) -> int:
-        """Of one expert."""
+        """The output channels of one expert."""
         return self.codes_NK.shape[0] // self.num_experts
 
     @property

@@ -59,7 +59,7 @@ WARPS = 16
 
 @dataclass(frozen=True)
 class Filters:
-    """What each of B rows asks for. top_k_B: int64, V or more where off. top_p_B: float64, 1 where
+    """The filter settings of B rows. top_k_B: int64, V or more where off. top_p_B: float64, 1 where
     off. log_min_p_B: float64, -inf where off."""
 
     top_k_B: Tensor
@@ -67,19 +67,19 @@ class Filters:
     log_min_p_B: Tensor
 
     def first(self, rows: int) -> Filters:
-        """Of the first rows."""
+        """Return the filters of the first rows."""
         return Filters(self.top_k_B[:rows], self.top_p_B[:rows], self.log_min_p_B[:rows])
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays of B rows: floor_B float32, last_B int64."""
+    """The logits that B rows keep: floor_B float32, last_B int64."""
 
     floor_B: Tensor
     last_B: Tensor
 
     def mask(self, logits_BV: Tensor) -> Tensor:
-        """Whether each logit stays, bool [B, V]. NaN does."""
+        """Return whether each logit stays, bool [B, V]. NaN does."""
         ids_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
         floor_B1, last_B1 = self.floor_B[:, None], self.last_B[:, None]
         return ~((logits_BV < floor_B1) | ((logits_BV == floor_B1) & (ids_V > last_B1)))
@@ -92,7 +92,7 @@ def keep(
     greedy_B: Tensor | None = None,
     tiles: TileScores | None = None,
 ) -> Kept:
-    """What the filters leave of each row; a greedy row, and one without a distribution, keeps all.
+    """Filter each row; a greedy row, and one without a distribution, keeps all.
 
     logits_BV: any float dtype, rows contiguous or expanded. temperature_B: float32, None is 1.
     greedy_B: bool. tiles: of the same logits, with blocks, where they are made already: the masses

@@ -104,7 +104,7 @@ def temperature_of(temperature_ptr, greedy_ptr, row):
 
 @jit
 def row_of(largest_ptr, mass_ptr, row, tiles, factor, TILES: tl.constexpr):
-    """Of one row: the tiles' maxima, the row's, its shift, and the tiles' masses under that shift,
+    """Return one row's tile maxima, its maximum, its shift, and the tiles' masses under that shift,
     float64."""
     offs_c = tl.arange(0, TILES)
     max_c = tl.load(largest_ptr + row * tiles + offs_c, mask=offs_c < tiles, other=float("-inf"))

@@ -80,8 +80,8 @@ class Tensors:
         self.start = (torch.arange(sum(blocks), device=self.device) - firsts_of) * BLOCK
 
     def addresses(self, gradients: Sequence[Tensor]) -> Addresses:
-        """What a launch reads: an entry for every tensor and its gradient. Nothing waits for the
-        device.
+        """Return the table that a launch reads: an entry for every tensor and its gradient. Nothing
+        waits for the device.
 
         gradients: one a tensor, in order, all of float32 or all of the copies' dtype. ValueError
         for other dtypes."""

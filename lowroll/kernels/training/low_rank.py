@@ -37,7 +37,8 @@ def supports(rank: int, dtype: torch.dtype) -> Support:
 
 @dataclass(frozen=True)
 class Update:
-    """What gate_up lacks: low @ b', whose first `rank` columns are the gate's and the last are up's."""
+    """The update that gate_up lacks: low @ b', whose first `rank` columns are the gate's and the
+    last are up's."""
 
     low_TL: Tensor
     b_NL: Tensor

@@ -169,8 +169,8 @@ class Footprint:
 
 
 def footprint(policy: CachePolicy, prompt: int, response: int, page_size: int) -> Footprint:
-    """Of a prompt of so many tokens with responses of up to `response`, whose last token is never
-    stored.
+    """Return the footprint of a prompt of so many tokens with responses of up to `response`, whose
+    last token is never stored.
 
     A sample shares the base's pages until its first compaction. Shared pages are never edited, so
     from then on all of its pages are its own: where it evicts, sharing saves nothing at worst.

@@ -59,8 +59,8 @@ class _History:
 
 
 class CompactionRecorder:
-    """Of `slots` places of a model of so many layers and KV heads, where compactions leave at most
-    `most` keys. All is called in the order of the device's work.
+    """A recorder of compactions in `slots` places of a model of so many layers and KV heads, where
+    each leaves at most `most` keys. Methods are called in the order of the device's work.
 
     held_LSGK: the positions of the keys that a slot's last compaction left.
     """
@@ -76,14 +76,13 @@ class CompactionRecorder:
         self._untold: list[Callable[[], None]] = []  # what happened since `settle`, in order
 
     def begin(self, slots: Sequence[int]) -> None:
-        """A new prompt begins in each of these slots."""
+        """Begin a new prompt in each of these slots."""
         for slot in slots:
             self._num_held.pop(slot, None)
         self._untold.append(partial(self._begin, tuple(slots)))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """What is known of a source is known of its target too; all are read before one is
-        written."""
+        """Copy the record of each source to its target; all are read before one is written."""
         before = dict(self._num_held)
         for source, target in pairs:
             self._num_held[target] = before.get(source, 0)
@@ -91,7 +90,7 @@ class CompactionRecorder:
         self._untold.append(partial(self._copy, tuple(pairs)))
 
     def compacted(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
-        """Of each row the keys of these indices have stayed, equally many."""
+        """Record that each row has kept the keys of these indices, equally many."""
         widest = max(row.length for row in rows)
         together = max(1, MOST_TRACED // (self.layers * self.heads * widest))
         for first in range(0, len(rows), together):
@@ -105,7 +104,8 @@ class CompactionRecorder:
             happen()
 
     def evictions(self, slot: int | None) -> Evictions:
-        """What the sample in a slot lost so far; None: of a sample that was never compacted."""
+        """Return what the sample in a slot lost so far; None: of a sample that was never
+        compacted."""
         self.settle()
         if slot not in self._histories:
             return Evictions(self.layers, self.heads)
@@ -113,7 +113,7 @@ class CompactionRecorder:
         return pack_evictions(known.numbers_LGT, known.after)
 
     def _trace(self, rows: Sequence[Dropped], kept_LBGK: Tensor) -> None:
-        """Which positions have stayed, and which have gone."""
+        """Find the positions that have stayed, and those that have gone."""
         device = self.held_LSGK.device
         numbers = [(r.slot, r.length, r.position, self._num_held.get(r.slot, 0)) for r in rows]
         slots_B, *columns = upload(torch.tensor(numbers).t().contiguous(), device)

@@ -20,7 +20,7 @@ T = TypeVar("T", bool, int, float)
 
 @dataclass(frozen=True)
 class Option(Generic[T]):
-    """What a policy can be told: a switch, a whole number or a number, as its default is.
+    """An option of a policy: a switch, a whole number or a number, as its default is.
 
     stays: it counts keys of the budget that stay whatever their scores.
     """
@@ -32,7 +32,7 @@ class Option(Generic[T]):
     stays: bool = False
 
     def problem(self, value: object) -> str:
-        """What is wrong with a value; "" when nothing is."""
+        """Return what is wrong with a value; "" when nothing is."""
         if isinstance(self.default, bool):
             return "" if isinstance(value, bool) else f"expects true or false, got {value!r}"
         if isinstance(self.default, float):
