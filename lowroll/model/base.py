@@ -37,7 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class Base:
-    """What the file says."""
+    """The contents of `adapter_base.json`."""
 
     weights: str | None
     dtype: str
@@ -49,7 +49,7 @@ class Base:
 
     @property
     def rounds(self) -> bool:
-        """Whether the linear weights are other numbers than those that were read."""
+        """Return whether the linear weights are other numbers than those that were read."""
         return self.low_bit or self.weights not in (None, dense.of(getattr(torch, self.dtype)))
 
 
@@ -68,8 +68,8 @@ def write(base: Base, folder: Path) -> None:
 
 
 def read(folder: Path) -> Base | None:
-    """What an adapter folder states, if it does. ValueError names the file, and the key that has no
-    such value."""
+    """Read the base that an adapter folder states, if it does. ValueError names the file, and the
+    key that has no such value."""
     path = folder / FILE
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""What keeps a model from `Transformer.be_exact`.
+"""The conditions under which a model can be exact (`Transformer.be_exact`).
 
 Its rows have the same bits in any batch where every operation is one of `kernels.invariant`, or a
 product of codes whose sums are exact integers (INT8; on a CPU 4 bits, too).
@@ -39,7 +39,7 @@ def refuse(
 
 
 def why_not(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What keeps a model from being exact, with what could be; None when nothing does."""
+    """Return what keeps a model from being exact, with what could be; None when nothing does."""
     if device.type == "cpu" and not INTERPRETED:
         return _why_not_on_cpu(spec, device, dtype)
     found = tiled.supports_device(device) and tiled.supports_heads(

@@ -45,7 +45,7 @@ from lowroll.quant.formats import QTensor, get_format
 
 
 class Router(nn.Module):
-    """Which experts a token goes to, and how much each counts."""
+    """A router, which chooses a token's experts and how much each counts."""
 
     def __init__(self, spec: ModelSpec, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()

@@ -73,8 +73,8 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
 
 
 def tensor_headers(path: Path) -> Headers:
-    """What a safetensors file holds, from its header alone. ValueError names a file that is
-    damaged."""
+    """Read the shapes and dtypes of a safetensors file from its header alone. ValueError names a
+    file that is damaged."""
     size = regular(path, 1 << 62)
     try:
         with open(path, "rb") as file:

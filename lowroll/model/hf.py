@@ -254,7 +254,7 @@ def _batches(
 
 
 def _stored_names(part: str, shape: tuple[int, ...], layout: Layouts | None) -> dict[str, Header]:
-    """What the files hold for one HF tensor, by name."""
+    """Return the headers of what the files hold for one HF tensor, by name."""
     if layout is None or not is_linear(part):
         return {part: (shape, FLOATS)}
     module = part.removesuffix(".weight")
@@ -386,7 +386,7 @@ def _check_headers(
 
 
 def _wanted_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header]:
-    """What the files must hold, by HF tensor name."""
+    """Return the headers of what the files must hold, by HF tensor name."""
     wanted: dict[str, Header] = {}
     for _, parts, shape in hf_names(spec):
         for part in parts:

@@ -36,8 +36,8 @@ from lowroll.quant.formats import QTensor, float_product, get_format, multiplica
 
 
 class LearnerLinear(Linear):
-    """What it multiplies with follows from what it holds: an adapter, codes beside the weight, or
-    the weight alone."""
+    """A linear layer of the learner. What it multiplies with follows from what it holds: an
+    adapter, codes beside the weight, or the weight alone."""
 
     @property
     def codes(self) -> QTensor | None:

@@ -86,8 +86,8 @@ class Linear(nn.Module):
 
     @property
     def codes(self) -> QTensor | None:
-        """What the forward multiplies with in the format's own arithmetic; None: it multiplies with
-        the matrix that the weight stands for."""
+        """The codes that the forward multiplies with in the format's own arithmetic; None: it
+        multiplies with the matrix that the weight stands for."""
         raise NotImplementedError
 
     @property

@@ -183,12 +183,12 @@ def _room(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
 
 
 def _kept(hidden_TD: Tensor) -> int:
-    """Of how many chunks the forward pass keeps G."""
+    """Return the number of chunks of which the forward pass keeps G."""
     return KEPT if _wide(hidden_TD) else 0
 
 
 def _wide(x: Tensor) -> bool:
-    """Whether the device can give the float32 sums of half-precision products."""
+    """Return whether the device can give the float32 sums of half-precision products."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -171,7 +171,8 @@ def wanted(model: Transformer, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def are_whole_targets(lacking: Set[str], every: Set[str]) -> bool:
-    """Whether what an adapter lacks is all that there is of some targets, and not all."""
+    """Return whether an adapter lacks all that there is of some targets, but not of every
+    target."""
     targets = {name.split(".")[-3] for name in lacking}
     return lacking == {name for name in every if name.split(".")[-3] in targets} != every
 
@@ -202,7 +203,7 @@ def _names(linear: str, part: str) -> tuple[str, str]:
 
 
 def _shapes(model: Transformer, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """What a file must hold for an adapter, before there is one."""
+    """Return the shapes that a file must hold for an adapter, by name, before there is one."""
     found: dict[str, tuple[int, ...]] = {}
     for name, linear in model.linears():
         for part in (part for part in linear.parts if part in targets):

@@ -230,7 +230,8 @@ def write(tensors: dict[str, Tensor], target: Path) -> None:
 
 
 def _shards(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """What each file holds, in the order of the tensors."""
+    """Split the tensors into files, in their order, and return the tensors of each file by its
+    name."""
     parts: list[dict[str, Tensor]] = [{}]
     room = SHARD_BYTES
     for name, tensor in tensors.items():

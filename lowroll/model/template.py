@@ -197,8 +197,8 @@ def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) ->
 
 
 def _write(pipe: int, data: memoryview) -> memoryview:
-    """What is left after a piece went into the pipe. A child that ended is noticed by who reads
-    from it."""
+    """Write a piece to the pipe and return what is left. The reader of the pipe notices a child
+    that has ended."""
     try:
         return data[os.write(pipe, data) :]
     except BrokenPipeError:

@@ -94,7 +94,7 @@ def tojson(
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What a chat template may use."""
+    """Build the sandboxed environment of chat templates, with all that they may use."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )

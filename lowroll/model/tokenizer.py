@@ -67,7 +67,7 @@ def tokenizer_home(folder: str | Path) -> Path:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is one in the folder."""
+    """Return whether the folder has a tokenizer."""
     return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
@@ -129,8 +129,7 @@ def eos_id(folder: str | Path) -> int | None:
 
 
 class ChatTokenizer:
-    """What the orchestrator and the SFT need of a tokenizer: chat in, ids out, and the way back to
-    text.
+    """A tokenizer for the orchestrator and the SFT: chat in, ids out, and the way back to text.
 
     ValueError for a tokenizer without a chat template. Templates are rendered in a child with
     bounds (`model.template`). tool_format: how the model writes calls of tools (`tool_calls`); None:
@@ -222,12 +221,12 @@ class ChatTokenizer:
 
     @cached_property
     def _closing(self) -> str:
-        """What the template puts behind the last words of a conversation."""
+        """The text that the template puts behind the last words of a conversation."""
         return self._behind(_TURN, False)
 
     def _behind_calls(self, messages: list[Message], said: Message | None) -> str:
-        """What the template puts behind a turn with tool calls; "" for a turn without, and where
-        that is not to be told apart from how it shows the turn."""
+        """Return the text that the template puts behind a turn with tool calls; "" for a turn
+        without, and where it cannot be told apart from the rendering of the turn."""
         if said is None or not said.get("tool_calls"):
             return ""
         calls = [*_BEFORE, {"role": "assistant", "content": "", "tool_calls": said["tool_calls"]}]
@@ -236,14 +235,15 @@ class ChatTokenizer:
         return whole[cut:] if cut > 0 and whole.startswith(turn[:cut]) else ""
 
     def _is_end(self, turn: Turn) -> bool:
-        """Whether a turn ended by a token that stands for the template's end."""
+        """Return whether a turn ended with a token that stands for the template's end."""
         return isinstance(turn.stop_reason, int) and self._is_special(turn.stop_reason)
 
     def _is_special(self, token: int) -> bool:
         return bool(self.tokenizer.decode([token])) and not self.decode([token])
 
     def _behind(self, messages: list[Message], open_turn: bool) -> str:
-        """What the template puts behind the mark."""
+        """Return the text that the template puts behind the mark. ValueError when the template
+        drops the mark."""
         _, mark, behind = self.render(messages, open_turn).partition(_MARK)
         if not mark:
             raise ValueError(

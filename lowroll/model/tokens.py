@@ -57,7 +57,7 @@ class FileTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Of the token that ends a response."""
+        """The id of the token that ends a response."""
         text = self.special_tokens_map.get("eos_token")
         return None if text is None else self.backend.token_to_id(text)
 

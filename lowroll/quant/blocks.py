@@ -28,7 +28,7 @@ CODES = tuple(float(code) for code in range(16))
 
 
 class BlockFormat(WeightOnly):
-    """What the three have in common: groups of 32 with a float16 scale."""
+    """The base of the three formats: groups of 32 with a float16 scale."""
 
     group = GROUP
 

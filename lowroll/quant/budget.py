@@ -21,7 +21,7 @@ DEFAULT_FORMATS = ("nvfp4", EIGHT_BITS, OWN)  # of a budget that names none: 4, 
 
 @dataclass(frozen=True)
 class Budget:
-    """What the linear weights of the rollouts may cost. A bound of None is none."""
+    """The limits on the linear weights of the rollouts. A bound of None is none."""
 
     max_kl: float | None = None
     max_bits: float | None = None
@@ -34,7 +34,7 @@ class Budget:
         return self.formats or DEFAULT_FORMATS
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong with it: keys, and why."""
+        """Yield the invalid keys, and why they are invalid."""
         bounds = (self.max_kl, self.max_bits, self.max_bytes)
         if all(bound is None for bound in bounds):
             yield "max_kl", "a budget has max_kl, max_bits or max_bytes"

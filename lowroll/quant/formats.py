@@ -326,7 +326,8 @@ class Format(ABC):
         return None
 
     def headers_beside(self) -> dict[str, Header]:
-        """What a file holds for a matrix beside its stored tensors, by suffix."""
+        """Return the headers that a file holds for a matrix beside its stored tensors, by
+        suffix."""
         return {}
 
     def write_beside(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -443,8 +444,8 @@ def register_format(format: Format) -> None:
 
 @lru_cache(maxsize=1024)
 def _stored(format: Format, rows: int, columns: int) -> dict[str, Tensor]:
-    """What a format keeps of a matrix, on the meta device, where finding it out takes as long as
-    quantizing a small matrix."""
+    """Return the tensors that a format keeps of a matrix, on the meta device. Finding them takes as
+    long as quantizing a small matrix."""
     return format.encode(torch.empty((rows, columns), device="meta"))
 
 

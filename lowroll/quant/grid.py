@@ -68,14 +68,14 @@ class Gridded(Format):
 
     @abstractmethod
     def scales(self, w_NK: Tensor, stretch_NG: Stretch = 1.0) -> dict[str, Tensor]:
-        """What is kept beside the codes of a finite matrix. stretch: of the range that the codes of
-        a group cover; 1: that of its weights."""
+        """Return the tensors kept beside the codes of a finite matrix. stretch: of the range that
+        the codes of a group cover; 1: that of its weights."""
 
     @abstractmethod
     def codes(self, w_NK: Tensor, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The codes of the nearest values under these scales."""
+        """Return the codes of the nearest values under these scales."""
 
     @abstractmethod
     def grid(self, scales: dict[str, Tensor], shape: tuple[int, int]) -> Grid:
-        """What a matrix [N, K] can become under these scales. ValueError where a row ends within a
-        group that the next one shares."""
+        """Return the values that a matrix [N, K] can have under these scales. ValueError where a
+        row ends within a group that the next one shares."""

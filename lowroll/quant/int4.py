@@ -59,7 +59,7 @@ def unpack_words(words: Tensor, num_in: int) -> Tensor:
 
 
 class Words(Gridded):
-    """What int4 in words has in common: files hold the matrix' shape beside it."""
+    """The base of the int4 formats in words: files hold the matrix' shape beside it."""
 
     group = GROUP
     fallback = EIGHT_BITS

@@ -69,7 +69,7 @@ class StoredLayout:
     rotated: dict[str, int] = field(default_factory=dict)
 
     def of(self, module: str) -> StoredLayout | None:
-        """That of a module; None: it is dense."""
+        """Return the layout of a module; None: it is dense."""
         return self
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
@@ -102,8 +102,8 @@ class StoredLayout:
         return QTensor(self.format, shape, tensors | form.read_beside(shape, stored))
 
     def encode(self, q: QTensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a file holds for a matrix, by suffix. dtype: the model's, which bitsandbytes
-        dequantizes to."""
+        """Return the tensors that a file holds for a matrix, by suffix. dtype: the model's, which
+        bitsandbytes dequantizes to."""
         stored = {
             suffix: t.contiguous()
             for name, t in q.tensors.items()
@@ -127,7 +127,7 @@ class MixedLayout:
     rotated: dict[str, int]
 
     def of(self, module: str) -> StoredLayout | None:
-        """That of a module; None: it is dense."""
+        """Return the layout of a module; None: it is dense."""
         return None if module in self.ignored else self.named.get(module, self.rest)
 
     @property

@@ -116,7 +116,7 @@ class NormalFloat4(Gridded, WeightOnly):
         return {"weight.quant_map": LEVELS}
 
     def state(self, shape: tuple[int, int], **more: str) -> dict[str, Any]:
-        """What the JSON of a matrix must say, and more."""
+        """Return the fields that the JSON of a matrix must have, and more."""
         return {"quant_type": TYPE, "blocksize": BLOCK, **more, "shape": list(shape)}
 
     def describe(self, dtype: torch.dtype, routers: bool) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class NormalFloat4(Gridded, WeightOnly):
         return maps | {STATE: _as_bytes(said | self.write_offset(q))}
 
     def write_offset(self, q: QTensor) -> dict[str, Any]:
-        """What the JSON of a matrix says of its values."""
+        """Return the JSON fields for the offset of a matrix; {} where it has none."""
         return {}
 
     def read_beside(self, shape: tuple[int, int], stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ class NormalFloat4(Gridded, WeightOnly):
         return self.read_offset(torch.tensor([offset], device=stored[STATE].device))
 
     def read_offset(self, offset_1: Tensor) -> dict[str, Tensor]:
-        """Stored tensors that the JSON holds."""
+        """Return the stored tensors that the JSON holds."""
         return {}
 
 

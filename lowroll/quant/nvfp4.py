@@ -89,5 +89,5 @@ def _global(amax_1: Tensor) -> Tensor:
 
 
 def _multiplier(scale_NG: Tensor, global_1: Tensor) -> Tensor:
-    """What a code of each block is multiplied with: float32 [N, G, 1]."""
+    """Return the factor of each block's codes: float32 [N, G, 1]."""
     return (scale_NG.float() / global_1[:, None])[..., None]

@@ -48,7 +48,7 @@ class PackedWeights:
     offset: int = 0
 
     def of(self, module: str) -> PackedWeights:
-        """That of a module."""
+        """Return the layout of a module."""
         return self
 
     @property
@@ -60,7 +60,7 @@ class PackedWeights:
 
     @property
     def words(self) -> str:
-        """What it is, for people."""
+        """The layout in words for people."""
         group = "one group a row" if self.size == -1 else f"groups of {self.size}"
         order = "" if self.ordered else ", columns in another order"
         return f"{self.method} ({self.bits} bits, {group}{order})"
