@@ -49,8 +49,8 @@ from lowroll.quant.table import is_dense
 
 @dataclass(frozen=True)
 class Rollouts:
-    """All that `auto` looks at: how the rollouts are made cheap, and what the learner shares with
-    them."""
+    """The properties that `auto` looks at: how the rollouts are made cheap, and what the learner
+    shares with them."""
 
     weights: str  # two formats are "nvfp4+fp8"
     truncated: tuple[

@@ -61,6 +61,6 @@ def critic_problems(
 
 
 def critic_notes(algorithm: str, critic: CriticConfig) -> Iterator[str]:
-    """A changed section that nobody reads."""
+    """Warn of a changed section that has no effect."""
     if not ALGORITHMS[algorithm].has_critic and critic != CriticConfig():
         yield f"critic: no effect, the algorithm is {algorithm}"

@@ -39,7 +39,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a value was written: "run.yaml:8" (or "override"), and under which name."""
+    """The place where a value was written, "run.yaml:8" (or "override"), and its name there."""
 
     where: str
     key: str

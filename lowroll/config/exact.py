@@ -1,5 +1,5 @@
-"""What `rollout.exact` cannot be beside. The model and the machine are looked at when a run starts
-(`model.exact`)."""
+"""The settings that `rollout.exact` cannot be combined with. The model and the machine are looked
+at when a run starts (`model.exact`)."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class KvConfig(Section):
         return self.policy != "dense"
 
     def resolved(self) -> KvConfig:
-        """With the policy's defaults filled in."""
+        """Return a copy with the policy's defaults filled in."""
         return KvConfig(policy=self.policy, dtype=self.dtype, **filled(self.policy, self.options))
 
     def another(self, name: str) -> KvConfig:

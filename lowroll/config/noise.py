@@ -24,7 +24,7 @@ class NoiseConfig(Section):
 
 
 def noise_problems(noise: NoiseConfig | None) -> Iterator[Problem]:
-    """A course that cannot begin or end where it is told to."""
+    """Yield the problem of a schedule that cannot begin or end where it should."""
     if (
         noise is not None
         and noise.schedule == "exponential"

@@ -1,4 +1,4 @@
-"""What a relative path in a configuration is relative to.
+"""The folders to which a relative path in a configuration is relative.
 
 What a run reads (models, environments' files and those that their arguments name, demonstrations)
 is looked for beside the YAML file that names it, then in the working directory; what an override or
@@ -72,8 +72,8 @@ def _replace(
 
 
 def _folders(document: Document, path: Path) -> list[FilePath]:
-    """Where a path that was written here may begin: beside the file, and in the working
-    directory."""
+    """Return the folders where a path that was written here may begin: beside the file, and the
+    working directory."""
     mark = document.mark(path)
     here = FilePath.cwd()
     if mark is None or mark.where == "override":

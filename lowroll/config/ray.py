@@ -60,6 +60,6 @@ def ray_problems(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def ray_notes(cfg: RunConfig) -> Iterator[str]:
-    """A changed section that nobody reads."""
+    """Warn of a changed section that has no effect."""
     if cfg.launcher != "ray" and cfg.ray != RayConfig():
         yield f"ray: no effect, launcher is {cfg.launcher}"

@@ -23,8 +23,8 @@ Whole = Annotated[int, Field(ge=0)]
 
 
 class AsynchronyConfig(Section):
-    """How far the rollouts may lag behind the learner, in steps. Version v of the weights is that
-    after step v; batch n is drawn from version n - 1 - max_async_level on."""
+    """The lag of the rollouts behind the learner, in steps. Version v of the weights is that after
+    step v; batch n is drawn from version n - 1 - max_async_level on."""
 
     max_async_level: Whole = 0  # steps that the rollouts may lag behind the learner
     # exactly that version: no newer one is taken before its turn
@@ -48,7 +48,7 @@ class ElasticConfig(Section):
 
 
 class ClientConfig(Section):
-    """How the orchestrator reaches its engines."""
+    """The connection of the orchestrator to its engines."""
 
     base_url: Annotated[tuple[Url, ...], Strict(False)] = ()  # []: the launcher's own
     timeout: Positive = 1200.0  # seconds that one request may take
@@ -58,7 +58,7 @@ class ClientConfig(Section):
 
 
 class RolloutTransportConfig(Section):
-    """How batches get from the orchestrator to the trainer."""
+    """The transport of batches from the orchestrator to the trainer."""
 
     # by files of the run's folder, or by a socket
     type: Literal["filesystem", "zmq"] = "filesystem"
@@ -68,7 +68,7 @@ class RolloutTransportConfig(Section):
 
 
 class WeightBroadcastConfig(Section):
-    """How weights get from the trainer to the engines."""
+    """The transport of weights from the trainer to the engines."""
 
     type: Literal["filesystem", "nccl", "cuda_ipc"] = "filesystem"  # by files, or from GPU to GPU
     host: Text = "localhost"  # nccl: where the ranks meet
@@ -77,7 +77,7 @@ class WeightBroadcastConfig(Section):
 
 
 class ServeConfig(Section):
-    """Where the engine listens, for the role `serve`."""
+    """The address at which the engine listens, for the role `serve`."""
 
     host: Text = "127.0.0.1"  # address to listen at; one that others reach takes a token
     port: FreePort = 8000  # 0: one that is free
@@ -170,7 +170,7 @@ def one_process_notes(cfg: RunConfig) -> list[str]:
 
 
 def role_notes(cfg: RunConfig) -> Iterator[str]:
-    """Settings that nobody reads, or that deserve a second look."""
+    """Yield the settings that have no effect, or that deserve a second look."""
     level = cfg.asynchrony
     if level.strict_async_level and level.max_async_level == 0:
         yield "asynchrony.strict_async_level: no effect at max_async_level 0, which is strict"

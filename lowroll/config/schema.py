@@ -92,8 +92,8 @@ class TemperatureConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How the engine samples. `weights` is the format of its linear weights; `dense` is the run's
-    own dtype."""
+    """The engine and its sampling. `weights` is the format of its linear weights; `dense` is the
+    run's own dtype."""
 
     engine: EngineName = "native"  # whose rollouts: lowroll's own engine's, or vLLM's
     vllm: VllmConfig = VllmConfig()  # read by engine: vllm alone

@@ -1,5 +1,5 @@
-"""What the sections of a configuration share: the strict model, the plain types, and validators
-that refuse by name."""
+"""The common parts of the configuration's sections: the strict model, the plain types, and
+validators that refuse by name."""
 
 from __future__ import annotations
 
@@ -123,5 +123,5 @@ class Section(BaseModel):
 
     @classmethod
     def table_keys(cls) -> list[str]:
-        """Keys that a table of another room has, beside the fields."""
+        """The keys that a table of another package has, beside the fields."""
         return []

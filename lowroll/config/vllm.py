@@ -108,8 +108,7 @@ Url = Annotated[Text, AfterValidator(_url)]
 
 
 class VllmConfig(Section):
-    """How vLLM is started, or where it runs; read by rollout.engine: vllm alone. Times in
-    seconds."""
+    """The start of vLLM, or its address; read by rollout.engine: vllm alone. Times in seconds."""
 
     # of a server that runs already, or unix:/path/of/its/socket; null: one is started, and ended
     url: Url | None = None
@@ -271,6 +270,6 @@ def _section_problems(cfg: RunConfig) -> Iterator[Problem]:
 
 
 def vllm_notes(engine: str, vllm: VllmConfig) -> Iterator[str]:
-    """A changed section that nobody reads."""
+    """Warn of a changed section that has no effect."""
     if engine != "vllm" and vllm != VllmConfig():
         yield f"rollout.vllm: no effect, rollout.engine is {engine}"

@@ -1,5 +1,5 @@
-"""What the keys of the three files become where it is not their value as it stands: the settings of
-a run, a number for each."""
+"""The conversion of keys of the three files that are not copied as they stand: the settings of a
+run, a number for each."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def disagreements(files: Files) -> Iterator[str]:
 
 
 def settings(files: Files, role: str) -> Iterator[Setting]:
-    """Everything that is not copied. role: of a process that has one file alone, else ""."""
+    """Yield every setting that is not copied. role: of a process that has one file alone, else
+    ""."""
     yield from _lengths(files)
     yield from _switches(files)
     yield from _precision(files)
@@ -220,7 +221,7 @@ def _evaluation(orch: File) -> Iterator[Setting]:
 
 
 def _processes(files: Files, role: str) -> Iterator[Setting]:
-    """Where the processes meet, and how far they may part."""
+    """Yield where the processes meet, and how far they may part."""
     train, infer, orch = (files[section] for section in SECTIONS)
     for target, (first, key), (second, other) in (
         (

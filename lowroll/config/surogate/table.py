@@ -1,4 +1,4 @@
-"""Where each key of the Surogate document acts, and what is otherwise here.
+"""The table of the Surogate document's keys: where each acts, and what is otherwise here.
 
 A key that `schema.py` refuses (`only`) has no row: its reason stands there. `docs/configuration.md`
 is made of both; a test holds every key to one of them, and changes each to see that it acts.
