@@ -1,4 +1,4 @@
-"""What the rest of the house asks of a rollout engine, in this process or at the end of a wire.
+"""The interface of a rollout engine, in this process or on a server.
 
 Runs, evaluation and diagnosis know `Engine` and nothing behind it: what it can do is said by
 `capabilities`, what it holds and has done by `stats()`, and which policy it draws from by

@@ -1,6 +1,6 @@
-"""What the host does to logits before each token: it adds a request's own bias and its presence and
-frequency penalties, which go by the tokens of the response so far, and holds it to its grammar.
-Arithmetic alone, for the scheduler too: no torch."""
+"""The changes that the host makes to logits before each token: it adds a request's own bias and its
+presence and frequency penalties, which go by the tokens of the response so far, and constrains it
+to its grammar. Arithmetic alone, for the scheduler too: no torch."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Grammars:
         self._lock = Lock()
 
     def compile(self, text: str) -> Grammar:
-        """A grammar for a request. ValueError says where the text is wrong."""
+        """Compile a grammar for a request. ValueError says where the text is wrong."""
         with self._lock:
             compiled = self._kept.get(text)
         if compiled is None:
@@ -140,7 +140,7 @@ def held(logits_BV: Tensor, rows: Iterable[tuple[int, Grammar, int, Many[int]]])
 
 
 def _common(seen: Many[int], now: Many[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the number of tokens with which both begin."""
     most = min(len(seen), len(now))
     if seen[:most] == now[:most]:
         return most

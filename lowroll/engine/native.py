@@ -81,14 +81,14 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def _device_of(model: Transformer | str | Path, device: str | torch.device) -> torch.device:
-    """Return the device of an engine: a loaded model's, where none is asked for."""
+    """Return the device of an engine: by default that of a loaded model."""
     if isinstance(model, Transformer) and str(device) == "auto":
         device = model.device
     return pick_device(device)
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Return what an engine computes in where nobody says it."""
+    """Return the default dtype that an engine computes in."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -495,7 +495,7 @@ class NativeEngine:
         self.pool.clear_prefixes()
 
     def close(self) -> None:
-        """Nothing: its memory goes with it."""
+        """Do nothing: the engine's memory is freed with it."""
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -718,8 +718,8 @@ class NativeEngine:
 def policy_bytes(
     kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
 ) -> int:
-    """Device memory that a cache policy takes beside the cache: its own state, and what is kept to
-    say which keys it drops."""
+    """Return the device memory that a cache policy takes beside the cache: its own state, and the
+    records of the keys that it drops."""
     recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
     return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
 
@@ -749,8 +749,8 @@ def _policy_or_dense(
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that the device (the machine, for a CPU) could give now; None where the system does not
-    say."""
+    """Return the bytes that the device (the machine, for a CPU) could give now; None where the
+    system does not say."""
     if device.type == "cuda":
         # what torch holds and nobody uses
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""What a request has come to, and what its keys were made under: the nouns that leave the
+"""The results of a request and the behavior that its keys were made under: the types that leave the
 scheduler."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which pieces of prompts run together."""
+"""The choice of pieces of prompts that run together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request at the engine's door: what is refused, and which noise it owns.
+"""Checks of a request at the engine: what is refused, and which noise it owns.
 
 `validate` refuses with one ValueError that names the field, before the engine has changed anything.
 
@@ -153,7 +153,8 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 
 def _check_choice(request: Request, vocab_size: int, eos_ids: Collection[int]) -> None:
-    """A row without a token to draw fails the whole step, with all that others asked for."""
+    """Raise ValueError when no token can be drawn: such a row fails the whole step, with all others
+    in it."""
     most = len(request.stop_ids) + len(eos_ids)
     if request.min_tokens and most >= vocab_size <= len({*request.stop_ids, *eos_ids}):
         raise ValueError(

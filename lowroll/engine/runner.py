@@ -371,6 +371,7 @@ class Runner:
 
 
 def _table(pages: list[list[int]]) -> Tensor:
-    """Page tables as one int32 tensor; what a row lacks is page 0, which nobody reads there."""
+    """Return page tables as one int32 tensor; what a row lacks is page 0, which is not read
+    there."""
     widest = max(len(row) for row in pages)
     return torch.tensor([row + [0] * (widest - len(row)) for row in pages], dtype=torch.int32)

@@ -59,7 +59,7 @@ RANKED_ROWS = 64  # rows whose tokens are put in order at a time
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How B rows draw from their logits, on the device. It stays right for as long as the rows are
+    """The sampling settings of B rows, on the device. They stay right for as long as the rows are
     the same sequences in the same order."""
 
     keys_B: Tensor  # int64, the bits of the 64-bit noise keys
@@ -122,14 +122,15 @@ def distribution(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
 
 
 def shaped(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Logits after the penalties, the bans, the bias and the grammar of the next token of each sequence,
-    float32; what comes in is left unchanged, and comes out where no row asks."""
+    """Return the logits after the penalties, the bans, the bias and the grammar of the next token
+    of each sequence, float32. The input is left unchanged, and is returned where no row needs a
+    change."""
     return by_host(_banned(_penalised(logits_BV, sequences), sequences), sequences)
 
 
 def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Logits after what the host alone does: steps 2b and 2c. What comes in is left unchanged, and
-    comes out where no row asks."""
+    """Return the logits after what the host alone does: steps 2b and 2c. The input is left
+    unchanged, and is returned where no row needs a change."""
     rows = [
         (row, s.group.grammar, s.sample, s.token_ids)
         for row, s in enumerate(sequences)
@@ -139,9 +140,9 @@ def by_host(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Ten
 
 
 def _biased(logits_BV: Tensor, sequences: Many[Sequence | DrawnPosition]) -> Tensor:
-    """Logits with the bias of each request, and less its presence and frequency penalties of the
-    tokens of the response, float32; what comes in is left unchanged, and comes out where no row
-    asks."""
+    """Return the logits with the bias of each request, and less its presence and frequency
+    penalties of the tokens of the response, float32. The input is left unchanged, and is returned
+    where no row needs a change."""
     added = [(row, biases_of(s)) for row, s in enumerate(sequences) if is_biased(s)]
     rows_N, ids_N = _pairs_of([(row, list(of)) for row, of in added if of], logits_BV.device)
     if rows_N is None or ids_N is None:
@@ -212,7 +213,8 @@ class TopLogprobs:
     def told(
         self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
     ) -> list[list[list[tuple[int, float]]] | None]:
-        """For each row its pairs of id and log-prob at each step, None for a row that does not ask.
+        """Return for each row its pairs of id and log-prob at each step, None for a row that asks
+        for none.
 
         Of the token that was drawn there it is the log-prob that was recorded, which on a GPU another
         kernel has summed: they are one number.

@@ -147,8 +147,8 @@ class Scheduler:
         return sum(len(group.waiting) for group in self._waiting)
 
     def set_behavior(self, behavior: BehaviorTag) -> None:
-        """From now on tokens are drawn as `behavior` says. Pages of another behaviour are never
-        served again."""
+        """Draw tokens as `behavior` says from now on. Pages of another behaviour are never served
+        again. ValueError when `behavior.policy` is empty."""
         if not behavior.policy:
             raise ValueError(
                 "behavior.policy: empty; its last span must name the version and digest of the "

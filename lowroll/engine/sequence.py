@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Where the last token stands. A decode row runs that token and stores its K/V there."""
+        """The position of the last token. A decode row runs that token and stores its K/V there."""
         return self.length - 1
 
     @property
@@ -139,8 +139,8 @@ class Check:
 
 @dataclass(frozen=True)
 class DrawnPosition:
-    """Where one token of a check is drawn: the sample, as it is once it has drawn the first `count`
-    of `tokens`."""
+    """The position where one token of a check is drawn: the sample, as it is once it has drawn the
+    first `count` of `tokens`."""
 
     sequence: Sequence
     tokens: list[int]
@@ -183,7 +183,7 @@ class DrawnPosition:
 
 
 def places_of(check: Check) -> list[DrawnPosition]:
-    """Where its tokens are drawn, in order."""
+    """Return the positions where a check's tokens are drawn, in order."""
     first = len(check.sequence.token_ids)
     tokens = check.sequence.token_ids + check.ids[1:]
     return [DrawnPosition(check.sequence, tokens, first + i) for i in range(len(check.ids))]

@@ -1,4 +1,4 @@
-"""Where a sample stops of its own: at a stop id, or at a stop string in its text."""
+"""The ends of a sample by its own tokens: at a stop id, or at a stop string in its text."""
 
 from __future__ import annotations
 

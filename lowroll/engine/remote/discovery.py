@@ -1,4 +1,4 @@
-"""Engines by a name in DNS: whom it leads to is asked again and again.
+"""The discovery of engines by a name in DNS, which is resolved again and again.
 
 An address that appears is a new engine; one that is not told any more gets no new requests. A
 question that fails changes nothing: health says who is there.
@@ -42,7 +42,7 @@ class Elastic:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a name. OSError when it has none, or nobody answers."""
+    """Return the addresses of a name. OSError when it has none, or no resolver answers."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({str(place[0]) for *_, place in found})
 

@@ -281,11 +281,12 @@ class BlockingHttpClient:
             self._thread.join(timeout=MARGIN)
 
     def get(self, path: str, what: str, **cost: Any) -> Any:
-        """The JSON of a GET. ServerError says what was waited for."""
+        """Return the JSON of a GET. ServerError says what was waited for."""
         return self.ask(HttpCall("GET", path, what, again=True, **cost))
 
     def post(self, path: str, body: Any, what: str, **cost: Any) -> Any:
-        """The JSON of a POST (its text, where it is none), sent once unless `again` says else."""
+        """Return the JSON of a POST (its text, where it is none), sent once unless `again` says
+        else."""
         return self.ask(HttpCall("POST", path, what, body, **cost))
 
     def ask(self, call: HttpCall) -> Any:

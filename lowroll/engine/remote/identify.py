@@ -40,7 +40,8 @@ async def connect_server(
 
 
 def facts(server: EngineServer) -> Mapping[str, Any]:
-    """Return what all engines of a pool must agree in, by the name that an error says."""
+    """Return the facts on which all engines of a pool must agree, by the name that an error
+    uses."""
     able, behavior = server.dialect.capabilities, server.dialect.behavior
     return {
         "kind of server": type(server).__name__.removesuffix("Server").lower(),

@@ -1,5 +1,5 @@
-"""How lowroll's own server is asked. It heeds what the engine behind it heeds, draws the same noise
-for the same id and seed, and says of each sample which policy it was drawn from."""
+"""A client of lowroll's own server. The server supports what the engine behind it supports, draws
+the same noise for the same id and seed, and says of each sample which policy it was drawn from."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LowrollDialect:
         return body
 
     def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
-        """The body that asks for the log-probs of a prompt."""
+        """Return the request body for the log-probs of a prompt."""
         return {
             "model": self.model,
             "prompt": list(ids),
@@ -181,7 +181,7 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
 
 
 def _size(stated: Any) -> int | None:
-    """A number; servers before it was told say nothing."""
+    """Return a number; None from servers of before it was stated."""
     return None if stated is None else int(stated)
 
 

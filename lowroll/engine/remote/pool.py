@@ -178,7 +178,7 @@ class EnginePool:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what may be asked of every engine."""
+        """Return the features that every engine supports."""
         return self._dialect().capabilities
 
     @property
@@ -460,7 +460,7 @@ class EnginePool:
         self._loop.call_soon_threadsafe(self._meet, urls)
 
     def _meet(self, urls: list[str]) -> None:
-        """New engines are met; those that are not told any more get no new requests."""
+        """Connect to new engines; engines that are no longer listed get no new requests."""
         for replica in self._replicas:
             if not replica.named:
                 replica.leaving = replica.url not in urls

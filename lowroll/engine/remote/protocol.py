@@ -30,8 +30,8 @@ ALL = 0.999  # of a distribution, as far as rounding tells
 
 
 def body_of(request: Request, model: str, *, seed: int, stop_ids: list[int]) -> dict[str, Any]:
-    """The body that asks for a request's rollouts. Every setting of the sampler is stated: a server
-    fills what is left out from a file of the model's.
+    """Return the request body for a request's rollouts. Every setting of the sampler is stated: a
+    server fills what is left out from a file of the model's.
 
     stop_ids: all that end a response, the model's own among them, unless the request ignores them.
     """
@@ -153,7 +153,7 @@ class ResponseAssembler:
             self.samples[index].stated = stated
 
     def group(self, origin: Origin) -> Group:
-        """All of it, once every sample has ended."""
+        """Return the whole group, once every sample has ended."""
         for i, sample in enumerate(self.samples):
             self._check_end(i, sample)
         return self._group(origin)

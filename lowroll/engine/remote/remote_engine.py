@@ -104,7 +104,7 @@ class RemoteEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what a caller may ask, known from the probe at the start."""
+        """Return the supported features, known from the probe at the start."""
         return self.dialect.capabilities
 
     @property
@@ -325,7 +325,7 @@ class RemoteEngine:
         self.client.post("/reset_prefix_cache", {}, "reset_prefix_cache")
 
     def release(self, in_flight: InFlight = "keep") -> None:
-        """Nothing: the memory of the cache is the server's, which keeps it. RuntimeError while
+        """Do nothing: the memory of the cache is the server's, which keeps it. RuntimeError while
         requests are in flight."""
         if self._flights:
             raise RuntimeError("release: requests are in flight; finish or abort them first")

@@ -221,7 +221,8 @@ class Replica:
         return self.server.in_flight and not self.owner.versions.settled.is_set()
 
     async def take(self, broadcast: Published) -> HeldPolicy:
-        """Have it take weights. ServerError when it does not, or says that it took others."""
+        """Have the engine take weights. ServerError when it does not, or says that it took
+        others."""
         assert self.server is not None
         async with self._taking:
             in_use = {flight.arrivals.model for flight in self.flights}
@@ -300,8 +301,8 @@ class Replica:
         self.version = known.held.version
 
     async def _check_logprobs(self) -> None:
-        """ServerError when it has other log-probs than an engine that works. Without one that can
-        say there is nothing to compare."""
+        """Raise ServerError when the engine has other log-probs than one that works. Without one
+        that can score there is nothing to compare."""
         witness = self.owner.witness(self)
         assert self.server is not None
         if witness is None or witness.server is None or not self.server.scores:
@@ -319,7 +320,7 @@ class Replica:
         canary.compare(mine, theirs, witness.url)
 
     async def _watch(self) -> str:
-        """Why it has to be fenced."""
+        """Watch the engine until it has to be evicted, and return why."""
         clock = asyncio.get_running_loop().time
         heartbeat_s = self.terms.heartbeat_s
         heard = moved = knew = clock()

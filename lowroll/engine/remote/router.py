@@ -153,7 +153,7 @@ class RequestRouter:
         return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
 
     def _learn(self, flight: InFlightRequest, group: Group) -> None:
-        """Remember who drew a request, and how long its samples were."""
+        """Remember which engine drew a request, and how long its samples were."""
         request = flight.entry.request
         drawn = sum(len(one.token_ids) for one in group.rollouts)
         self._share += LEARNED * (drawn / (request.n * request.max_tokens) - self._share)
@@ -202,7 +202,8 @@ class RequestRouter:
         self.dispatch()
 
     async def _believe(self, flight: InFlightRequest, group: Group) -> None:
-        """ServerError when it was drawn from another version than its engine was told."""
+        """Raise ServerError when a group was drawn from another version than its engine had been
+        sent."""
         spoken = self.versions.problem(group, flight.sent)
         if spoken is not None and not self.versions.settled.is_set():
             await happens_within(self.versions.settled, self.terms.update_s)
@@ -211,7 +212,7 @@ class RequestRouter:
             raise ServerError(f"{flight.arrivals.what}: {flight.replica.url}: {spoken}")
 
     def _over(self, flight: InFlightRequest) -> bool:
-        """Take a flight out; False when nobody waits for it any more."""
+        """Remove a request in flight; return False when nothing waits for it any more."""
         if self._flights.get(flight.entry.handle) is not flight:
             flight.replica.counts.late += 1
             return False

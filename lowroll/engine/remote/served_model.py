@@ -1,4 +1,5 @@
-"""What a model folder says of the model that a vLLM serves from it. Imports torch: not at start."""
+"""The facts in a model folder about the model that a vLLM serves from it. Imports torch: not at
+start."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class ServedModel:
 
 
 def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
-    """dtype_name: that the server computes in; default the folder's. ValueError as the readers of
-    folders say."""
+    """Read a served model's facts from its folder. dtype_name: that the server computes in; default
+    the folder's. ValueError as the readers of folders raise it."""
     config = read_config(folder)
     spec = read_spec(folder)
     name = dtype_name or str(config.get("dtype") or config.get("torch_dtype") or "float32")

@@ -1,5 +1,5 @@
-"""What a pool asks of a server beside rollouts: its health, its progress, the policy that it draws
-from, and to take another. `lowroll_server` and `vllm_server` implement it.
+"""The interface of a server for a pool, beside rollouts: its health, its progress, the policy that
+it draws from, and taking another. `lowroll_server` and `vllm_server` implement it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Dialect(Protocol):
     vocab_size: int
 
     def check(self, request: Request) -> None:
-        """ValueError names a field that this server does not heed."""
+        """Check a request. ValueError names a field that this server does not support."""
         ...
 
     def stop_ids(self, request: Request) -> list[int] | None:
@@ -36,7 +36,8 @@ class Dialect(Protocol):
     def body(self, request: Request) -> dict[str, Any]: ...
 
     def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
-        """The body that asks for a prompt's log-probs. ValueError for what it cannot score."""
+        """Return the request body for a prompt's log-probs. ValueError for what the server cannot
+        score."""
         ...
 
     def tag(

@@ -78,7 +78,7 @@ class Verifier:
 
 
 def text(vocab_size: int, context_length: int) -> list[int]:
-    """Token ids that say nothing, for log-probs to be asked of."""
+    """Return meaningless token ids whose log-probs can be requested."""
     count = min(TOKENS, context_length - 1)
     return [(7919 * (i + 1) + i * i * 104729) % vocab_size for i in range(count)]
 

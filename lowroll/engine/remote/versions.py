@@ -1,5 +1,5 @@
-"""Which versions the engines of a pool have been told to draw from, and with which digests they all
-acknowledged them: what an answer says of itself is held against that."""
+"""The versions sent to the engines of a pool, and the digests with which they all acknowledged
+them: the policy that an answer states is checked against those."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Superseded(Exception):
 
 
 class PolicyVersions:
-    """On the pool's loop alone.
+    """The versions of the policy in a pool; used on the pool's loop alone.
 
     newest: what every engine takes before it works; None while all draw from what they began with.
     settled: set while no version is being agreed on.
@@ -36,8 +36,8 @@ class PolicyVersions:
         self._agreed: dict[int, frozenset[str]] = {}
 
     def begin(self, broadcast: Published) -> bool:
-        """From now on engines are told this one. Returns whether it takes the place of something
-        that is newer or called the same."""
+        """Begin a broadcast, which engines are sent from now on. Returns whether it takes the place
+        of something that is newer or called the same."""
         back = self.held is not None and broadcast.version <= self.held.version
         for version in [v for v in self._agreed if v >= broadcast.version]:
             del self._agreed[version]
@@ -46,7 +46,7 @@ class PolicyVersions:
         return back
 
     def settle(self, held: HeldPolicy) -> None:
-        """All have acknowledged it, or were fenced."""
+        """Settle a version that all engines have acknowledged, but for evicted ones."""
         self.held = held
         self._agreed[held.version] = held.digests
         while len(self._agreed) > MOST:

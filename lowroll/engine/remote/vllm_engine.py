@@ -346,13 +346,14 @@ class VllmEngine(RemoteEngine):
         self._verifier.check(learner, held, update.version)
 
     def _order(self, path: str, body: object, what: str) -> None:
-        """A control route that says nothing when it has done its work."""
+        """Call a control route, whose answer is empty when it has done its work."""
         self.found.needs(what, path.partition("?")[0])
         self.client.ask(HttpCall("POST", path, what, body, self.request_s))
 
 
 def _folder(url: str, named: str | Path) -> Path:
-    """Where the model of a server can be read on this machine."""
+    """Return the folder on this machine that holds the model of a server. ValueError when it is not
+    readable here."""
     try:
         place = resolve(named, weights=False, connect=False).resolve()
     except ValueError:

@@ -39,8 +39,8 @@ def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
 
 
 def write_model(update: WeightUpdate, folder: Path, base: Path, dtype: torch.dtype) -> Path:
-    """The model of a full update as a new folder in the format of `base`, whose dense parts are in
-    `dtype`. ValueError as `weights.receive` says."""
+    """Write the model of a full update as a new folder in the format of `base`, whose dense parts
+    are in `dtype`. ValueError as `weights.receive` raises it."""
     spec = spec_from_config(read_config(base))
     format = hf.low_bit_format(base)
     if format is None:

@@ -1,4 +1,4 @@
-"""What the vLLM at an address is and can do, asked before the first request.
+"""A probe of the vLLM at an address, what it is and can do, before the first request.
 
 Versions 0.20 and newer are known; what one of them can do is read from its own description
 (/openapi.json) and from what it answers, not from its number. `Vllm.missing` names what it lacks.
@@ -59,7 +59,7 @@ class ProbedVllm:
         return "vLLM " + ".".join(map(str, self.version))
 
     def missing(self, *paths: str) -> list[str]:
-        """Those of `paths` that it does not serve."""
+        """Return those of `paths` that the server does not serve."""
         return [path for path in paths if path not in self.paths]
 
     def needs(self, what: str, *paths: str) -> None:

@@ -93,8 +93,8 @@ class VllmProcess:
             ) from None
 
     def wait_ready(self, deadline_s: float, tell: Callable[[str], object]) -> None:
-        """Until it accepts connections; tell: how the wait goes, now and then. EngineLost with the
-        last error of its log."""
+        """Wait until it accepts connections; tell: called with the state of the wait, now and then.
+        EngineLost with the last error of its log."""
         began = told = time.monotonic()
         end = began + deadline_s
         tell(f"starting vLLM, which takes a minute or more; what it says: {self.log}")
@@ -116,7 +116,7 @@ class VllmProcess:
         )
 
     def lost(self) -> str | None:
-        """Why it has ended, in the words of its log; None while it runs."""
+        """Return why vLLM has ended, in the words of its log; None while it runs."""
         if self.child.poll() is None:
             return None
         return f"vLLM has ended; the last error of {self.log}: {last_error(self.log, self._began)}"
@@ -165,8 +165,8 @@ def _make_private(folder: Path) -> None:
 
 
 def _short_temporary() -> str | None:
-    """Where a socket's path, of 107 bytes at most, has room whatever TMPDIR is; None for the usual
-    place."""
+    """Return a folder short enough for a socket's path, of 107 bytes at most, whatever TMPDIR is;
+    None for the usual place."""
     return None if len(tempfile.gettempdir()) < 60 else "/tmp"
 
 

@@ -1,4 +1,4 @@
-"""How a vLLM is asked, and what its answers say of the policy.
+"""A client of a vLLM server, and the policy that its answers imply.
 
 What vLLM does otherwise than lowroll's engine is settled here, or refused by name:
 
@@ -76,7 +76,7 @@ class VllmDialect:
     cache_tokens: int = 0  # of its KV cache; 0: /metrics say it (`stats`)
 
     def check(self, request: Request) -> None:
-        """ValueError names a field that vLLM would not heed as lowroll does."""
+        """Check a request. ValueError names a field that vLLM would not treat as lowroll does."""
         if request.stop_strings:
             raise ValueError("stop_strings: vLLM runs without a tokenizer here; use stop_ids")
         if request.grammar is not None:
@@ -106,7 +106,8 @@ class VllmDialect:
         return body_of(request, self.model, seed=seed, stop_ids=self.stop_ids(request))
 
     def scoring(self, ids: Sequence[int], top: int, temperature: float) -> dict[str, Any]:
-        """The body that asks for a prompt's log-probs, which vLLM computes at temperature 1."""
+        """Return the request body for a prompt's log-probs, which vLLM computes at temperature
+        1."""
         if temperature != 1:
             raise ValueError(f"temperature: vLLM scores at 1 alone, not at {temperature:g}")
         if len(ids) >= self.capabilities.context_length:
@@ -129,8 +130,9 @@ class VllmDialect:
     def tag(
         self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
-        """vLLM does not say what it drew from. Requests keep the adapter that they began with, and
-        a full update waits for their end: it is the policy of when they were sent."""
+        """Return the policy of when the request was sent, since vLLM does not say what it drew
+        from. Requests keep the adapter that they began with, and a full update waits for their
+        end."""
         return tagged(behavior, request, index)
 
     def stats(self, metrics: str) -> EngineStats:
@@ -330,7 +332,7 @@ def _tied(config: dict[str, Any]) -> Any:
 
 
 def _json_or_nothing(path: Path) -> dict[str, Any]:
-    """A file that may be missing or broken: the server has read it, and tells what it made of it."""
+    """Read a JSON file, {} when it is missing or broken: the server has read it, and tells the rest."""
     try:
         return _json(path, "")
     except ValueError:

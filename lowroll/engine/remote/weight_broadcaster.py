@@ -21,8 +21,8 @@ GONE = 409  # the status of an engine that finds no such version any more
 
 
 class WeightBroadcaster:
-    """On the pool's loop alone. pump: called when an engine can draw again. told: what is wrong with
-    each engine."""
+    """A broadcaster of weights to the engines of a pool, on the pool's loop alone. pump: called
+    when an engine can draw again. told: what is wrong with each engine."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class WeightBroadcaster:
         return back
 
     async def _until_taken(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
-        """Until an engine that is met has taken the version."""
+        """Wait until an engine of the pool has taken the version."""
         known, terms = self.versions, self.terms
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
         end, remind = clock() + terms.patience_s, clock() + terms.silent_s
