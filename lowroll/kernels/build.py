@@ -1,4 +1,4 @@
-"""Sources of this room that are compiled on first use, and called through ctypes.
+"""Sources of this package that are compiled on first use, and called through ctypes.
 
 A library lies in a folder of the user's own (`$XDG_CACHE_HOME/lowroll/kernels` or
 `~/.cache/lowroll/kernels`, mode 0700), under a name that is the digest of the source, its headers,
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def pointer(t: Tensor | None) -> int | None:
-    """Where a tensor begins, for a struct of ctypes; None is null."""
+    """Return the address of a tensor, for a struct of ctypes; None is null."""
     return None if t is None else t.data_ptr()
 
 

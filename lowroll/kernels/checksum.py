@@ -85,7 +85,8 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _extent(tensor: Tensor) -> Tensor:
-    """By the two extremes, which a NaN takes over: one pass and no copy."""
+    """Return the largest |value| by the two extremes, which a NaN takes over: one pass and no
+    copy."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     low, high = tensor.aminmax()

@@ -1,5 +1,5 @@
-"""The host's C++ compiler: how sources for CPUs of this room are compiled (`build`), and the threads
-that they run on, which are torch's own."""
+"""The host's C++ compiler: how sources for CPUs of this package are compiled (`build`), and the
+threads that they run on, which are torch's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Triton is, and when its kernels run: the one guard for machines that have none.
+"""The import of Triton, and when its kernels run: the one guard for machines that have none.
 
 Programmatic dependent launch (CUDA, from capability 9.0 on). Within `overlapping` a kernel may
 start when every block of the one before it on the stream runs or has ended, and lets the one after

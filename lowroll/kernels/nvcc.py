@@ -1,4 +1,4 @@
-"""nvcc: how CUDA C++ sources of this room are compiled (`build`)."""
+"""nvcc: how CUDA C++ sources of this package are compiled (`build`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compiler() -> Path | None:
 
 
 def version() -> str:
-    """The release that nvcc says it is; "" where it says none."""
+    """Return the release that nvcc states; "" where it states none."""
     nvcc = compiler()
     if nvcc is None:
         return ""

@@ -225,7 +225,7 @@ class PromptChunk:
         return self.stop - self.start
 
     def slots(self, page_size: int) -> Tensor:
-        """Where the sequence's tokens lie, from its first to the chunk's last."""
+        """Return the slots of the sequence's tokens, from its first to the chunk's last."""
         slots_PS = torch.tensor(self.pages)[:, None] * page_size + torch.arange(page_size)
         return slots_PS.flatten()[: self.stop]
 

@@ -1,5 +1,5 @@
-"""How many tokens a KV cache should hold: what its requests can use, and no more than a share of
-the free memory.
+"""The number of tokens that a KV cache should hold: what its requests can use, and no more than a
+share of the free memory.
 
 The scheduler admits a sample when the pages of its worst case are free (`engine.scheduler`). In a
 group whose prompt has p tokens, with responses of up to m, on pages of s,

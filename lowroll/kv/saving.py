@@ -1,4 +1,4 @@
-"""What a cache policy saves: the tokens that caches hold beside those of a dense cache.
+"""The saving of a cache policy: the tokens that caches hold beside those of a dense cache.
 
 Of sequences i, each a prompt and its response, with a cache after every token of the response,
 

@@ -62,7 +62,7 @@ def varlen(lengths: Sequence[int], device: torch.device | str = "cpu") -> Attend
 
     @cache
     def order() -> tuple[Tensor, Tensor]:
-        """Where the tokens of each stack are, and the way back."""
+        """Return the positions of the tokens of each stack, and the way back."""
         places = [
             t
             for length, firsts in by_length.items()

@@ -52,7 +52,8 @@ def _front(named: str) -> str:
 
 
 def _beside(base: Base) -> list[str]:
-    """How PEFT puts the adapter on the folder `base`, as code that runs in the adapter's folder."""
+    """Return how PEFT puts the adapter on the folder `base`, as code that runs in the adapter's
+    folder."""
     form = get_format(base.weights) if base.low_bit and base.weights else None
     if isinstance(form, Mixed):
         return [

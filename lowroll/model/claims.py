@@ -1,5 +1,5 @@
-"""What a folder's config.json promises, against the bytes of its weight files and the memory that
-would hold them.
+"""Checks of what a folder's config.json promises against the bytes of its weight files and the
+memory that would hold them.
 
 A config of a hundred bytes can ask for a billion layers. Counting comes first: nothing is expanded
 into names or allocated before the numbers fit each other.

@@ -45,7 +45,7 @@ class EngineLinear(Linear):
 
 
 def refuse_gradient(x: Tensor) -> None:
-    """ValueError for activations that ask for a gradient, which would be lost here."""
+    """Raise ValueError for activations that require a gradient, which would be lost here."""
     if x.requires_grad:
         raise ValueError(
             "the engine's arithmetic has no gradient; a learner multiplies with the dequantized "

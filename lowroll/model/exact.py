@@ -33,7 +33,8 @@ def make(model: Transformer, key: str = "rollout.exact") -> None:
 def refuse(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, key: str = "rollout.exact"
 ) -> None:
-    """ValueError when a model cannot be exact, with what could be. key: what asks."""
+    """Raise ValueError when a model cannot be exact, with what could be. key: the setting that
+    asks."""
     if (said := why_not(spec, device, dtype)) is not None:
         raise ValueError(f"{key}: {said}")
 

@@ -80,7 +80,8 @@ class StackedLinear(Linear):
         self.num_experts = num_experts
 
     def set_weight(self, weight: QTensor | nn.Parameter) -> None:
-        """As in `Linear`. ValueError when a block of the format reaches over two experts."""
+        """Set the weight as `Linear` does. ValueError when a block of the format reaches over two
+        experts."""
         if isinstance(weight, QTensor):
             _experts(weight, self.num_experts)
         super().set_weight(weight)
@@ -173,7 +174,7 @@ class LearnerExperts(Experts):
 
 
 class EngineExperts(Experts):
-    """On a device all of it is the work of a few kernels."""
+    """Experts of an engine, whose work on a device is a few kernels."""
 
     stacked = EngineStack
     gate_up: EngineStack

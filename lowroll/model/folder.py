@@ -1,5 +1,5 @@
-"""What a model folder may make us read: regular files of a bounded size, JSON of a bounded depth,
-honest headers.
+"""The bounds on what a model folder may make us read: regular files of a bounded size, JSON of a
+bounded depth, honest headers.
 
 A folder comes from strangers. Nothing here follows what it says before a number beside it (the size
 of a file, the memory of the machine) allows that, and every refusal is a ValueError of one line
@@ -59,8 +59,8 @@ def regular(path: Path, most: int) -> int:
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> Any:
-    """The JSON of a file of at most `most` bytes. ValueError names the file and says what is wrong
-    with it."""
+    """Read the JSON of a file of at most `most` bytes. ValueError names the file and says what is
+    wrong with it."""
     regular(path, most)
     try:
         return json.loads(path.read_text(encoding="utf-8"))

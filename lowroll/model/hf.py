@@ -130,8 +130,8 @@ def load(
 
 
 def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Path]]:
-    """The spec of a folder, how it stores its linear layers, and the file of each tensor, checked
-    as far as headers go. ValueError as `load` says, but for the values of the weights."""
+    """Read the spec of a folder, how it stores its linear layers, and the file of each tensor,
+    checked as far as headers go. ValueError as `load` says, but for the values of the weights."""
     spec = read_spec(folder)
     layout = read_folder_layout(folder)
     if isinstance(layout, StoredLayout | MixedLayout) and layout.rotated:
@@ -150,9 +150,9 @@ def read_headers(folder: Path) -> tuple[ModelSpec, Layouts | None, dict[str, Pat
 
 
 def stored(folder: Path) -> tuple[ModelSpec, dict[str, Path], dict[str, Tensor]]:
-    """The spec of a dense folder, the file of each of its weights, and the weights on the CPU as the
-    files hold them, under their Hugging Face names. ValueError as `read_headers` says, and for a
-    low-bit folder."""
+    """Read the spec of a dense folder, the file of each of its weights, and the weights on the CPU
+    as the files hold them, under their Hugging Face names. ValueError as `read_headers` says, and
+    for a low-bit folder."""
     spec, layout, files = read_headers(folder)
     if layout is not None:
         raise ValueError(
@@ -228,8 +228,8 @@ def exact_format(folder: Path, dtype: torch.dtype | None = None) -> str | None:
 
 
 def read_folder_layout(folder: Path) -> Layouts | None:
-    """How a folder stores its linear layers; None when they are dense. ValueError names file and
-    key."""
+    """Read how a folder stores its linear layers; None when they are dense. ValueError names file
+    and key."""
     config = read_config(folder).get("quantization_config")
     if not config:
         return None

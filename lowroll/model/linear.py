@@ -56,7 +56,7 @@ class Linear(nn.Module):
         self.exact = False  # see `Transformer.be_exact`
 
     def rows(self, part: str) -> slice:
-        """Where a part's rows lie in the fused matrix."""
+        """Return the slice of a part's rows in the fused matrix."""
         start = 0
         for name, size in self.parts.items():
             if name == part:

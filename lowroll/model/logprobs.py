@@ -177,8 +177,8 @@ def _chunks(hidden_TD: Tensor, chunk: int) -> list[slice]:
 
 
 def _room(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
-    """Where the gradient of a chunk's logits goes: in the weight's dtype, as the products that read
-    it want it."""
+    """Return the buffer for the gradient of a chunk's logits, in the weight's dtype, as the
+    products that read it want it."""
     return weight_VD.new_empty(min(chunk, hidden_TD.shape[0]), weight_VD.shape[0])
 
 

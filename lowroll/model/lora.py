@@ -96,7 +96,7 @@ def attach(
 
 
 def check(spec: ModelSpec, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    """ValueError as `attach` says, for a model of this spec."""
+    """Raise ValueError as `attach` does, for a model of this spec."""
     unknown = [targets] if isinstance(targets, str) else sorted(set(targets) - set(TARGETS))
     if unknown or not targets:
         raise ValueError(

@@ -224,8 +224,8 @@ class _Portion:
         return o_GxCQd.unflatten(0, (self.num_heads, -1)).transpose(0, 1).flatten(1, 2)
 
     def keys(self, layer: int) -> Tensor:
-        """Where the keys of each head lie in the packed row, int64 [G, N], stretch by stretch and
-        ascending in each. The host does not wait."""
+        """Return the places of each head's keys in the packed row, int64 [G, N], stretch by stretch
+        and ascending in each. The host does not wait."""
         sequence_R, number_R1, start_R1, end_R1, offset_R1 = (
             x if i == 0 else x[:, None] for i, x in enumerate(self.rows_5R)
         )

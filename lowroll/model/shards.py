@@ -53,7 +53,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor lies: its file, the first byte there, how many."""
+    """The location of a tensor: its file, the first byte there, how many."""
 
     path: Path
     start: int

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, reduced to what one decoder needs.
+"""The contents of a checkpoint's config.json, reduced to what one decoder needs.
 
 Supported: Qwen2/2.5, Qwen3, Llama 3.x and Mistral, dense, and Qwen3-MoE. They differ by flags
 (biases, QK-norm, head size, RoPE scaling, tied embeddings, experts), not by code. transformers'

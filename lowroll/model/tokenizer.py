@@ -56,8 +56,8 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def tokenizer_home(folder: str | Path) -> Path:
-    """Where the tokenizer of a model folder lies: PEFT saves an adapter without one, and its base's is
-    meant."""
+    """Return the folder of a model folder's tokenizer: PEFT saves an adapter without one, and its
+    base's is meant."""
     folder = Path(folder)
     if not has_tokenizer(folder) and (folder / "adapter_config.json").is_file():
         from lowroll.model.lora import base_of
@@ -107,7 +107,7 @@ def _check_files(folder: Path) -> None:
 
 
 def eos_id(folder: str | Path) -> int | None:
-    """The end-of-sequence id of the folder's tokenizer; None when it has none. ValueError as
+    """Return the end-of-sequence id of the folder's tokenizer; None when it has none. ValueError as
     `load_tokenizer` says.
 
     It is read off the files where they say it: an engine that generates ids needs nothing else of
@@ -191,8 +191,8 @@ class ChatTokenizer:
         return self._encode(f"{eos}{text}")[1:] if eos else self._encode(text)
 
     def check_turns(self) -> None:
-        """ValueError unless the template can go on with a turn as it was drawn: what it puts behind
-        one must be the same in every conversation, and show the messages that follow."""
+        """Raise ValueError unless the template can go on with a turn as it was drawn: what it puts
+        behind one must be the same in every conversation, and show the messages that follow."""
         said = {"role": "user", "content": _NEWS}
         behind = [
             self._behind([*before, *_TURN, said], True)
@@ -206,7 +206,7 @@ class ChatTokenizer:
             )
 
     def check_tools(self) -> None:
-        """ValueError unless the template shows tools."""
+        """Raise ValueError unless the template shows tools."""
         if "tools" not in self.source:
             raise ValueError(
                 "chat template: it says nothing of `tools`, so this model cannot be shown any; take "
@@ -272,7 +272,7 @@ class ChatTokenizer:
 
     @property
     def tool_format(self) -> str:
-        """How the model writes calls of tools. ValueError when nothing says it."""
+        """The format in which the model writes calls of tools. ValueError when nothing says it."""
         found = self._tool_format or format_of(self.source)
         if found is None:
             raise ValueError(

@@ -39,7 +39,7 @@ def attempt(path: Path) -> None:
 
 
 def _try(path: Path) -> str:
-    """Why it cannot be used; "" when it can."""
+    """Return why the tokenizer cannot be used; "" when it can."""
     words = [sys.executable, "-P", str(_CHILD), str(path), str(MEMORY_MB), str(SECONDS)]
     try:
         done = subprocess.run(

@@ -186,7 +186,7 @@ ReadBlocks = Callable[["Transformer"], Iterator[list[Block]]]
 
 
 def all_blocks(model: Transformer) -> Iterator[list[Block]]:
-    """All at once."""
+    """Yield all blocks at once."""
     yield [block for block in model.blocks if isinstance(block, Block)]
 
 

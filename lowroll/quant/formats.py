@@ -219,8 +219,8 @@ def _tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 class Format(ABC):
-    """How a matrix is stored and multiplied, and every fact about that. Implementations are
-    stateless."""
+    """A format: how a matrix is stored and multiplied, and every fact about that. Implementations
+    are stateless."""
 
     name: str
     summary: str
@@ -377,7 +377,8 @@ class Format(ABC):
         return tensor[:1] if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
-        """Where the parts begin and end in a stored tensor."""
+        """Return where the parts begin and end in a stored tensor. ValueError when two parts share
+        a block."""
         edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
         if odd := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(

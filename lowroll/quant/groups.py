@@ -1,5 +1,5 @@
-"""What the group-wise 4-bit formats share: rows cut into groups, two codes a byte, and the levels
-of e2m1.
+"""The common parts of the group-wise 4-bit formats: rows cut into groups, two codes a byte, and the
+levels of e2m1.
 
 A row that the group does not divide is padded with zeros while it is encoded; the stored codes end
 where the row does. Two 4-bit codes share a byte, the first in the low half (compressed-tensors) or

@@ -1,5 +1,5 @@
-"""What files hold for a matrix in each format: the layouts of compressed-tensors and bitsandbytes
-folders.
+"""The tensors that files hold for a matrix in each format: the layouts of compressed-tensors and
+bitsandbytes folders.
 
 A folder's config.json says in `quantization_config` how its linear layers are stored. `read_layout`
 turns that into a `StoredLayout`, or refuses it in one line; `describe` writes it. A layout gives the
@@ -73,7 +73,7 @@ class StoredLayout:
         return self
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
-        """Everything that a file holds for a matrix, by suffix."""
+        """Return the headers of all that a file holds for a matrix, by suffix."""
         form = get_format(self.format)
         tensors = form.encode(torch.empty(shape, device="meta"))
         found: dict[str, Header] = {}
@@ -242,9 +242,9 @@ def _group(format: str, targets: list[str]) -> dict[str, Any]:
 
 
 def unread_by_transformers(format: str, columns: set[int], experts: bool) -> str | None:
-    """Why transformers cannot load a folder of ours, if it cannot: 5.23, with compressed-tensors
-    0.20 and bitsandbytes 0.50. lowroll reads all of them. columns: those of the quantized matrices;
-    experts: whether the model has any."""
+    """Return why transformers cannot load a folder of ours, if it cannot: 5.23, with
+    compressed-tensors 0.20 and bitsandbytes 0.50. lowroll reads all of them. columns: those of the
+    quantized matrices; experts: whether the model has any."""
     form = get_format(format)
     if isinstance(form, Mixed):
         names = sorted(set(form.assignment.values()))

@@ -35,7 +35,7 @@ ADVICE = "; load the dense model"
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """How such a folder stores its matrices.
+    """The layout in which such a folder stores its matrices.
 
     offset: what is added to a stored zero point. ordered: groups follow the order of the columns.
     """
@@ -66,8 +66,8 @@ class PackedWeights:
         return f"{self.method} ({self.bits} bits, {group}{order})"
 
     def headers(self, shape: tuple[int, int]) -> dict[str, Header]:
-        """Everything that a file holds for a matrix, by suffix. ValueError for a shape that fills no
-        whole words."""
+        """Return the headers of all that a file holds for a matrix, by suffix. ValueError for a
+        shape that fills no whole words."""
         rows, columns = shape
         codes = 32 // self.bits
         if rows % codes or (self.method == "gptq" and columns % codes):

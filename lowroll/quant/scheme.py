@@ -1,4 +1,4 @@
-"""What compressed-tensors calls a format, in the `quantization_config` of a folder.
+"""The name that compressed-tensors has for a format, in the `quantization_config` of a folder.
 
 A format states its Scheme; `layouts` writes it, and finds the format of a folder by it.
 """

@@ -1,4 +1,4 @@
-r"""How a folder says that the features of its matrices were rotated: compressed-tensors'
+r"""The way a folder says that the features of its matrices were rotated: compressed-tensors'
 `transform_config`.
 
     {"config_groups": {"hadamard_64": {"type": "hadamard", "head_dim": 64, "apply": [

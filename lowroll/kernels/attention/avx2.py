@@ -75,7 +75,8 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """As `decode.paged_decode`. Heads of k and v lie contiguous within a row; rows may be strided."""
+    """Compute `decode.paged_decode`. Heads of k and v lie contiguous within a row; rows may be
+    strided."""
     return _run(q_BHd, (k_BGd, v_BGd), (keys_pPGd, values_pPGd), table_BN, None, lengths_B, scale)
 
 

@@ -113,8 +113,8 @@ def paged_decode(
 
 
 def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Where a kernel writes what its splits give, and their log-sum-exps, float32; of a single split
-    the output itself, which has no log-sum-exps."""
+    """Return the buffers for what a kernel's splits give, and their log-sum-exps, float32; of a
+    single split the output itself, which has no log-sum-exps."""
     if splits == 1:
         return out_BHd, out_BHd
     part_SBHd = out_BHd.new_empty((splits, *out_BHd.shape), dtype=torch.float32)

@@ -155,7 +155,7 @@ def _plain(
 
 @jit
 def _scale_byte(x_d):
-    """As `codes._scale`, int32."""
+    """Return the scale as `codes._scale` does, int32."""
     bits = tl.max(tl.abs(x_d), 0).to(tl.int32, bitcast=True)
     return tl.maximum(((bits + ROUND) >> 23) - 8, SMALLEST)
 

@@ -254,7 +254,7 @@ def decode(
 
 @jit
 def _base(table, origin, offs_n, in_n, stride, PAGE: tl.constexpr):
-    """Where the numbers of these keys begin."""
+    """Return the offsets at which the numbers of these keys begin."""
     if PAGE:
         page_n = tl.load(table + offs_n // PAGE, mask=in_n, other=0).to(tl.int64)
         return (page_n * PAGE + offs_n % PAGE) * stride

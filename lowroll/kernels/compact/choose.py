@@ -1,4 +1,5 @@
-"""Which keys stay: the last ones of a row, and those of the best scores before them.
+"""The choice of the keys that stay: the last ones of a row, and those of the best scores before
+them.
 
 The K-th best score is found bit by bit: scores become whole numbers in the same order, and the
 largest one that at least K keys reach is built from its highest bit down. Equal scores go to the

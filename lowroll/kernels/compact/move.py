@@ -87,7 +87,7 @@ def _plain(buffers: Buffers, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tenso
 
 @jit
 def _first_place(table_ptr, page, pages, BLOCK: tl.constexpr):
-    """Where a page stands in a row's table; `pages` if it is not there."""
+    """Return the place of a page in a row's table; `pages` if it is not there."""
     found = pages
     for start in range(0, pages, BLOCK):
         offs = start + tl.arange(0, BLOCK)

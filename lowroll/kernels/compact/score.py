@@ -1,4 +1,5 @@
-"""What a bounded cache's policy thinks of each key, of all layers at once, straight from the pages.
+"""The scores of a bounded cache's policy for each key, of all layers at once, straight from the
+pages.
 
 The definitions, and plain torch, are those of `kv.policy.snapkv` (importance I) and `kv.policy.rkv`
 (redundancy R). No n x n matrix is stored. The cosines C exist in tiles, which tensor cores make: the
@@ -49,8 +50,8 @@ def importance(
     table_BP: Tensor,
     lengths_B: Tensor,
 ) -> Tensor:
-    """How much a row's last A queries attend to each key before theirs, before it spreads: float32
-    [L, B, G, N], undefined from key length - A on.
+    """Return how much a row's last A queries attend to each key before theirs, before it spreads:
+    float32 [L, B, G, N], undefined from key length - A on.
 
     ring_LSAHd: the queries of each slot, in the keys' dtype; keys: a buffer [p, page, G, d] a layer;
     slots_B int64, table_BP and lengths_B int32.
@@ -92,8 +93,8 @@ def importance(
 def redundancy(
     keys: Sequence[Tensor], table_BP: Tensor, lengths_B: Tensor, zero_first: bool
 ) -> Tensor:
-    """How much a row's other keys resemble each, before the softmax: S / n, float32 [L, B, G, N],
-    undefined behind the row's end."""
+    """Return how much a row's other keys resemble each, before the softmax: S / n, float32 [L, B,
+    G, N], undefined behind the row's end."""
     page, kv_heads, d = keys[0].shape[1:]
     sum_LBGN, value_LBGN, mean_LBGN = (_scores(keys, table_BP) for _ in range(3))
     newest_LBGN = torch.empty_like(sum_LBGN, dtype=torch.int32)
@@ -173,7 +174,8 @@ def join(
 
 
 def addresses(buffers: Sequence[Tensor]) -> Tensor:
-    """Where the buffers lie, int64 on their device: a kernel finds its layer's there."""
+    """Return the addresses of the buffers, int64 on their device: a kernel finds its layer's
+    there."""
     return torch.tensor([buffer.data_ptr() for buffer in buffers]).to(buffers[0].device)
 
 

@@ -1,5 +1,5 @@
-"""What a policy sees of each decode step, within its graph: the queries of the last tokens, and the
-attention that each key is given.
+"""The view that a policy has of each decode step, within its graph: the queries of the last tokens,
+and the attention that each key is given.
 
 Attention's own kernel keeps its probabilities to itself: they are made once more here, from the
 pages, and added to the scores of a row's slot.

@@ -74,8 +74,8 @@ def rotate_heads(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rope.rotate_heads` of a tensor; v is a view of it. Differentiable without norms;
-    v is a copy then, and nothing of qkv is kept."""
+    """Compute `rope.rotate_heads` of a tensor; v is a view of it. Differentiable without norms; v
+    is a copy then, and nothing of qkv is kept."""
     if not torch.is_inference_mode_enabled():
         return Rotation.apply(qkv_TN, cos, sin, heads, kv_heads, d)
     return heads_of(qkv_TN, cos, sin, heads, kv_heads, d, q_norm_d, k_norm_d, eps)

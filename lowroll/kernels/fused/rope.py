@@ -1,5 +1,5 @@
-"""From the fused qkv product to heads: QK-norm where the model has one, and the half-rotation, in
-one launch. An engine on a CPU takes `kernels.fused.avx2` for large rows.
+"""The step from the fused qkv product to heads: QK-norm where the model has one, and the
+half-rotation, in one launch. An engine on a CPU takes `kernels.fused.avx2` for large rows.
 
     q = rotate(norm(q)),  k = rotate(norm(k)),  v = v
     rotate (a, b) = (a cos - b sin, b cos + a sin),  a and b the halves of a head (Su et al. 2021)

@@ -128,9 +128,9 @@ def _turns(device: torch.device) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """How the kernel is launched: a tile of the result and a step along K, loads in flight, warps,
-    how many such programs a multiprocessor runs at once, and whether its copy engine fetches for
-    them."""
+    """The launch settings of the kernel: a tile of the result and a step along K, loads in flight,
+    warps, how many such programs a multiprocessor runs at once, and whether its copy engine fetches
+    for them."""
 
     rows: int
     columns: int

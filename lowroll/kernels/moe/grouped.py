@@ -112,8 +112,8 @@ class GroupedTiling:
 
 
 def tiles(stack: Stack, slots: int) -> GroupedTiling:
-    """By twice the slots that an expert has on average: few experts are cut, and the narrow side is
-    filled."""
+    """Choose the tiling by twice the slots that an expert has on average: few experts are cut, and
+    the narrow side is filled."""
     places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
         features = 16 * stack.block  # as few as the tensor cores take of each code of a block

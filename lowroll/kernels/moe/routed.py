@@ -42,8 +42,8 @@ class RoutedTiling(NamedTuple):
 
 
 def tiles(slots: int, stack: Stack) -> RoutedTiling:
-    """By the slots that an expert has on average: 1/16, 1/2, 4, 16 and 32 were measured
-    (docs/LOG.md)."""
+    """Choose the tiling by the slots that an expert has on average: 1/16, 1/2, 4, 16 and 32 were
+    measured (docs/LOG.md)."""
     count = stack.num_experts
     if slots <= count:
         split = 1

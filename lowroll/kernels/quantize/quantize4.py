@@ -67,7 +67,7 @@ def quantize4(
 
 @jit
 def _round(x):
-    """To the nearest whole number, ties to even, of |x| < 2^22."""
+    """Round to the nearest whole number, ties to even, for |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 

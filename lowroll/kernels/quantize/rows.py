@@ -1,5 +1,5 @@
-"""What kernels hand each other instead of dense activations: quantized rows going in, unscaled sums
-coming out.
+"""The forms in which kernels pass activations that are not dense: quantized rows going in, unscaled
+sums coming out.
 
     Rows       x[m, k] = codes[m, k] * scale[m]                    before a low-bit product, one scale a token
     Product    y[m, n] = sums[m, n] * row[m] * column[n] + bias[n]      after it, scales and bias not yet applied

@@ -142,7 +142,7 @@ def keep(
 def _plain(
     logits_BV: Tensor, filters: Filters, temperature_B: Tensor | None, greedy_B: Tensor | None
 ) -> Kept:
-    """By a sort: on a CPU of the rows that have filters alone."""
+    """Filter by a sort: on a CPU of the rows that have filters alone."""
     rows, tokens = logits_BV.shape
     ranks_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
     if greedy_B is not None:

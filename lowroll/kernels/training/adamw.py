@@ -34,7 +34,7 @@ def supports(x: Tensor) -> Support:
 
 
 class Addresses(NamedTuple):
-    """Where the tensors of an update and their gradients lie, on the device; it keeps the
+    """The addresses of an update's tensors and their gradients, on the device; it keeps the
     gradients."""
 
     table: Tensor

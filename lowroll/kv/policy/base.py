@@ -36,7 +36,8 @@ if TYPE_CHECKING:  # the scheduler imports this file, and runs without torch
 
 
 class CachePolicy(ABC):
-    """How many keys a sample's cache holds. All numbers are keys (of a layer and head).
+    """A policy that decides how many keys a sample's cache holds. All numbers are keys (of a layer
+    and head).
 
     The scheduler asks every sample alone, so what a sample keeps does not depend on its batch.
     Contract: a cache that was just compacted, or has just got its prompt, takes at least one more

@@ -1,4 +1,4 @@
-"""What all bounded policies have in common: a cache grows to `budget + buffer` keys, and is then
+"""The common part of all bounded policies: a cache grows to `budget + buffer` keys, and is then
 compacted to `budget` (Sparse-RL, section 4.1).
 
 A prompt counts, and its keys stay only if they are chosen. One of `budget + buffer` tokens or more

@@ -90,7 +90,7 @@ class HeavyHitters(Selector):
                 score_GN += attended(q_cHd[None], k_1GNd, last_c[None])[0]
 
     def _prompt_score(self, layer: int, chunk: PromptChunk) -> Tensor:
-        """Where the scores [G, stop] of a prompt's keys are to be added up."""
+        """Return the tensor in which the scores [G, stop] of a prompt's keys are to be added up."""
         if chunk.stop <= self.most:
             return self.score_LSGN[layer, chunk.slot, :, : chunk.stop]
         before_GN = self.long.get((layer, chunk.slot), self.score_LSGN[layer, chunk.slot])

@@ -1,4 +1,4 @@
-"""What policies that score by attention make of queries and keys in plain torch.
+"""The plain torch arithmetic of policies that score queries and keys by attention.
 
 Legend: B rows, C queries of a row, H query heads, G key-value heads, Q query heads of a group, d
 head size, N keys.

@@ -1,4 +1,4 @@
-"""What a cache policy dropped, for whoever replays a sample (`model.replay`).
+"""The keys that a cache policy dropped, for the replay of a sample (`model.replay`).
 
 The recorder stands beside a `Selector`: it is told what the selector is told (a prompt begins in a
 slot, a slot is copied, keys are kept). On the device it keeps at which positions the keys stand

@@ -128,8 +128,8 @@ def _portions(rows: DecodeRows, each: int) -> Iterator[DecodeRows]:
 
 
 def importance(q_BAHd: Tensor, k_BGNd: Tensor, lengths_B: Tensor, kernel: int) -> Tensor:
-    """How much the last A queries attend to each key before theirs, spread over `kernel` keys:
-    float32 [B, G, N]. Meaningless from key length - A on.
+    """Return how much the last A queries attend to each key before theirs, spread over `kernel`
+    keys: float32 [B, G, N]. Meaningless from key length - A on.
 
     The order of the queries does not matter. Source: R-KV's code, `SnapKV` and `R1KV`.
     """

@@ -107,7 +107,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 def filled(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a policy, those that are not given at their defaults."""
+    """Return all options of a policy, those that are not given at their defaults."""
     return {key: option.default for key, option in POLICIES[name].options.items()} | dict(options)
 
 
