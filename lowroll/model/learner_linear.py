@@ -69,8 +69,8 @@ class LearnerLinear(Linear):
         return self(remake(made, self.gate, gate_up_TN))
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
-        """Multiply after the update; with an adapter of its own the backward pass makes silu(gate)
-        * up again in the pass that makes the gradient of gate_up."""
+        """Return `after_swiglu` of a product that lacks its update. With an adapter of its own the
+        backward pass makes silu(gate) * up again in the pass that makes the gradient of gate_up."""
         if self.adapter is None or not self.adapter.enabled:
             return super().after_update(gate_up_TN, update)
         return self.adapted(self.adapter, gate_up_TN, update=update)[0]

@@ -129,7 +129,7 @@ class Linear(nn.Module):
         return y_TN, Update(low_TL, b_NL, adapter.rank)
 
     def after_update(self, gate_up_TN: Tensor, update: Update) -> Tensor | Product:
-        """`after_swiglu` of a product that lacks its update."""
+        """Return `after_swiglu` of a product that lacks its update."""
         h_TF = silu_mul_adapted(gate_up_TN, update.low_TL, update.b_NL, update.rank)
         remake(h_TF, silu_mul_adapted, gate_up_TN, update.low_TL, update.b_NL, update.rank)
         return self(self.read(h_TF))

@@ -181,7 +181,7 @@ def _capabilities(stated: dict[str, Any]) -> Capabilities:
 
 
 def _size(stated: Any) -> int | None:
-    """Return a number; None from servers of before it was stated."""
+    """Return a number; None from older servers, which do not state it."""
     return None if stated is None else int(stated)
 
 
