@@ -1,4 +1,4 @@
-"""What a channel of rollouts is: its two ends, and the errors they raise.
+"""The two ends of a channel of rollouts, and the errors they raise.
 
 The orchestrator sends a Batch a step, in order, and the trainer receives each once. Nothing is lost: a
 full channel makes the orchestrator wait. Rollouts are pulled: the trainer says what it has received and
@@ -56,9 +56,9 @@ class Fenced(TransportError):
 
 @dataclass(frozen=True)
 class Cursor:
-    """What a trainer has said of itself: the last step that it has received, the last one that is
-    in a checkpoint, and its attempt. Within an attempt both only grow; words of an earlier attempt
-    count no more."""
+    """The progress that a trainer has reported: the last step that it has received, the last one
+    that is in a checkpoint, and its attempt. Within an attempt both only grow; reports of an
+    earlier attempt no longer count."""
 
     received: int
     committed: int
@@ -69,7 +69,7 @@ class Cursor:
             raise ValueError(f"expected 0 <= committed <= received and attempt >= 0, got {self}")
 
     def follows(self, other: Cursor | None) -> bool:
-        """Whether it may replace what was said before."""
+        """Return whether this cursor may replace `other`, which was reported before."""
         if other is None or self.attempt > other.attempt:
             return True
         return (
@@ -100,7 +100,7 @@ class RolloutSender(Protocol):
         after `close`."""
 
     def cursor(self) -> Cursor | None:
-        """What the trainer has said of itself; None before its first word."""
+        """Return the progress that the trainer has reported; None before its first report."""
 
     def close(self) -> None:
         """No more batches will be sent by this process; those inside can still be received."""

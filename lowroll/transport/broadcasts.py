@@ -40,11 +40,11 @@ _MOST_MARKER = 1 << 16
 
 
 class Replaced(TransportError):
-    """What was being read is not what is there any more: look again."""
+    """The files that were being read are not those that are there any more: look again."""
 
 
 class Gap(ValueError):
-    """What a version changes is not what the engine holds."""
+    """The changes of a version are not of the weights that the engine holds."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Broadcasts:
 
 
 def folder_name(version: int) -> str:
-    """Of a version's folder."""
+    """Return the name of a version's folder."""
     return f"step_{version:06d}"
 
 

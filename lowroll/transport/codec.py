@@ -149,7 +149,7 @@ def _omitted(kind: type) -> frozenset[str]:
 
 
 class _Shape(typing.NamedTuple):
-    """What a type hint says."""
+    """A type hint, taken apart."""
 
     origin: Any  # list of list[int], None of int
     args: tuple[Any, ...]
@@ -208,9 +208,9 @@ def _encode_items(values: Any, hint: Any, where: str) -> Any:
 
 
 def _are_plain(values: Any, hint: Any, fixed: type) -> bool:
-    """Whether JSON has all values as they are, looked at all at once: a batch has millions of them.
-    False where any needs a second look. fixed: what a tuple of so many items is just now, a tuple
-    in an object and a list in JSON."""
+    """Return whether JSON has all values as they are, looked at all at once: a batch has millions
+    of them. False where any needs a closer look. fixed: the type of a tuple of so many items just
+    now, a tuple in an object and a list in JSON."""
     if not values:
         return True
     kinds = set(map(type, values))
@@ -247,7 +247,7 @@ def _encode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
 
 
 def _is_word(value: Any, hint: Any) -> bool:
-    """Whether a value is one of a Literal."""
+    """Return whether a value is one of a Literal."""
     shape = _shape(hint)
     return shape.origin is Literal and value in shape.args
 

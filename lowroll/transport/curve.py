@@ -30,7 +30,7 @@ def set_client_keys(socket: zmq.Socket[bytes], token: str) -> None:
 
 
 class Admission:
-    """What decides which clients a listening socket of `context` accepts: those with the trainer's
+    """The gate of a listening socket of `context`, which accepts only clients with the trainer's
     key. `socket` is readable when a client waits for the decision, which `decide` makes."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], token: str) -> None:

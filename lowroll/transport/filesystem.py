@@ -105,7 +105,8 @@ class Receiver:
         """Nothing is held."""
 
     def _is_decided(self, step: int) -> bool:
-        """Whether the batch is there, or will never be."""
+        """Return whether the batch is there, or will never be. FrameGone when only later ones are
+        there."""
         self.spool.check(self._cursor.attempt)
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True

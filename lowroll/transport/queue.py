@@ -37,7 +37,7 @@ class DurableSender(ABC):
 
     @abstractmethod
     def cursor(self) -> Cursor | None:
-        """What the trainer has said, as of now."""
+        """Return the progress that the trainer has reported by now."""
 
     def notify(self) -> None:  # noqa: B027  a folder needs no word
         """There is something new in the spool."""

@@ -34,7 +34,7 @@ def write_rollouts(folder: Path, batch: Batch) -> Path:
 
 
 def rollouts_path(folder: Path, step: int) -> Path:
-    """Of the file of a step."""
+    """Return the path of the file of a step."""
     return folder / f"step_{step:06d}.jsonl"
 
 
@@ -68,7 +68,7 @@ def rollout_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def is_rollouts(path: Path) -> bool:
-    """Whether `write_rollouts` wrote a file, by the beginning of its first line."""
+    """Return whether `write_rollouts` wrote a file, by the beginning of its first line."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

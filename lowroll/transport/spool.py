@@ -117,8 +117,8 @@ class Spool:
         return self.read(steps[-1]) if steps else None
 
     def reaches(self, step: int) -> bool:
-        """Whether a trainer that has received the batches up to `step` finds all that were sent
-        behind it."""
+        """Return whether a trainer that has received the batches up to `step` finds all that were
+        sent after it."""
         steps = self.steps()
         return bool(steps) and steps[0] <= step + 1 and step <= steps[-1]
 
@@ -162,8 +162,9 @@ class Spool:
             return False
 
     def cursor(self) -> Cursor | None:
-        """What the trainer has said; None before its first word, for words of an attempt that was
-        dismissed, and for those that are damaged or of another run, which are told of once."""
+        """Return the progress that the trainer has reported; None before its first report, for
+        reports of a dismissed attempt, and for those that are damaged or of another run, which are
+        logged once."""
         path = self.folder / CURSOR
         try:
             data = read_file(path)
@@ -191,8 +192,8 @@ class Spool:
         write_file(path, encode_word(said(cursor, self.run)))
 
     def dismiss(self, cursor: Cursor) -> None:
-        """What this attempt of the trainer has received beyond its checkpoint does not stand: it is
-        Fenced, and the next one begins at the checkpoint."""
+        """Dismiss this attempt of the trainer: what it has received beyond its checkpoint does not
+        stand, it is Fenced, and the next attempt begins at the checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_file(self.folder / DISMISSED, encode_word(said(cursor, self.run)))
 

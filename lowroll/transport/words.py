@@ -1,4 +1,5 @@
-"""What the two ends of a rollout channel say to each other beside the frames: one sealed line each.
+"""The messages that the two ends of a rollout channel exchange beside the frames: one sealed line
+each.
 
 trainer        Said     a file: what it has received and committed
 trainer        Ask      zmq: the same, and the piece of a frame that it wants
@@ -56,7 +57,7 @@ Kind = Literal["piece", "wait", "heard", "ended", "gone", "fenced", "refused"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the orchestrator's attempt `attempt` has for the trainer's attempt `to`.
+    """The answer of the orchestrator's attempt `attempt` to the trainer's attempt `to`.
 
     piece     bytes of the frame of `step` from `offset` on, of `size` in all; they follow the line
     wait      the frame is not there yet; it is sent as soon as it is

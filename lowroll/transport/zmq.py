@@ -196,7 +196,7 @@ class Service:
             pass  # it rings already
 
     def forget(self) -> None:
-        """What the trainer has said, where it is to go back."""
+        """Read the trainer's progress from the spool again, where the trainer is to go back."""
         self.dismissed = self.spool.dismissed()
         self.cursor = self.spool.cursor()
         self.wake()
@@ -209,7 +209,7 @@ class Service:
             ) from self._failed
 
     def close(self) -> None:
-        """What was answered still leaves, within a second."""
+        """Stop the thread. Answers that were given are still sent, within a second."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -545,7 +545,7 @@ class Line:
 
     @property
     def is_placed(self) -> bool:
-        """Whether there is an address to ask at."""
+        """Return whether there is an address to ask at."""
         return self._socket is not None
 
     def tell(self, word: Ask) -> bool:

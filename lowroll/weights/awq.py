@@ -46,9 +46,9 @@ RATIOS = tuple(i / 20 for i in range(20))
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What AWQ did to a block: the mean squared error of its quantized output before and after,
-    against the dense one, and the ratio of each mapping (None: s = 1). `kept` is False when the
-    block was left as it was."""
+    """The effect of AWQ on a block: the mean squared error of its quantized output before and
+    after, against the dense one, and the ratio of each mapping (None: s = 1). `kept` is False when
+    the block was left as it was."""
 
     plain_error: float
     error: float

@@ -47,7 +47,7 @@ def in_chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
 
 
 def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
-    """What the linear reads while `run` runs."""
+    """Return what the linear reads while `run` runs."""
     seen: list[Tensor] = []
     hook = linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
@@ -58,7 +58,7 @@ def input_of(linear: Linear, run: Callable[[], Stream]) -> Tensor:
 
 
 def plain(stream: Stream) -> Tensor:
-    """What a learner's linear makes, as the tensor that it is."""
+    """Return the output of a learner's linear as the tensor that it is."""
     assert isinstance(stream, Tensor)
     return stream
 

@@ -76,8 +76,8 @@ _RETIRED = ".retired-"
 
 @dataclass(frozen=True)
 class Payload:
-    """What a version's folder will hold: its kind, who writes the files, and what its manifest says
-    beside that. parcel: the tensors that are not among the files."""
+    """The planned content of a version's folder: its kind, the function that writes the files, and
+    the other entries of its manifest. parcel: the tensors that are not among the files."""
 
     kind: Kind
     write: Callable[[Path], None]
@@ -211,8 +211,8 @@ class Broadcaster:
         self.offers.offer(Offer(version, manifest_digest(path), parcel.buckets, write))
 
     def _changes(self, version: int) -> Payload | None:
-        """What differs from the version before; None where that is not what engines hold, or is
-        gone."""
+        """Return the changes since the previous version. None when engines do not hold that
+        version, when its folder is gone, and for every FULL_INTERVAL-th version."""
         shadow = self.shadow
         if shadow is None or shadow.version != version - 1 or version % FULL_INTERVAL == 0:
             return None
@@ -342,7 +342,7 @@ def exact_adapter(folder: Path, input_scale: float) -> tuple[float, dict[str, Te
 
 
 def stored_changes(folder: Path, meta: Mapping[str, Any]) -> tuple[Changes, dict[str, Tensor]]:
-    """What a broadcast of kind codes holds. ValueError for a manifest that does not say what it
+    """Read a broadcast of kind codes. ValueError for a manifest that does not say what it
     changes."""
     since, before, after = (meta.get(name) for name in ("since", "before", "after"))
     if type(since) is not int or not isinstance(before, str) or not isinstance(after, str):
@@ -373,7 +373,8 @@ def _is_stable(folder: Path) -> bool:
 
 
 def _is_same(old: Path, new: Path) -> bool:
-    """Whether a folder has, undamaged, the bytes of a new one: their manifests are equal."""
+    """Return whether a folder holds, undamaged, the bytes of a new one: their manifests are
+    equal."""
     try:
         verify_folder(old)
         return (old / MANIFEST).read_bytes() == (new / MANIFEST).read_bytes()
@@ -382,7 +383,7 @@ def _is_same(old: Path, new: Path) -> bool:
 
 
 def _is_read(folder: Path) -> bool:
-    """Whether somebody is in `reading` of it."""
+    """Return whether a process is in `reading` of the folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

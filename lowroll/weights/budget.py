@@ -341,7 +341,7 @@ class Reference:
         return self.model.logits(x_TD).float().log_softmax(-1)
 
     def input_of(self, block: int, linear: Linear) -> Tensor:
-        """What a linear layer of a block reads in the dense model."""
+        """Return what a linear layer of a block reads in the dense model."""
         return input_of(linear, lambda: self._run(self.model.blocks[block], self.streams[block]))
 
     def kl_from(self, block: int) -> float:

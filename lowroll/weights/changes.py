@@ -1,5 +1,5 @@
-"""What an update changes of the tensors that an engine holds: for an aligned learner, whose codes are
-the engine's (`weights.aligned`), that alone has to travel.
+"""Changes that an update makes to the tensors that an engine holds: for an aligned learner, whose
+codes are the engine's (`weights.aligned`), only they have to travel.
 
     {name}            a tensor whole: a norm that takes noise, or one of which most has changed
     {name}.gaps       int16 [n], read without a sign: steps between the entries that changed, from -1 on
@@ -33,8 +33,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Changes:
-    """What a stream of changes is of. Digests are of what an engine holds, without noise: `before`
-    of all but the norms that take noise, `after` of all."""
+    """The base and the result of a stream of changes. Digests are of what an engine holds, without
+    noise: `before` of all but the norms that take noise, `after` of all."""
 
     since: int
     before: str
@@ -42,7 +42,7 @@ class Changes:
 
 
 class Shadow:
-    """What engines hold in `format` and `dtype`, as their aligned learner has it: a copy, on the
+    """A copy of what engines hold in `format` and `dtype`, as their aligned learner has it, on the
     learner's device. ValueError for a learner whose codes are not theirs."""
 
     def __init__(self, model: Transformer, format: str, dtype: torch.dtype) -> None:
@@ -60,7 +60,7 @@ class Shadow:
 
     @property
     def nbytes(self) -> int:
-        """Of what an engine holds."""
+        """Bytes of what an engine holds."""
         return sum(tensor.nbytes for tensor in self._now().values())
 
     def renew(self, version: int) -> None:
@@ -176,8 +176,8 @@ def _norms(
 def _writes(
     stream: Mapping[str, Tensor], targets: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor, Tensor]]]:
-    """Of each tensor that changes: its entries as whole numbers, which of them, and what they
-    become. ValueError for what does not fit."""
+    """Yield for each tensor that changes its entries as whole numbers, the positions that change,
+    and their new values. ValueError for what does not fit."""
     left = set(stream)
     finite: dict[str, Tensor] = {}
     found = []

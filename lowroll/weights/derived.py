@@ -1,9 +1,10 @@
-"""What a learner makes of its weights and keeps beside them: the copies of an adapter that products
-use, and the codes of an aligned layer.
+"""Tensors that a learner derives from its weights and keeps beside them: the copies of an adapter
+that products use, and the codes of an aligned layer.
 
-Whoever changes the weights says so here, once: after every optimizer update, and after a restore.
-Nothing else could tell. A kernel that writes through an address, or a gather of shards into the
-storage that was there before, leaves both the address and autograd's version counter as they were.
+Code that changes the weights reports it here, once: after every optimizer update, and after a
+restore. Nothing else could tell. A kernel that writes through an address, or a gather of shards
+into the storage that was there before, leaves both the address and autograd's version counter as
+they were.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the two ends of a direct way share: lines of JSON on a socket, and how buckets go over.
+"""The protocol between the two ends of a direct way: lines of JSON on a socket, and how buckets are
+sent.
 
     engine -> trainer    {"token": secret, "want": [version, manifest digest]}
     trainer -> engine    {"group": number, "rank", "size", "store": port}  and the buckets follow, or
@@ -36,8 +37,9 @@ JOIN_S = 30.0  # until all members of a group have found each other
 
 
 def secret(admin: str) -> str:
-    """What both ends say to each other, of the token of who may give an engine weights: the lines are
-    not encrypted, and who reads them may not order an engine about."""
+    """Return the secret that both ends send, made from the token that allows a client to give an
+    engine weights: the lines are not encrypted, and a reader of them must not be able to command an
+    engine."""
     return hashlib.sha256(f"weights {admin}".encode()).hexdigest()[:32]
 
 
@@ -104,12 +106,12 @@ class Lines:
 
     @property
     def has_line(self) -> bool:
-        """Whether `receive` has one already."""
+        """Return whether a line is there for `receive` already."""
         return b"\n" in self._left
 
     @property
     def is_gone(self) -> bool:
-        """Whether the other side has closed the connection."""
+        """Return whether the other side has closed the connection."""
         try:
             self.socket.setblocking(False)
             return self.socket.recv(1, socket.MSG_PEEK) == b""
@@ -169,7 +171,8 @@ class Group:
 
 
 def handles(buckets: Sequence[Tensor]) -> list[list[Any]]:
-    """Of buckets on a GPU, for one other process of this host: numbers, and bytes as base64."""
+    """Return the handles of buckets on a GPU, for one other process of this host: numbers, and
+    bytes as base64."""
     shared = [bucket.untyped_storage()._share_cuda_()[1:] for bucket in buckets]
     return [
         [base64.b64encode(p).decode() if isinstance(p, bytes) else p for p in one] for one in shared
@@ -207,5 +210,5 @@ def opened(stated: Any, uuid: str, sizes: Sequence[int], device: torch.device) -
 
 
 def device_uuid(index: int | None) -> str:
-    """Which GPU it is, whatever number it has in this process."""
+    """Return the UUID of a GPU, which does not depend on its number in this process."""
     return str(torch.cuda.get_device_properties(index or 0).uuid)

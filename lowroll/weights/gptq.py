@@ -49,8 +49,8 @@ PANEL = 128  # columns whose errors reach the ones behind them in one product
 
 @dataclass(frozen=True)
 class Rounded:
-    """What became of a linear weight: its format, and the squared error of its product on the
-    calibration text, as a share of the product's own square, rounded to nearest and now."""
+    """The result of rounding a linear weight: its format, and the squared error of its product on
+    the calibration text, as a share of the product's own square, rounded to nearest and now."""
 
     name: str
     format: str

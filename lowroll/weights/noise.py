@@ -132,8 +132,8 @@ def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
 
 
 def draw(model: Transformer, noise: Noise | None) -> dict[str, Tensor]:
-    """What to add to the weights of the noisy norms, float32 on the CPU, by norm; nothing for None
-    or sigma 0."""
+    """Draw what to add to the weights of the noisy norms, float32 on the CPU, by norm; nothing for
+    None or sigma 0."""
     if noise is None or noise.sigma == 0:
         return {}
     s = scaling.applied(model) or 1.0

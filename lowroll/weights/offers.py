@@ -132,8 +132,8 @@ class Offers:
         self._offered = [*older, offer]
 
     def forget_older(self) -> None:
-        """Of the versions that are offered only the newest `keep` stay: engines can be told the last
-        one by now."""
+        """Drop all offered versions but the newest `keep`: engines can be told the last one by
+        now."""
         self._offered = self._offered[-self.keep :]
 
     def check(self) -> None:
@@ -198,7 +198,8 @@ class Offers:
         self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def _hear(self, peer: Lines) -> None:
-        """What has arrived of somebody, and the line that it says when it is whole."""
+        """Read what has arrived from a peer, and handle its line when it is whole. Drop a peer that
+        fails."""
         is_stranger = peer in self._strangers
         try:
             if not peer.has_line:
@@ -295,7 +296,8 @@ class Offers:
                 self._drop(peer)
 
     def _hear_all(self, offer: Offer, members: list[Lines]) -> None:
-        """That everyone has it, within one deadline. LinkFailed names who does not say so."""
+        """Wait until every engine confirms the version, within one deadline. LinkFailed names those
+        that do not."""
         end = time.monotonic() + self.timeout_s
         missing = []
         for peer in members:

@@ -39,8 +39,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a parcel: the place of each tensor, the size of each bucket, and the content's digest
-    (`WeightUpdate.content_digest`)."""
+    """The layout of a parcel: the place of each tensor, the size of each bucket, and the content's
+    digest (`WeightUpdate.content_digest`)."""
 
     places: tuple[Place, ...]
     sizes: tuple[int, ...]

@@ -344,5 +344,5 @@ def _copy_adapter(adapter: Adapter) -> Adapter:
 
 @cache
 def _checksum(value: float) -> int:
-    """That of a float64 scalar."""
+    """Return the checksum of a float64 scalar."""
     return checksum.checksums([torch.tensor(value, dtype=torch.float64)])[0]

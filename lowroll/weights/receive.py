@@ -141,8 +141,8 @@ def gather(
 
 
 def _rank(update: WeightUpdate, room: int) -> int:
-    """Of the adapter in a stream, by its first A. ValueError when it is higher than there is room
-    for."""
+    """Return the rank of the adapter in a stream, by its first A; `room` where there is none.
+    ValueError when it is higher than there is room for."""
     shapes = (t.shape for name, t in update.tensors() if name.endswith(".lora_A.weight"))
     shape = next(shapes, None)
     rank = room if not shape else shape[0]
