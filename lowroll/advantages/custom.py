@@ -54,8 +54,8 @@ def load(import_path: str, kwargs: Mapping[str, Any] | None = None) -> Estimator
 def _checked(
     name: str, function: Estimator, rewards: Rewards, lengths: Sequence[int] | None = None
 ) -> list[float]:
-    """What the function returns for a group. ValueError, with its name, unless that is a finite
-    number a rollout."""
+    """Return what the function gives for a group. ValueError, with its name, unless that is a
+    finite number a rollout."""
     try:
         given = list(function(list(rewards), None if lengths is None else list(lengths)))
     except Exception as error:

@@ -264,7 +264,7 @@ def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Ten
 
 
 def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences) -> Tensor:
-    """Which tokens a rule rejects, bool [N]. A NaN is never rejected: it has to show."""
+    """Return which tokens a rule rejects, bool [N]. A NaN is never rejected: it has to show."""
     if rule not in RULES:
         raise ValueError(f"reject: unknown rule {rule!r}; expected one of {', '.join(RULES)}")
     level, estimator = rule.rsplit("_", 1)

@@ -34,8 +34,8 @@ class Objective:
 
     @property
     def judge(self) -> Callable[..., CorrectionWeights] | None:
-        """Of those that reject tokens for their mismatch: the weights and what is kept, from
-        `prepare`'s tokens."""
+        """The function that gives the weights and what is kept from `prepare`'s tokens; None for an
+        objective that rejects no tokens for their mismatch."""
         return _at(self.row.judge) if self.row.judge else None
 
     @property
@@ -92,14 +92,14 @@ class Objective:
         )
 
     def normalizes(self, **options: Any) -> bool:
-        """Whether the weights are divided by their mean over the batch, so that `counts` must bring
-        their sum."""
+        """Return whether the weights are divided by their mean over the batch, so that `counts`
+        must bring their sum."""
         options = self._complete(options)
         return any(options.get(name) for name in ("normalize", "normalize_xi"))
 
     def needs_advantage(self, **options: Any) -> bool:
-        """Whether a token without an advantage is without a gradient: not so for AIPO with a KL or
-        a teacher."""
+        """Return whether a token without an advantage is without a gradient: not so for AIPO with a
+        KL or a teacher."""
         options = self._complete(options)
         return not any(options.get(name) for name in ("kl_tau", "teacher_tau"))
 

@@ -53,14 +53,15 @@ class Denominators:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which tokens count (mask_N, bool) and which sequence each belongs to (segments_N, int64)."""
+    """The tokens that count (mask_N, bool) and the sequence that each belongs to (segments_N,
+    int64)."""
 
     mask_N: Tensor
     segments_N: Tensor
     num_sequences: int
 
     def drop(self, drop_N: Tensor) -> Sequences:
-        """The same sequences with the tokens of `drop_N` (bool) masked."""
+        """Return the same sequences with the tokens of `drop_N` (bool) masked."""
         return Sequences(self.mask_N & ~drop_N, self.segments_N, self.num_sequences)
 
 
@@ -174,14 +175,14 @@ def sequence_mean(x_N: Tensor, sequences: Sequences) -> Tensor:
 
 
 def sequence_any(flag_N: Tensor, sequences: Sequences) -> Tensor:
-    """Which sequences have an unmasked token with the flag, bool [S]."""
+    """Return which sequences have an unmasked token with the flag, bool [S]."""
     flags_S = torch.zeros(sequences.num_sequences, dtype=torch.int64, device=flag_N.device)
     return flags_S.index_add(0, sequences.segments_N, (flag_N & sequences.mask_N).long()) > 0
 
 
 def sequence_from(flag_N: Tensor, sequences: Sequences) -> Tensor:
-    """Which tokens stand at or behind their sequence's first unmasked token with the flag, bool
-    [N]. Tokens of a sequence come in their order."""
+    """Return which tokens stand at or behind their sequence's first unmasked token with the flag,
+    bool [N]. Tokens of a sequence come in their order."""
     place_N = torch.arange(len(flag_N), device=flag_N.device)
     flagged_N = torch.where(flag_N & sequences.mask_N, place_N, len(flag_N))
     first_S = place_N.new_full((sequences.num_sequences,), len(flag_N))

@@ -1,4 +1,5 @@
-"""Whom a rejection hits, when the sampler's cache forgets or rounds what the learner sees.
+"""Statistics of what a rejection hits, when the sampler's cache forgets or rounds what the learner
+sees.
 
 With w = exp(l - b) of learner and behavior log-probs, Sparse-RL's xi:
 

@@ -1,4 +1,4 @@
-"""What the policy objectives share: ratios, the clip, and the statistics.
+"""Parts that the policy objectives share: ratios, the clip, and the statistics.
 
 Log-probs of one token under three policies give
 

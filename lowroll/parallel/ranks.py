@@ -48,8 +48,8 @@ class RankLost(TransportError):
 
 
 def rows_of(rank: int, size: int, height: int) -> slice:
-    """Which rows of a matrix (entries of a vector) a rank of `size` holds: equally many from the
-    first rank on, so that the last ones may have fewer, or none."""
+    """Return the rows of a matrix (entries of a vector) that a rank of `size` holds: equally many
+    from the first rank on, so that the last ones may have fewer, or none."""
     most = -(-height // size)
     return slice(min(rank * most, height), min((rank + 1) * most, height))
 
@@ -63,18 +63,18 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that reads, writes and decides."""
+        """Return whether this is the rank that reads, writes and decides."""
         return self.rank == 0
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
-        """Which of the passes, with their costs in any unit, this rank runs, in order; None: one
-        without a part of the gradient, so that others may run theirs. Every rank gets as many where
-        passes go in lockstep."""
+        """Return which of the passes, with their costs in any unit, this rank runs, in order. None
+        stands for one without a part of the gradient, so that others may run theirs. Every rank
+        gets as many where passes go in lockstep."""
         return list(range(len(costs)))
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
-        """What all ranks have found: of each kind the values of all samples of `sizes` (sample ->
-        tokens). Every sample was a part of one rank's passes."""
+        """Return what all ranks have found: of each kind the values of all samples of `sizes`
+        (sample -> tokens). Every sample was a part of one rank's passes."""
         return list(values)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
@@ -100,16 +100,17 @@ class Ranks:
         """Parts of parameters are about to change: whole copies of them are dropped."""
 
     def is_part(self, p: Tensor) -> bool:
-        """Whether ranks hold a parameter in parts: each some of its rows."""
+        """Return whether ranks hold a parameter in parts: each some of its rows."""
         return False
 
     def part(self, p: Tensor) -> Tensor:
-        """What this rank holds of a parameter or its gradient, in the storage that it has."""
+        """Return what this rank holds of a parameter or its gradient, in the storage that it
+        has."""
         return p
 
     def cut(self, whole: Tensor, p: Tensor) -> Tensor:
-        """What this rank holds of a parameter, out of a whole tensor of as many rows (or of what
-        gives its rows to a slice)."""
+        """Return what this rank holds of a parameter, out of a whole tensor of as many rows (or of
+        what gives its rows to a slice)."""
         return whole[:]
 
     def dtype(self, p: Tensor) -> torch.dtype:
@@ -125,8 +126,8 @@ class Ranks:
         return [work(i, whole) for i, whole in enumerate(parts)]
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
-        """What the rank that leads says, on every rank. The others wait `wait_s` for it to begin,
-        without it the group's deadline."""
+        """Send data from the rank that leads, and return it on every rank. The others wait `wait_s`
+        for it to begin, without it the group's deadline."""
         assert data is not None
         return data
 
@@ -273,8 +274,8 @@ class RankGroup(Ranks):
             raise self._failure(what, error, time.monotonic() - began) from None
 
     def _failure(self, what: str, error: RuntimeError, waited_s: float) -> TransportError:
-        """Who has not failed within ROLL_CALL_S too is missing. The rank with the store stays
-        longer, so that the others can ask."""
+        """Return the error that names the missing ranks: those that have not failed within
+        ROLL_CALL_S too. The rank with the store stays longer, so that the others can ask."""
         said = str(error).strip().partition("\n")[0]
         self._store.set_timeout(timedelta(seconds=ROLL_CALL_S))
         try:
@@ -335,7 +336,8 @@ def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
 
 
 def _torchruns() -> bool:
-    """Whether torchrun has the store: its agent listens where the ranks meet, rank 0 among them."""
+    """Return whether torchrun has the store: its agent listens where the ranks meet, rank 0 among
+    them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 

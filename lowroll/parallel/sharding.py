@@ -261,7 +261,7 @@ def _set_weight(linear: Linear, weight: QTensor | nn.Parameter) -> None:
 
 
 def _learns(module: nn.Module) -> bool:
-    """Whether any of the module's own parts does."""
+    """Return whether the module has a sharded parameter that is trained."""
     return any(p.requires_grad and isinstance(p, DTensor) for p in module.parameters())
 
 

@@ -105,7 +105,7 @@ def _blocks(p: Tensor, shards: int) -> list[int]:
 
 
 def _ends_with_blocks(p: Tensor, shards: int) -> bool:
-    """Whether every part but the last ends where a block does."""
+    """Return whether every part but the last ends where a block does."""
     first = rows_of(0, shards, len(p)).stop * (p.numel() // max(1, len(p)))
     return first % BLOCK == 0 or first == p.numel()
 

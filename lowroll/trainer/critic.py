@@ -68,8 +68,8 @@ class CriticSettings:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the critic says of a batch before its first update; float32 [tokens of the response] by
-    sample index."""
+    """The critic's judgement of a batch before its first update; float32 [tokens of the response]
+    by sample index."""
 
     values: PerToken
     advantages: PerToken
@@ -101,7 +101,7 @@ class Critic:
 
     @property
     def warming_up(self) -> bool:
-        """Whether the next training step is the critic's alone."""
+        """Return whether the next training step is the critic's alone."""
         return self.optimizer.num_steps < self.settings.warmup_steps
 
     def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> Judgement:

@@ -94,12 +94,13 @@ class Trainer:
 
     @property
     def in_parts(self) -> bool:
-        """Whether ranks hold what learns in parts, so that `state` is this rank's share."""
+        """Return whether ranks hold what is trained in parts, so that `state` is this rank's
+        share."""
         critic = set() if self.critic is None else self.critic.optimizer.parts
         return bool(self.optimizer.parts | critic)
 
     def state(self) -> tuple[states.Tensors, dict[str, Any]]:
-        """What `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
+        """Return what `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
         tensors, state = states.capture(self.model, self.optimizer, self.critic)
         return tensors, state | {"version": self.version, "last_step": self.last_step}
 

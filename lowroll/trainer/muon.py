@@ -40,8 +40,8 @@ RMS = 0.2  # of an update, over the learning rate
 
 
 def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
-    """What Muon may train: the weights of linear layers and adapters, with the rows of the matrices
-    stacked in each.
+    """Return what Muon may train: the weights of linear layers and adapters, with the rows of the
+    matrices stacked in each.
 
     Embedding and lm_head are matrices too, but tables of vectors; AdamW trains them, as it does
     norms and biases.
@@ -119,7 +119,7 @@ class Muon:
         return total
 
     def _rounds(self) -> list[list[str]]:
-        """What the ranks do at a time: a matrix each, of like cost."""
+        """Return the names in rounds: in each, every rank updates one matrix, of similar cost."""
         names = list(self.params)
         if self.ranks.size > 1:
             names.sort(key=self._cost)

@@ -181,7 +181,7 @@ class Optimizer:
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether AdamW's moments are."""
+        """Return whether AdamW keeps its moments in 8 bits."""
         return self.settings.optimizer == "adamw8bit"
 
     def begin_step(self) -> float:
@@ -283,11 +283,11 @@ class Optimizer:
         return math.hypot(self._total(moved).sqrt().item(), self._adamw_norm())
 
     def _total(self, squares: Tensor) -> Tensor:
-        """Of all ranks, where this one has seen parts."""
+        """Return a squared norm over all ranks, where this one has seen parts."""
         return self.ranks.total(squares) if self.parts else squares
 
     def _fuses(self) -> bool:
-        """Whether AdamW's part of an update is one launch."""
+        """Return whether AdamW's part of an update is one kernel launch."""
         return (
             bool(self.others)
             and not self.in_8_bits
@@ -373,7 +373,7 @@ class Optimizer:
         return tensors, counters
 
     def keeps(self, name: str) -> bool:
-        """Whether this rank's share of a checkpoint has something of a parameter."""
+        """Return whether this rank's share of a checkpoint has something of a parameter."""
         return self.ranks.leads or name in self.parts
 
     @torch.no_grad()
@@ -433,7 +433,7 @@ class Optimizer:
             self.adamw.state[master] = {"step": torch.tensor(float(self.num_updates))} | mine
 
     def _has_master(self, name: str) -> bool:
-        """Whether passes read the rounding of a float32 tensor."""
+        """Return whether a parameter is float32 and passes read its rounding."""
         return self.ranks.dtype(self.params[name]) != torch.float32
 
     def _moments(self, name: str, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -243,7 +243,8 @@ class Walk:
             yield collate(samples, indices, device), number is not None
 
     def gathered(self, *found: Iterable[tuple[PackedBatch, Tensor]]) -> list[PerToken]:
-        """Of each kind the values of all samples, by what this rank found [N] of its micro-batches."""
+        """Return, for each kind, the values of all samples, from what each rank found [N] of its
+        micro-batches."""
         mine: list[PerToken] = []
         for kind in found:
             mine.append({})

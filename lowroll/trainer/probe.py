@@ -1,11 +1,11 @@
-"""What an objective would do with a batch before its first update: the measured mismatch against
-the thresholds.
+"""A probe of what an objective would do with a batch before its first update: the measured mismatch
+against the thresholds.
 
 The learner scores the tokens that the engine has scored. `spread` describes ln pi_old - ln b;
 `silent` counts the tokens that would get no gradient although the ratio R is still 1, because a
 mask, a rejection or a clip on the mismatch silences them. Where A = 0 the objective is asked as if
-A were 1, so that a batch without signal can be judged too; a KL term of its own is left out, and a
-teacher is imagined who wants what A wants.
+A were 1, so that a batch without signal can be judged too; a KL term of its own is left out, and
+the teacher is taken to agree with A.
 """
 
 from __future__ import annotations

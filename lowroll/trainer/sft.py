@@ -40,8 +40,8 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What was asked, as chat messages, the response to learn, and the JSON schemas of tools that
-    the prompt shows."""
+    """A prompt as chat messages, the response to learn, and the JSON schemas of tools that the
+    prompt shows."""
 
     messages: list[dict[str, str]]
     response: str
@@ -49,7 +49,7 @@ class Demonstration:
 
 
 class Demonstrator(Protocol):
-    """What the warm start asks of an environment (`lowroll.envs.Environment` is one)."""
+    """The part of an environment that the warm start uses (`lowroll.envs.Environment` is one)."""
 
     name: str
 
@@ -107,7 +107,7 @@ class SftLearner:
         return sft_step(self.model, batch, self.optimizer, self.settings)
 
     def state(self) -> tuple[states.Tensors, dict[str, Any]]:
-        """What `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
+        """Return what `restore` needs to go on bitwise: tensors by file and name, and JSON data."""
         return states.capture(self.model, self.optimizer)
 
     def restore(

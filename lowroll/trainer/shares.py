@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def lead(ranks: Ranks, save: Callable[[Callable[[Path], None]], Result]) -> Result:
-    """What `save(share)` gives, which calls share(folder) each time that it tries."""
+    """Return the result of `save(share)`, which calls share(folder) each time that it tries."""
 
     def share(folder: Path) -> None:
         ranks.tell(str(folder.absolute()).encode())

@@ -120,12 +120,12 @@ class LearnSettings:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the objective reads a teacher's log-probs."""
+        """Return whether the objective reads a teacher's log-probs."""
         return bool(self.options.get("teacher_tau"))
 
     @property
     def normalizes(self) -> bool:
-        """Whether the objective's weights are divided by their mean over the batch."""
+        """Return whether the objective's weights are divided by their mean over the batch."""
         return self.objective.normalizes(**self.options)
 
     @property
@@ -234,7 +234,7 @@ class Minibatch:
 
     @property
     def portions(self) -> tuple[list[int], list[int]]:
-        """What is packed by itself: the samples with a gradient, and those that are only
+        """The samples that are packed separately: those with a gradient, and those that are only
         measured."""
         moving = [i for i in self.active if i in self.moving]
         still = [i for i in self.active if i not in self.moving]
