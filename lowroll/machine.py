@@ -1,4 +1,4 @@
-"""What of this machine the process may use, memory and cores, and what a child of it may know.
+"""The memory and cores of this machine that the process may use, and what a child of it may know.
 
 Memory is in bytes, as the kernel says it (/proc/meminfo, and the control group of version 2 that a
 container sees as its own), less than there is where a container bounds it; None where the system
@@ -38,7 +38,7 @@ def kept_env(*more: str) -> dict[str, str]:
 
 
 def total_memory() -> int | None:
-    """What the process may use in all."""
+    """Return the memory that the process may use in all."""
     try:
         found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -48,7 +48,7 @@ def total_memory() -> int | None:
 
 
 def free_memory() -> int | None:
-    """What is free, or can be freed at once."""
+    """Return the memory that is free, or can be freed at once."""
     try:
         lines = MEMINFO.read_text().splitlines()
         free = next(
@@ -91,8 +91,8 @@ def _limit() -> int | None:
 
 
 def _held() -> int:
-    """What the container uses, without the files that the kernel only keeps because nobody needs
-    their place."""
+    """Return what the container uses, without the files that the kernel only keeps because nobody
+    needs their place."""
     try:
         used = int((GROUP / "memory.current").read_text())
         kept = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())

@@ -85,7 +85,7 @@ class _Found:
         return len(self.calls) + len(self.errors) >= MOST_CALLS
 
     def add(self, read: Callable[[], ToolInvocation]) -> bool:
-        """Whether it was a call."""
+        """Keep a call, or the error of an ill-formed one; return whether it was a call."""
         try:
             self.calls.append(read())
         except IllFormed as error:
@@ -127,7 +127,7 @@ class Speech:
         self.given = 0  # characters of it
 
     def feed(self, piece: str) -> str:
-        """What can be said now."""
+        """Take the next piece, and return what can be said now."""
         self.text += piece
         return self._give(self._plain())
 
@@ -272,7 +272,7 @@ def _llama3_json(text: str) -> Spoken:
 
 
 def _begins_with_name(text: str) -> bool:
-    """Whether a turn without a mark is a call: an object whose first key is that of one."""
+    """Return whether a turn without a mark is a call: an object whose first key is that of one."""
     inside = text.lstrip(_SPACE).removeprefix("{")
     if inside == text.lstrip(_SPACE):
         return False

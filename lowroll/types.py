@@ -67,8 +67,8 @@ class Prompt:
     info: dict[str, Any] = field(default_factory=dict)
 
     def answered(self, text: str, said: list[Message] | None) -> str | list[Message]:
-        """What a scorer is to judge of a response: its text, or all messages of a conversation, of
-        which `said` has what came after the prompt."""
+        """Return what a scorer is to judge of a response: its text, or all messages of a
+        conversation, of which `said` has what came after the prompt."""
         return text if said is None else [*self.messages, *said]
 
 
@@ -95,7 +95,7 @@ class ScoreError:
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong."""
+        """Return whether something went wrong."""
         return self.kind != "inapplicable"
 
 
@@ -144,7 +144,7 @@ class PolicySpan:
 
 @dataclass(frozen=True)
 class BehaviorTag:
-    """Which policy a rollout was really drawn from."""
+    """The policy that a rollout was really drawn from."""
 
     policy: tuple[PolicySpan, ...]  # at least one; several when weights changed in flight
     weights: str  # format of the linear weights: "int8", "bf16", ...
@@ -160,14 +160,14 @@ class BehaviorTag:
 
     @property
     def exact_kv(self) -> bool:
-        """Whether the cache behind it kept every key and value as it was made."""
+        """Return whether the cache behind it kept every key and value as it was made."""
         return self.kv_policy == "dense" and self.kv_dtype is None
 
 
 @dataclass(frozen=True)
 class Evictions:
-    """Which keys a bounded cache dropped of one sample, by layer, KV head and position, and when:
-    a learner that attends to the others only scores the policy that the sampler was
+    """The keys that a bounded cache dropped of one sample, by layer, KV head and position, and
+    when: a learner that attends to the others only scores the policy that the sampler was
     (`model.replay`).
 
     Compaction i = 1, 2, ... took place when the query at position `after[i - 1]` had run: later
@@ -185,8 +185,8 @@ class Evictions:
 
 @dataclass(frozen=True)
 class Turn:
-    """Of a conversation, the tokens [start, end) of its rollout were drawn in this turn. Turn i > 0
-    of sample s was asked for by "<request id>/s/i"."""
+    """The tokens [start, end) of a conversation's rollout that were drawn in one turn. Turn i > 0
+    of sample s was requested as "<request id>/s/i"."""
 
     start: int
     end: int
@@ -237,7 +237,7 @@ class Rollout:
 
     @property
     def drawn_logprobs(self) -> list[float]:
-        """Of the tokens that were drawn."""
+        """Log-probs of the tokens that were drawn."""
         if self.turns is None:
             return self.logprobs
         return [p for turn in self.turns for p in self.logprobs[turn.start : turn.end]]
@@ -245,7 +245,7 @@ class Rollout:
 
 @dataclass
 class Conversation:
-    """What was said after a prompt, by turns, and why no more."""
+    """The messages after a prompt, by turns, and why there are no more."""
 
     messages: list[Message] = field(default_factory=list)
     ended: Ended = "abort"
@@ -286,7 +286,7 @@ class Sample:
 
 @dataclass
 class Batch:
-    """What one training step learns from: whole groups, in planned order. `orchestrator` is the
+    """The data of one training step: whole groups, in planned order. `orchestrator` is the
     orchestrator's state after this batch, JSON data, where it travels with it: a checkpoint of the
     learner then holds both halves of a run."""
 

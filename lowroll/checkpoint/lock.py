@@ -128,7 +128,7 @@ def _last(descriptor: int) -> dict[str, Any] | None:
 
 
 def _has_ended(entry: dict[str, Any]) -> bool:
-    """Whether it was a process of this machine, and is gone."""
+    """Return whether the holder was a process of this machine, and is gone."""
     if entry["host"] != socket.gethostname() or not isinstance(entry["pid"], int):
         return False
     try:

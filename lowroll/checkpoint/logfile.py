@@ -1,4 +1,4 @@
-"""What the log of a child process says."""
+"""Errors and warnings in the log of a child process."""
 
 from __future__ import annotations
 

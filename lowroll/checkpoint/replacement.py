@@ -1,4 +1,4 @@
-"""What may be put in the place of something, and how: the old is kept until the new is complete.
+"""Replacement of what was published: the old is kept until the new is complete.
 
     publish beside dest  ->  rename dest aside  ->  rename the new one to dest  ->  fsync parent  ->  remove the old one
 
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 def foreign_in(folder: Path, contents: bool = True) -> str:
-    """What in a folder is not what was published there, in words that name the first of it; "" when
-    there is nothing.
+    """Describe the first thing in a folder that is not as it was published there; "" when there is
+    none.
 
     contents: read every byte, so that a file that somebody changed counts too.
     """

@@ -79,8 +79,8 @@ def fish() -> str:
 
 
 def words(command: str) -> Iterator[tuple[str, str]]:
-    """What a command takes: its options, the choices of its arguments, and the keys of a run, each
-    with a summary."""
+    """Yield what a command takes: its options, the choices of its arguments, and the keys of a run,
+    each with a summary."""
     for action in importlib.import_module(f"lowroll.cli.{command}").parser()._actions:
         summary = (action.help or "").split("; ")[0]
         for option in action.option_strings:

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def look() -> dict[str, Any]:
-    """What there is, as JSON holds it. What is missing is None, or a line that says why."""
+    """Return what there is, as JSON holds it. What is missing is None, or a line that says why."""
     from lowroll import __version__, machine
 
     return {
@@ -117,7 +117,7 @@ def _version(package: str) -> str | None:
 
 
 def _sandbox() -> dict[str, str | None]:
-    """What isolates programs of a model (the environment `code`), or why nothing does."""
+    """Return what isolates programs of a model (the environment `code`), or why nothing does."""
     from lowroll.envs.sandbox import SandboxMissing, walls
 
     try:
@@ -127,7 +127,7 @@ def _sandbox() -> dict[str, str | None]:
 
 
 def _torch() -> dict[str, Any]:
-    """What only torch can say: its build, the devices, the kernels."""
+    """Return what only torch can report: its build, the devices, the kernels."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -194,7 +194,7 @@ def _first_line(error: Exception) -> str:
 
 
 def hints(found: dict[str, Any]) -> list[str]:
-    """What would make a run faster here, the most important first, a few at most."""
+    """Return what would make a run faster here, the most important first, a few at most."""
     if "error" in found["torch"]:
         return ["torch cannot be imported, and nothing runs without it: install it again"]
     told = [*_cuda_hints(found), *_cpu_hints(found)]

@@ -1,4 +1,4 @@
-"""What a command of a run says at its end."""
+"""The last lines that a command of a run prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def report_command(folder: Path) -> str:
-    """What to type, whatever the folder's name holds."""
+    """Return the command to type, whatever the folder's name holds."""
     return f"lowroll report {shlex.quote(str(folder))}"
 
 

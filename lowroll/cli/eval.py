@@ -196,8 +196,8 @@ def _before(
 
 
 def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[dict[str, Any]]:
-    """What is asked, as `eval.env` has it; [] leaves the run's own. ValueError for a file of
-    nothing that is asked."""
+    """Return the requested environments, as `eval.env` has them; [] leaves the run's own.
+    ValueError for a file that belongs to none of them."""
     words = arguments.suite or (preset.sets if preset is not None and not arguments.env else None)
     envs: list[dict[str, Any]] = []
     if words is not None:
@@ -220,7 +220,8 @@ def _environments(arguments: argparse.Namespace, preset: Preset | None) -> list[
 
 
 def title(cfg: RunConfig, server: str | None = None) -> str:
-    """What answered, how the responses were drawn, and to how many prompts."""
+    """Return a title that says what answered, how the responses were drawn, and to how many
+    prompts."""
     drawn, each = cfg.eval, cfg.eval.rollouts_per_example
     how = "greedy" if drawn.temperature == 0 else f"sampled at T = {drawn.temperature:g}"
     responses = f"{each} response{'s' * (each > 1)} each"

@@ -162,7 +162,7 @@ def answer(
 
 
 def _of_an_option(problem: str) -> str:
-    """What is wrong with a field of the request, as the option that sets it."""
+    """Express a problem with a field of the request as one with the option that sets it."""
     field, colon, rest = problem.removeprefix("requests[0].").partition(":")
     if colon and problem.startswith("requests[0]."):
         return f"--{field.replace('_', '-')}:{rest}"

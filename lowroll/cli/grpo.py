@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan(cfg: RunConfig) -> list[str]:
-    """What the run will do, in a few lines."""
+    """Describe what the run will do, in a few lines."""
     rollout, train = cfg.rollout, cfg.train
     updates = train.max_steps * train.minibatches
     tokens = sum(
@@ -85,7 +85,7 @@ def plan(cfg: RunConfig) -> list[str]:
 
 
 def _evaluations(cfg: RunConfig) -> list[str]:
-    """What the evaluations of the run cost; nothing of a run that has none."""
+    """Describe what the evaluations of the run cost; nothing of a run that has none."""
     drawn = cfg.eval
     if not drawn.interval:
         return []

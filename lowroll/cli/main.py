@@ -140,7 +140,7 @@ def _meant(name: str, rest: Sequence[str]) -> str:
 
 
 def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
-    """What to write in the place of an option that the command does not have."""
+    """Explain what to write in the place of an option that the command does not have."""
     from difflib import get_close_matches
 
     name, equals, value = option.lstrip("-").partition("=")

@@ -126,7 +126,8 @@ def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
 def _calibration(
     arguments: argparse.Namespace, format: str, device: torch.device
 ) -> Callable[[Transformer], None]:
-    """What calibrates the loaded model. A text is read here, before the weights are."""
+    """Return the function that calibrates the loaded model. A text is read here, before the weights
+    are."""
     from lowroll.model.folder import resolve
     from lowroll.model.spec import read_spec
     from lowroll.model.tokenizer import load_tokenizer

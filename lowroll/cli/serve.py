@@ -287,7 +287,7 @@ def credentials(arguments: argparse.Namespace) -> Credentials:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address; a name that is not `localhost` may lead
+    """Return whether only this machine reaches an address; a name that is not `localhost` may lead
     anywhere."""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -409,7 +409,7 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
 
 
 def words(engine: NativeEngine, device: torch.device) -> str:
-    """What answers, and for how much there is room."""
+    """Describe the engine: its weights, its cache, its context length and its device."""
     able, stats = engine.capabilities, engine.stats()
     kind = f"{able.kv_policy}+{able.kv_dtype}" if able.kv_dtype else able.kv_policy
     return (

@@ -1,2 +1,1 @@
-"""What a run says about itself: names that are explained once, one JSON line a step, a live view, a
-report."""
+"""Reports of a run: names that are explained once, one JSON line a step, a live view, a page."""

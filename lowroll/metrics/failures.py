@@ -21,8 +21,8 @@ _LINE = 160
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one engine (`name`) made of an example: `solved` of `count` responses, one that is wrong,
-    and what is said of it."""
+    """The result of one engine (`name`) on an example: `solved` of `count` responses, one that is
+    wrong, and a note on it."""
 
     name: str
     solved: int
@@ -42,7 +42,7 @@ class Failure:
 
     @property
     def parted(self) -> bool:
-        """Whether engines did differently on it."""
+        """Return whether the engines solved different shares of it."""
         return len({one.solved / max(1, one.count) for one in self.attempts}) > 1
 
 

@@ -205,7 +205,7 @@ class LiveView:
         )
 
     def _lines(self, record: Mapping[str, Any]) -> list[Text]:
-        """What takes a whole line of the panel."""
+        """Return what takes a whole line of the panel."""
         times = ", ".join(
             f"{phase} {_number(record.get(f'time/{phase}'), '.2f')}s" for phase in _PHASES
         )
@@ -307,8 +307,8 @@ def _redirect(old: object, new: Any) -> None:
 
 
 def kv_words(record: Mapping[str, Any]) -> list[str]:
-    """What a bounded cache saved in a step, and what was rejected or repaired for it; nothing of a dense
-    cache."""
+    """Describe what a bounded cache saved in a step, and how much was rejected or repaired for it;
+    nothing of a dense cache."""
     if "kv/saving_peak" not in record:
         return []
     words = [f"kv {_number(_percent(record['kv/saving_peak']), '.0f')} % saved"]

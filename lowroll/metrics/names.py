@@ -44,7 +44,7 @@ class Metric:
 
     @property
     def reproducible(self) -> bool:
-        """Whether two runs of one configuration and seed record the same value."""
+        """Return whether two runs of one configuration and seed record the same value."""
         return not self.name.startswith(_TIMINGS)
 
     @property

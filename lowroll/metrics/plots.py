@@ -336,7 +336,7 @@ def with_gaps(
 
 
 def _alone(values: Sequence[float]) -> list[int]:
-    """Which values have none beside them, so that no line would show them."""
+    """Return the indices of values with none beside them, which no line would show."""
     known = [False, *(not math.isnan(value) for value in values), False]
     return [
         i - 1 for i in range(1, len(known) - 1) if known[i] and not (known[i - 1] or known[i + 1])

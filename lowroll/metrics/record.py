@@ -166,7 +166,8 @@ def forget_evaluations(folder: Path, step: int) -> None:
 
 
 def _join(record: Record, evaluation: Mapping[str, Any]) -> None:
-    """What one process would have recorded: its own numbers stay, times add up."""
+    """Add an evaluation as one process would have recorded it: the record's own numbers stay, times
+    add up."""
     for name, value in evaluation.items():
         if name.startswith("time/") and value is not None:
             record[name] = (record.get(name) or 0.0) + value
@@ -193,8 +194,8 @@ def write_about(folder: Path, about: Mapping[str, str]) -> Record:
 
 
 def computed_otherwise(folder: Path, about: Mapping[str, str]) -> list[str]:
-    """What the last bits of results depend on (device and threads, versions, machine), where it is
-    not what `about.json` says; nothing where that cannot be read."""
+    """List what the last bits of results depend on (device and threads, versions, machine), where
+    it is not what `about.json` says; nothing where that cannot be read."""
     try:
         before = json.loads(read_file(Path(folder) / ABOUT_FILE))
         facts = {"device": about["device"], **_computed_by()}
@@ -237,7 +238,7 @@ def _machine() -> str:
 
 @dataclass
 class _Found:
-    """What a file holds: its undamaged lines by step."""
+    """The content of a file: its undamaged lines by step."""
 
     data: bytes = b""
     lines: dict[int, bytes] = field(default_factory=dict)

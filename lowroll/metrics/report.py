@@ -96,7 +96,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file is a page that `write_report` wrote."""
+    """Return whether a file is a page that `write_report` wrote."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -129,15 +129,15 @@ def _read_about(run_dir: Path, notes: list[str]) -> Record:
 
 
 def _supervised(about: Record, records: Sequence[Record]) -> bool:
-    """Whether the run learnt from demonstrations. Folders that do not say so are known by their
-    metrics."""
+    """Return whether the run learnt from demonstrations. Folders that do not say so are recognized
+    by their metrics."""
     if "command" in about:
         return about["command"] == "sft"
     return any("sft/loss" in record for record in records)
 
 
 def _title(run_dir: Path, about: Record, supervised: bool) -> str:
-    """What was done to which model, on what."""
+    """Return a title that says what was done to which model, on what."""
     if not about.get("model"):
         return str(about.get("title") or run_dir.resolve().name)
     model = str(about["model"]).split(" (")[0]
@@ -182,7 +182,8 @@ def _header(
 
 
 def _change(records: Sequence[Record], supervised: bool, notes: list[str]) -> str:
-    """What the run changed: before and after, how it was drawn, and on which prompts."""
+    """Return the section on what the run changed: before and after, how it was drawn, and on which
+    prompts."""
     rows = []
 
     def row(label: str, hint: str, metric: str, edge: int) -> None:

@@ -107,7 +107,7 @@ def _turns(sample: Record) -> str:
 
 
 def _response(sample: Record) -> tuple[str, str]:
-    """What was drawn; of a conversation, what was said by turns."""
+    """Return the kind and the text of what was drawn; of a conversation, what was said by turns."""
     said = sample.get("messages")
     if said is None:
         return "response", sample["text"]

@@ -1,4 +1,5 @@
-"""What every handler shares: the state of the server, its limits, and the middleware before each route.
+"""Parts that every handler shares: the state of the server, its limits, and the middleware before
+each route.
 
 401  no token, or a wrong one; compared in constant time
 403  a name of the server, or a page in a browser, that is not of this machine (DNS rebinding)

@@ -41,8 +41,8 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker is told of a run. `id` stays the same when it goes on; `step` is the last one
-    that it has made."""
+    """The facts of a run that a tracker receives. `id` stays the same when the run goes on; `step`
+    is the last one that it has made."""
 
     folder: Path
     project: str
@@ -92,7 +92,7 @@ class Trackers:
 
 
 def _id(path: Path, step: int) -> str:
-    """Of a run that has made steps the one that it had; else a new one."""
+    """Return the stored id of a run that has made steps; else a new one."""
     if step > 0 and path.is_file():
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["id"]
