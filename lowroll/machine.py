@@ -32,8 +32,8 @@ KEEP_ENV = (
 
 
 def kept_env(*more: str) -> dict[str, str]:
-    """The environment variables that a child process is started with: those of `KEEP_ENV` and
-    `more` that are set. Others may be keys and tokens."""
+    """Return the environment variables that a child process is started with: those of `KEEP_ENV`
+    and `more` that are set. Others may be keys and tokens."""
     return {name: os.environ[name] for name in (*KEEP_ENV, *more) if name in os.environ}
 
 
@@ -83,7 +83,7 @@ def raise_file_limit() -> int:
 
 
 def _limit() -> int | None:
-    """The bound of the container; None where there is none."""
+    """Return the bound of the container; None where there is none."""
     try:
         return int((GROUP / "memory.max").read_text())
     except (OSError, ValueError):  # no such file, or "max"

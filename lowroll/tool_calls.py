@@ -58,8 +58,8 @@ class Spoken:
     errors: tuple[str, ...] = ()
 
     def message(self, content: str) -> Message:
-        """The turn as a chat message with all its text: `tool_calls` and `ill_formed` (sentences)
-        are there when there are any."""
+        """Return the turn as a chat message with all its text: `tool_calls` and `ill_formed`
+        (sentences) are there when there are any."""
         said: Message = {"role": "assistant", "content": content}
         if self.calls:
             said["tool_calls"] = [
@@ -95,8 +95,8 @@ class _Found:
 
 
 def format_of(template: str) -> str | None:
-    """The format that a chat template, by its source, has its model write calls in; None for a
-    template that shows none of those known."""
+    """Return the format that a chat template, by its source, has its model write calls in; None for
+    a template that shows none of those known."""
     if _MISTRAL in template:
         return "mistral"
     if _OPEN in template:
@@ -107,8 +107,8 @@ def format_of(template: str) -> str | None:
 
 
 def read(format: str, text: str) -> Spoken:
-    """A turn's text in parts. ValueError for an unknown format, and for nothing that a text may
-    hold; of a longer one `MOST_TEXT` characters are looked at."""
+    """Return a turn's text in parts. ValueError for an unknown format, and for nothing that a text
+    may hold; of a longer one `MOST_TEXT` characters are looked at."""
     if format not in FORMATS:
         raise ValueError(f"tool calls: unknown format {format!r}; known: {', '.join(FORMATS)}")
     return FORMATS[format](text[:MOST_TEXT])
@@ -132,7 +132,7 @@ class Speech:
         return self._give(self._plain())
 
     def end(self) -> tuple[str, tuple[ToolInvocation, ...]]:
-        """The rest of what is said, and the calls."""
+        """Return the rest of what is said, and the calls."""
         calls = read(self.format, self.text).calls
         if not calls:
             return self._give(len(self.text)), ()
@@ -144,7 +144,7 @@ class Speech:
         return new
 
     def _plain(self) -> int:
-        """Characters that are no part of a call, whatever follows."""
+        """Return the number of characters that are no part of a call, whatever follows."""
         text, mark = self.text, _MARKS[self.format]
         until = text.find(mark, self.given)
         if until < 0 and self.format == "llama3_json" and text.lstrip(_SPACE)[:1] in ("", "{"):
@@ -155,7 +155,7 @@ class Speech:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` with which `mark` begins, and is longer."""
+    """Return the length of the longest end of `text` with which `mark` begins, and is longer."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length
@@ -163,9 +163,9 @@ def overlap(text: str, mark: str) -> int:
 
 
 def typed(arguments: dict[str, Any], texts: Container[str]) -> dict[str, Any]:
-    """Arguments with those that are a text, and are none of `texts` (names of the parameters that
-    may be one), read as JSON where they are some: formats that write values as text (`UNTYPED`)
-    need it."""
+    """Return the arguments with those that are a text, and are none of `texts` (names of the parameters
+    that may be one), read as JSON where they are some: formats that write values as text
+    (`UNTYPED`) need it."""
     return {
         key: _unquoted(value) if isinstance(value, str) and key not in texts else value
         for key, value in arguments.items()
@@ -173,8 +173,8 @@ def typed(arguments: dict[str, Any], texts: Container[str]) -> dict[str, Any]:
 
 
 def texts(schema: dict[str, Any], names: Iterable[str]) -> set[str]:
-    """Those of the parameters `names` that may be a text, by a tool's JSON schema of its parameters;
-    what it does not type may be one."""
+    """Return those of the parameters `names` that may be a text, by a tool's JSON schema of its
+    parameters; what it does not type may be one."""
     known = schema.get("properties")
     properties = known if isinstance(known, dict) else {}
     return {name for name in names if _admits_text(properties.get(name))}
@@ -329,7 +329,7 @@ def _spoken(before: str, found: _Found) -> Spoken:
 
 
 def _call(value: Any) -> ToolInvocation:
-    """A JSON object as a call. IllFormed says what it lacks."""
+    """Return a JSON object as a call. IllFormed says what it lacks."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {"id": value.get("id"), **value["function"]}
     if not isinstance(value, dict):
@@ -362,7 +362,7 @@ def _check(arguments: dict[str, Any]) -> None:
 
 
 def depths(value: Any) -> Iterator[int]:
-    """How deep each value lies, without recursion."""
+    """Yield how deep each value lies, without recursion."""
     open = [(value, 1)]
     while open:
         inner, depth = open.pop()
@@ -387,8 +387,8 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 
 
 def _first_json(text: str) -> tuple[Any, str]:
-    """The JSON value that a text begins with, and what follows it. IllFormed says where it ends
-    to be JSON."""
+    """Return the JSON value that a text begins with, and what follows it. IllFormed says where it
+    ends to be JSON."""
     text = text.lstrip(_SPACE)
     try:
         value, end = _DECODER.raw_decode(text)

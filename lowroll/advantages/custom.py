@@ -26,8 +26,9 @@ from lowroll.advantages.group import Estimator, Rewards
 
 
 def load(import_path: str, kwargs: Mapping[str, Any] | None = None) -> Estimator:
-    """The function that "path/to/file.py:function" names, with its keyword arguments, behind a check
-    of what it returns. ValueError names what is wrong with the path, the file or the arguments."""
+    """Return the function that "path/to/file.py:function" names, with its keyword arguments, behind
+    a check of what it returns. ValueError names what is wrong with the path, the file or the
+    arguments."""
     path, colon, name = import_path.partition(".py:")
     file = Path(path + ".py").resolve()
     if not colon or not name.isidentifier():

@@ -54,7 +54,8 @@ def gae(
 
 
 def place(reward: float, mask: Mask) -> list[float]:
-    """The rewards of one response's tokens: its score on the last unmasked token, 0.0 elsewhere."""
+    """Return the rewards of one response's tokens: its score on the last unmasked token, 0.0
+    elsewhere."""
     last = max((t for t, m in enumerate(mask) if m), default=-1)
     rewards = [0.0] * len(mask)
     if last >= 0:

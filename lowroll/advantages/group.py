@@ -88,8 +88,8 @@ def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> l
 
 
 def reward(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """The reward itself, 0.0 for None. `lengths` is ignored. ValueError for an empty group or a
-    non-finite reward."""
+    """Return the reward itself, 0.0 for None. `lengths` is ignored. ValueError for an empty group
+    or a non-finite reward."""
     _check(rewards)
     return [0.0 if r is None else float(r) for r in rewards]
 

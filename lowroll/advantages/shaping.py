@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 def overlong(length: int, *, max_length: int, cache: int) -> float:
-    """The penalty in [-1, 0] to add to the reward of a response of `length` tokens.
+    """Return the penalty in [-1, 0] to add to the reward of a response of `length` tokens.
 
     `max_length` is L_max and `cache` L_cache, both in tokens. ValueError unless length >= 0 and
     0 < cache <= max_length.

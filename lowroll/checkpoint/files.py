@@ -29,7 +29,8 @@ _RUST = re.compile(r"\(os error ([0-9]+)\)")  # how safetensors words the errors
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a regular file. OSError with its name, also when reading fails half way."""
+    """Return the bytes of a regular file. OSError with its name, also when reading fails half
+    way."""
     with naming(path):
         if not stat.S_ISREG(os.stat(path).st_mode):  # a FIFO would be waited for
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -106,8 +107,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException) -> int | None:
-    """The errno of an error of the system, also when a library wrapped it in an error of its own;
-    else None."""
+    """Return the errno of an error of the system, also when a library wrapped it in an error of its
+    own; else None."""
     if isinstance(error, OSError):
         return error.errno
     found = _RUST.search(str(error))

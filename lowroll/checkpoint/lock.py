@@ -32,7 +32,8 @@ class RunLockedError(RunFailed):
 
 
 def refuse_locked(folder: Path) -> None:
-    """RunLockedError when a process owns `folder`. Changes nothing: who asks does not own it."""
+    """Raise RunLockedError when a process owns `folder`. Changes nothing: who asks does not own
+    it."""
     try:
         descriptor = os.open(Path(folder) / LOCK, os.O_RDONLY)
     except FileNotFoundError:

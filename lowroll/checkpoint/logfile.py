@@ -17,7 +17,8 @@ _LOUD = re.compile(r"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)$")
 
 
 def last_error(log: Path, since: int = 0) -> str:
-    """The last error behind byte `since` that does not point at another, else the last line."""
+    """Return the last error behind byte `since` that does not point at another, else the last
+    line."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

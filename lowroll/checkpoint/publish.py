@@ -135,8 +135,8 @@ def verify_folder(path: Path) -> dict[str, Any]:
 
 
 def read_meta(path: Path) -> dict[str, Any] | None:
-    """The meta of a published folder, unverified; None for a folder that was not published, or was
-    damaged since."""
+    """Return the meta of a published folder, unverified; None for a folder that was not published,
+    or was damaged since."""
     try:
         return _read_manifest(Path(path) / MANIFEST)[1]
     except DamagedError:
@@ -144,13 +144,14 @@ def read_meta(path: Path) -> dict[str, Any] | None:
 
 
 def published_files(path: Path) -> set[str]:
-    """Names of the files that a folder was published with, below it. Raises DamagedError."""
+    """Return the names of the files that a folder was published with, below it. Raises
+    DamagedError."""
     return set(_read_manifest(Path(path) / MANIFEST)[0])
 
 
 def encode_manifest(files: dict[str, dict[str, Any]], meta: dict[str, Any]) -> bytes:
-    """Canonical bytes of a manifest, with a digest over its own content. ValueError when `meta` is
-    not JSON data."""
+    """Return the canonical bytes of a manifest, with a digest over its own content. ValueError when
+    `meta` is not JSON data."""
     body = {"format": FORMAT, "files": files, "meta": meta}
     try:
         text = json.dumps(body, sort_keys=True, allow_nan=False)
@@ -280,7 +281,8 @@ def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any
 
 
 def _check_entry(path: Path, name: str, entry: object) -> None:
-    """DamagedError for a name that leads out of the folder, or what is not a size and a digest."""
+    """Raise DamagedError for a name that leads out of the folder, or what is not a size and a
+    digest."""
     if "\0" in name or name in ("", ".") or Path(name).is_absolute() or ".." in Path(name).parts:
         raise DamagedError(f"{path}: {printable(repr(name))} is no file of the folder")
     if (

@@ -22,8 +22,8 @@ _SUFFIX = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
 
 
 def seal(line: bytes, number: int = 0) -> bytes:
-    """The line, a JSON object of one field or more without its newline, with its checksum as the
-    last field."""
+    """Return the line, a JSON object of one field or more without its newline, with its checksum as
+    the last field."""
     return line[:-1] + b', "crc": "%08x"}' % zlib.crc32(line, number)
 
 
@@ -40,8 +40,8 @@ def unseal(line: bytes, number: int = 0) -> tuple[bytes, bool]:
 
 
 def unseal_lines(data: bytes) -> bytes:
-    """The content of a file whose lines are sealed with their numbers from 1 on, or all without a
-    checksum.
+    """Return the content of a file whose lines are sealed with their numbers from 1 on, or all
+    without a checksum.
 
     ValueError names the first line that is damaged, or that alone has no checksum.
     """
@@ -63,8 +63,8 @@ def unseal_lines(data: bytes) -> bytes:
 
 
 def read_objects(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The JSON objects of a sealed file's undamaged lines, and what is wrong with the others, with
-    file and line."""
+    """Return the JSON objects of a sealed file's undamaged lines, and what is wrong with the
+    others, with file and line."""
     objects, problems = [], []
     for number, line in enumerate(read_file(path).removesuffix(b"\n").split(b"\n"), 1):
         try:

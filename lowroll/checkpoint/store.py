@@ -104,8 +104,8 @@ class Store:
         self._foreign: set[str] = set()
 
     def steps(self) -> list[int]:
-        """Steps that have a folder here, ascending, verified or not. Foreign names are ignored with
-        a warning."""
+        """Return the steps that have a folder here, ascending, verified or not. Foreign names are
+        ignored with a warning."""
         steps = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = _STEP.fullmatch(path.name)
@@ -121,7 +121,7 @@ class Store:
         return sorted(steps)
 
     def path(self, step: int) -> Path:
-        """The folder of checkpoint `step`, whether it is there or not."""
+        """Return the folder of checkpoint `step`, whether it is there or not."""
         return self.folder / _folder_name(step)
 
     def save(
@@ -176,9 +176,9 @@ class Store:
         only: Collection[str] | None = None,
         verified: bool = False,
     ) -> Checkpoint:
-        """The newest verified checkpoint, or checkpoint `step`. only: the tensor files to read;
-        None reads all. verified: somebody has just loaded this step, and its bytes are not read
-        twice.
+        """Return the newest verified checkpoint, or checkpoint `step`. only: the tensor files to
+        read; None reads all. verified: somebody has just loaded this step, and its bytes are not
+        read twice.
 
         A damaged newest one is moved to `damaged/` with a warning and the one before is tried; when
         none is left DamagedError. A damaged `step` that was asked for by number raises and stays
@@ -297,8 +297,8 @@ def write_part(
 
 
 def check_pieces(where: str, state: Mapping[str, Any], wanted: Collection[str]) -> None:
-    """ValueError unless `state`, read from a checkpoint, has exactly the pieces `wanted`: what is
-    missing must not be taken for its default."""
+    """Raise ValueError unless `state`, read from a checkpoint, has exactly the pieces `wanted`:
+    what is missing must not be taken for its default."""
     if odd := sorted({*wanted} ^ state.keys()):
         raise ValueError(
             f"{where}: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}: the checkpoint "
@@ -330,8 +330,8 @@ def _encode_state(state: dict[str, Any]) -> str:
 
 
 def _check_json(value: object, where: str) -> None:
-    """ValueError unless JSON gives `value` back as it is: resume must not see a list where a tuple
-    was saved."""
+    """Raise ValueError unless JSON gives `value` back as it is: resume must not see a list where a
+    tuple was saved."""
     if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
@@ -366,7 +366,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, Any]:
-    """The tensors of one name, whole or in parts, of a checkpoint whose files are there."""
+    """Return the tensors of one name, whole or in parts, of a checkpoint whose files are there."""
     from safetensors.torch import load_file
 
     if (path / f"{name}.safetensors").is_file():

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def bash() -> str:
-    """The script for bash."""
+    """Return the script for bash."""
     from lowroll.cli.main import COMMANDS
 
     known = {name: " ".join(word for word, _ in words(name)) for name in COMMANDS}
@@ -56,12 +56,12 @@ def bash() -> str:
 
 
 def zsh() -> str:
-    """The script for zsh, which reads bash's."""
+    """Return the script for zsh, which reads bash's."""
     return f"autoload -U +X bashcompinit && bashcompinit\n{bash()}"
 
 
 def fish() -> str:
-    """The script for fish."""
+    """Return the script for fish."""
     from lowroll.cli.main import COMMANDS
 
     lines = [
@@ -93,7 +93,7 @@ def words(command: str) -> Iterator[tuple[str, str]]:
 
 
 def _keys() -> list[str]:
-    """The dotted keys that take a value of their own."""
+    """Return the dotted keys that take a value of their own."""
     from lowroll.config.load import known_keys
     from lowroll.config.schema import RunConfig
 

@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
-    """The settings with the command's options laid over them, and the run folder when the source is
-    one."""
+    """Return the settings with the command's options laid over them, and the run folder when the
+    source is one."""
     from lowroll.config import ConfigError, from_mapping, load
 
     options: dict[str, object] = {

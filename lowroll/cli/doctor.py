@@ -101,7 +101,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver, where it is loaded."""
+    """Return the version of NVIDIA's driver, where it is loaded."""
     try:
         found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
     except OSError:
@@ -266,7 +266,7 @@ def _cpu_hints(found: dict[str, Any]) -> list[str]:
 
 
 def show(found: dict[str, Any]) -> str:
-    """The page that a person reads."""
+    """Return the page that a person reads."""
     lines = [f"lowroll {found['lowroll']}, Python {found['python']}, {found['platform']}", ""]
     lines += [f"{name:<10}{text}" for name, text in _machine_lines(found)]
     if found["kernels"]:
@@ -333,7 +333,7 @@ def _nvcc_text(nvcc: dict[str, Any] | None) -> str:
 
 
 def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """A line for every kernel that is used, its product before the first."""
+    """Return a line for every kernel that is used, its product before the first."""
     width = max(map(len, kernels))
     lines = []
     for product, answers in kernels.items():
@@ -349,7 +349,7 @@ def _kernel_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def _refused_lines(kernels: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """The faster kernels that are not used, by the reason."""
+    """Return the faster kernels that are not used, by the reason."""
     refused: dict[str, list[str]] = {}
     for answers in kernels.values():
         for answer in answers:

@@ -141,12 +141,13 @@ def _formats(words: str | None) -> list[str]:
 
 
 def _listed(words: str | None) -> list[str]:
-    """The words of an option, each once."""
+    """Return the words of an option, each once."""
     return list(dict.fromkeys(words.split(","))) if words else []
 
 
 def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> RunConfig:
-    """The run's settings with the command's options laid over them, over those of a preset."""
+    """Return the run's settings with the command's options laid over them, over those of a
+    preset."""
     from lowroll.config import ConfigError, from_mapping
 
     files, overrides = split(arguments.settings)
@@ -181,7 +182,7 @@ def settings(arguments: argparse.Namespace, preset: Preset | None = None) -> Run
 def _before(
     arguments: argparse.Namespace, preset: Preset | None, envs: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Settings under those that the user names: a preset's, and what sets need."""
+    """Return the settings under those that the user names: a preset's, and what sets need."""
     from lowroll.envs.sets.table import PREFIX
 
     found: dict[str, object] = dict(preset.settings) if preset is not None else {}

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _template_kwargs(text: str | None) -> dict[str, Any]:
-    """The value of --chat-template-kwargs."""
+    """Return the value of --chat-template-kwargs."""
     try:
         found = json.loads(text or "{}")
     except ValueError:
@@ -170,13 +170,14 @@ def _of_an_option(problem: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text without control characters: a model must not be able to steer the terminal."""
+    """Return the text without control characters: a model must not be able to steer the
+    terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def _lines() -> Iterator[str]:
-    """Prompts from the terminal until its end or an empty line; from a pipe, every line that holds
-    something."""
+    """Yield the prompts from the terminal until its end or an empty line; from a pipe, every line
+    that holds something."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _code(error: Exception) -> int:
-    """The exit code of an error that is told in a line."""
+    """Return the exit code of an error that is told in a line."""
     from lowroll.checkpoint.files import is_disk_full, is_of_machine
     from lowroll.checkpoint.space import NO_ROOM
 
@@ -167,7 +167,7 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
 
 
 def usage() -> str:
-    """The list of commands."""
+    """Return the list of commands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(

@@ -110,7 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(arguments: argparse.Namespace, device: torch.device) -> str:
-    """The format that a budget stands for. ValueError where the folder may not be written."""
+    """Return the format that a budget stands for. ValueError where the folder may not be
+    written."""
     from pathlib import Path
 
     from lowroll.model.folder import resolve

@@ -250,7 +250,7 @@ class Role:
 
 
 def _refuse_options(arguments: argparse.Namespace) -> None:
-    """ValueError for an option of a model beside a run's file, which says it otherwise."""
+    """Raise ValueError for an option of a model beside a run's file, which says it otherwise."""
     for name in (*SETTINGS, *OF_MODEL):
         value = getattr(arguments, name)
         if value == parser().get_default(name):
@@ -265,8 +265,8 @@ def _refuse_options(arguments: argparse.Namespace) -> None:
 
 
 def credentials(arguments: argparse.Namespace) -> Credentials:
-    """The tokens of the environment. ValueError when one is missing or short, or when others can
-    reach the address and there is none."""
+    """Return the tokens of the environment. ValueError when one is missing or short, or when others
+    can reach the address and there is none."""
     from lowroll.server.limits import Credentials
 
     tokens = Credentials(
@@ -298,7 +298,7 @@ def is_loopback(host: str) -> bool:
 def application(
     arguments: argparse.Namespace, tokens: Credentials, role: Role | None = None
 ) -> web.Application:
-    """The engine behind its routes."""
+    """Return the engine behind its routes."""
     from lowroll.model.folder import resolve
     from lowroll.server.app import make_app
     from lowroll.server.weight_store import WeightStore
@@ -316,8 +316,8 @@ def application(
 
 
 def collector(arguments: argparse.Namespace, admin: str) -> Collector | None:
-    """This engine's end of the trainer's direct way, if it has one; the trainer has the same token of
-    the admin."""
+    """Return this engine's end of the trainer's direct way, if it has one; the trainer has the same
+    token of the admin."""
     from lowroll.engine.native import pick_device
     from lowroll.weights.collector import Collector
     from lowroll.weights.device_link import secret
@@ -335,7 +335,7 @@ def collector(arguments: argparse.Namespace, admin: str) -> Collector | None:
 
 
 def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = None) -> ServerState:
-    """The engine's loop, not started yet, and what the routes know of the model."""
+    """Return the engine's loop, not started yet, and what the routes know of the model."""
     from lowroll import __version__
     from lowroll.engine.native import pick_device
     from lowroll.model.tokenizer import load_tokenizer, tokenizer_home
@@ -371,7 +371,7 @@ def _chat(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
 
 
 def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> NativeEngine:
-    """The engine over a folder, or over its model with a fresh adapter. ValueError names the
+    """Return the engine over a folder, or over its model with a fresh adapter. ValueError names the
     option that is wrong."""
     from lowroll.config.kv import KvConfig
     from lowroll.engine.native import NativeEngine, pick_device
@@ -419,7 +419,7 @@ def words(engine: NativeEngine, device: torch.device) -> str:
 
 
 def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
-    """The model in its format, with an adapter that changes nothing yet."""
+    """Return the model in its format, with an adapter that changes nothing yet."""
     from lowroll.engine.native import dtype_on
     from lowroll.model import hf, lora
     from lowroll.quant.formats import get_format
@@ -439,7 +439,7 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
 
 
 def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
-    """The dense model, scaled as a learner's is before anything is made of it."""
+    """Return the dense model, scaled as a learner's is before anything is made of it."""
     from lowroll.model import hf, scaling
     from lowroll.quant.formats import get_format
 

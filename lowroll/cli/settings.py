@@ -49,7 +49,8 @@ _LOOK_S = 0.5
 def read_role(
     role: Literal["serve", "orchestrate", "train"], arguments: argparse.Namespace
 ) -> RunConfig:
-    """The settings of a role. ConfigError; a trainer waits for the orchestrator's part of them."""
+    """Return the settings of a role. ConfigError; a trainer waits for the orchestrator's part of
+    them."""
     from lowroll.config import ConfigError, NotThereYet, load_role
 
     files, overrides = split(arguments.settings)
@@ -100,8 +101,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_beside_server(arguments: argparse.Namespace, *names: str) -> None:
-    """ValueError for options that say how a model is loaded here, beside --server; and for those of
-    a server without."""
+    """Raise ValueError for options that say how a model is loaded here, beside --server; and for
+    those of a server without."""
     if arguments.server is None:
         for name in ("tokenizer", "token_env"):
             if getattr(arguments, name) is not None:
@@ -113,7 +114,7 @@ def refuse_beside_server(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Files and overrides among the positional arguments."""
+    """Return the files and overrides among the positional arguments."""
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
     return [word for word in words if word not in overrides], overrides
 
@@ -164,7 +165,7 @@ def add_dry_run(parser: argparse.ArgumentParser, looks_at: str) -> None:
 
 
 def _changes(cfg: RunConfig) -> str:
-    """The settings that are not the defaults of their keys; they load as the whole does."""
+    """Return the settings that are not the defaults of their keys; they load as the whole does."""
     from lowroll.config.document import dump_short
 
     named = {"model": cfg.model, "output_dir": cfg.output_dir}

@@ -52,7 +52,7 @@ def failure_page(
     table: tuple[Sequence[str], Sequence[Sequence[str]]],
     failures: Mapping[str, Sequence[Failure]],
 ) -> str:
-    """The document. `failures` by set; those on which engines part come first."""
+    """Return the document. `failures` by set; those on which engines part come first."""
     listed = "".join(f"<dt>{escape(k, 80)}</dt><dd>{escape(v, 400)}</dd>" for k, v in facts)
     body = [
         f"<h1>{escape(title, 200)}</h1><p class=sub>held-out examples and how they fail</p>",
@@ -85,7 +85,7 @@ def _set(name: str, failures: Sequence[Failure]) -> str:
 
 
 def transcript(messages: Sequence[dict[str, Any]]) -> str:
-    """Chat messages as lines."""
+    """Return chat messages as lines."""
     return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in messages)
 
 

@@ -152,7 +152,7 @@ class LiveView:
             self._console.print("  ".join(parts), markup=False, highlight=False, soft_wrap=True)
 
     def line(self) -> str:
-        """The last step in one line."""
+        """Return the last step in one line."""
         record = self._record
         parts = [
             f"step {record.get('step', 0):>4}/{self.total_steps}",
@@ -225,8 +225,8 @@ class LiveView:
         return lines
 
     def _cells(self, record: Mapping[str, Any], bars: int) -> list[Text]:
-        """The numbers of the last step, the most important one first. `bars`: the most that the
-        rewards' curve has."""
+        """Return the numbers of the last step, the most important one first. `bars`: the most that
+        the rewards' curve has."""
 
         def cell(label: str, value: object, spec: str, unit: str = "") -> Text:
             return Text.assemble(
@@ -261,7 +261,8 @@ class LiveView:
 
 
 def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
-    """The evaluations of a step, an environment each: the reward, how it was drawn, and when."""
+    """Return the evaluations of a step, an environment each: the reward, how it was drawn, and
+    when."""
     found = {
         match[1]: record[name]
         for name in record
@@ -286,14 +287,14 @@ def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _evals(record: Mapping[str, Any]) -> list[str]:
-    """The evaluations of a step, for one line."""
+    """Return the evaluations of a step, for one line."""
     return [
         f"{name} {_number(value, '.3f')}" for name, value in record.items() if _EVAL.fullmatch(name)
     ]
 
 
 def drawn_at(temperature: object) -> str:
-    """How an evaluation drew its responses, in words."""
+    """Return how an evaluation drew its responses, in words."""
     if not isinstance(temperature, (int, float)):
         return "sampled"
     return f"sampled, T = {temperature:g}" if temperature else "greedy"
@@ -320,7 +321,7 @@ def kv_words(record: Mapping[str, Any]) -> list[str]:
 
 
 def guard_words(record: Mapping[str, Any]) -> list[str]:
-    """The guard's alarms of a step, and what it has done so far, each in two words."""
+    """Return the guard's alarms of a step, and what it has done so far, each in two words."""
     rung = [name for name, value in record.items() if name.startswith("guard/") and value]
     done = {
         "guard/tightened": "tightened",
@@ -334,7 +335,7 @@ def guard_words(record: Mapping[str, Any]) -> list[str]:
 
 
 def sparkline(values: deque[float] | list[float], width: int) -> str:
-    """The last `width` values as block characters between their own minimum and maximum."""
+    """Return the last `width` values as block characters between their own minimum and maximum."""
     shown = list(values)[-width:]
     if len(shown) < 2:
         return ""

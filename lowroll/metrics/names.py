@@ -772,7 +772,8 @@ _PATTERNS = tuple((metric.pattern, metric) for metric in METRICS if "<" in metri
 
 
 def find(name: str) -> Metric:
-    """The row that explains `name`. ValueError naming the nearest known name when there is none."""
+    """Return the row that explains `name`. ValueError naming the nearest known name when there is
+    none."""
     if name in _BY_NAME and "<" not in name:
         return _BY_NAME[name]
     for pattern, metric in _PATTERNS if name not in _BY_NAME else ():
@@ -785,7 +786,7 @@ def find(name: str) -> Metric:
 
 
 def table() -> str:
-    """The table as Markdown, a section a group."""
+    """Return the table as Markdown, a section a group."""
     lines: list[str] = []
     group = ""
     for metric in METRICS:

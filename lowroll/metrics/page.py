@@ -20,7 +20,7 @@ def escape(value: object, limit: int) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """A whole document. Its policy lets this file's script run, and no other, and fetches
+    """Return a whole document. Its policy lets this file's script run, and no other, and fetches
     nothing."""
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_digest(SCRIPT)}'"
     return _FRAME.format(title=title, policy=policy, style=STYLE, body=body, script=SCRIPT)

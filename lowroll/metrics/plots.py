@@ -249,7 +249,7 @@ PLOTS: tuple[Plot, ...] = (
 
 
 def reward_plot(records: Sequence[Record]) -> Plot:
-    """Reward of the rollouts with every environment's evaluation beside it."""
+    """Return the reward of the rollouts with every environment's evaluation beside it."""
     envs = sorted(
         {name for record in records for name in record if re.fullmatch(r"reward/.+/mean", name)}
     )
@@ -270,8 +270,8 @@ def reward_plot(records: Sequence[Record]) -> Plot:
 
 
 def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """The rewards on held-out prompts that a run has: metric, environment, and how the responses
-    were drawn."""
+    """Return the rewards on held-out prompts that a run has: metric, environment, and how the
+    responses were drawn."""
     names = {
         name.removesuffix("_before")
         for record in records
@@ -290,12 +290,12 @@ def evaluated(records: Sequence[Record]) -> list[tuple[str, str, str]]:
 
 
 def middle(metric: str) -> str:
-    """The environment of `reward/<env>/mean`."""
+    """Return the environment of `reward/<env>/mean`."""
     return metric.split("/", 1)[1].rsplit("/", 1)[0]
 
 
 def length_plot(records: Sequence[Record]) -> Plot:
-    """The mismatch of short and of long responses: the longest eight classes of lengths."""
+    """Return the mismatch of short and of long responses: the longest eight classes of lengths."""
     found = sorted(
         {
             int(match[1])
@@ -314,8 +314,8 @@ def length_plot(records: Sequence[Record]) -> Plot:
 
 
 def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[float]]:
-    """Steps and values of `metric`, records without it left out. What was measured before a step
-    belongs to the one before that."""
+    """Return the steps and values of `metric`, records without it left out. What was measured
+    before a step belongs to the one before that."""
     pairs = [
         (record["step"], record[metric]) for record in records if record.get(metric) is not None
     ]
@@ -329,7 +329,7 @@ def series(records: Sequence[Record], metric: str) -> tuple[list[float], list[fl
 def with_gaps(
     records: Sequence[Record], steps: list[float], values: list[float]
 ) -> tuple[list[float], list[float]]:
-    """The curve, interrupted where a step's record is lost."""
+    """Return the curve, interrupted where a step's record is lost."""
     lost = {float(record["step"]) for record in records if record.get("record/lost")} - set(steps)
     pairs = sorted([*zip(steps, values, strict=True), *((step, math.nan) for step in lost)])
     return [step for step, _ in pairs], [value for _, value in pairs]
@@ -344,15 +344,15 @@ def _alone(values: Sequence[float]) -> list[int]:
 
 
 def present(records: Sequence[Record], plot: Plot) -> list[Curve]:
-    """The lines of `plot` that have data; a line that is zero throughout is dropped when others are
-    not."""
+    """Return the lines of `plot` that have data; a line that is zero throughout is dropped when
+    others are not."""
     known = [line for line in plot.lines if series(records, line.metric)[0]]
     lively = [line for line in known if any(series(records, line.metric)[1])]
     return lively or known
 
 
 def silent(records: Sequence[Record], plot: Plot) -> str | None:
-    """Why there is nothing to see in `plot`, or None when there is something."""
+    """Return why there is nothing to see in `plot`, or None when there is something."""
     values = [abs(value) for line in plot.lines for value in series(records, line.metric)[1]]
     if not values or (plot.only_with and not series(records, plot.only_with)[0]):
         return "not recorded in this run"
@@ -463,7 +463,8 @@ def _from(axes: Axes, bottom: float) -> None:
 def _hidden(
     data: Mapping[Curve, tuple[list[float], list[float]]], plot: Plot
 ) -> dict[Curve, Curve]:
-    """The lines that would be drawn over an earlier one of the same axis, and which that is."""
+    """Return the lines that would be drawn over an earlier one of the same axis, and which that
+    is."""
 
     def heights(line: Curve) -> list[float]:
         return [math.log(value) if plot.log and value > 0 else value for value in data[line][1]]
@@ -585,7 +586,7 @@ def _label(line: Curve) -> str:
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the last `window` values, fewer at the start."""
+    """Return the mean over the last `window` values, fewer at the start."""
     return [
         sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1])
         for i in range(len(values))

@@ -105,8 +105,8 @@ class Recorder:
 
 
 def read(folder: Path) -> list[Record]:
-    """The records of a run in step order, one for each step up to the newest that is recorded or
-    has a checkpoint.
+    """Return the records of a run in step order, one for each step up to the newest that is
+    recorded or has a checkpoint.
 
     A record that was damaged or is missing is `{"step": n, "record/lost": 1.0}`, and a warning says
     so.
@@ -139,8 +139,8 @@ def add_evaluation(folder: Path, step: int, metrics: Mapping[str, float]) -> Non
 
 
 def read_evaluations(folder: Path) -> dict[int, Record]:
-    """The evaluations that an orchestrator has written, by step; of two of a step the later one. A
-    line that was damaged is left out: it is made again, or missing in the report."""
+    """Return the evaluations that an orchestrator has written, by step; of two of a step the later
+    one. A line that was damaged is left out: it is made again, or missing in the report."""
     found: dict[int, Record] = {}
     path = Path(folder) / EVALUATIONS_FILE
     if not path.is_file():
@@ -176,8 +176,8 @@ def _join(record: Record, evaluation: Mapping[str, Any]) -> None:
 
 
 def reproducible(record: Mapping[str, Any]) -> Record:
-    """The part of a record that a second run of the same seed, or a resumed one, repeats bit for
-    bit."""
+    """Return the part of a record that a second run of the same seed, or a resumed one, repeats bit
+    for bit."""
     return {
         name: value for name, value in record.items() if name == "step" or find(name).reproducible
     }
@@ -245,7 +245,8 @@ class _Found:
     in_order: bool = True  # every line is a record, and their steps grow
 
     def lost(self, step: int) -> list[int]:
-        """The steps from 1 to `step` that have no record here, the first _MOST_LOST of them."""
+        """Return the steps from 1 to `step` that have no record here, the first _MOST_LOST of
+        them."""
         return list(
             islice(
                 (number for number in range(1, step + 1) if number not in self.lines), _MOST_LOST
@@ -253,7 +254,7 @@ class _Found:
         )
 
     def content(self, step: int) -> bytes:
-        """The file of a run that has made `step` steps."""
+        """Return the file of a run that has made `step` steps."""
         kept = {number: line for number, line in self.lines.items() if number <= step}
         kept |= {number: _line(_marker(number)) for number in self.lost(step)}
         return b"".join(kept[number] + b"\n" for number in sorted(kept))
@@ -295,7 +296,7 @@ def _scan(path: Path) -> _Found:
 
 
 def _step_of(content: bytes) -> int:
-    """The step of a record. ValueError unless it is one: who writes a checksum may be a
+    """Return the step of a record. ValueError unless it is one: who writes a checksum may be a
     stranger."""
     try:
         record = json.loads(content)
@@ -329,7 +330,7 @@ def _marker(step: int) -> Record:
 
 
 def _newest_checkpoint(folder: Path) -> int:
-    """The newest step with a checkpoint: the record is written before. -1 without any."""
+    """Return the newest step with a checkpoint: the record is written before. -1 without any."""
     steps = [path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")]
     numbers = (int(step) for step in steps if step.isascii() and step.isdigit() and len(step) < 20)
     return max((number for number in numbers if number < _MOST_STEPS), default=-1)

@@ -309,7 +309,8 @@ def _figure(records: Sequence[Record], plot: Plot) -> str:
 
 
 def _guard(records: Sequence[Record]) -> str:
-    """Every step in which the guard's alarms or its measures are not those of the step before."""
+    """Return every step in which the guard's alarms or its measures are not those of the step
+    before."""
     rows = []
     before: list[str] = []
     for record in records:

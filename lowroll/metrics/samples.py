@@ -21,7 +21,7 @@ _LINE = 160  # characters of a text in a sample's one line
 
 
 def sample_section(run_dir: Path, notes: list[str]) -> str:
-    """The section, or nothing; what is missing or unreadable is added to `notes`."""
+    """Return the section, or nothing; what is missing or unreadable is added to `notes`."""
     files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     if not files:
         notes.append("no sample rollouts: rollouts/ is absent or empty")
@@ -49,7 +49,7 @@ def sample_section(run_dir: Path, notes: list[str]) -> str:
 
 
 def _spread(items: list[Any], count: int) -> list[Any]:
-    """At most `count` of the items: the first, the last, and what lies evenly between."""
+    """Return at most `count` of the items: the first, the last, and what lies evenly between."""
     if len(items) <= count:
         return items
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
@@ -115,7 +115,7 @@ def _response(sample: Record) -> tuple[str, str]:
 
 
 def _said(message: Record) -> str:
-    """A message in a line or more, with what it calls."""
+    """Return a message in a line or more, with what it calls."""
     called = [json.dumps(call["function"], ensure_ascii=False) for call in _calls(message)]
     return "\n".join([f"{message.get('role', '?')}: {message.get('content', '')}", *called])
 
@@ -125,8 +125,8 @@ def _calls(message: Record) -> list[Record]:
 
 
 def _gold(prompt: Record) -> tuple[str, str]:
-    """The gold answer under its name; of an environment that calls it otherwise, all that it keeps
-    for its scorer."""
+    """Return the gold answer under its name; of an environment that calls it otherwise, all that it
+    keeps for its scorer."""
     info = prompt.get("info") or {}
     if "answer" in info:
         return "gold answer", str(info["answer"])

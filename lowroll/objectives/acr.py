@@ -46,7 +46,7 @@ def acr(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `clipped`; `cap` is C, infinity gives
+    """Return J to maximise and its statistics. Shapes as in `clipped`; `cap` is C, infinity gives
     `decoupled`."""
     tokens = prepare(
         learner=learner,

@@ -78,7 +78,7 @@ def aipo(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `clipped`; `teacher` log-probs go with
+    """Return J to maximise and its statistics. Shapes as in `clipped`; `teacher` log-probs go with
     teacher_tau.
 
     ValueError for an unknown ratio_type or mode, bounds in the wrong order, or teacher_tau without
@@ -143,8 +143,8 @@ def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
 def _sequences_outside(
     tokens: ObjectiveInput, geometric: tuple[float, float], extremes: tuple[float, float]
 ) -> Tensor:
-    """Tokens of sequences whose geometric mean, smallest or largest ratio leaves its bounds, bool
-    [N]."""
+    """Return the tokens of sequences whose geometric mean, smallest or largest ratio leaves its
+    bounds, bool [N]."""
     sequences: Sequences = tokens.sequences
     mean_S = exp_ratio(sequence_mean(tokens.log_ratio_N, sequences))
     ratio_N = tokens.ratio_N.detach()

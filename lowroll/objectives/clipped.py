@@ -60,8 +60,8 @@ def clipped(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics, for [B, T] tensors or packed [N] with `segments`; see
-    `surrogate`. The ratio's anchor is the one of proximal and behavior that is given."""
+    """Return J to maximise and its statistics, for [B, T] tensors or packed [N] with `segments`;
+    see `surrogate`. The ratio's anchor is the one of proximal and behavior that is given."""
     tokens = prepare(
         learner=learner,
         proximal=proximal,
@@ -96,7 +96,7 @@ def weighted(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `clipped`; `cap` is C."""
+    """Return J to maximise and its statistics. Shapes as in `clipped`; `cap` is C."""
     tokens = prepare(
         learner=learner,
         proximal=proximal,

@@ -107,7 +107,8 @@ def reweight(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `clipped`; `proximal` is needed without `bypass`.
+    """Return J to maximise and its statistics. Shapes as in `clipped`; `proximal` is needed without
+    `bypass`.
 
     With `normalize`, `counts` must bring the weights' sum over the batch (`Objective.count`).
     ValueError for an unknown weight or rule, or bounds that leave nothing.
@@ -204,8 +205,8 @@ def correct(
     reduce: str,
     max_length: float | None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped surrogate under the verdict's weights, without the rejected tokens; J and its
-    statistics."""
+    """Return the clipped surrogate under the verdict's weights, without the rejected tokens; J and
+    its statistics."""
     sequences, weight_N = tokens.sequences, verdict.weight_N
     if normalize:
         total = counts or Denominators(
@@ -239,7 +240,8 @@ def correct(
 
 
 def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    """How much of the batch carries no gradient: of the tokens, and of the sequences as a whole."""
+    """Return how much of the batch carries no gradient: of the tokens, and of the sequences as a
+    whole."""
     active_S = sequence_any(torch.ones_like(kept_N), sequences)
     return {
         "correction/rejected_fraction": masked_mean(~kept_N, sequences.mask_N),
@@ -250,8 +252,8 @@ def rejection_statistics(kept_N: Tensor, sequences: Sequences) -> dict[str, Tens
 
 
 def repair_statistics(repaired_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-    """How much of the batch `repair` masks instead of rejecting it with all its response: of the
-    tokens, and of the responses, those that go on counting with the tokens before."""
+    """Return how much of the batch `repair` masks instead of rejecting it with all its response: of
+    the tokens, and of the responses, those that go on counting with the tokens before."""
     saved_S = sequence_any(~repaired_N, sequences)
     repaired_S = sequence_any(repaired_N, sequences) & saved_S
     active_S = sequence_any(torch.ones_like(repaired_N), sequences)

@@ -43,8 +43,8 @@ def gspo(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `clipped`; `behavior` is optional, `cap` goes
-    with it."""
+    """Return J to maximise and its statistics. Shapes as in `clipped`; `behavior` is optional,
+    `cap` goes with it."""
     tokens = prepare(
         learner=learner,
         proximal=proximal,

@@ -45,8 +45,8 @@ def ipo(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `clipped`. ValueError for a width below 0 or a
-    cap not above 0."""
+    """Return J to maximise and its statistics. Shapes as in `clipped`. ValueError for a width below
+    0 or a cap not above 0."""
     if not width >= 0:
         raise ValueError(f"width: {width} must be 0 or more")
     if not ratio_cap > 0:

@@ -42,7 +42,7 @@ def k3(d: Tensor) -> Tensor:
 
 
 def k3_plus(d: Tensor) -> Tensor:
-    """The value of k3, the gradient of k2."""
+    """Return the value of k3, the gradient of k2."""
     quadratic = k2(d)
     return k3(d).detach() + quadratic - quadratic.detach()
 
@@ -61,7 +61,8 @@ def penalty(
     reduce: str = "seq-mean-token-mean",
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The KL to subtract (times beta) from J, and {"policy/kl_reference": its mean over tokens}.
+    """Return the KL to subtract (times beta) from J, and {"policy/kl_reference": its mean over
+    tokens}.
 
     Shapes as in the objectives; only `learner` carries gradient. ValueError for an unknown
     estimator or mode.

@@ -51,7 +51,7 @@ SHORTEST = 2  # responses of up to 2^2 tokens are one class
 def mismatch(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """The table above as {"mismatch/<name>": value}, for [B, T] tensors or packed [N] with
+    """Return the table above as {"mismatch/<name>": value}, for [B, T] tensors or packed [N] with
     `segments`.
 
     `learner` is usually the learner at the parameters that made the rollouts (the proximal
@@ -98,8 +98,8 @@ def mismatch(
 def spread(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """How l - b is distributed: over tokens, and its mean over a sequence; {} where no token is
-    left.
+    """Return how l - b is distributed: over tokens, and its mean over a sequence; {} where no token
+    is left.
 
     "spread/token_std", "spread/token_p99" (the 99th percentile of |l - b|), and the same of
     "sequence".
@@ -126,8 +126,8 @@ def spread(
 def _usable(
     learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None
 ) -> tuple[Sequences, Tensor, Tensor]:
-    """The sequences without the tokens that nothing can be said of, and both log-probs in float64, 0
-    under the mask."""
+    """Return the sequences without the tokens that nothing can be said of, and both log-probs in
+    float64, 0 under the mask."""
     sequences = sequences_of(mask, segments)
     learner_N, behavior_N = (
         flatten("learner", learner.detach(), mask),
@@ -187,7 +187,7 @@ def by_staleness(
 
 
 def _percentile(x: Tensor, share: float) -> Tensor:
-    """The smallest of the values that at least this share of them does not exceed."""
+    """Return the smallest of the values that at least this share of them does not exceed."""
     return x.sort().values[max(0, math.ceil(share * len(x)) - 1)]
 
 
@@ -197,8 +197,8 @@ def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def pearson(x_N: Tensor, y_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Correlation coefficient under the mask; NaN when either side is constant (to float64
-    rounding)."""
+    """Return the correlation coefficient under the mask; NaN when either side is constant (to
+    float64 rounding)."""
     x_N, y_N = x_N - masked_mean(x_N, mask_N), y_N - masked_mean(y_N, mask_N)
     std_x, std_y = (
         masked_mean(x_N.square(), mask_N).sqrt(),

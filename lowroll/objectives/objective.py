@@ -113,8 +113,8 @@ class Objective:
         segments: Tensor | None = None,
         **options: Any,
     ) -> CorrectionWeights | None:
-        """The weights and rejections of these tokens; None for an objective that rejects nothing
-        for its mismatch."""
+        """Return the weights and rejections of these tokens; None for an objective that rejects
+        nothing for its mismatch."""
         judge = self.judge
         if judge is None:
             return None
@@ -139,8 +139,8 @@ class Objective:
         behavior: Tensor | None = None,
         **options: Any,
     ) -> Denominators:
-        """The denominators of these tokens under these options; add them up over micro-batches and
-        ranks.
+        """Return the denominators of these tokens under these options; add them up over
+        micro-batches and ranks.
 
         `behavior` and `proximal` as the objective needs them: the first says which tokens are left
         out, both together the sum of the weights.
@@ -166,7 +166,8 @@ class Objective:
         return dataclasses.replace(total, weight_sum=verdict.weight_sum)
 
     def _complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Every option with its value. ValueError for one that this objective does not have."""
+        """Return every option with its value. ValueError for one that this objective does not
+        have."""
         if unknown := options.keys() - self.options.keys():
             raise ValueError(
                 f"{min(unknown)}: objective {self.name} has no such option; it has "
@@ -176,7 +177,7 @@ class Objective:
 
 
 def named(name: str) -> Objective:
-    """The objective of one row. ValueError names the known ones."""
+    """Return the objective of one row. ValueError names the known ones."""
     rows: Mapping[str, ObjectiveRow] = {**ALGORITHMS, **CORRECTIONS}
     if name not in rows:
         raise ValueError(f"unknown objective {name!r}; known: {', '.join(rows)}")
@@ -184,9 +185,9 @@ def named(name: str) -> Objective:
 
 
 def select(algorithm: str, correction: str = "none") -> Objective:
-    """The objective of an algorithm under a correction: `select("dapo", "acr")` is ACR's function
-    with the bounds and the average of DAPO. ValueError for unknown names, or a pair that has no
-    form."""
+    """Return the objective of an algorithm under a correction: `select("dapo", "acr")` is ACR's
+    function with the bounds and the average of DAPO. ValueError for unknown names, or a pair that
+    has no form."""
     row = pair(algorithm, correction)
     return Objective(algorithm if correction == "none" else f"{algorithm}+{correction}", row)
 

@@ -102,7 +102,7 @@ def sequences_of(mask: Tensor, segments: Tensor | None = None) -> Sequences:
 def count(
     *, mask: Tensor, segments: Tensor | None = None, behavior: Tensor | None = None
 ) -> Denominators:
-    """The denominators of these tokens; add them up over micro-batches and ranks.
+    """Return the denominators of these tokens; add them up over micro-batches and ranks.
 
     With `behavior`, tokens without a finite behaviour log-prob are left out, as the objectives that
     need it do.
@@ -191,5 +191,6 @@ def sequence_from(flag_N: Tensor, sequences: Sequences) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the entries under the mask (0 where there are none), float64 scalar, detached."""
+    """Return the mean of the entries under the mask (0 where there are none), float64 scalar,
+    detached."""
     return torch.where(mask, x.detach(), 0).double().sum() / mask.sum().clamp(min=1)

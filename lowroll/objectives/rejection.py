@@ -41,8 +41,8 @@ def rejection(
     kept: Tensor | None = None,
     veto: float | None = None,
 ) -> dict[str, float]:
-    """The statistics above of packed tokens [N]; rewards: [S], NaN where there is none; kept: bool
-    [N], what the objective does not reject, None where it rejects nothing ever."""
+    """Return the statistics above of packed tokens [N]; rewards: [S], NaN where there is none;
+    kept: bool [N], what the objective does not reject, None where it rejects nothing ever."""
     sequences = sequences_of(mask, segments)
     log_weight_N = flatten("learner", learner, mask) - flatten("behavior", behavior, mask)
     log_weight_N = log_weight_N.detach().double()

@@ -53,8 +53,8 @@ def sparse(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `clipped`; `token_rs` are bounds (low, high) on
-    xi; `repair` is None or "mask".
+    """Return J to maximise and its statistics. Shapes as in `clipped`; `token_rs` are bounds (low,
+    high) on xi; `repair` is None or "mask".
 
     With `normalize_xi`, `counts` must bring the sum of xi over the batch (`Objective.count`).
     """

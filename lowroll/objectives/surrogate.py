@@ -140,8 +140,8 @@ def clip(
     dual_clip: float | None = None,
     stretch_N: Tensor | None = None,
 ) -> Clipped:
-    """The clipped surrogate, token by token. `stretch_N` multiplies the upper bound 1 + eps_high
-    (ACR)."""
+    """Return the clipped surrogate, token by token. `stretch_N` multiplies the upper bound 1 +
+    eps_high (ACR)."""
     if not 0 <= eps_low <= 1:
         raise ValueError(f"eps_low: {eps_low} must lie in [0, 1]")
     if not eps_high >= 0:
@@ -173,8 +173,8 @@ def truncate(weight_N: Tensor, cap: float) -> Tensor:
 def policy_statistics(
     tokens: ObjectiveInput, clipped: Clipped, ratio_N: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Clip fractions and the ratio that was clipped (that of `tokens` unless given), over the
-    unmasked tokens."""
+    """Return the clip fractions and the ratio that was clipped (that of `tokens` unless given),
+    over the unmasked tokens."""
     mask_N = tokens.sequences.mask_N
     ratio_N = tokens.ratio_N if ratio_N is None else ratio_N
     return {
@@ -187,8 +187,8 @@ def policy_statistics(
 
 
 def weight_statistics(tokens: ObjectiveInput, weight_N: Tensor, cap: float) -> dict[str, Tensor]:
-    """The weight as it was applied, how often the cap cut it, and the tokens dropped for want of a
-    behaviour."""
+    """Return the weight as it was applied, how often the cap cut it, and the tokens dropped for
+    want of a behaviour."""
     mask_N = tokens.sequences.mask_N
     return {
         "correction/weight_mean": masked_mean(weight_N, mask_N),
@@ -199,7 +199,7 @@ def weight_statistics(tokens: ObjectiveInput, weight_N: Tensor, cap: float) -> d
 
 
 def masked_max(x: Tensor, mask: Tensor) -> Tensor:
-    """Maximum of the entries under the mask; 0 where there are none."""
+    """Return the maximum of the entries under the mask; 0 where there are none."""
     if not x.numel():
         return x.new_zeros(())
     highest = torch.where(mask, x.detach(), -torch.inf).max()
@@ -207,6 +207,6 @@ def masked_max(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def as_floats(statistics: dict[str, Tensor]) -> dict[str, float]:
-    """Scalars as Python floats, through a single transfer from the device."""
+    """Return scalars as Python floats, through a single transfer from the device."""
     values = torch.stack([value.detach().double() for value in statistics.values()]).tolist()
     return dict(zip(statistics, values, strict=True))

@@ -204,7 +204,7 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 def forms(algorithm: str) -> tuple[str, ...]:
-    """The corrections that combine with an algorithm, `none` aside."""
+    """Return the corrections that combine with an algorithm, `none` aside."""
     applies = ALGORITHMS[algorithm].applies
     if applies is None:
         return tuple(name for name in CORRECTIONS if name != "none")
@@ -212,8 +212,8 @@ def forms(algorithm: str) -> tuple[str, ...]:
 
 
 def pair(algorithm: str, correction: str) -> ObjectiveRow:
-    """The row of an algorithm under a correction. ValueError for unknown names, or a pair that has
-    no form."""
+    """Return the row of an algorithm under a correction. ValueError for unknown names, or a pair
+    that has no form."""
     for kind, name, known in (
         ("algorithm", algorithm, tuple(ALGORITHMS)),
         ("correction", correction, tuple(CORRECTIONS)),

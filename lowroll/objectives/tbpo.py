@@ -59,8 +59,8 @@ def tbpo(
     reduce: str,
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """J to maximise and its statistics. Shapes as in `clipped`; `cap` is C >= 1, `eps_negative` bounds
-    A < 0 above."""
+    """Return J to maximise and its statistics. Shapes as in `clipped`; `cap` is C >= 1,
+    `eps_negative` bounds A < 0 above."""
     if not cap >= 1:
         raise ValueError(f"cap: {cap} must be 1 or more; weights are kept in [1/cap, cap]")
     if not eps_negative > 0:

@@ -31,7 +31,8 @@ def value_loss(
     reduce: str = "token-mean",
     max_length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss to *minimise* and its statistics, for [B, T] tensors or packed [N] with `segments`.
+    """Return the loss to *minimise* and its statistics, for [B, T] tensors or packed [N] with
+    `segments`.
 
     Only `values` carries gradient. `clip` is c in units of the value; None is the plain squared
     error. ValueError for a clip that is not positive, or a tensor whose shape differs from the

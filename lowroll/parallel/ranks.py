@@ -81,7 +81,7 @@ class Ranks:
         """Make every gradient (float32) the sum over the ranks, in place."""
 
     def total(self, squares: Tensor) -> Tensor:
-        """The squared norm of tensors, of which this rank has seen its part."""
+        """Return the squared norm of tensors, of which this rank has seen its part."""
         return squares
 
     def shard(self, model: Transformer) -> Transformer:
@@ -89,8 +89,8 @@ class Ranks:
         return model
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
-        """A whole model with the weights of one that ranks hold, on the rank that leads; without
-        parts the model itself."""
+        """Return a whole model with the weights of one that ranks hold, on the rank that leads;
+        without parts the model itself."""
         return model
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
@@ -292,11 +292,11 @@ class RankGroup(Ranks):
         return RankLost(f"{whom} went away; rank {self.rank} is at {what} ({said})")
 
     def _absent(self, word: str) -> list[int]:
-        """The ranks that have not left this word at the meeting point."""
+        """Return the ranks that have not left this word at the meeting point."""
         return [r for r in range(self.size) if not self._store.check([f"{word}/{r}"])]
 
     def _names(self, ranks: Sequence[int]) -> str:
-        """Ranks, and where they were last seen."""
+        """Return ranks, and where they were last seen."""
         seen = [self._store.get(f"at/{r}").decode() for r in ranks]
         named = [f"rank {r} (last at {where})" for r, where in zip(ranks, seen, strict=True)]
         return ", ".join(named)
@@ -324,7 +324,8 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
-    """The store: the rank that leads has it, at this address alone, the others a connection to it."""
+    """Return the store: the rank that leads has it, at this address alone, the others a connection
+    to it."""
     if leads:
         try:
             listening = socket.create_server((host, port), backlog=1024)
@@ -361,7 +362,8 @@ def _stay_on_the_interface(host: str) -> None:
 
 
 def _address(probe: socket.socket, interface: str) -> bytes:
-    """The IPv4 address of an interface; nothing where it has none or the system is not Linux."""
+    """Return the IPv4 address of an interface; nothing where it has none or the system is not
+    Linux."""
     try:
         asked = interface.encode().ljust(IFREQ, b"\0")
         return fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]

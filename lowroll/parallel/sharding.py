@@ -155,8 +155,8 @@ class Sharded(RankGroup):
         return [piece.view_as(part) for piece, part in zip(back, parts, strict=True)]
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
-        """The whole model, frozen and in its dtype, on the rank that leads; None on the others. Its
-        adapters and codes are the model's own."""
+        """Return the whole model, frozen and in its dtype, on the rank that leads; None on the
+        others. Its adapters and codes are the model's own."""
         made = None
         if self.leads:
             dtype = self.dtype(next(model.parameters()))
@@ -207,8 +207,8 @@ class Sharded(RankGroup):
 
 
 def pieces(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Where things of these bytes lie in page-locked memory: the bytes of each piece of it, and where
-    in it its things begin, in their order.
+    """Return where things of these bytes lie in page-locked memory: the bytes of each piece of it,
+    and where in it its things begin, in their order.
 
     torch rounds a request for such memory up to a power of two. Asked for one by one, the matrices of
     a 7B, a 14B and a 32B model take 1.8 to 1.9 times their bytes; in the pieces that round least,
@@ -218,7 +218,7 @@ def pieces(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
 
 
 def rounded(found: Sequence[tuple[int, list[int]]]) -> int:
-    """The bytes that torch takes for such pieces."""
+    """Return the bytes that torch takes for such pieces."""
     return sum(1 << max(0, nbytes - 1).bit_length() for nbytes, _ in found)
 
 
@@ -266,7 +266,7 @@ def _learns(module: nn.Module) -> bool:
 
 
 def _refuse(model: Transformer) -> None:
-    """ValueError for what cannot be held in parts."""
+    """Raise ValueError for what cannot be held in parts."""
     for name, linear in model.linears():
         weight = linear.weight
         if not isinstance(weight, QTensor):

@@ -29,7 +29,7 @@ FIX = "pip install 'lowroll[bnb]', or choose train.optimizer=adamw"
 
 
 def find() -> Any:
-    """The library's class. ValueError with the fix where the library is missing."""
+    """Return the library's class. ValueError with the fix where the library is missing."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
@@ -46,9 +46,9 @@ def make(
     eps: float,
     sizes: Mapping[int, int],
 ) -> Any:
-    """The library's optimizer; `moved` is the squared 2-norm of the updates since it was last set
-    to 0, weight decay left out. sizes: entries of the whole parameter, by the id of what is held of
-    it. ValueError as `find` says."""
+    """Return the library's optimizer; `moved` is the squared 2-norm of the updates since it was
+    last set to 0, weight decay left out. sizes: entries of the whole parameter, by the id of what
+    is held of it. ValueError as `find` says."""
 
     class Measured(find()):  # type: ignore[misc]
         moved = 0.0
@@ -69,8 +69,8 @@ def make(
 
 
 def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Names, shapes and dtypes of what the optimizer keeps of a whole parameter, of which so many
-    ranks have parts: all of them, one after the other."""
+    """Return the names, shapes and dtypes of what the optimizer keeps of a whole parameter, of
+    which so many ranks have parts: all of them, one after the other."""
     if p.numel() < SMALLEST:
         return dict.fromkeys(("state1", "state2"), (p.shape, torch.float32))
     blocks = torch.Size([sum(_blocks(p, shards))])
@@ -83,8 +83,8 @@ def moments(p: Tensor, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dty
 
 
 def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
-    """The blocks of what this rank holds of a parameter, of all of its blocks, made of so many
-    parts. ValueError when its parts begin within these."""
+    """Return the blocks of what this rank holds of a parameter, of all of its blocks, made of so
+    many parts. ValueError when its parts begin within these."""
     size = ranks.size if ranks.is_part(p) else 1
     before = _blocks(p, size)
     if size != shards and not (_ends_with_blocks(p, size) and _ends_with_blocks(p, shards)):

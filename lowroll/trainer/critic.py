@@ -169,8 +169,8 @@ class Critic:
         }
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """Weights and moments by file and name, of several ranks this one's share, and the counters.
-        The tensors are live, not copies."""
+        """Return the weights and moments by file and name, of several ranks this one's share, and
+        the counters. The tensors are live, not copies."""
         moments, counters = self.optimizer.state()
         return {
             "critic": self.optimizer.weights(),
@@ -209,9 +209,9 @@ class Critic:
         portions: Sequence[Sequence[int]],
         loss: Callable[[PackedBatch, Tensor], Tensor] | None = None,
     ) -> PerToken:
-        """The values of the chosen samples, each portion packed by itself. With `loss(packed,
-        values_N)`, a micro-batch's share of the loss, its gradient is added to that of the
-        parameters. Each rank runs what it is dealt, and has all values."""
+        """Return the values of the chosen samples, each portion packed by itself. With
+        `loss(packed, values_N)`, a micro-batch's share of the loss, its gradient is added to that
+        of the parameters. Each rank runs what it is dealt, and has all values."""
         costs = [cost(sample, self.body.spec, outputs=1) for sample in samples]
         each_alone = ([portion] for portion in portions)
         capacity = self.settings.tokens_per_microbatch

@@ -160,7 +160,7 @@ class Guard:
         return ["the budget's formats are searched for again, for the weights as they are now"]
 
     def state(self) -> dict[str, Any]:
-        """JSON data from which `restore` goes on bitwise."""
+        """Return JSON data from which `restore` goes on bitwise."""
         return {
             "weights": self.weights,
             "formats": self.formats,
@@ -183,7 +183,7 @@ class Guard:
             setattr(self, name, state[name])
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """The alarms of a step, with their numbers."""
+        """Return the alarms of a step, with their numbers."""
         s = self.settings
         rung: dict[str, str] = {}
         odd = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
@@ -261,8 +261,8 @@ class Guard:
 def rescale(
     options: Mapping[str, Any], power: float, names: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The objective's options with every bound (or those of `names`) nearer to its neutral value:
-    power < 1; or wider.
+    """Return the objective's options with every bound (or those of `names`) nearer to its neutral
+    value: power < 1; or wider.
 
     A clip range eps becomes eps * power, and so does an upper bound of a k2 or k3 rejection. A
     bound on a ratio (a cap, a mask, a veto, k1's bounds) becomes bound ** power, the same on a log

@@ -65,7 +65,7 @@ class Trainer:
         self.last_step: int | None = None
 
     def receive(self) -> Batch:
-        """The next batch. ValueError for one that was learned from."""
+        """Return the next batch. ValueError for one that was learned from."""
         batch = self.channel.receive(self.deadline_s)
         self._refuse_replay(batch)
         return batch

@@ -94,8 +94,8 @@ DECAYS = {  # share of the way from full to minimal rate that is left at progres
 
 
 def learning_rate(settings: OptimSettings, step: int) -> float:
-    """The rate of training step `step`, counted from 0: a pure function, so a resume needs no
-    scheduler state.
+    """Return the rate of training step `step`, counted from 0: a pure function, so a resume needs
+    no scheduler state.
 
     Warm-up is linear, (step + 1) / warmup_steps, and reaches the full rate at step warmup_steps -
     1. From step warmup_steps on, p = (step - warmup_steps) / (total_steps - warmup_steps), held at
@@ -218,8 +218,8 @@ class Optimizer:
         return metrics
 
     def _gradients(self) -> list[Tensor]:
-        """The gradient of every parameter, summed over the ranks: as they came, where one rank's
-        wait for a fused step, else the masters'."""
+        """Return the gradient of every parameter, summed over the ranks: as they came, where one
+        rank's wait for a fused step, else the masters'."""
         waiting = self._waiting.keys() == self.masters.keys() == self.others.keys()
         if self.ranks.size == 1 and waiting and self._fuses():
             return [self._waiting[name] for name in self.masters]
@@ -239,7 +239,7 @@ class Optimizer:
         return list(gradients.values())
 
     def _norms(self, gradients: list[Tensor]) -> Tensor:
-        """The 2-norm of each whole gradient [P], float32."""
+        """Return the 2-norm of each whole gradient [P], float32."""
         norms_P = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
         if not self.parts:
             return norms_P
@@ -315,7 +315,7 @@ class Optimizer:
         return self._fused
 
     def _adamw_norm(self) -> float:
-        """2-norm of AdamW's last update, its weight decay left out; from the moments, so no
+        """Return 2-norm of AdamW's last update, its weight decay left out; from the moments, so no
         copy."""
         if not self.others:
             return 0.0
@@ -342,7 +342,7 @@ class Optimizer:
             master.grad = None
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's share of the parameters by name, as passes read them."""
+        """Return this rank's share of the parameters by name, as passes read them."""
         return {
             name: self.ranks.part(p.detach()).to(self.ranks.dtype(p))
             for name, p in self.params.items()
@@ -350,8 +350,9 @@ class Optimizer:
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """This rank's share of moments (and float32 masters) by parameter name: its parts, and of
-        the rank that leads what is whole. And the counters. The tensors are live, not copies."""
+        """Return this rank's share of moments (and float32 masters) by parameter name: its parts,
+        and of the rank that leads what is whole. And the counters. The tensors are live, not
+        copies."""
         tensors = {}
         for name, master in self.masters.items():
             if not self.keeps(name):
@@ -437,8 +438,8 @@ class Optimizer:
         return self.ranks.dtype(self.params[name]) != torch.float32
 
     def _moments(self, name: str, shards: int = 1) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Names, shapes and dtypes of what is kept of a whole parameter between updates, where so
-        many ranks hold parts of it."""
+        """Return the names, shapes and dtypes of what is kept of a whole parameter between updates,
+        where so many ranks hold parts of it."""
         p = self.params[name]
         if name not in self.others:
             return {"momentum": (p.shape, torch.float32)}
@@ -448,8 +449,8 @@ class Optimizer:
 
 
 def _master(name: str, param: nn.Parameter, waiting: dict[str, Tensor]) -> Tensor:
-    """The float32 tensor that AdamW works on: the parameter itself, or its master copy fed through
-    a hook.
+    """Return the float32 tensor that AdamW works on: the parameter itself, or its master copy fed
+    through a hook.
 
     On CUDA the hook leaves the first gradient in `waiting`, in half of the memory; a second one
     makes both float32."""

@@ -103,7 +103,7 @@ class PackedBatch:
         return self._put(advantages_S.repeat_interleave(self._responses))
 
     def by_sample(self, x_N: Tensor) -> PerToken:
-        """Values of the tokens, by sample."""
+        """Return the values of the tokens, by sample."""
         return dict(zip(self.samples, x_N.split(self._responses.tolist()), strict=True))
 
     def staleness_N(self, version: int) -> Tensor:
@@ -192,7 +192,8 @@ def pack(
     costs: Sequence[float] = (),
     parts: int = 1,
 ) -> list[list[int]]:
-    """Micro-batches of the chosen samples, as their indices; each portion is packed by itself.
+    """Return the micro-batches of the chosen samples, as their indices; each portion is packed by
+    itself.
 
     With more than one of `parts` (ranks) each portion fills as many of them as its share of all
     costs is; costs[i] is that of sample i, in any unit.
@@ -234,8 +235,8 @@ class Walk:
         ]
 
     def dealt(self, device: torch.device) -> Iterator[tuple[PackedBatch, bool]]:
-        """The micro-batches that this rank runs, and whether each counts: one that does not is the
-        smallest sample, which is run for the sake of the others."""
+        """Yield the micro-batches that this rank runs, and whether each counts: one that does not
+        is the smallest sample, which is run for the sake of the others."""
         samples, costs = self.samples, self.costs
         smallest = min(range(len(samples)), key=lambda i: num_fed(samples[i]))
         for number in self.ranks.deal([sum(costs[i] for i in each) for each in self.microbatches]):
@@ -331,7 +332,7 @@ def _within(starts: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
-    """Python numbers end to end, as int64 ("q") or float64 ("d")."""
+    """Return Python numbers end to end, as int64 ("q") or float64 ("d")."""
     values: array[Any] = array(code)
     for numbers in lists:
         values.extend(numbers)
@@ -339,7 +340,7 @@ def _tensor(code: str, lists: Sequence[Sequence[int | float]]) -> Tensor:
 
 
 def gather(values: PerToken, packed: PackedBatch) -> Tensor:
-    """The values of the packed samples, end to end, [N], where the others of the micro-batch
+    """Return the values of the packed samples, end to end, [N], where the others of the micro-batch
     are."""
     x_N = torch.cat([values[i] for i in packed.samples])
     return x_N if x_N.device.type == packed.device.type else upload(x_N, packed.device)

@@ -46,7 +46,7 @@ class Probe:
         )
 
     def findings(self, options: Mapping[str, Any]) -> list[str]:
-        """The spread in words, and beside it a band on the ratio of whole sequences that is
+        """Return the spread in words, and beside it a band on the ratio of whole sequences that is
         narrower."""
         token, sequence = (self.spread[f"spread/{level}_std"] for level in ("token", "sequence"))
         found = [
@@ -64,8 +64,8 @@ class Probe:
         return found
 
     def silent(self, options: Mapping[str, Any]) -> dict[str, float]:
-        """Shares of tokens, and of whole sequences, without a gradient under these options of the
-        objective."""
+        """Return the shares of tokens, and of whole sequences, without a gradient under these
+        options of the objective."""
         packed = self.packed
         objective = self.settings.objective
         given = {

@@ -155,8 +155,8 @@ def sft_step(
 def encode_all(
     chat: ChatTokenizer, examples: Sequence[Demonstration], vocab_size: int, context: int
 ) -> list[Sample]:
-    """The demonstrations as samples. ValueError names one that a model of this vocabulary and
-    context cannot read."""
+    """Return the demonstrations as samples. ValueError names one that a model of this vocabulary
+    and context cannot read."""
     if chat.tokenizer.eos_token_id is None:
         raise ValueError("tokenizer: it has no end-of-sequence token, so a response could not end")
     samples = [encode(chat, example) for example in examples]
@@ -165,8 +165,8 @@ def encode_all(
 
 
 def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
-    """A demonstration as a sample: the prompt by the chat template, the response closed by the
-    end-of-turn id."""
+    """Return a demonstration as a sample: the prompt by the chat template, the response closed by
+    the end-of-turn id."""
     response_ids = tokenizer.encode_response(example.response)
     demonstrated = Rollout(
         response_ids,
@@ -232,8 +232,8 @@ def demonstrations(
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
-    """Demonstrations of a JSONL of {"messages": [{"role", "content"}, ...]}: one for each assistant
-    message.
+    """Return the demonstrations of a JSONL of {"messages": [{"role", "content"}, ...]}: one for
+    each assistant message.
 
     ValueError names the file and line of the first row that is not a conversation ending with the
     assistant.

@@ -55,7 +55,7 @@ def follow(ranks: Ranks, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
 
 
 def _written(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> int:
-    """The error of the system that writing a share has met; 0 for none."""
+    """Return the error of the system that writing a share has met; 0 for none."""
     try:
         write_part(folder, tensors, ranks.rank, ranks.size)
     except Exception as error:
@@ -66,7 +66,7 @@ def _written(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: R
 
 
 def _said(ranks: Ranks, code: int) -> list[int]:
-    """The error of the system that each rank has met; 0 for none."""
+    """Return the error of the system that each rank has met; 0 for none."""
     sizes = dict.fromkeys(range(ranks.size), 1)
     (found,) = ranks.gather([{ranks.rank: torch.tensor([float(code)])}], sizes)
     return [int(found[rank].item()) for rank in range(ranks.size)]

@@ -34,8 +34,8 @@ Tensors = dict[str, dict[str, Tensor]]
 def capture(
     model: Transformer, optimizer: Optimizer, critic: Critic | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
-    """The state of model, optimizer and critic, of several ranks this one's share. The tensors are
-    the live ones: write them before the next step."""
+    """Return the state of model, optimizer and critic, of several ranks this one's share. The
+    tensors are the live ones: write them before the next step."""
     moments, counters = optimizer.state()
     tensors, state = (
         {"model": optimizer.weights(), "optimizer": moments},

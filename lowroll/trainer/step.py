@@ -206,7 +206,7 @@ class Forward:
         return self.temperature if own is None else own
 
     def _by_temperature(self, portion: Sequence[int]) -> list[list[int]]:
-        """A portion's samples of each temperature, in the order of the first ones."""
+        """Return a portion's samples of each temperature, in the order of the first ones."""
         parts: dict[float, list[int]] = {}
         for i in portion:
             parts.setdefault(self._temperature(i), []).append(i)
@@ -220,7 +220,7 @@ class Forward:
         return replayed(packed.lengths, evictions, self.model.device)
 
     def collate(self, indices: Sequence[int]) -> PackedBatch:
-        """The chosen samples as one micro-batch on the model's device."""
+        """Return the chosen samples as one micro-batch on the model's device."""
         return collate(self.samples, indices, self.model.device)
 
 
@@ -252,7 +252,7 @@ class Anchors:
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:
-    """A mark in the device's queue to wait for; None on the CPU, which has none."""
+    """Return a mark in the device's queue to wait for; None on the CPU, which has none."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -336,7 +336,7 @@ def _refuse(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> None:
-    """ValueError for a batch that cannot be learned from, and for a model that is missing."""
+    """Raise ValueError for a batch that cannot be learned from, and for a model that is missing."""
     samples = batch.samples
     check(samples, model.spec.vocab_size, model.spec.max_position)
     if settings.replay_kv:
@@ -368,7 +368,7 @@ def _refuse(
 
 
 def _check_replay(samples: Sequence[Sample], model: Transformer) -> None:
-    """ValueError for a sample whose cache was bounded and that does not say, soundly, what it
+    """Raise ValueError for a sample whose cache was bounded and that does not say, soundly, what it
     lost."""
     spec = model.spec
     for i, sample in enumerate(samples):
@@ -393,7 +393,7 @@ def _moving(
     settings: LearnSettings,
     advantages: PerToken | None,
 ) -> set[int]:
-    """The samples with a gradient: an advantage, or a term that needs none."""
+    """Return the samples with a gradient: an advantage, or a term that needs none."""
     if settings.kl_coef or not settings.objective.needs_advantage(**settings.options):
         return set(active)
     if advantages is None:
@@ -427,9 +427,9 @@ def _anchors(
 def _distances(
     batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
-    """How far the sampler's policy is from the learner's, and whom that rejects where the sampler's
-    cache is not exact; nothing of no samples. Where the orchestrator says the learner's version,
-    also by how far the tokens lag behind it."""
+    """Return how far the sampler's policy is from the learner's, and whom that rejects where the
+    sampler's cache is not exact; nothing of no samples. Where the orchestrator says the learner's
+    version, also by how far the tokens lag behind it."""
     if not active:
         return {}
     packed = collate(batch.samples, active)

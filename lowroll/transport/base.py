@@ -110,8 +110,8 @@ class RolloutReceiver(Protocol):
     """The trainer's end: each batch once, in order."""
 
     def receive(self, deadline_s: float) -> Batch:
-        """The next batch, within `deadline_s` seconds. DeadlineExceeded, or ChannelClosed when none
-        can come."""
+        """Return the next batch, within `deadline_s` seconds. DeadlineExceeded, or ChannelClosed
+        when none can come."""
 
     def commit(self, step: int) -> None:
         """Everything up to `step` is in a checkpoint: those batches will not be asked for again.
@@ -122,7 +122,8 @@ class RolloutReceiver(Protocol):
 
 
 def check_deadline(deadline_s: float) -> float:
-    """The deadline as a float. ValueError unless it is a finite number of seconds, 0 or more."""
+    """Return the deadline as a float. ValueError unless it is a finite number of seconds, 0 or
+    more."""
     if (
         isinstance(deadline_s, bool)
         or not isinstance(deadline_s, (int, float))

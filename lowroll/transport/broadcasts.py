@@ -145,7 +145,8 @@ def folder_name(version: int) -> str:
 
 
 def number_of(name: str) -> int | None:
-    """The version that a folder's name is of, `step_000007` or `step_7`; None for any other name."""
+    """Return the version that a folder's name is of, `step_000007` or `step_7`; None for any other
+    name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -156,7 +157,7 @@ def number_of(name: str) -> int | None:
 def encode_marker(
     version: int, attempt: int, kind: str, manifest_digest: str, noise: dict[str, Any] | None
 ) -> bytes:
-    """The bytes of a STABLE."""
+    """Return the bytes of a STABLE."""
     marker = {
         "format": FORMAT,
         "version": version,
@@ -174,8 +175,9 @@ def manifest_digest(folder: Path) -> str:
 
 
 def read_broadcast(path: Path) -> Broadcast:
-    """The broadcast in a folder. ValueError or OSError, with the file and the field, when there is
-    none: no name of a version, a link, no marker, or a marker that is not of this manifest."""
+    """Return the broadcast in a folder. ValueError or OSError, with the file and the field, when
+    there is none: no name of a version, a link, no marker, or a marker that is not of this
+    manifest."""
     number = number_of(path.name)
     if number is None or path.is_symlink():
         raise ValueError(f"{path}: no folder of a version")

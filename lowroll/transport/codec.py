@@ -59,7 +59,7 @@ def encode_batch(batch: Batch, encode: Callable[[Sample], bytes] | None = None) 
 def decode_batch(
     data: bytes, max_bytes: int = MAX_BYTES, decode: Callable[[bytes, str], Sample] | None = None
 ) -> Batch:
-    """The batch that `encode_batch` wrote as `data`; its samples by `decode`, else
+    """Return the batch that `encode_batch` wrote as `data`; its samples by `decode`, else
     `decode_sample`."""
     if len(data) > max_bytes:
         raise CodecError(f"a batch of {len(data)} bytes is over the limit of {max_bytes}")
@@ -82,22 +82,22 @@ def decode_batch(
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """One line, newline included."""
+    """Return one line, newline included."""
     return encode_record(sample, "sample")
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:
-    """The sample that `encode_sample` wrote as `line` (with or without its newline)."""
+    """Return the sample that `encode_sample` wrote as `line` (with or without its newline)."""
     return decode_record(Sample, line, where)
 
 
 def encode_record(record: Any, where: str) -> bytes:
-    """Any dataclass of plain data as one line, newline included."""
+    """Return any dataclass of plain data as one line, newline included."""
     return _line(_encode(record, type(record), where))
 
 
 def decode_record(kind: type[Record], line: bytes, where: str) -> Record:
-    """The `kind` that `encode_record` wrote as `line` (with or without its newline)."""
+    """Return the `kind` that `encode_record` wrote as `line` (with or without its newline)."""
     record: Record = _decode(_parse(line.removesuffix(b"\n"), where), kind, where)
     return record
 
@@ -144,7 +144,7 @@ def _fields(kind: type) -> dict[str, Any]:
 
 @cache
 def _omitted(kind: type) -> frozenset[str]:
-    """The fields that are left out where they are None."""
+    """Return the fields that are left out where they are None."""
     return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata.get("omitted"))
 
 
@@ -311,7 +311,7 @@ def _decode_items(values: list[Any], hint: Any, where: str) -> list[Any]:
 
 
 def _with_tuples(values: list[Any], hint: Any) -> list[Any]:
-    """Plain values with the tuples that JSON has not."""
+    """Return plain values with the tuples that JSON has not."""
     args = _shape(hint).args
     if not args:
         return values
@@ -370,7 +370,7 @@ def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
 
 
 def _of_kind(options: tuple[Any, ...], kinds: tuple[type, ...], value: Any, where: str) -> Any:
-    """The member of a union that is a generic of one of `kinds`."""
+    """Return the member of a union that is a generic of one of `kinds`."""
     for hint in options:
         if _shape(hint).origin in kinds:
             return hint

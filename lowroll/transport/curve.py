@@ -18,7 +18,7 @@ _HANDLER = "inproc://zeromq.zap.01"  # where libzmq asks whether a client's key 
 
 
 def keypair(token: str, owner: str) -> tuple[bytes, bytes]:
-    """The public and the secret key, in Z85, of "orchestrator" or "trainer" (`owner`)."""
+    """Return the public and the secret key, in Z85, of "orchestrator" or "trainer" (`owner`)."""
     secret = z85.encode(hmac.digest(token.encode(), f"lowroll rollouts {owner}".encode(), "sha256"))
     return zmq.curve_public(secret), secret
 

@@ -78,8 +78,8 @@ class Receiver:
         self._say(self._cursor)
 
     def receive(self, deadline_s: float) -> Batch:
-        """The next batch. FrameGone when the orchestrator has only later ones, DamagedFrame when
-        the file is not what was sent, Fenced when a later attempt has taken over."""
+        """Return the next batch. FrameGone when the orchestrator has only later ones, DamagedFrame
+        when the file is not what was sent, Fenced when a later attempt has taken over."""
         step = self._cursor.received + 1
         wait_until(
             lambda: self._is_decided(step),

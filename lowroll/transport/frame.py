@@ -50,7 +50,8 @@ def encode_frame(batch: Batch, run: str) -> bytes:
 
 
 def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
-    """The batch of `step` of `run`. DamagedFrame, beginning with `where`, for anything else."""
+    """Return the batch of `step` of `run`. DamagedFrame, beginning with `where`, for anything
+    else."""
     payload = check_frame(data, run, step, where)
     try:
         batch = decode_batch(payload)
@@ -62,7 +63,8 @@ def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
 
 
 def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
-    """The bytes behind the header, which have its size and digest. DamagedFrame otherwise."""
+    """Return the bytes behind the header, which have its size and digest. DamagedFrame
+    otherwise."""
     line, newline, payload = data[:LONGEST_HEADER].partition(b"\n")
     payload = data[len(line) + len(newline) :]
     try:

@@ -34,12 +34,13 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
-    """The batch that `encode_batch` wrote as `data`."""
+    """Return the batch that `encode_batch` wrote as `data`."""
     return codec.decode_batch(data, max_bytes, decode_sample)
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """One line, newline included. CodecError names a list with a number that does not fit."""
+    """Return one line, newline included. CodecError names a list with a number that does not
+    fit."""
     rollout = sample.rollout
     bare = replace(rollout, token_ids=[], logprobs=[])
     packed = Packed(
@@ -53,7 +54,7 @@ def encode_sample(sample: Sample) -> bytes:
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:
-    """The sample that `encode_sample` wrote as `line`."""
+    """Return the sample that `encode_sample` wrote as `line`."""
     packed = decode_record(Packed, line, where)
     sample, rollout = packed.sample, packed.sample.rollout
     if sample.prompt_ids or sample.loss_mask or rollout.token_ids or rollout.logprobs:

@@ -77,7 +77,7 @@ class DurableSender(ABC):
         return step - 1 - cursor.received < self.hwm
 
     def check(self) -> None:
-        """FrameGone when the trainer has fallen back behind the oldest batch that is here."""
+        """Raise FrameGone when the trainer has fallen back behind the oldest batch that is here."""
         if (cursor := self.cursor()) is not None:
             self._refuse_gap(cursor, self.spool.steps())
 

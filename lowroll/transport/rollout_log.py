@@ -39,7 +39,7 @@ def rollouts_path(folder: Path, step: int) -> Path:
 
 
 def without_evictions(batch: Batch) -> Batch:
-    """The batch without what bounded caches dropped (`types.Evictions`)."""
+    """Return the batch without what bounded caches dropped (`types.Evictions`)."""
     if all(sample.rollout.evictions is None for sample in batch.samples):
         return batch
     samples = [
@@ -49,7 +49,7 @@ def without_evictions(batch: Batch) -> Batch:
 
 
 def read_rollouts(path: Path) -> Batch:
-    """The batch in `path`. CodecError naming file, line and field when it is not what
+    """Return the batch in `path`. CodecError naming file, line and field when it is not what
     `write_rollouts` wrote there."""
     try:
         batch = decode_batch(unseal_lines(read_file(path)))

@@ -41,11 +41,11 @@ class Spool:
         self._unheeded = b""  # damaged words that were told of
 
     def path(self, step: int) -> Path:
-        """Where the frame of a step lies, once it is there."""
+        """Return where the frame of a step lies, once it is there."""
         return self.folder / f"step_{step:06d}.frame"
 
     def steps(self) -> list[int]:
-        """Steps whose frames are there, ascending."""
+        """Return the steps whose frames are there, ascending."""
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
@@ -79,14 +79,14 @@ class Spool:
         write_file(self.path(batch.step), data)
 
     def get(self, step: int) -> bytes:
-        """The frame of a step. FrameGone when it is not there, DamagedFrame when it is not what was
-        put."""
+        """Return the frame of a step. FrameGone when it is not there, DamagedFrame when it is not
+        what was put."""
         data = self._bytes(step)
         check_frame(data, self.run, step, str(self.path(step)))
         return data
 
     def read(self, step: int) -> Batch:
-        """The batch of a step; errors as of `get`."""
+        """Return the batch of a step; errors as of `get`."""
         return decode_frame(self._bytes(step), self.run, step, str(self.path(step)))
 
     def _bytes(self, step: int) -> bytes:
@@ -97,8 +97,8 @@ class Spool:
             raise FrameGone(f"{path}: the batch of step {step} is not there") from None
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
-        """At most `most` bytes of a frame from `offset` on, and the size of the whole, as they lie
-        there: whoever joins the pieces checks them. FrameGone when it is not there."""
+        """Return at most `most` bytes of a frame from `offset` on, and the size of the whole, as
+        they lie there: whoever joins the pieces checks them. FrameGone when it is not there."""
         path = self.path(step)
         with naming(path):
             try:
@@ -112,7 +112,7 @@ class Spool:
                 os.close(descriptor)
 
     def newest(self) -> Batch | None:
-        """The last batch that was put; None when there is none."""
+        """Return the last batch that was put; None when there is none."""
         steps = self.steps()
         return self.read(steps[-1]) if steps else None
 
@@ -198,14 +198,14 @@ class Spool:
         write_file(self.folder / DISMISSED, encode_word(said(cursor, self.run)))
 
     def dismissed(self) -> int:
-        """The attempt of the trainer that was dismissed last; -1 where none was."""
+        """Return the attempt of the trainer that was dismissed last; -1 where none was."""
         try:
             return cursor_of(read_file(self.folder / DISMISSED), self.run).attempt
         except (FileNotFoundError, ValueError):
             return -1
 
     def check(self, attempt: int) -> None:
-        """Fenced for an attempt of the trainer that was dismissed."""
+        """Raise Fenced for an attempt of the trainer that was dismissed."""
         if attempt <= self.dismissed():
             raise Fenced(dismissal(attempt))
 
@@ -216,7 +216,7 @@ class Spool:
         write_file(self.folder / END, line + b"\n")
 
     def ended(self) -> str | None:
-        """The reason why no batch follows; None while some may."""
+        """Return the reason why no batch follows; None while some may."""
         try:
             data = read_file(self.folder / END)
             content, sealed = unseal(data.removesuffix(b"\n"))
@@ -246,7 +246,7 @@ class Spool:
 
 
 def dismissal(attempt: int) -> str:
-    """Why an attempt of the trainer is fenced that nobody has taken over from."""
+    """Return why an attempt of the trainer is fenced that nobody has taken over from."""
     return (
         f"batches that attempt {attempt} of the trainer has received since its checkpoint are lost or "
         "damaged, and are drawn again: it ends, and the next one goes on from the checkpoint (lowroll "

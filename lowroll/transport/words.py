@@ -91,7 +91,7 @@ class Place:
 
 
 def encode_word(word: Said | Ask | Answer | Place) -> bytes:
-    """A sealed line, its newline included."""
+    """Return a sealed line, its newline included."""
     line = encode_record(word, type(word).__name__.lower()).removesuffix(b"\n")
     return seal(line) + b"\n"
 
@@ -112,7 +112,8 @@ def decode_word(kind: type[Word], data: bytes) -> Word:
 
 
 def cursor_of(data: bytes, run: str) -> Cursor:
-    """The cursor in the bytes of a `Said`. ValueError when they are of another run, or damaged."""
+    """Return the cursor in the bytes of a `Said`. ValueError when they are of another run, or
+    damaged."""
     said = decode_word(Said, data)
     if said.run != run:
         raise ValueError(f"of run {said.run!r}, this is run {run!r}")

@@ -70,7 +70,7 @@ _MOST_WAITING = 16
 
 
 def pack(word: Ask | Answer, piece: bytes) -> list[bytes]:
-    """The two parts of a message."""
+    """Return the two parts of a message."""
     return [encode_word(word), piece]
 
 
@@ -85,7 +85,7 @@ def unpack(kind: type[Word], parts: Sequence[bytes]) -> tuple[Word, bytes]:
 
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.Socket[bytes]:
-    """A socket that bounds what it takes, what it keeps and how long it lingers."""
+    """Return a socket that bounds what it takes, what it keeps and how long it lingers."""
     made = context.socket(kind)
     for option, value in (
         (zmq.LINGER, _LINGER_MS),
@@ -202,7 +202,7 @@ class Service:
         self.wake()
 
     def check(self) -> None:
-        """TransportError when the thread has failed."""
+        """Raise TransportError when the thread has failed."""
         if self._failed is not None:
             raise TransportError(
                 f"rollouts are not served any more: {self._failed}"
@@ -250,8 +250,8 @@ class Service:
             self._answer(peer, ask, again=False)
 
     def _heard(self) -> dict[bytes, Ask]:
-        """The last word of everyone who has spoken: of a peer that has asked thirty times while
-        this process stood still, one ask is answered."""
+        """Return the last word of everyone who has spoken: of a peer that has asked thirty times
+        while this process stood still, one ask is answered."""
         found: dict[bytes, Ask] = {}
         while True:
             try:
@@ -329,7 +329,7 @@ class Service:
 
 
 def _interface(host: str) -> str:
-    """The address to listen on."""
+    """Return the address to listen on."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:
@@ -365,7 +365,7 @@ class Receiver:
         self._warned = False  # that nobody has ever answered
 
     def receive(self, deadline_s: float) -> Batch:
-        """The next batch. PeerSilent when an orchestrator that was there leaves every ask of
+        """Return the next batch. PeerSilent when an orchestrator that was there leaves every ask of
         `silence_s` seconds unanswered; FrameGone when it has only later batches; DamagedFrame when
         what it sends is no frame, three times; Fenced when a later attempt of the trainer has taken
         over; ChannelClosed when it has ended."""
@@ -560,7 +560,7 @@ class Line:
             return False
 
     def listen(self, seconds: float) -> tuple[Answer, bytes] | None:
-        """The next answer within so many seconds. ValueError for what is none."""
+        """Return the next answer within so many seconds. ValueError for what is none."""
         self.polls += 1
         if self._socket is None:
             time.sleep(seconds)

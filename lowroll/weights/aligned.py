@@ -132,7 +132,7 @@ def dequantized(model: Transformer) -> Iterator[Transformer]:
 
 
 def quantized(name: str, linear: Linear, format: str) -> QTensor:
-    """A layer's weight in what `format` assigns to it; ValueError names the layer."""
+    """Return a layer's weight in what `format` assigns to it; ValueError names the layer."""
     try:
         return linear.quantized(get_format(format).of(name).name)
     except ValueError as error:

@@ -103,7 +103,7 @@ def calibrate(
 
 
 def factors(w_NK: Tensor, loudness_K: Tensor, ratio: float, group: int | None) -> Tensor:
-    """The factors s_K of a ratio, float32. loudness_K: the mean |x| of each channel."""
+    """Return the factors s_K of a ratio, float32. loudness_K: the mean |x| of each channel."""
     weight_K = _relative_size(w_NK, group)
     s_K = (loudness_K.float() ** ratio / (weight_K ** (1 - ratio) + 1e-4)).clamp_min(1e-4)
     return s_K / (s_K.max() * s_K.min()).sqrt()
@@ -148,8 +148,8 @@ def _calibrate_mapping(mapping: Mapping, format: Format, chunks: list[Chunk]) ->
 def _errors(
     mapping: Mapping, format: Format, chunks: list[Chunk], candidates: list[Tensor]
 ) -> list[float]:
-    """Squared error of the mapping's output, summed over the tokens, with the reader quantized
-    under each s."""
+    """Return the squared error of the mapping's output, summed over the tokens, with the reader
+    quantized under each s."""
     weight = mapping.reader.weight
     errors = [0.0] * len(candidates)
     assert isinstance(weight, nn.Parameter)
@@ -169,7 +169,7 @@ def _errors(
 def _block_error(
     block: Block, format: Format, x_TD: Tensor, y_TD: Tensor, chunks: list[Chunk]
 ) -> float:
-    """Mean squared error of the block's output y with all its linears quantized."""
+    """Return the mean squared error of the block's output y with all its linears quantized."""
     linears = [module for module in block.modules() if isinstance(module, Linear)]
     pairs = [
         (linear, format.quantize(linear.weight))
@@ -187,7 +187,7 @@ def _block_error(
 
 
 def _mappings(block: Block, x_TD: Tensor) -> list[Mapping]:
-    """The block's mappings, in the order in which they are folded."""
+    """Return the block's mappings, in the order in which they are folded."""
 
     def normed(c: Chunk) -> Tensor:
         return block.input_norm(x_TD[c.rows])

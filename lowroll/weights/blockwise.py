@@ -34,7 +34,7 @@ class Chunk:
 
 
 def in_chunks(model: Transformer, lengths: list[int]) -> Iterator[Chunk]:
-    """Whole sequences, about CHUNK_TOKENS a chunk."""
+    """Yield whole sequences, about CHUNK_TOKENS a chunk."""
     start = 0
     packed: list[int] = []
     for i, length in enumerate(lengths):
@@ -78,7 +78,8 @@ def multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
 def check(
     method: str, model: Transformer, format: Format, sequences: Sequence[Sequence[int]]
 ) -> None:
-    """ValueError for a dense format, and as `check_dense` says. method: what asks, for people."""
+    """Raise ValueError for a dense format, and as `check_dense` says. method: what asks, for
+    people."""
     if format.dense:
         raise ValueError(
             f"{method}: {format.name} does not round to low bits, and there is nothing to calibrate"
@@ -87,8 +88,8 @@ def check(
 
 
 def check_dense(method: str, model: Transformer, sequences: Sequence[Sequence[int]]) -> None:
-    """ValueError for a model with quantized weights, experts or an adapter, and sequences that are
-    empty or outside the vocabulary or context."""
+    """Raise ValueError for a model with quantized weights, experts or an adapter, and sequences
+    that are empty or outside the vocabulary or context."""
     for name, linear in model.linears():
         if (
             isinstance(linear.weight, QTensor)

@@ -154,7 +154,7 @@ class Broadcaster:
         return metrics
 
     def check(self) -> None:
-        """TransportError when the direct way has ended by itself, with the reason."""
+        """Raise TransportError when the direct way has ended by itself, with the reason."""
         if self.offers is not None:
             self.offers.check()
 
@@ -351,7 +351,7 @@ def stored_changes(folder: Path, meta: Mapping[str, Any]) -> tuple[Changes, dict
 
 
 def stored_layout(folder: Path) -> Layout:
-    """Where the tensors of a broadcast lie in what is sent. ValueError names the file."""
+    """Return where the tensors of a broadcast lie in what is sent. ValueError names the file."""
     try:
         return Layout.from_json(json.loads((folder / LAYOUT).read_bytes()))
     except (ValueError, RecursionError) as error:
@@ -359,7 +359,7 @@ def stored_layout(folder: Path) -> Layout:
 
 
 def adapter_files(folder: Path) -> list[str]:
-    """The files of a broadcast adapter that are read, by name."""
+    """Return the files of a broadcast adapter that are read, by name."""
     optional = [name for name in (bases.FILE, SCALED) if (folder / name).exists()]
     return ["adapter_config.json", "adapter_model.safetensors", *optional]
 

@@ -149,7 +149,7 @@ class _Search:
         self.kept: dict[tuple[str, str], QTensor] = {}
 
     def _codes(self, name: str, linear: Linear, format: str) -> QTensor:
-        """The codes of a layer, without what kernels made of them."""
+        """Return the codes of a layer, without what kernels made of them."""
         codes = self.kept.get((name, format))
         if codes is None:
             codes = quantized(name, linear, format)
@@ -176,8 +176,8 @@ class _Search:
     def _choices(
         self, reference: Reference, block: int, name: str, linear: Linear
     ) -> list[_Choice]:
-        """The formats that the layer's shape allows, the smallest measured and the others scaled by
-        the errors of its output."""
+        """Return the formats that the layer's shape allows, the smallest measured and the others
+        scaled by the errors of its output."""
         sized = sorted(
             (self._bytes(f, linear), f) for f in self.budget.candidates if self._fits(f, linear)
         )
@@ -217,7 +217,7 @@ class _Search:
         return get_format(name).empty((rows, columns), torch.device("meta")).nbytes
 
     def after(self, steps: int) -> dict[str, str]:
-        """The assignment after so many steps."""
+        """Return the assignment after so many steps."""
         return {name: choice.format for name, choice in self._chosen(steps).items()}
 
     def _chosen(self, steps: int) -> dict[str, _Choice]:
@@ -234,7 +234,7 @@ class _Search:
         return sum(choice.nbytes for choice in self._chosen(steps).values())
 
     def measure(self, steps: int) -> Point:
-        """The whole model after so many steps."""
+        """Return the whole model after so many steps."""
         if steps not in self.points:
             linears = dict(self.model.linears())
             codes = {
@@ -248,7 +248,7 @@ class _Search:
         return self.points[steps]
 
     def find(self) -> int:
-        """The number of steps that keeps the budget. ValueError when none does."""
+        """Return the number of steps that keeps the budget. ValueError when none does."""
         budget, last = self.budget, len(self.order)
         most = last
         while most >= 0 and not self._small_enough(most):
@@ -263,7 +263,8 @@ class _Search:
         return self._fewest(most, budget.max_kl)
 
     def _fewest(self, few: int, max_kl: float) -> int:
-        """The fewest steps after which the whole is near enough. few: as many as are known to be."""
+        """Return the fewest steps after which the whole is near enough. few: as many as are known
+        to be."""
         sums = [sum(c.kl for c in self._chosen(steps).values()) for steps in range(few + 1)]
         low = -1  # the most that are known to be too few
         ratio = 1.0  # of a whole to the sum of its layers
@@ -334,7 +335,7 @@ class Reference:
         return whole(block, x_TD, self.cos, self.sin, self.attend)
 
     def _ends(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        """Normed hidden states of the positions that count, some at a time."""
+        """Return the normed hidden states of the positions that count, some at a time."""
         return self.model.norm(x_TD[self.counted_T]).split(HEAD_TOKENS)
 
     def _logprobs(self, x_TD: Tensor) -> Tensor:
@@ -358,8 +359,8 @@ class Reference:
 
 
 def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
-    """The lower convex hull of a layer's choices, smallest first: those that no mix of two others
-    is better than."""
+    """Return the lower convex hull of a layer's choices, smallest first: those that no mix of two
+    others is better than."""
     hull: list[_Choice] = []
     for choice in choices:
         if hull and choice.kl >= hull[-1].kl:
@@ -377,6 +378,6 @@ def _slope(a: _Choice, b: _Choice) -> float:
 
 
 def _layers(model: Transformer) -> Iterator[tuple[int, str, Linear]]:
-    """Every linear layer with the number of its block."""
+    """Yield every linear layer with the number of its block."""
     for name, linear in model.linears():
         yield int(name.split(".")[1]), name, linear

@@ -95,12 +95,12 @@ class Shadow:
 
 
 def norm_names(model: Transformer) -> set[str]:
-    """The parameters that take noise."""
+    """Return the parameters that take noise."""
     return {f"{name}.weight" for name, _ in noisy_norms(model)}
 
 
 def difference(name: str, old: Tensor, new: Tensor, whole: bool) -> dict[str, Tensor]:
-    """The entries of a stream that make `new` of `old`; none where they are equal."""
+    """Return the entries of a stream that make `new` of `old`; none where they are equal."""
     if not whole:
         at = (_bits(old) != _bits(new)).nonzero().flatten()
         if at.numel() == 0:
@@ -217,5 +217,5 @@ def _positions(name: str, gaps: Tensor, target: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The entries of a contiguous tensor as whole numbers, in one row: the same storage."""
+    """Return the entries of a contiguous tensor as whole numbers, in one row: the same storage."""
     return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).view(-1)

@@ -63,7 +63,8 @@ class Lines:
             raise LinkFailed(f"the other side of {self.name}: {error}") from None
 
     def receive(self, deadline_s: float) -> dict[str, Any]:
-        """The next line. LinkFailed at the end, after the deadline, and for what is no object."""
+        """Return the next line. LinkFailed at the end, after the deadline, and for what is no
+        object."""
         end = time.monotonic() + deadline_s
         while b"\n" not in self._left:
             try:
@@ -180,8 +181,8 @@ def handles(buckets: Sequence[Tensor]) -> list[list[Any]]:
 
 
 def opened(stated: Any, uuid: str, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Copies, on `device`, of the buckets whose handles are given. LinkFailed when they cannot be
-    opened here."""
+    """Return copies, on `device`, of the buckets whose handles are given. LinkFailed when they
+    cannot be opened here."""
     index = next((i for i in range(torch.cuda.device_count()) if device_uuid(i) == uuid), None)
     if index is None:
         raise LinkFailed(f"cuda_ipc: this engine does not see the learner's GPU {uuid}")

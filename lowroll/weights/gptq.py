@@ -106,8 +106,8 @@ def round_base(
 def fitted(
     w_NK: Tensor, loudness_K: Tensor, form: Gridded, stretches: Sequence[float]
 ) -> Tensor | float:
-    """The stretch of each group [N, G] under which its nearest codes lose the least, the columns
-    counted by their loudness. The first of equals is taken."""
+    """Return the stretch of each group [N, G] under which its nearest codes lose the least, the
+    columns counted by their loudness. The first of equals is taken."""
     if len(stretches) == 1:
         return stretches[0]
     shape = (w_NK.shape[0], w_NK.shape[1])
@@ -124,8 +124,8 @@ def fitted(
 
 
 def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
-    """The weights, each moved by what the columns before it lost: their nearest values on the grid
-    are the codes. float32. gram_KK: sum over the tokens of x x'."""
+    """Return the weights, each moved by what the columns before it lost: their nearest values on
+    the grid are the codes. float32. gram_KK: sum over the tokens of x x'."""
     gram_KK = gram_KK.double()
     loudness_K = gram_KK.diagonal()
     order_K = torch.argsort(loudness_K, descending=True, stable=True)
@@ -212,9 +212,9 @@ def _round(name: str, linear: Linear, form: Format, inputs: Iterable[Tensor]) ->
 def encode(
     w_NK: Tensor, gram_KK: Tensor, form: Gridded, stretches: Sequence[float] | None = None
 ) -> QTensor:
-    """The QTensor of a matrix, rounded with compensation. gram_KK: sum over the tokens of x x'.
-    stretches: those among which each group finds its scale, else STRETCHES; [1]: the format's own
-    scales, as floating levels always have."""
+    """Return the QTensor of a matrix, rounded with compensation. gram_KK: sum over the tokens of x
+    x'. stretches: those among which each group finds its scale, else STRETCHES; [1]: the format's
+    own scales, as floating levels always have."""
     if stretches is None:
         stretches = STRETCHES[:1] if form.floating else STRETCHES
     shape = (w_NK.shape[0], w_NK.shape[1])
@@ -229,7 +229,7 @@ def encode(
 
 
 def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device) -> Tensor:
-    """The sum over the tokens of x x': float32 [K, K]."""
+    """Return the sum over the tokens of x x': float32 [K, K]."""
     gram_KK = torch.zeros(num_in, num_in, device=device)
     for x_TK in inputs:
         gram_KK += x_TK.float().t() @ x_TK.float()
@@ -237,7 +237,7 @@ def sum_of_products(inputs: Iterable[Tensor], num_in: int, device: torch.device)
 
 
 def _square(w_NK: Tensor, gram_KK: Tensor) -> float:
-    """The square of a matrix' product with the text, summed over tokens and features."""
+    """Return the square of a matrix' product with the text, summed over tokens and features."""
     return float(((w_NK @ gram_KK) * w_NK).sum(dtype=torch.float64).clamp_min(1e-30))
 
 

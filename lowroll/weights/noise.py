@@ -113,18 +113,18 @@ class NoiseSchedule:
         return start + (end - start) * _SHARES[self.schedule](i, n)
 
     def sigma(self, step: int) -> float:
-        """The sigma of the policy after `step` training steps; held past the end."""
+        """Return the sigma of the policy after `step` training steps; held past the end."""
         intervals = self.num_stages + (self.variant == "paper")
         interval = min(step, self.total_steps) * intervals // self.total_steps
         return self.sigmas[min(interval, len(self.sigmas) - 1)]
 
     def at(self, version: int) -> Noise:
-        """The noise under which policy `version` rolls out."""
+        """Return the noise under which policy `version` rolls out."""
         return Noise(_hash(self.seed, str(version)), self.sigma(version))
 
 
 def noisy_norms(model: Transformer) -> Iterator[tuple[str, RMSNorm]]:
-    """The norms that take noise, by name."""
+    """Yield the norms that take noise, by name."""
     for name, module in model.named_modules():
         if isinstance(module, Block):
             yield f"{name}.input_norm", module.input_norm

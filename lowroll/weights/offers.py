@@ -137,7 +137,7 @@ class Offers:
         self._offered = self._offered[-self.keep :]
 
     def check(self) -> None:
-        """TransportError when nobody can be answered any more, with the reason."""
+        """Raise TransportError when nobody can be answered any more, with the reason."""
         if self._failed is not None:
             raise TransportError(
                 f"weights are not offered by {self.way} any more: {self._failed!r}"
@@ -357,8 +357,8 @@ class Offers:
 
 
 def _check_address(host: str, token: str) -> None:
-    """ValueError for an address that engines cannot ask at, and for one that others reach when they
-    could ask without a token."""
+    """Raise ValueError for an address that engines cannot ask at, and for one that others reach
+    when they could ask without a token."""
     try:
         found = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
     except OSError as error:

@@ -79,7 +79,7 @@ class Layout:
 def pack(
     tensors: Mapping[str, Tensor], digest: str, device: torch.device
 ) -> tuple[Layout, list[Tensor]]:
-    """A layout, and the buckets on a device, uint8 each."""
+    """Return a layout, and the buckets on a device, uint8 each."""
     places: list[Place] = []
     sizes: list[int] = []
     for name, tensor in tensors.items():
@@ -98,7 +98,7 @@ def pack(
 
 
 def unpack(layout: Layout, buckets: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The tensors by name, as views of the buckets."""
+    """Return the tensors by name, as views of the buckets."""
     return {
         p.name: buckets[p.bucket][p.offset : p.offset + p.nbytes].view(p.dtype).view(p.shape)
         for p in layout.places

@@ -59,15 +59,16 @@ def dequantize_base(model: Transformer) -> Transformer:
 def rollout_load(
     folder: Path, format: str, device: torch.device | str, dtype: torch.dtype, noisy: bool = False
 ) -> Transformer:
-    """The engine's model straight from a folder: what `rollout_copy` of the loaded model would be,
-    in the memory of one model. Nobody else has its weights. ValueError as `hf.load` says."""
+    """Return the engine's model straight from a folder: what `rollout_copy` of the loaded model
+    would be, in the memory of one model. Nobody else has its weights. ValueError as `hf.load`
+    says."""
     return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
 
 
 def rollout_copy(
     master: Transformer, format: str, dtype: torch.dtype, noisy: bool = False, owned: bool = False
 ) -> Transformer:
-    """The engine's model: linear weights in `format`, everything else in `dtype`, ready for
+    """Return the engine's model: linear weights in `format`, everything else in `dtype`, ready for
     `publish`.
 
     Weights that the master holds in that very format are shared; with them its frozen norms and
@@ -105,7 +106,7 @@ def rollout_copy(
 
 
 def beside(master: Transformer, rollout: Transformer, format: str) -> Transformer:
-    """A second model for the engine: the linear weights in another format, all else the very
+    """Return a second model for the engine: the linear weights in another format, all else the very
     tensors of `rollout`."""
     other = Transformer(rollout.spec, "meta", rollout.dtype, ENGINE)
     for name, p in rollout.named_parameters():
@@ -190,8 +191,8 @@ def _norms_without_noise(rollout: Transformer) -> list[str]:
 
 
 def drawn_noise(noise: Noise | None, rollout: Transformer) -> dict[str, Tensor]:
-    """The noise by parameter name, on the device. ValueError for an engine that was not made for
-    it."""
+    """Return the noise by parameter name, on the device. ValueError for an engine that was not made
+    for it."""
     drawn = {f"{name}.weight": z for name, z in draw(rollout, noise).items()}
     if not drawn:
         return {}
@@ -208,7 +209,7 @@ def _check_fits(
     mine: dict[str, nn.Parameter],
     targets: dict[str, nn.Parameter],
 ) -> None:
-    """ValueError as `publish` says, but for values that are not finite."""
+    """Raise ValueError as `publish` says, but for values that are not finite."""
     if master.spec != rollout.spec:
         raise ValueError("publish: the master's sizes are not those of the engine's model")
     odd = sorted(

@@ -119,8 +119,8 @@ class Receiver:
 def gather(
     update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> Transformer:
-    """A dense model of what a full stream holds, on a device; a matrix keeps the dtype that it came
-    in. ValueError as `Receiver.take` says of a stream."""
+    """Return a dense model of what a full stream holds, on a device; a matrix keeps the dtype that
+    it came in. ValueError as `Receiver.take` says of a stream."""
     staging = Transformer(spec, "meta", dtype)
     whole = {name: (parts, shape) for name, parts, shape in hf_names(spec)}
     owner = {part: name for name, (parts, _) in whole.items() for part in parts}
@@ -160,8 +160,8 @@ def arrivals(
     device: Device,
     may_lack: Callable[[Set[str], Set[str]], bool] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a stream on a device. ValueError unless they are exactly those of `wanted`,
-    name to shape, but for what may be lacking among them."""
+    """Yield the tensors of a stream on a device. ValueError unless they are exactly those of
+    `wanted`, name to shape, but for what may be lacking among them."""
     unseen = set(wanted)
     for name, tensor in update.tensors():
         _check(name, tensor, wanted, unseen)
@@ -174,7 +174,7 @@ def arrivals(
 def _check(
     name: str, tensor: Tensor, wanted: Mapping[str, tuple[int, ...]], unseen: Set[str]
 ) -> None:
-    """ValueError when the tensor is none that the engine still waits for."""
+    """Raise ValueError when the tensor is none that the engine still waits for."""
     what = f"update: {some([name])}"
     if name not in wanted:
         raise ValueError(f"{what}: the engine's model has no such tensor")
@@ -187,7 +187,8 @@ def _check(
 
 
 def check_content(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
-    """ValueError for a value that is not finite, or bytes that are not those that were sent."""
+    """Raise ValueError for a value that is not finite, or bytes that are not those that were
+    sent."""
     extents = checksum.amax(list(tensors.values()))
     for name, finite in zip(tensors, checksum.finite(extents), strict=True):
         if not finite:
@@ -202,7 +203,7 @@ def check_content(update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _join(parts: Mapping[str, Tensor]) -> Tensor:
-    """A fused matrix of its parts."""
+    """Return a fused matrix of its parts."""
     dtypes = {part.dtype for part in parts.values()}
     if len(dtypes) > 1:
         raise ValueError(f"update: {some(parts)}: parts of one matrix have different dtypes")

@@ -54,7 +54,7 @@ class WeightUpdate:
 
     @classmethod
     def local(cls, master: Transformer, version: int, noise: Noise | None = None) -> WeightUpdate:
-        """The update from a learner of this process: its adapter when it has one, else its
+        """Return the update from a learner of this process: its adapter when it has one, else its
         weights. Nothing is read yet."""
         alphas = {linear.adapter.alpha for _, linear in master.linears() if linear.adapter}
         scale = scaling.applied(master) or 1.0
@@ -68,7 +68,7 @@ class WeightUpdate:
         return cls(version, "full", partial(dense, master), None, noise, None, scale, master)
 
     def as_stream(self) -> WeightUpdate:
-        """The same update as it travels: with its digest and without the learner's model."""
+        """Return the same update as it travels: with its digest and without the learner's model."""
         return replace(self, digest=self.content_digest(), master=None)
 
     def content_digest(self) -> str:
@@ -79,7 +79,8 @@ class WeightUpdate:
 
 
 def dense(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a dense model under its Hugging Face name: views of the fused matrices."""
+    """Yield every weight of a dense model under its Hugging Face name: views of the fused
+    matrices."""
     weights: dict[str, Tensor] = dict(model.named_parameters())
     for name, linear in model.linears():
         if isinstance(linear.weight, QTensor):

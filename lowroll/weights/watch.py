@@ -96,7 +96,7 @@ class AdapterWatch:
 
 @torch.no_grad()
 def _updates(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
-    """Copies of A and (alpha / r) B of every adapted part."""
+    """Return copies of A and (alpha / r) B of every adapted part."""
     adapter = linear.adapter
     if adapter is None:
         return {}
@@ -114,7 +114,7 @@ def num_flipped(before: Tensor, after: Tensor, bits: float) -> int:
 
 
 def _codes(weight: QTensor) -> Tensor:
-    """The largest of its tensors: scales are always smaller."""
+    """Return the largest of its tensors: scales are always smaller."""
     codes = max(weight.tensors.values(), key=lambda t: t.nbytes)
     return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
 

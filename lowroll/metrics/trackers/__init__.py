@@ -57,7 +57,8 @@ class Tracked:
 
 
 def check(names: Sequence[str]) -> None:
-    """ValueError, with the line that installs it, for a tracker whose package is not there."""
+    """Raise ValueError, with the line that installs it, for a tracker whose package is not
+    there."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
