@@ -61,7 +61,8 @@ def free_memory() -> int | None:
 
 
 def usable_cores() -> int:
-    """Cores that the process may keep busy: a container's share of time counts as that many."""
+    """Return the cores that the process may keep busy: a container's share of time counts as that
+    many."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system

@@ -200,7 +200,7 @@ def _unquoted(text: str) -> Any:
 
 
 def _tagged(text: str, call: Callable[[str], ToolInvocation]) -> Spoken:
-    """Calls between <tool_call> and </tool_call>; the last one may lack its end."""
+    """Read calls between <tool_call> and </tool_call>; the last one may lack its end."""
     begin = text.find(_OPEN)
     if begin < 0:
         return Spoken(text)
@@ -307,7 +307,7 @@ def _take_list(piece: str, found: _Found) -> None:
 
 
 def _named_call(piece: str) -> ToolInvocation:
-    """NAME{...}, NAME[ARGS]{...} and NAME[CALL_ID]ID[ARGS]{...}."""
+    """Read NAME{...}, NAME[ARGS]{...} and NAME[CALL_ID]ID[ARGS]{...}."""
     brace = piece.find("{")
     if brace < 0:
         raise IllFormed("a tool call needs its arguments as a JSON object behind its name")
@@ -352,7 +352,8 @@ def _call(value: Any) -> ToolInvocation:
 
 
 def _check(arguments: dict[str, Any]) -> None:
-    """IllFormed for what could not go on as JSON in UTF-8: half a surrogate pair, too deep."""
+    """Raise IllFormed for what could not go on as JSON in UTF-8: half a surrogate pair, too
+    deep."""
     if any(depth > MOST_DEPTH for depth in depths(arguments)):
         raise IllFormed(f"the arguments are nested more than {MOST_DEPTH} deep")
     try:

@@ -43,14 +43,14 @@ class RunFailed(RuntimeError):
 def nearest(
     word: str, known: Iterable[str], show: Callable[[str], str] = str, cutoff: float = 0.6
 ) -> str:
-    """ " (did you mean x?)", x as `show` has it; "" when nothing is near."""
+    """Return " (did you mean x?)", x as `show` has it; "" when nothing is near."""
     found = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" (did you mean {show(found[0])}?)" if found else ""
 
 
 def printable(text: object, most: int = 500) -> str:
-    """Text of a stranger (a file, a model, an error about them) as one line for a terminal: what
-    would steer the terminal is escaped, and of more than `most` characters the middle is left
+    """Return text of a stranger (a file, a model, an error about them) as one line for a terminal:
+    what would steer the terminal is escaped, and of more than `most` characters the middle is left
     out."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
     return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"

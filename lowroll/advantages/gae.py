@@ -26,7 +26,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[list[float], list[float]]:
-    """(advantages, returns) of one response, one entry a token, 0.0 where the mask is 0.
+    """Return (advantages, returns) of one response, one entry a token, 0.0 where the mask is 0.
 
     What `rewards` and `values` hold under the mask is not looked at. ValueError for lengths that
     differ, a non-finite entry, or gamma or lam outside of [0, 1].
@@ -64,8 +64,8 @@ def place(reward: float, mask: Mask) -> list[float]:
 
 
 def whiten(advantages: Sequence[Sequence[float]], masks: Sequence[Mask]) -> list[list[float]]:
-    """(A - mean) / sqrt(var + 1e-8) over the unmasked tokens of all responses, var with ddof 1; 0.0
-    under the mask.
+    """Return (A - mean) / sqrt(var + 1e-8) over the unmasked tokens of all responses, var with ddof
+    1; 0.0 under the mask.
 
     A batch of one token, or of equal advantages, gives 0.0. ValueError for lengths that differ or a
     non-finite entry.

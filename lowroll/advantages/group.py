@@ -34,8 +34,8 @@ Estimator = Callable[[Rewards, Sequence[int] | None], list[float]]
 def grpo(
     rewards: Rewards, lengths: Sequence[int] | None = None, *, eps: float = 1e-6
 ) -> list[float]:
-    """(r - mean) / (std + eps), std with ddof 1. `lengths` is ignored. ValueError for an empty
-    group or a NaN."""
+    """Return (r - mean) / (std + eps), std with ddof 1. `lengths` is ignored. ValueError for an
+    empty group or a NaN."""
 
     def normalise(scored: list[float]) -> list[float]:
         centred = _centre(scored)
@@ -46,13 +46,14 @@ def grpo(
 
 
 def grpo_no_std(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """r - mean. `lengths` is ignored. ValueError for an empty group or a non-finite reward."""
+    """Return r - mean. `lengths` is ignored. ValueError for an empty group or a non-finite
+    reward."""
     return _estimate(rewards, _centre)
 
 
 def rloo(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """r - mean of the others. `lengths` is ignored. ValueError for an empty group or a non-finite
-    reward."""
+    """Return r - mean of the others. `lengths` is ignored. ValueError for an empty group or a
+    non-finite reward."""
 
     def leave_one_out(scored: list[float]) -> list[float]:
         return [c * len(scored) / (len(scored) - 1) for c in _centre(scored)]
@@ -61,7 +62,7 @@ def rloo(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
 
 
 def length_weighted(rewards: Rewards, lengths: Sequence[int] | None = None) -> list[float]:
-    """r - sum(r len) / sum(len). `lengths` are response lengths in tokens, one a reward.
+    """Return r - sum(r len) / sum(len). `lengths` are response lengths in tokens, one a reward.
 
     ValueError when lengths are missing, of another number, negative, or zero for every scored
     rollout.

@@ -86,7 +86,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """fsync a directory: its entries (names, renames) reach the disk."""
+    """Sync a directory (fsync): its entries (names, renames) reach the disk."""
     with naming(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -97,7 +97,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of the block that names no file names this one."""
+    """Give an OSError of the block that names no file this one's name."""
     try:
         yield
     except OSError as error:
@@ -118,10 +118,10 @@ def system_error(error: BaseException) -> int | None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """True for ENOSPC and EDQUOT."""
+    """Return whether the error is ENOSPC or EDQUOT."""
     return system_error(error) in _FULL
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """True for an error of the system that no name or setting is to blame for."""
+    """Return whether it is an error of the system that no name or setting is to blame for."""
     return isinstance(error, OSError) and error.errno in _MACHINE

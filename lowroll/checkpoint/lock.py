@@ -108,8 +108,8 @@ def _read(descriptor: int) -> bytes:
 
 
 def _holder(descriptor: int) -> str:
-    """In words, who took the lock last. Who has just taken it is still writing its name: until then
-    the last name is of one that has ended."""
+    """Describe the process that took the lock last. One that has just taken it is still writing its
+    name: until then the last name is of one that has ended."""
     until = time.monotonic() + NAME_S
     while (entry := _last(descriptor)) is None or _has_ended(entry):
         if time.monotonic() > until:

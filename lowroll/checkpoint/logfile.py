@@ -43,7 +43,8 @@ class Warnings:
         self._kinds: set[str] = set()
 
     def new(self) -> list[str]:
-        """Those that were written since the last call; none of what was there at first."""
+        """Return the lines that were written since the last call; none of what was there at
+        first."""
         found = []
         for line in self._written():
             kind = _NUMBER.sub("", line)

@@ -182,7 +182,7 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _temporary(dest: Path) -> Iterator[Path]:
-    """A locked temporary sibling of `dest`, removed when the body raises."""
+    """Yield a locked temporary sibling of `dest`, removed when the body raises."""
     tmp, descriptor = _lock_new_sibling(dest)
     try:
         yield tmp
@@ -226,8 +226,8 @@ def _lock_new_sibling(dest: Path) -> tuple[Path, int]:
 
 
 def _open_to_readers(folder: Path, names: list[str]) -> None:
-    """Whoever may read the folder may read its files: safetensors from 0.8 on writes files for their
-    owner alone, whatever the umask."""
+    """Let all who may read the folder read its files: safetensors from 0.8 on writes files for
+    their owner alone, whatever the umask."""
     wanted = folder.stat().st_mode & 0o444
     for path in (folder / name for name in names):
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -294,7 +294,8 @@ def _check_entry(path: Path, name: str, entry: object) -> None:
 
 
 def _readers() -> ThreadPoolExecutor:
-    """For digests of several files at once, which is most of what a large folder costs."""
+    """Return threads for the digests of several files at once, which are most of what a large
+    folder costs."""
     return ThreadPoolExecutor(min(_MOST_READERS, os.cpu_count() or 1))
 
 

@@ -28,8 +28,8 @@ def seal(line: bytes, number: int = 0) -> bytes:
 
 
 def unseal(line: bytes, number: int = 0) -> tuple[bytes, bool]:
-    """(what was sealed, True), or (the line, False) when it has no checksum. ValueError when the
-    two disagree."""
+    """Return (what was sealed, True), or (the line, False) when it has no checksum. ValueError when
+    the two disagree."""
     found = _SUFFIX.search(line)
     if found is None:
         return line, False

@@ -124,13 +124,13 @@ def _code(error: Exception) -> int:
 
 
 def refuse(parser: ArgumentParser, message: str) -> NoReturn:
-    """One line where argparse would print all options first."""
+    """Raise an error of one line, where argparse would print all options first."""
     raise ValueError(f"{message}; {parser.prog} --help says what it takes")
 
 
 def _meant(name: str, rest: Sequence[str]) -> str:
-    """ " (did you mean x?)" for a command that is none, or a file that was given in the place of
-    one."""
+    """Return " (did you mean x?)" for a command that is none, or a file that was given in the place
+    of one."""
     from difflib import get_close_matches
 
     if name.endswith((".yaml", ".yml")):

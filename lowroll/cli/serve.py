@@ -239,7 +239,7 @@ class Role:
         return serve.engine(self.cfg)
 
     def serve_vllm(self) -> NoReturn:
-        """Until a signal."""
+        """Serve until a signal."""
         from lowroll.runs.roles import vllm
 
         vllm.serve(self.cfg, self.place, self.name, self.heart)
@@ -362,7 +362,7 @@ def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = Non
 
 
 def _chat(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
-    """None for a tokenizer without a chat template."""
+    """Return the chat tokenizer; None for a tokenizer without a chat template."""
     from lowroll.model.tokenizer import ChatTokenizer
 
     if not getattr(tokenizer, "chat_template", None):
@@ -448,7 +448,7 @@ def scaled(folder: Path, device: torch.device, arguments: argparse.Namespace) ->
 
 
 def limits(arguments: argparse.Namespace) -> ServerLimits:
-    """Those of the command, and the defaults of the others."""
+    """Return the limits of the command, and the defaults of the others."""
     from lowroll.server.limits import ServerLimits
 
     return ServerLimits(
@@ -460,7 +460,8 @@ def limits(arguments: argparse.Namespace) -> ServerLimits:
 
 
 def tell(app: web.Application, address: str) -> None:
-    """The line that says that requests are taken, for people and for programs that wait for it."""
+    """Print the line that says that requests are taken, for people and for programs that wait for
+    it."""
     from lowroll.server.limits import STATE
 
     print(f"serving {app[STATE].name} at {address}/v1", flush=True)

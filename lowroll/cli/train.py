@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def learn(cfg: RunConfig, own: RankEnvironment, arguments: argparse.Namespace) -> int:
-    """Be one of several ranks; returns the exit code."""
+    """Learn as one of several ranks; returns the exit code."""
     from lowroll.runs.launch import devices
 
     if cfg.device != "cpu" and (gpus := devices.visible()):

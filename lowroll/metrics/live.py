@@ -46,7 +46,7 @@ class Terminal(Console):
         super().__init__(force_terminal=None if sys.stdout.isatty() else False)
 
     def on_broken_pipe(self) -> None:
-        """Called while the error is handled."""
+        """Raise the error again, which is being handled."""
         raise
 
 
@@ -60,7 +60,7 @@ class Narrower(RenderHook):
         self._width = console.width
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Called before each drawing."""
+        """Clear the screen before a drawing when the terminal has become narrower."""
         before, self._width = self._width, self._console.width
         if self._width >= before:
             return renderables
@@ -122,7 +122,7 @@ class LiveView:
             _redirect(above, sys.stderr)
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """`done` of `total` units of phase `name` of the current step are finished."""
+        """Note that `done` of `total` units of phase `name` of the current step are finished."""
         self._phase = (name, done, total)
 
     def note(self, text: str) -> None:
@@ -130,7 +130,7 @@ class LiveView:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step is finished; `record` is what the Recorder returned."""
+        """Show a finished step; `record` is what the Recorder returned."""
         self._record = record
         if (reward := record.get("reward/mean")) is not None:
             self._rewards.append(reward)
@@ -144,7 +144,7 @@ class LiveView:
             self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """An evaluation after a step (0: before the first) that came without a record of the
+        """Show an evaluation after a step (0: before the first) that came without a record of the
         step."""
         self._held_out |= held_out_words(record)
         if not self._live:
@@ -346,7 +346,7 @@ def sparkline(values: deque[float] | list[float], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """5s, 2m10s, 3h05m."""
+    """Return a duration in words: 5s, 2m10s, 3h05m."""
     whole = int(round(seconds))
     if whole < 60:
         return f"{whole}s"

@@ -9,7 +9,7 @@ import html
 
 
 def escape(value: object, limit: int) -> str:
-    """`value` as HTML text, cut to `limit` characters, control characters made visible."""
+    """Return `value` as HTML text, cut to `limit` characters, control characters made visible."""
     text = str(value)
     if len(text) > limit:
         text = f"{text[:limit]} … ({len(text) - limit} more characters)"

@@ -364,7 +364,7 @@ def silent(records: Sequence[Record], plot: Plot) -> str | None:
 
 
 def draw(records: Sequence[Record], plot: Plot) -> str:
-    """`plot` as an `<svg>` element."""
+    """Return `plot` as an `<svg>` element."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -454,7 +454,7 @@ def _draw_lines(axes: Axes, records: Sequence[Record], plot: Plot, lines: Sequen
 
 
 def _from(axes: Axes, bottom: float) -> None:
-    """An axis from `bottom` on, with room for a line at either end of it."""
+    """Let an axis begin at `bottom`, with room for a line at either end of it."""
     top = axes.get_ylim()[1]
     room = 0.04 * ((top - bottom) or 1.0)
     axes.set_ylim(bottom - room, top + room)

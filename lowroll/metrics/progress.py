@@ -20,8 +20,8 @@ from rich.progress import (
 
 @contextmanager
 def phases() -> Iterator[Callable[[str, int, int], None]]:
-    """`with phases() as on_phase:` then `on_phase(name, done, total)`: one bar a phase, gone at the
-    end."""
+    """Show progress: `with phases() as on_phase:` then `on_phase(name, done, total)`. One bar a
+    phase, gone at the end."""
     bars: dict[str, TaskID] = {}
     with Progress(
         TextColumn("{task.description}"),

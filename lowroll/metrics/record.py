@@ -337,7 +337,7 @@ def _newest_checkpoint(folder: Path) -> int:
 
 
 def spans(steps: Iterable[int]) -> str:
-    """In words: steps 1, 4 to 7."""
+    """Return the steps in words: steps 1, 4 to 7."""
     spans: list[list[int]] = []
     for step in steps:
         if spans and step == spans[-1][1] + 1:

@@ -56,7 +56,7 @@ def _spread(items: list[Any], count: int) -> list[Any]:
 
 
 def _pick(samples: list[Record]) -> list[tuple[str, Record]]:
-    """From the best reward to the worst, and scores that failed."""
+    """Return samples from the best reward to the worst, and scores that failed."""
     scored = sorted(
         (s for s in samples if s["score"]["type"] == "Score"),
         key=lambda s: -float(s["score"]["reward"]),

@@ -131,8 +131,8 @@ def aipo(
 
 
 def _sequence_scale(tokens: ObjectiveInput, clip_high: float) -> Tensor:
-    """min(exp(sum l), clip_high) / |o| for the tokens of each sequence, the sum capped at 10 before
-    exp."""
+    """Return min(exp(sum l), clip_high) / |o| for the tokens of each sequence, the sum capped at 10
+    before exp."""
     sequences = tokens.sequences
     ratio_S = exp_ratio(sequence_sum(tokens.log_ratio_N, sequences).clamp(max=10)).clamp(
         max=clip_high

@@ -288,7 +288,7 @@ def _breaks(rule: str, bound: float | Bounds, d_N: Tensor, sequences: Sequences)
 
 
 def checked_bounds(name: str, bounds: float | Bounds) -> Bounds:
-    """(low, high) with 0 <= low <= high. ValueError otherwise."""
+    """Return (low, high) with 0 <= low <= high. ValueError otherwise."""
     if (
         isinstance(bounds, (int, float))
         or len(bounds) != 2

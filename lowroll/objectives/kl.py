@@ -26,17 +26,18 @@ from lowroll.objectives.surrogate import LOG_RATIO_LIMIT, as_floats, flatten
 
 
 def k1(d: Tensor) -> Tensor:
-    """d."""
+    """Return d."""
     return d
 
 
 def k2(d: Tensor) -> Tensor:
-    """d^2 / 2."""
+    """Return d^2 / 2."""
     return d.square() / 2
 
 
 def k3(d: Tensor) -> Tensor:
-    """exp(-d) + d - 1, d clamped to +-20. expm1 keeps the small values that 1 - 1 would lose."""
+    """Return exp(-d) + d - 1, d clamped to +-20. expm1 keeps the small values that 1 - 1 would
+    lose."""
     d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(-d) + d
 

@@ -143,7 +143,8 @@ def _usable(
 def by_length(
     *, learner: Tensor, behavior: Tensor, mask: Tensor, segments: Tensor | None = None
 ) -> dict[str, float]:
-    """{"mismatch/length_<tokens>/<name>": value} of every class of lengths that has a sequence."""
+    """Return {"mismatch/length_<tokens>/<name>": value} of every class of lengths that has a
+    sequence."""
     sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
     log_ratio_N = learner_N - behavior_N
     statistics: dict[str, Tensor] = {}
@@ -172,8 +173,8 @@ def by_staleness(
     staleness: Tensor,
     segments: Tensor | None = None,
 ) -> dict[str, float]:
-    """{"mismatch/staleness_<n>/<name>": value} of the tokens that were drawn n versions ago, for
-    every n that has one; `staleness` is n, of each token."""
+    """Return {"mismatch/staleness_<n>/<name>": value} of the tokens that were drawn n versions ago,
+    for every n that has one; `staleness` is n, of each token."""
     sequences, learner_N, behavior_N = _usable(learner, behavior, mask, segments)
     age_N = flatten("staleness", staleness, mask)
     statistics: dict[str, Tensor] = {}
@@ -192,7 +193,7 @@ def _percentile(x: Tensor, share: float) -> Tensor:
 
 
 def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
-    """mean(w)^2 / mean(w^2) = 1 / mean((w / mean w)^2), in (0, 1]."""
+    """Return mean(w)^2 / mean(w^2) = 1 / mean((w / mean w)^2), in (0, 1]."""
     return masked_mean(weight, mask).square() / masked_mean(weight.square(), mask)
 
 

@@ -153,8 +153,8 @@ def aggregate(
 
 
 def token_counts(sequences: Sequences) -> Tensor:
-    """Unmasked tokens of each sequence, int64 [S], at least 1 so that an empty sequence may be
-    divided by it."""
+    """Return the number of unmasked tokens of each sequence, int64 [S], at least 1 so that an empty
+    sequence may be divided by it."""
     # Integer addition has one result in any order; a float sum of scattered values would not on a
     # GPU.
     counts_S = torch.zeros(
@@ -170,7 +170,8 @@ def sequence_sum(x_N: Tensor, sequences: Sequences) -> Tensor:
 
 
 def sequence_mean(x_N: Tensor, sequences: Sequences) -> Tensor:
-    """Mean over the unmasked tokens of each sequence (0 for one without), float64 [S], detached."""
+    """Return the mean over the unmasked tokens of each sequence (0 for one without), float64 [S],
+    detached."""
     return sequence_sum(x_N, sequences) / token_counts(sequences)
 
 

@@ -68,7 +68,7 @@ class Clipped:
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to +-20."""
+    """Return exp of a log-ratio clamped to +-20."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -122,7 +122,7 @@ def prepare(
 
 
 def flatten(name: str, x: Tensor, mask: Tensor) -> Tensor:
-    """x as [N], in float32 or wider. ValueError when its shape is not the mask's."""
+    """Return x as [N], in float32 or wider. ValueError when its shape is not the mask's."""
     if x.shape != mask.shape:
         raise ValueError(
             f"{name}: shape {list(x.shape)} differs from the mask's {list(mask.shape)}"
@@ -164,7 +164,7 @@ def clip(
 
 
 def truncate(weight_N: Tensor, cap: float) -> Tensor:
-    """min(w, C). ValueError unless C > 0 (infinity is no cap)."""
+    """Return min(w, C). ValueError unless C > 0 (infinity is no cap)."""
     if not cap > 0:
         raise ValueError(f"cap: {cap} must be positive")
     return weight_N.clamp(max=cap)

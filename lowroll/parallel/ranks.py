@@ -97,7 +97,7 @@ class Ranks:
         """Bring a mirror to the model's weights. All ranks call it; those without one give None."""
 
     def forget(self) -> None:
-        """Parts of parameters are about to change: whole copies of them are dropped."""
+        """Drop whole copies of parameters whose parts are about to change."""
 
     def is_part(self, p: Tensor) -> bool:
         """Return whether ranks hold a parameter in parts: each some of its rows."""
@@ -114,15 +114,16 @@ class Ranks:
         return whole[:]
 
     def dtype(self, p: Tensor) -> torch.dtype:
-        """In which passes read a parameter; its own, or what a float32 part is rounded to."""
+        """Return the dtype in which passes read a parameter: its own, or what a float32 part is
+        rounded to."""
         return p.dtype
 
     def on_whole(
         self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
     ) -> list[Tensor]:
-        """work(i, whole) of matrices [heights[i], K] that ranks hold parts of, at most `size` of
-        them; this rank's parts of what it gives, which has the same shape. One rank does a
-        matrix."""
+        """Call work(i, whole) on matrices [heights[i], K] that ranks hold parts of, at most `size`
+        of them, and return this rank's parts of what it gives, which has the same shape. One rank
+        does a matrix."""
         return [work(i, whole) for i, whole in enumerate(parts)]
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
@@ -180,8 +181,8 @@ class RankGroup(Ranks):
             )
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
-        """In lockstep passes of like costs go side by side. Else the costliest that is left goes to
-        the rank that has least to do (LPT, Graham 1969: at most 4/3 of the best dealing)."""
+        """Deal passes of like costs side by side in lockstep. Else the costliest that is left goes
+        to the rank that has least to do (LPT, Graham 1969: at most 4/3 of the best dealing)."""
         costliest = sorted(range(len(costs)), key=lambda i: -costs[i])
         if self.lockstep:
             iterations = range(-(-len(costs) // self.size))
@@ -202,7 +203,7 @@ class RankGroup(Ranks):
         return self.size - 1 - self.rank if iteration % 2 else self.rank
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
-        """The bits travel as integers, of which all ranks but one have zeros: no value changes."""
+        """Gather the bits as integers, of which all ranks but one have zeros: no value changes."""
         flat = torch.zeros(len(values), sum(sizes.values()))
         for found, row in zip(values, flat, strict=True):
             for i, piece in zip(sizes, row.split(list(sizes.values())), strict=True):
@@ -213,7 +214,7 @@ class RankGroup(Ranks):
         return [dict(zip(sizes, row.split(list(sizes.values())), strict=True)) for row in flat]
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Bucket by bucket: each is laid end to end, added, and laid back."""
+        """Add bucket by bucket: each is laid end to end, added, and laid back."""
         if self.device.type == "cuda":
             self.meet("the gradients")  # NCCL itself names nobody
         for bucket in _buckets(gradients):
@@ -225,7 +226,7 @@ class RankGroup(Ranks):
                 gradient.copy_(piece.view_as(gradient))
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
-        """The length by the store, then the bytes."""
+        """Send the length by the store, then the bytes."""
         self._told += 1
         key = f"told/{self._told}"
         said = bytearray(data or b"")
@@ -261,7 +262,8 @@ class RankGroup(Ranks):
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """A wait for all. What torch raises there becomes an error that names who is missing."""
+        """Wait for all inside the block. What torch raises there becomes an error that names who is
+        missing."""
         began = time.monotonic()
         try:
             self._store.set(f"at/{self.rank}", what)
@@ -310,7 +312,7 @@ class RankGroup(Ranks):
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """As they come, up to BUCKET entries together."""
+    """Yield the gradients as they come, up to BUCKET entries together."""
     bucket: list[Tensor] = []
     entries = 0
     for gradient in gradients:
@@ -351,7 +353,8 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _stay_on_the_interface(host: str) -> None:
-    """gloo and NCCL listen where this machine meets `host`, and not wherever its name points to."""
+    """Make gloo and NCCL listen where this machine meets `host`, and not wherever its name points
+    to."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         own = socket.inet_aton(probe.getsockname()[0])

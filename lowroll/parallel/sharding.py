@@ -67,7 +67,8 @@ class Sharded(RankGroup):
 
     @cached_property
     def _dtypes(self) -> dict[int, torch.dtype]:
-        """In which passes read the parts, by the parameter's id: the models keep them."""
+        """The dtypes in which passes read the parts, by the parameter's id: the models keep
+        them."""
         return {}
 
     @cached_property
@@ -135,7 +136,7 @@ class Sharded(RankGroup):
     def on_whole(
         self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
     ) -> list[Tensor]:
-        """Matrix i goes to rank i."""
+        """Give matrix i to rank i."""
         sizes = [part.numel() for part in parts] + [0] * (self.size - len(parts))
         mine = self.rank < len(parts)
         counts = [0] * self.size
@@ -179,7 +180,7 @@ class Sharded(RankGroup):
                 _set_weight(ours, named)
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
-        """Block by block; what is frozen stays as it is."""
+        """Refill block by block; what is frozen stays as it is."""
         self._copy(mirror, model, [m for m in (*model.blocks, model) if _learns(m)])
 
     @torch.no_grad()
@@ -223,7 +224,7 @@ def rounded(found: Sequence[tuple[int, list[int]]]) -> int:
 
 
 def _pieces(sizes: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
-    """In pieces of no more than `most` bytes, but for what is larger by itself."""
+    """Return pieces of no more than `most` bytes, but for what is larger by itself."""
     found: list[tuple[int, list[int]]] = []
     for size in sizes:
         if not found or found[-1][0] + size > most:
@@ -244,7 +245,7 @@ def _pin(parameters: Sequence[nn.Parameter], pinned: bool = True) -> None:
 
 @contextmanager
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """Inside, a module's own parameters are whole, in the dtype that passes read."""
+    """Make a module's own parameters whole inside the block, in the dtype that passes read."""
     assert isinstance(module, FSDPModule)
     module.unshard()
     try:
@@ -254,7 +255,7 @@ def _gathered(module: nn.Module) -> Iterator[None]:
 
 
 def _set_weight(linear: Linear, weight: QTensor | nn.Parameter) -> None:
-    """The same matrix in another form; the codes beside it stay."""
+    """Set the same matrix in another form; the codes beside it stay."""
     codes = linear.aligned, linear.transposed
     linear.set_weight(weight)
     linear.aligned, linear.transposed = codes

@@ -98,7 +98,7 @@ def cut(absmax: Tensor, p: Tensor, ranks: Ranks, shards: int) -> Tensor:
 
 
 def _blocks(p: Tensor, shards: int) -> list[int]:
-    """How many each part has."""
+    """Return how many blocks each part has."""
     width = p.numel() // max(1, len(p))
     parts = (rows_of(rank, shards, len(p)) for rank in range(shards))
     return [-(-(rows.stop - rows.start) * width // BLOCK) for rows in parts]

@@ -105,9 +105,9 @@ class Critic:
         return self.optimizer.num_steps < self.settings.warmup_steps
 
     def judge(self, samples: Sequence[Sample], portions: Sequence[Sequence[int]]) -> Judgement:
-        """Values, advantages and returns of the chosen samples, a portion for what an update will
-        read: the values of equal weights are then equal bit for bit. ValueError for a sample that
-        the critic cannot read or that has no reward; RunFailed when a value is not finite."""
+        """Return values, advantages and returns of the chosen samples, a portion for what an update
+        will read: the values of equal weights are then equal bit for bit. ValueError for a sample
+        that the critic cannot read or that has no reward; RunFailed when a value is not finite."""
         check(samples, self.body.spec.vocab_size, self.body.spec.max_position)
         values = self._run(samples, portions)
         indices = [i for portion in portions for i in portion]
@@ -142,7 +142,7 @@ class Critic:
     def update(
         self, samples: Sequence[Sample], minibatch: Sequence[int], judged: Judgement
     ) -> dict[str, float]:
-        """One optimiser update towards the returns of a minibatch; returns its metrics."""
+        """Make one optimiser update towards the returns of a minibatch; returns its metrics."""
         active = [i for i in minibatch if i in judged.returns]
         counts = Denominators(sum(map(sum, (samples[i].loss_mask for i in active))), len(minibatch))
 
@@ -235,8 +235,8 @@ def explained_variance(
     returns: Sequence[Sequence[float]],
     masks: Sequence[Sequence[int]],
 ) -> dict[str, float]:
-    """1 - Var(G - V) / Var(G) over the unmasked tokens, as critic/explained_variance; nothing where
-    G does not vary."""
+    """Return 1 - Var(G - V) / Var(G) over the unmasked tokens, as critic/explained_variance;
+    nothing where G does not vary."""
     pairs = [
         pair
         for V, G, mask in zip(values, returns, masks, strict=True)

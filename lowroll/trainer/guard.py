@@ -110,8 +110,8 @@ class Guard:
         self.stage: list[float] | None = None
 
     def look(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """`guard/*` metrics of a step, and what happened, for people: alarms (of a streak's first
-        and last step), then the action."""
+        """Return `guard/*` metrics of a step, and what happened, for people: alarms (of a streak's
+        first and last step), then the action."""
         stage = [metrics.get(name, 0.0) for name in STAGE]
         if self.stage not in (None, stage):
             self._forget()
@@ -233,7 +233,7 @@ class Guard:
         )
 
     def _forget(self) -> None:
-        """The rollouts are others from now on: take another baseline."""
+        """Forget the baseline and take another: the rollouts are others from now on."""
         self.num_seen, self.average, self.baseline = 0, 0.0, 0.0
 
     def _act(self) -> list[str]:
@@ -286,7 +286,7 @@ def rescale(
 
 
 def _power(bound: Any, power: float) -> Any:
-    """bound ** power, of one number or a pair; 0 and infinity stay."""
+    """Return bound ** power, of one number or a pair; 0 and infinity stay."""
     if isinstance(bound, (tuple, list)):
         return tuple(_power(part, power) for part in bound)
     return float(bound) ** power

@@ -56,7 +56,7 @@ def hidden_matrices(model: Transformer) -> dict[str, tuple[int, ...]]:
 
 
 def orthogonalize(x_NK: Tensor) -> Tensor:
-    """Nearly the orthogonal factor of a matrix, in its dtype; zero stays zero."""
+    """Return nearly the orthogonal factor of a matrix, in its dtype; zero stays zero."""
     a, b, c = COEFFICIENTS
     dtype = x_NK.dtype
     tall = x_NK.shape[0] > x_NK.shape[1]
@@ -126,12 +126,12 @@ class Muon:
         return [names[i : i + self.ranks.size] for i in range(0, len(names), self.ranks.size)]
 
     def _cost(self, name: str) -> int:
-        """Multiplications of an iteration, up to a factor."""
+        """Return the multiplications of an iteration, up to a factor."""
         width = self.params[name].shape[1]
         return sum(height * width * min(height, width) for height in self.rows[name])
 
     def _direction(self, name: str) -> Tensor:
-        """The momentum takes the gradient in; Nesterov's U."""
+        """Add the gradient to the momentum and return Nesterov's U."""
         p = self.params[name]
         assert p.grad is not None
         m = self.momentum.setdefault(name, torch.zeros_like(p)).lerp_(p.grad, 1 - MOMENTUM)

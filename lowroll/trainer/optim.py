@@ -248,7 +248,7 @@ class Optimizer:
         return torch.where(in_parts_P.to(norms_P.device), whole_P, norms_P)
 
     def _own(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Those of AdamW's part."""
+        """Return the gradients of AdamW's part."""
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:
@@ -295,7 +295,7 @@ class Optimizer:
         )
 
     def _fused_adamw(self) -> Tensors:
-        """AdamW's part of an update, in one launch."""
+        """Return AdamW's part of an update as tensors that one launch steps."""
         groups = {id(m): group for group in self.adamw.param_groups for m in group["params"]}
         if self._fused is None:
             for m in self.others.values():

@@ -107,7 +107,7 @@ class PackedBatch:
         return dict(zip(self.samples, x_N.split(self._responses.tolist()), strict=True))
 
     def staleness_N(self, version: int) -> Tensor:
-        """float32: by how many versions each token is older than this one."""
+        """Return by how many versions each token is older than this one, float32."""
         lags: list[float] = []
         for sample in self.chosen:
             spans = sample.rollout.behavior.policy
@@ -173,8 +173,8 @@ def balance(
 
 
 def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
-    """Multiplications of a forward pass over a sample; a backward pass takes about twice as many.
-    outputs: numbers made of the hidden state before each token of the response."""
+    """Return the multiplications of a forward pass over a sample; a backward pass takes about twice
+    as many. outputs: numbers made of the hidden state before each token of the response."""
     fed = num_fed(sample)
     queries = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim
@@ -276,7 +276,7 @@ def split_groups(groups: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def num_fed(sample: Sample) -> int:
-    """Tokens that the model must read to score a sample: all but the last of prompt and
+    """Return how many tokens the model must read to score a sample: all but the last of prompt and
     response."""
     return len(sample.prompt_ids) + len(sample.rollout.token_ids) - 1
 
@@ -325,7 +325,7 @@ def collate(
 
 
 def _within(starts: Tensor, sizes: Tensor) -> Tensor:
-    """starts[s], starts[s] + 1, ... for sizes[s] numbers, end to end over s."""
+    """Return starts[s], starts[s] + 1, ... for sizes[s] numbers, end to end over s."""
     return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(
         sizes
     )

@@ -101,8 +101,8 @@ class SftLearner:
         self._order = epochs(len(self.samples), settings.seed)
 
     def step(self) -> dict[str, float]:
-        """One update; returns its metrics. Raises TrainingDiverged after MAX_REFUSALS non-finite
-        ones in a row."""
+        """Make one update; returns its metrics. Raises TrainingDiverged after MAX_REFUSALS
+        non-finite ones in a row."""
         batch = [self.samples[next(self._order)] for _ in range(self.settings.batch_size)]
         return sft_step(self.model, batch, self.optimizer, self.settings)
 
@@ -123,7 +123,7 @@ class SftLearner:
 def sft_step(
     model: Transformer, samples: Sequence[Sample], optimizer: Optimizer, settings: SftSettings
 ) -> dict[str, float]:
-    """One update towards the responses of `samples`; returns its metrics."""
+    """Make one update towards the responses of `samples`; returns its metrics."""
     rate = optimizer.begin_step()
     counts = Denominators(sum(len(s.rollout.token_ids) for s in samples), len(samples))
 
@@ -186,8 +186,8 @@ def encode(tokenizer: ChatTokenizer, example: Demonstration) -> Sample:
 
 
 def epochs(size: int, seed: int) -> Iterator[int]:
-    """Indices below `size`, each once an epoch, in an order that depends on (seed, epoch) alone,
-    without end."""
+    """Yield the indices below `size`, each once an epoch, in an order that depends on (seed, epoch)
+    alone, without end."""
     if size < 1:
         raise ValueError("examples: there is no demonstration to learn from")
     epoch = 0
@@ -201,7 +201,7 @@ def epochs(size: int, seed: int) -> Iterator[int]:
 def demonstrations(
     envs: Sequence[tuple[Demonstrator, float]], count: int, seed: int = 0
 ) -> list[Demonstration]:
-    """`count` gold answers of the train splits of weighted environments, at most one a task.
+    """Return `count` gold answers of the train splits of weighted environments, at most one a task.
 
     A task without a stored answer is passed over. ValueError names the environments when none has
     an answer.

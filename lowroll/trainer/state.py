@@ -84,8 +84,8 @@ def restore_weights(
     state: Mapping[str, Any],
     ranks: Ranks = ALONE,
 ) -> None:
-    """The half of `restore` that is the model's: its trainable parameters, but for parts that are
-    masters, and an aligned model's codes."""
+    """Restore the model's half: its trainable parameters, but for parts that are masters, and an
+    aligned model's codes."""
     _check(model, saved, state, ranks)
     for name, param in model.trainable_parameters().items():
         part = ranks.part(param)

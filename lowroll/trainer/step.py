@@ -213,7 +213,7 @@ class Forward:
         return list(parts.values())
 
     def attend(self, packed: PackedBatch) -> Attend:
-        """To all that came before, or to what was left of it."""
+        """Return the attention to all that came before, or to what was left of it."""
         if not self.replay_kv:
             return self.model.causal(packed.lengths)
         evictions = [sample.rollout.evictions for sample in packed.chosen]
@@ -408,7 +408,7 @@ def _anchors(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> Anchors:
-    """One pass without gradient for each policy that is read, packed as the updates pack."""
+    """Run one pass without gradient for each policy that is read, packed as the updates pack."""
     portions = list(chain.from_iterable(minibatch.portions for minibatch in plan))
     proximal_lp = reference_lp = teacher_lp = None
     dense = replace(forward, replay_kv=False)
@@ -474,7 +474,7 @@ def _refuse_divergence(
 
 @contextlib.contextmanager
 def _base_policy(model: Transformer) -> Iterator[Transformer]:
-    """The model before training: its adapter off, and no noise on its norms."""
+    """Yield the model before training: its adapter off, and no noise on its norms."""
     with lora.disabled(model), noise.muted(model):
         yield model
 
@@ -486,7 +486,7 @@ def _accumulate(
     anchors: Anchors,
     advantages: PerToken | None,
 ) -> tuple[dict[str, float], Trace]:
-    """The gradient of a minibatch; returns its statistics and what the learner said.
+    """Add up the gradient of a minibatch; returns its statistics and what the learner said.
     `advantages` of the tokens take the place of those of the samples."""
     samples = forward.samples
     active = minibatch.active
@@ -563,15 +563,15 @@ def _accumulate(
 
 
 def _num_learned(sample: Sample, objective: Objective) -> int:
-    """Tokens of a sample in the denominator: unmasked, and with a usable behaviour log-prob where
-    one is needed."""
+    """Return how many tokens of a sample are in the denominator: unmasked, and with a usable
+    behaviour log-prob where one is needed."""
     usable = [not objective.needs_behavior or math.isfinite(p) for p in sample.rollout.logprobs]
     return sum(ok for m, ok in zip(sample.loss_mask, usable, strict=True) if m)
 
 
 def _merge(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Statistics of a step from those of its updates: extremes of extremes, counts added, the mean
-    of the rest."""
+    """Return the statistics of a step from those of its updates: extremes of extremes, counts
+    added, the mean of the rest."""
     merged: dict[str, float] = {}
     for name in dict.fromkeys(chain.from_iterable(records)):
         values = [record[name] for record in records if name in record]

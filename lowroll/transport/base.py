@@ -79,11 +79,12 @@ class Cursor:
         )
 
     def receive(self) -> Cursor:
-        """One step further."""
+        """Return the cursor one step further."""
         return replace(self, received=self.received + 1)
 
     def commit(self, step: int) -> Cursor:
-        """With everything up to `step` in a checkpoint. ValueError when that cannot be."""
+        """Return the cursor with everything up to `step` in a checkpoint. ValueError when that
+        cannot be."""
         if not self.committed <= step <= self.received:
             raise ValueError(
                 f"commit: step {step} is not between the committed step {self.committed} and the "
@@ -103,7 +104,7 @@ class RolloutSender(Protocol):
         """Return the progress that the trainer has reported; None before its first report."""
 
     def close(self) -> None:
-        """No more batches will be sent by this process; those inside can still be received."""
+        """Stop sending from this process; batches in the channel can still be received."""
 
 
 class RolloutReceiver(Protocol):
@@ -114,11 +115,11 @@ class RolloutReceiver(Protocol):
         when none can come."""
 
     def commit(self, step: int) -> None:
-        """Everything up to `step` is in a checkpoint: those batches will not be asked for again.
-        ValueError for a step that was not received, or that is before an earlier one."""
+        """Record that everything up to `step` is in a checkpoint: those batches will not be asked
+        for again. ValueError for a step that was not received, or that is before an earlier one."""
 
     def close(self) -> None:
-        """Nothing more will be received."""
+        """Stop receiving."""
 
 
 def check_deadline(deadline_s: float) -> float:
@@ -147,7 +148,7 @@ class Reminder:
         self._told = 0.0
 
     def look(self, left: float) -> None:
-        """left: seconds until the deadline."""
+        """Log a reminder when one is due. left: seconds until the deadline."""
         waited = self.deadline_s - left
         if waited - self._told >= REMIND_S:
             self._told = waited

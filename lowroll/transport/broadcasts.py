@@ -63,8 +63,8 @@ class Broadcast:
     way: str = "filesystem"
 
     def lies(self) -> str:
-        """The digest of what lies in its folder by now: another where it was written again, or as
-        files; "" where nothing does."""
+        """Return the digest that its folder has by now: another where it was written again, or as
+        files; "" where nothing is there."""
         with suppress(ValueError, OSError):
             return read_broadcast(self.path).digest
         return ""
@@ -78,7 +78,7 @@ class Broadcasts:
         self.folder = Path(folder)
 
     def versions(self) -> list[Broadcast]:
-        """All that are whole, the oldest first."""
+        """Return all broadcasts that are whole, the oldest first."""
         found: dict[int, Broadcast] = {}
         for number in self._numbers():
             if (one := self.at(number)) is not None:
@@ -86,7 +86,7 @@ class Broadcasts:
         return [found[number] for number in sorted(found)]
 
     def newest(self, most: int | None = None) -> Broadcast | None:
-        """The one of the highest version, if there is any; of those up to `most`."""
+        """Return the broadcast of the highest version (up to `most`), if there is any."""
         for number in sorted(self._numbers(), reverse=True):
             if most is not None and number > most:
                 continue
@@ -95,7 +95,7 @@ class Broadcasts:
         return None
 
     def at(self, version: int) -> Broadcast | None:
-        """The one of a version, if it is there. `step_000007` goes before `step_7`."""
+        """Return the broadcast of a version, if it is there. `step_000007` goes before `step_7`."""
         for name in (folder_name(version), f"step_{version}"):
             with suppress(ValueError, OSError):
                 return read_broadcast(self.folder / name)
@@ -104,8 +104,9 @@ class Broadcasts:
     def wait(
         self, version: int, deadline_s: float, alive: Callable[[], None] = lambda: None
     ) -> Broadcast:
-        """The one of a version, as soon as it is there. alive: called at every look, and raises when
-        nobody is left who could write it. DeadlineExceeded says what is there instead."""
+        """Return the broadcast of a version, as soon as it is there. alive: called at every look,
+        and raises when nobody is left who could write it. DeadlineExceeded says what is there
+        instead."""
         deadline_s = check_deadline(deadline_s)
         end = time.monotonic() + deadline_s
         reminder = Reminder(lambda: self._waited_for(version), deadline_s)
@@ -170,7 +171,7 @@ def encode_marker(
 
 
 def manifest_digest(folder: Path) -> str:
-    """64 hex digits of a published folder's manifest. OSError when it has none."""
+    """Return 64 hex digits of a published folder's manifest. OSError when it has none."""
     return hashlib.sha256(read_file(folder / MANIFEST)).hexdigest()
 
 
@@ -208,8 +209,9 @@ def read_broadcast(path: Path) -> Broadcast:
 
 @contextmanager
 def reading(broadcast: Broadcast) -> Iterator[None]:
-    """Reads of a broadcast's files: nobody removes them meanwhile. Replaced, at the beginning or at
-    the end of the block, when another attempt has put other files in their place."""
+    """Hold a broadcast's files for reading: nobody removes them meanwhile. Replaced, at the
+    beginning or at the end of the block, when another attempt has put other files in their
+    place."""
     try:
         descriptor = os.open(broadcast.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

@@ -48,8 +48,8 @@ class CodecError(ValueError):
 
 
 def encode_batch(batch: Batch, encode: Callable[[Sample], bytes] | None = None) -> bytes:
-    """Header line and one line a sample (by `encode`, else `encode_sample`). CodecError naming the
-    field that JSON cannot carry exactly."""
+    """Return a header line and one line a sample (by `encode`, else `encode_sample`). CodecError
+    naming the field that JSON cannot carry exactly."""
     header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
     header |= _encode(replace(batch, samples=[]), Batch, "batch")
     del header["samples"]
@@ -269,7 +269,7 @@ def _encode_scalar(value: Any, hint: Any, where: str) -> Any:
 
 
 def _check_json(value: Any, where: str) -> Any:
-    """`value` unless JSON would change it: tuples, non-string keys, NaN, objects."""
+    """Return `value` unless JSON would change it: tuples, non-string keys, NaN, objects."""
     if type(value) is dict:
         for key, item in value.items():
             _expect(key, str, f"{where}: key")

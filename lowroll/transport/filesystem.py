@@ -102,7 +102,7 @@ class Receiver:
         self._say(self._cursor.commit(step))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def _is_decided(self, step: int) -> bool:
         """Return whether the batch is there, or will never be. FrameGone when only later ones are

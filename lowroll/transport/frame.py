@@ -36,7 +36,8 @@ class Header:
 
 
 def encode_frame(batch: Batch, run: str) -> bytes:
-    """CodecError for a batch that the codec cannot carry, or one that no reader would take."""
+    """Return the frame of a batch. CodecError for a batch that the codec cannot carry, or one that
+    no reader would take."""
     payload = encode_batch(batch)
     if len(payload) > MAX_BYTES:
         raise CodecError(

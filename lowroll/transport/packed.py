@@ -29,7 +29,7 @@ class Packed:
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """As `codec.encode_batch`, for `decode_batch` of this file."""
+    """Encode as `codec.encode_batch`, for `decode_batch` of this file."""
     return codec.encode_batch(batch, encode_sample)
 
 

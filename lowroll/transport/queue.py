@@ -40,7 +40,7 @@ class DurableSender(ABC):
         """Return the progress that the trainer has reported by now."""
 
     def notify(self) -> None:  # noqa: B027  a folder needs no word
-        """There is something new in the spool."""
+        """Notify the trainer that there is something new in the spool."""
 
     def send(self, batch: Batch) -> None:
         """Keep a batch in the spool, from which the trainer gets it. DeadlineExceeded when that is
@@ -99,7 +99,8 @@ class DurableSender(ABC):
         self.closed, self._ended = False, None
 
     def end(self, reason: str) -> None:
-        """No batch follows, ever: the trainer gets ChannelClosed with the reason behind the last."""
+        """Declare that no batch follows, ever: the trainer gets ChannelClosed with the reason
+        behind the last."""
         self.closed, self._ended = True, reason
         self.spool.end(reason)
         self.notify()

@@ -62,7 +62,7 @@ def read_rollouts(path: Path) -> Batch:
 
 
 def rollout_files(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every rollout file in `folder`, ascending by step."""
+    """Return (step, path) of every rollout file in `folder`, ascending by step."""
     found = ((_FILE.fullmatch(path.name), path) for path in Path(folder).glob("step_*.jsonl"))
     return sorted((int(match[1]), path) for match, path in found if match)
 

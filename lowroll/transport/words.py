@@ -97,7 +97,8 @@ def encode_word(word: Said | Ask | Answer | Place) -> bytes:
 
 
 def decode_word(kind: type[Word], data: bytes) -> Word:
-    """ValueError for anything but what `encode_word` wrote, also for a cursor that cannot be."""
+    """Return the message that `encode_word` wrote. ValueError for anything else, also for a cursor
+    that cannot be."""
     if len(data) > MOST_BYTES:
         raise ValueError(f"{len(data)} bytes; a word has {MOST_BYTES} at most")
     content, sealed = unseal(data.removesuffix(b"\n"))

@@ -75,7 +75,7 @@ def pack(word: Ask | Answer, piece: bytes) -> list[bytes]:
 
 
 def unpack(kind: type[Word], parts: Sequence[bytes]) -> tuple[Word, bytes]:
-    """ValueError for anything but what `pack` made."""
+    """Return the word and the piece of a message. ValueError for anything but what `pack` made."""
     if len(parts) != 2:
         raise ValueError(f"{len(parts)} parts, a message has 2")
     line, piece = parts
@@ -189,7 +189,7 @@ class Service:
         self._thread.start()
 
     def wake(self) -> None:
-        """There may be an answer to those who wait."""
+        """Wake the thread: there may be an answer to those who wait."""
         try:
             os.write(self._bell, b"!")
         except BlockingIOError:
@@ -409,7 +409,8 @@ class Receiver:
         self.line.close()
 
     def _complain(self) -> None:
-        """PeerSilent of an orchestrator that was there; of one that never was, a warning, once."""
+        """Raise PeerSilent for an orchestrator that was there; for one that never was, log a
+        warning, once."""
         if self._orchestrator >= 0:
             raise PeerSilent(f"the orchestrator at {self.line.where} to answer", self.silence_s)
         if self.line.is_placed and not self._warned:
@@ -450,7 +451,8 @@ class Receiver:
         return answered
 
     def _is_for_me(self, answer: Answer) -> bool:
-        """Not the words of an orchestrator that was replaced, nor those for another attempt."""
+        """Return whether an answer is for this attempt, and not of an orchestrator that was
+        replaced."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
             return False
         if answer.run != self.run and answer.kind != "refused":

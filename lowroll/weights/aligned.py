@@ -109,7 +109,7 @@ def _refresh(blocks: list[Block]) -> None:
 
 @contextmanager
 def suspended(model: Transformer) -> Iterator[Transformer]:
-    """The dense forward of an aligned model inside the block; the codes are kept."""
+    """Run the dense forward of an aligned model inside the block; the codes are kept."""
     before = [(linear, linear.aligned) for _, linear in model.linears()]
     for linear, _ in before:
         linear.aligned = None
@@ -122,8 +122,8 @@ def suspended(model: Transformer) -> Iterator[Transformer]:
 
 @contextmanager
 def dequantized(model: Transformer) -> Iterator[Transformer]:
-    """The forward of an aligned model on the matrices that its codes stand for, with activations as
-    they are, inside the block. It takes a dense copy of the weights; the codes are kept."""
+    """Run an aligned model inside the block on the matrices that its codes stand for, with
+    activations as they are. It takes a dense copy of the weights; the codes are kept."""
     codes = [linear.aligned for _, linear in model.linears()]
     with suspended(model):
         for (_, linear), one in zip(model.linears(), codes, strict=True):

@@ -246,12 +246,14 @@ def _divide(weight: Tensor, s: Tensor) -> None:
 
 
 def _scaled(w_NK: Tensor, s_K: Tensor) -> Tensor:
-    """W s in the dtype that it is stored in: the search sees the bytes that will be quantized."""
+    """Return W s in the dtype that it is stored in: the search sees the bytes that will be
+    quantized."""
     return (w_NK.float() * s_K).to(w_NK.dtype)
 
 
 def _relative_size(w_NK: Tensor, group: int | None) -> Tensor:
-    """wm: the mean over the rows of |w| / amax(|w|) of its group. Groups of zeros count as 0."""
+    """Return wm: the mean over the rows of |w| / amax(|w|) of its group. Groups of zeros count as
+    0."""
     w_NK = w_NK.detach().float().abs()
     num_in = w_NK.shape[1]
     size = num_in if group is None else group

@@ -65,7 +65,7 @@ def plain(stream: Stream) -> Tensor:
 
 @contextmanager
 def multiplying(*pairs: tuple[Linear, QTensor]) -> Iterator[None]:
-    """The linears multiply in the arithmetic of the quantized weights inside the block."""
+    """Make the linears multiply in the arithmetic of the quantized weights inside the block."""
     for linear, q in pairs:
         linear.aligned = q
     try:

@@ -164,7 +164,7 @@ class Broadcaster:
             self._forget_after(version)
 
     def close(self) -> None:
-        """The end of the direct way: the version that it offers stays in the folder, as files."""
+        """End the direct way: the version that it offers stays in the folder, as files."""
         if self.offers is None:
             return
         if self._last is not None:
@@ -236,8 +236,8 @@ class Broadcaster:
             save_file(moved, target / SCALED)
 
     def _lay(self, version: int, payload: Payload, same: bool = False) -> Path:
-        """The folder of a version with its marker, on the disk. same: what lies there are the same
-        weights in other files."""
+        """Write the folder of a version with its marker, and return it. same: the folder has the
+        same weights in other files."""
         noise = None
         if self.noise is not None:
             drawn = self.noise.at(version)
@@ -278,7 +278,8 @@ class Broadcaster:
         return True
 
     def _retire(self, path: Path) -> None:
-        """Out of the readers' sight; who reads in it goes on, and is told at the end."""
+        """Rename a folder out of the readers' sight; one that reads in it continues, and learns of
+        it at the end."""
         taken = len(list(self.folder.glob(f"{_RETIRED}{path.name}-*")))
         while (target := self.folder / f"{_RETIRED}{path.name}-{taken}").exists():
             taken += 1
@@ -308,7 +309,7 @@ class Broadcaster:
             log.warning("old weights could not be removed, the next version tries again: %s", error)
 
     def _needed(self, newest: int) -> set[int]:
-        """The last `keep` versions, and what they are changes of."""
+        """Return the last `keep` versions, and those that they are changes of."""
         needed: set[int] = set()
         for version in range(newest, newest - self.keep, -1):
             step: int | None = version
@@ -330,8 +331,8 @@ class Broadcaster:
 
 
 def exact_adapter(folder: Path, input_scale: float) -> tuple[float, dict[str, Tensor]]:
-    """(alpha, tensors) of a broadcast adapter, bit for bit those of the learner. ValueError as
-    `lora.stored` says, or for exact tensors that are no tensors of the adapter."""
+    """Return (alpha, tensors) of a broadcast adapter, bit for bit those of the learner. ValueError
+    as `lora.stored` says, or for exact tensors that are no tensors of the adapter."""
     alpha, tensors = lora.stored(folder, input_scale)
     if (folder / SCALED).is_file():
         exact = load_file(folder / SCALED)

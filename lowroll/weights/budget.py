@@ -324,8 +324,8 @@ class Reference:
 
     @torch.no_grad()
     def kl(self) -> float:
-        """KL of the dense model to the model as it is now: its quantized weights, if it has got
-        any, in their formats' own arithmetic."""
+        """Return the KL of the dense model to the model as it is now: its quantized weights, if it
+        has got any, in their formats' own arithmetic."""
         weights = [(linear, linear.weight) for _, linear in self.model.linears()]
         with multiplying(*((one, w) for one, w in weights if isinstance(w, QTensor))):
             return self.kl_from(0)
@@ -346,8 +346,8 @@ class Reference:
         return input_of(linear, lambda: self._run(self.model.blocks[block], self.streams[block]))
 
     def kl_from(self, block: int) -> float:
-        """KL of the dense model to the model as it is now, of which the blocks before this one are
-        dense: the mean over the positions that count."""
+        """Return the KL of the dense model to the model as it is now, of which the blocks before
+        this one are dense: the mean over the positions that count."""
         x_TD = self.streams[block]
         for later in self.model.blocks[block:]:
             x_TD = self._run(later, x_TD)

@@ -64,7 +64,7 @@ class Shadow:
         return sum(tensor.nbytes for tensor in self._now().values())
 
     def renew(self, version: int) -> None:
-        """Engines hold this version from now on."""
+        """Record that engines hold this version, of the learner's present weights."""
         for name, tensor in self._now().items():
             if name in self._tensors:
                 self._tensors[name].copy_(tensor)
@@ -73,7 +73,8 @@ class Shadow:
         self.version = version
 
     def changes(self) -> tuple[dict[str, Tensor], Changes]:
-        """From the version that engines hold to the learner's weights, on the CPU."""
+        """Return the changes from the version that engines hold to the learner's weights, on the
+        CPU."""
         assert self.version is not None
         now, whole = self._now(), norm_names(self.model)
         stream: dict[str, Tensor] = {}

@@ -46,8 +46,8 @@ class Collector:
         self._lock = threading.Lock()
 
     def fetch(self, broadcast: Broadcast, layout: Layout) -> dict[str, Tensor]:
-        """The tensors of a version, by name; nobody has checked them yet. Replaced when the trainer
-        has written files instead, after two tries; LinkFailed when it cannot be asked."""
+        """Fetch the tensors of a version, by name; they are not checked yet. Replaced when the
+        trainer has written files instead, after two tries; LinkFailed when it cannot be asked."""
         with self._lock:
             for _ in range(TRIES):
                 try:

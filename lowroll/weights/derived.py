@@ -14,7 +14,7 @@ from lowroll.weights import aligned
 
 
 def renew(model: Transformer) -> None:
-    """The weights have changed, and so must what was made of them: codes at once (ValueError as
+    """Renew what was made of weights that have changed: codes at once (ValueError as
     `aligned.refresh` says), an adapter's copies when they are next read."""
     for _, linear in model.linears():
         if linear.adapter is not None:

@@ -55,7 +55,7 @@ class Lines:
         self._left = b""
 
     def send(self, message: dict[str, Any], deadline_s: float) -> None:
-        """LinkFailed when the other side is gone or does not read."""
+        """Send a message as a line. LinkFailed when the other side is gone or does not read."""
         try:
             self.socket.settimeout(deadline_s)
             self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -158,7 +158,7 @@ class Group:
             self._group = gloo(own, rank, size, options)
 
     def broadcast(self, bucket: Tensor) -> None:
-        """From rank 0 to all, in place. RuntimeError when it does not end in time."""
+        """Broadcast from rank 0 to all, in place. RuntimeError when it does not end in time."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._span
         self._group.broadcast([bucket], options).wait(self._span)
@@ -166,7 +166,7 @@ class Group:
             torch.cuda.current_stream(bucket.device).synchronize()
 
     def end(self) -> None:
-        """Also with a peer that hangs."""
+        """Abort the group, also with a peer that hangs."""
         with suppress(RuntimeError, AttributeError):
             self._group.abort()
 

@@ -147,7 +147,7 @@ def compensated(w_NK: Tensor, gram_KK: Tensor, grid: Grid) -> Tensor:
 
 
 def _factor(gram_KK: Tensor) -> Tensor:
-    """U of a Gram matrix that is damped until it has one. Channels that were silent compensate
+    """Return U of a Gram matrix that is damped until it has one. Silent channels compensate
     nothing."""
     diagonal_K = gram_KK.diagonal()
     diagonal_K[diagonal_K == 0] = 1

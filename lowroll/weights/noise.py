@@ -53,7 +53,7 @@ class Noise:
             raise ValueError(f"sigma: must be finite and not negative, is {self.sigma}")
 
     def draw(self, name: str, size: int) -> Tensor:
-        """z [size] of a norm, float32 on the CPU."""
+        """Draw z [size] of a norm, float32 on the CPU."""
         generator = torch.Generator().manual_seed(_hash(self.seed, name))
         return torch.randn(size, generator=generator) * self.sigma
 
@@ -150,7 +150,7 @@ def share(model: Transformer, noise: Noise | None) -> None:
 
 @contextmanager
 def muted(model: Transformer) -> Iterator[Transformer]:
-    """The learner without shared noise inside the block."""
+    """Run the learner without shared noise inside the block."""
     before = [(norm, norm.noise) for _, norm in noisy_norms(model)]
     share(model, None)
     try:
@@ -161,5 +161,5 @@ def muted(model: Transformer) -> Iterator[Transformer]:
 
 
 def _hash(seed: int, name: str) -> int:
-    """63 bits that name the pair."""
+    """Return 63 bits that name the pair."""
     return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

@@ -125,7 +125,7 @@ class Offers:
         self._thread.start()
 
     def offer(self, offer: Offer) -> None:
-        """From now on this version, beside the older ones: engines may still be told those.
+        """Offer this version, beside the older ones: engines may still be told those.
         TransportError as `check`."""
         self.check()
         older = [one for one in self._offered if one.version < offer.version]
@@ -144,7 +144,7 @@ class Offers:
             ) from self._failed
 
     def close(self) -> None:
-        """Nothing is offered any more. Idempotent."""
+        """Stop offering anything. Idempotent."""
         self._closing.set()
         self._thread.join(5.0)
         self._listening.close()
@@ -172,7 +172,7 @@ class Offers:
             self._serve(wanting)
 
     def _listen(self) -> None:
-        """New peers, and what they say."""
+        """Accept new peers, and read what peers send."""
         for peer in [peer for peer in self._peers if peer.has_line]:
             self._hear(peer)
         for key, _ in self._selector.select(TURN_S):
@@ -185,7 +185,7 @@ class Offers:
             self._drop(peer)
 
     def _accept(self) -> None:
-        """One who has connected. The oldest who has not said the token makes room."""
+        """Accept a connection. The oldest peer that has not sent the token makes room."""
         if len(self._strangers) >= self._most_strangers:
             self._drop(next(iter(self._strangers)))
         try:
@@ -264,7 +264,7 @@ class Offers:
         return f"{wanted!r} is wanted, and {f'version {there}' if there else 'nothing'} is offered"
 
     def _begun(self, offer: Offer, members: list[Lines]) -> Round:
-        """A round, over or given up: what it calls may hang in a peer that is dead."""
+        """Run a round and return it, over or given up: its calls may hang in a dead peer."""
         if self._group is not None and self._group[0] != members:
             self._end_group()
         if self._group is None:

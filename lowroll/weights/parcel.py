@@ -55,7 +55,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, stated: Any) -> Layout:
-        """ValueError for what `to_json` would not write."""
+        """Return the layout that `to_json` wrote. ValueError for what it would not write."""
         try:
             places = tuple(
                 Place(str(name), _DTYPES[dtype], tuple(map(int, shape)), int(bucket), int(offset))

@@ -177,7 +177,7 @@ def publish(
 
 
 def can_take_noise(rollout: Transformer) -> bool:
-    """Are its norms its own, and fine enough for noise?"""
+    """Return whether its norms are its own, and fine enough for noise."""
     return not _norms_without_noise(rollout)
 
 
@@ -241,8 +241,8 @@ def _check_fits(
 
 
 def digest(model: Transformer) -> str:
-    """32 hex digits over every weight's bytes, name, shape and dtype, computed where the weights
-    live.
+    """Return 32 hex digits over every weight's bytes, name, shape and dtype, computed where the
+    weights live.
 
     The scaling of an adapter counts as a weight: it changes the policy as one does. What an engine
     has room for and its adapter does not fill does not count. Of an aligned
@@ -266,8 +266,8 @@ def digest(model: Transformer) -> str:
 
 
 def fingerprint(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str:
-    """32 hex digits over the names, shapes, dtypes and bytes of tensors, in any order and on any
-    devices, and over numbers by name."""
+    """Return 32 hex digits over the names, shapes, dtypes and bytes of tensors, in any order and on
+    any devices, and over numbers by name."""
     sums = checksum.checksums(list(tensors.values()))
     parts = {
         name: f"{tuple(t.shape)} {t.dtype} {value}"
@@ -283,8 +283,8 @@ _LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in ("qkv", "o", "gate_up", "do
 
 
 def _engines(name: str, linear: Linear, format: str) -> QTensor:
-    """`quantized` for an engine: codes that the learner will refresh are copied, a frozen base is
-    shared."""
+    """Return `quantized` for an engine: codes that the learner will refresh are copied, a frozen
+    base is shared."""
     weight = quantized(name, linear, format)
     if weight is linear.aligned and weight is not linear.weight:
         return weight.clone()
@@ -298,8 +298,8 @@ def _engines(name: str, linear: Linear, format: str) -> QTensor:
 
 
 def _refill(name: str, target: QTensor, linear: Linear, amax_1: Tensor | None) -> None:
-    """`quantized` into the storages of `target`. A dense weight is known to be finite; codes that
-    are those of the same codes of another format already stay."""
+    """Write `quantized` into the storages of `target`. A dense weight is known to be finite; codes
+    made of the same codes of another format stay."""
     if linear.aligned is not None and linear.aligned.format == target.format:
         target.copy_(linear.aligned)
     elif isinstance(linear.weight, nn.Parameter):

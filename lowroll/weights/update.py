@@ -72,8 +72,8 @@ class WeightUpdate:
         return replace(self, digest=self.content_digest(), master=None)
 
     def content_digest(self) -> str:
-        """32 hex digits over the name, shape, dtype and bytes of every tensor, and over what else
-        changes the policy. Reads the whole stream."""
+        """Return 32 hex digits over the name, shape, dtype and bytes of every tensor, and over what
+        else changes the policy. Reads the whole stream."""
         numbers = {} if self.lora_alpha is None else {"lora_alpha": self.lora_alpha}
         return fingerprint(dict(self.tensors()), numbers | {"input_scale": self.input_scale})
 

@@ -43,7 +43,7 @@ class WeightWatch:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """`weights/*` of what happened since the last call. Call it after `publish`."""
+        """Return `weights/*` of what happened since the last call. Call it after `publish`."""
         moved, size, error, size_after, flipped, total = (0.0,) * 6
         for (theirs, ours), (before, codes) in zip(self._pairs(), self._before, strict=True):
             now = _dense(theirs.weight)
@@ -76,7 +76,7 @@ class AdapterWatch:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """`weights/normalized_update` since the last call."""
+        """Return `weights/normalized_update` since the last call."""
         moved, size = 0.0, 0.0
         for i, (_, linear) in enumerate(self.master.linears()):
             before, now = self._before[i], _updates(linear)
@@ -106,7 +106,8 @@ def _updates(linear: Linear) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def num_flipped(before: Tensor, after: Tensor, bits: float) -> int:
-    """Codes that differ between two code tensors of a format; below 8 bits a byte holds two."""
+    """Return how many codes differ between two code tensors of a format; below 8 bits a byte holds
+    two."""
     if bits >= 8:
         return int((before != after).sum())
     changed = before.view(torch.uint8) ^ after.view(torch.uint8)

@@ -35,7 +35,7 @@ class Mlflow:
             self.client.log_param(self.id, key, str(value)[:MAX_VALUE])
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """One batch, or a few."""
+        """Log one batch, or a few."""
         now = time.time_ns() // 1_000_000
         rows = [
             self.metric(NOT_NAMED.sub("_", name), value, now, step)

@@ -24,7 +24,7 @@ class Tensorboard:
             self._write(run.step + 1, session_log=session)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """One event."""
+        """Log one event."""
         values = [self.summary.Value(tag=name, simple_value=metrics[name]) for name in metrics]
         self._write(step, summary=self.summary(value=values))
 

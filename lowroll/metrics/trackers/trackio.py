@@ -16,7 +16,7 @@ class Trackio:
         )
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """One row."""
+        """Log one row."""
         self.run.log(dict(metrics), step=step)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ class Wandb:
         )
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """One row."""
+        """Log one row."""
         self.run.log(dict(metrics), step=step)
 
     def close(self) -> None:
