@@ -92,8 +92,8 @@ def _limit() -> int | None:
 
 
 def _held() -> int:
-    """Return what the container uses, without the files that the kernel only keeps because nobody
-    needs their place."""
+    """Return what the container uses, without the files that the kernel only keeps while their
+    memory is not needed."""
     try:
         used = int((GROUP / "memory.current").read_text())
         kept = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())

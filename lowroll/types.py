@@ -49,7 +49,7 @@ def nearest(
 
 
 def printable(text: object, most: int = 500) -> str:
-    """Return text of a stranger (a file, a model, an error about them) as one line for a terminal:
+    """Return untrusted text (of a file, a model, an error about them) as one line for a terminal:
     what would steer the terminal is escaped, and of more than `most` characters the middle is left
     out."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
@@ -86,7 +86,7 @@ class Score:
 class ScoreError:
     """The scorer could not score. It is never a reward of 0: the rollout leaves its group's
     statistics. `inapplicable` is no failure: nothing that scores says anything of this response;
-    `metrics` and `extra` are what it told beside, as of a Score."""
+    `metrics` and `extra` are what it reported beside, as of a Score."""
 
     kind: Literal["exception", "timeout", "memory", "crash", "invalid", "inapplicable"]
     message: str
@@ -101,7 +101,7 @@ class ScoreError:
 
 @dataclass(frozen=True)
 class Request:
-    """Ask the engine for `n` rollouts of one prompt. Checked by `engine.request.validate`.
+    """A request to the engine for `n` rollouts of one prompt. Checked by `engine.request.validate`.
 
     The noise of sample i at position t depends on (seed, id, i, t) alone. `id` defaults to a digest
     of the prompt.
@@ -135,7 +135,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PolicySpan:
-    """From token `start` on, the tokens were drawn under this policy version."""
+    """The policy version under which the tokens from `start` on were drawn."""
 
     version: int
     digest: str
@@ -202,7 +202,7 @@ class Rollout:
     log-probs, likeliest first and the lower id before an equal one.
 
     `turns`: of a conversation. Tokens between two turns are the environment's: their log-probs are
-    0.0, and whoever counts or learns passes over them. None: one turn, all of it drawn."""
+    0.0, and code that counts or learns passes over them. None: one turn, all of it drawn."""
 
     token_ids: list[int]
     logprobs: list[float]

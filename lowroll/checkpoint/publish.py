@@ -107,8 +107,8 @@ def verify_folder(path: Path) -> dict[str, Any]:
     """Read every byte of a published folder and return the manifest's meta. Raises DamagedError
     naming the file.
 
-    Files that the manifest does not list (a note that somebody left) are ignored: readers open
-    listed files only.
+    Files that the manifest does not list (a note of the user) are ignored: readers open listed
+    files only.
     """
     path = Path(path)
     files, meta = _read_manifest(path / MANIFEST)

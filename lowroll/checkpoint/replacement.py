@@ -34,7 +34,7 @@ def foreign_in(folder: Path, contents: bool = True) -> str:
     """Describe the first thing in a folder that is not as it was published there; "" when there is
     none.
 
-    contents: read every byte, so that a file that somebody changed counts too.
+    contents: read every byte, so that a file that was changed counts too.
     """
     if folder.is_symlink() or not folder.is_dir():
         return f"{folder}: not a published folder"

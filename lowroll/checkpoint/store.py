@@ -177,8 +177,8 @@ class Store:
         verified: bool = False,
     ) -> Checkpoint:
         """Return the newest verified checkpoint, or checkpoint `step`. only: the tensor files to
-        read; None reads all. verified: somebody has just loaded this step, and its bytes are not
-        read twice.
+        read; None reads all. verified: this step has just been loaded, and its bytes are not read
+        twice.
 
         A damaged newest one is moved to `damaged/` with a warning and the one before is tried; when
         none is left DamagedError. A damaged `step` that was asked for by number raises and stays

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _code(error: Exception) -> int:
-    """Return the exit code of an error that is told in a line."""
+    """Return the exit code of an error that is reported in one line."""
     from lowroll.checkpoint.files import is_disk_full, is_of_machine
     from lowroll.checkpoint.space import NO_ROOM
 

@@ -2,7 +2,7 @@
 asked, the gold answer and a failed response of each engine. Self-contained, nothing fetched, whole
 without its script.
 
-Responses are data from a stranger: every text is escaped and cut.
+Responses are untrusted data: every text is escaped and cut.
 """
 
 from __future__ import annotations

@@ -51,9 +51,10 @@ class Terminal(Console):
 
 
 class Narrower(RenderHook):
-    """Clears the screen before the first drawing on a terminal that has become narrower. It has
-    wrapped what stands there, so rich, which goes up by as many rows as the panel had, would leave
-    the upper ones; how many there are nobody knows, because a terminal may say its new width late."""
+    """A hook that clears the screen before the first drawing on a terminal that has become
+    narrower. The terminal has wrapped what stands there, so rich, which goes up by as many rows as
+    the panel had, would leave the upper ones; their number is unknown, because a terminal may say
+    its new width late."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,5 +1,4 @@
-"""The report's page: its frame, its style, its one script, and how a stranger's text gets into
-it."""
+"""The report's page: its frame, its style, its one script, and how untrusted text gets into it."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ so no step is missing or doubled. Numbers that are not finite are stored as null
 `record/nonfinite`.
 
 `crc` is the line's checksum (`checkpoint.seal`; lines of older files have none). A record that was
-damaged or is missing ends nobody: it is told, and `{"step": 12, "record/lost": 1.0}` stands in its
-place, for readers at once and in the file when the run goes on.
+damaged or is missing ends no run: it is reported, and `{"step": 12, "record/lost": 1.0}` stands in
+its place, for readers at once and in the file when the run goes on.
 
 `about.json` holds what the report's header shows: settings in words, versions and the machine.
 """
@@ -296,8 +296,8 @@ def _scan(path: Path) -> _Found:
 
 
 def _step_of(content: bytes) -> int:
-    """Return the step of a record. ValueError unless it is one: who writes a checksum may be a
-    stranger."""
+    """Return the step of a record. ValueError unless it is one: a line with a checksum may be of
+    another program."""
     try:
         record = json.loads(content)
         step = record["step"]

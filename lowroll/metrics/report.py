@@ -1,9 +1,9 @@
 """A run folder as one page: `report.html`, self-contained, nothing fetched.
 
 Reads `about.json`, `metrics.jsonl`, `config.yaml` and `rollouts/step_*.jsonl` as far as they exist
-and says what is missing. Model output is data from a stranger: every text is escaped and cut, and
-the page's content policy forbids requests and every script but its own. A supervised run (`command`
-of about.json) gets the page of a supervised run.
+and says what is missing. Model output is untrusted data: every text is escaped and cut, and the
+page's content policy forbids requests and every script but its own. A supervised run (`command` of
+about.json) gets the page of a supervised run.
 """
 
 from __future__ import annotations

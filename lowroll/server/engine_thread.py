@@ -216,9 +216,9 @@ News = tuple[InFlightRequest, list[Delta], Group | Exception | None]
 class EngineThread:
     """The thread that owns an engine, and the way to it from event loops (see above).
 
-    deadline_s: the longest iteration; whoever waits for a longer one gets EngineStalled. drain_s: how
-    long `pause("wait")` waits for the requests in flight. max_samples: the samples of open requests,
-    running and waiting, beyond which a request is refused with ServerBusy.
+    deadline_s: the longest iteration; a caller that waits for a longer one gets EngineStalled.
+    drain_s: how long `pause("wait")` waits for the requests in flight. max_samples: the samples of
+    open requests, running and waiting, beyond which a request is refused with ServerBusy.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class EngineThread:
                 log.error("the engine's thread did not end: %s", self._busy())
 
     async def submit(self, request: Request, *, stream: bool = False) -> InFlightRequest:
-        """Queue a request. stream: its tokens are told while they are drawn.
+        """Queue a request. stream: its tokens are reported while they are drawn.
 
         Raises ValueError that names the wrong field as the engine does; ServerBusy, EngineStalled."""
         if self.closing:

@@ -67,7 +67,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """How much one client, or all together, may take. Sizes are in bytes, times in seconds."""
+    """The limits of one client, or of all together. Sizes are in bytes, times in seconds."""
 
     body: int = 8 << 20
     bodies: int = 512 << 20  # of all open requests together

@@ -269,7 +269,7 @@ class CompletionAnswer(Answer):
 
 
 class _LogprobLists:
-    """Log-probs as /v1/completions has them: one list for each thing that is told of a token."""
+    """Log-probs as /v1/completions has them: one list for each fact about a token."""
 
     def __init__(self, names: TokenNames) -> None:
         self.names = names

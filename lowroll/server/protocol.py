@@ -1,4 +1,4 @@
-"""The bodies of requests as pydantic models, and every error that a client is told about them.
+"""The bodies of requests as pydantic models, and every error that a client receives about them.
 
 A body has three kinds of fields. Those of the models below do what they say. Those of
 `NEUTRAL_VALUES` are known, and are refused unless they ask for what happens anyway. Those of
@@ -66,7 +66,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(ValueError):
-    """A request that is not done, and the reason, which the client is told.
+    """A request that is not done, and the reason, which the client receives.
 
     param: the wrong field, as a path into the body ("stop[1]", "messages[0].content").
     """

@@ -44,7 +44,7 @@ NO_VARIANCE = 1e-12  # of returns: rounding leaves so much of equal ones
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """How values become advantages, and what the critic learns from."""
+    """The rules by which values become advantages, and what the critic learns from."""
 
     gamma: float = 1.0  # discount a token
     lam: float = 1.0  # of GAE: 1 trusts the rewards, 0 the values

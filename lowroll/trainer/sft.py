@@ -65,7 +65,7 @@ class Demonstrator(Protocol):
 
 @dataclass(frozen=True)
 class SftSettings:
-    """How demonstrations become updates."""
+    """The rules by which demonstrations become updates."""
 
     batch_size: int  # demonstrations of an update
     optim: OptimSettings = field(default_factory=OptimSettings)

@@ -92,8 +92,8 @@ class TrainingDiverged(RunFailed):
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """How a batch becomes updates. `objective` is what `objectives.objective.select(algorithm,
-    correction)` gives."""
+    """The rules by which a batch becomes updates. `objective` is what
+    `objectives.objective.select(algorithm, correction)` gives."""
 
     objective: Objective
     options: Mapping[str, Any] = field(
@@ -151,8 +151,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Forward:
-    """How a model reads samples: packed micro-batches, one after the other, each of one sampling
-    temperature: that of its samples, which is the batch's where they name none."""
+    """Forward passes of a model over samples: packed micro-batches, one after the other, each of
+    one sampling temperature: that of its samples, which is the batch's where they name none."""
 
     model: Transformer
     samples: Sequence[Sample]
@@ -243,8 +243,8 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class Anchors:
-    """Log-probs of policies that stay where they are while a batch is learnt from; None of those
-    that nobody reads."""
+    """Log-probs of policies that stay where they are while a batch is learnt from; None for those
+    that are not read."""
 
     proximal: PerToken | None
     reference: PerToken | None
@@ -427,9 +427,9 @@ def _anchors(
 def _distances(
     batch: Batch, active: Sequence[int], learner: PerToken, settings: LearnSettings
 ) -> dict[str, float]:
-    """Return how far the sampler's policy is from the learner's, and whom that rejects where the
-    sampler's cache is not exact; nothing of no samples. Where the orchestrator says the learner's
-    version, also by how far the tokens lag behind it."""
+    """Return how far the sampler's policy is from the learner's, and what that rejects where the
+    sampler's cache is not exact; nothing of no samples. Where the orchestrator reports the
+    learner's version, also by how far the tokens lag behind it."""
     if not active:
         return {}
     packed = collate(batch.samples, active)

@@ -105,7 +105,7 @@ class Broadcasts:
         self, version: int, deadline_s: float, alive: Callable[[], None] = lambda: None
     ) -> Broadcast:
         """Return the broadcast of a version, as soon as it is there. alive: called at every look,
-        and raises when nobody is left who could write it. DeadlineExceeded says what is there
+        and raises when no process is left that could write it. DeadlineExceeded says what is there
         instead."""
         deadline_s = check_deadline(deadline_s)
         end = time.monotonic() + deadline_s
@@ -209,7 +209,7 @@ def read_broadcast(path: Path) -> Broadcast:
 
 @contextmanager
 def reading(broadcast: Broadcast) -> Iterator[None]:
-    """Hold a broadcast's files for reading: nobody removes them meanwhile. Replaced, at the
+    """Hold a broadcast's files for reading: they are not removed meanwhile. Replaced, at the
     beginning or at the end of the block, when another attempt has put other files in their
     place."""
     try:

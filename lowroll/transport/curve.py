@@ -40,7 +40,7 @@ class Admission:
         self._trainer = z85.decode(keypair(token, "trainer")[0])
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Have `socket` accept nobody whom this has not admitted."""
+        """Have `socket` accept only clients that this has admitted."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._orchestrator
         socket.zap_domain = _DOMAIN

@@ -106,8 +106,8 @@ class DurableSender(ABC):
         self.notify()
 
     def drain(self, deadline_s: float) -> None:
-        """Wait until the trainer has committed everything that was sent: nobody else can answer
-        it."""
+        """Wait until the trainer has committed everything that was sent: no other process can
+        answer it."""
         last = max(self.spool.steps(), default=0)
 
         def done() -> bool:

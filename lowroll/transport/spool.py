@@ -98,7 +98,8 @@ class Spool:
 
     def piece(self, step: int, offset: int, most: int) -> tuple[bytes, int]:
         """Return at most `most` bytes of a frame from `offset` on, and the size of the whole, as
-        they lie there: whoever joins the pieces checks them. FrameGone when it is not there."""
+        they lie there: the reader that joins the pieces checks them. FrameGone when it is not
+        there."""
         path = self.path(step)
         with naming(path):
             try:
@@ -246,7 +247,7 @@ class Spool:
 
 
 def dismissal(attempt: int) -> str:
-    """Return why an attempt of the trainer is fenced that nobody has taken over from."""
+    """Return why an attempt of the trainer is fenced although no other has taken over."""
     return (
         f"batches that attempt {attempt} of the trainer has received since its checkpoint are lost or "
         "damaged, and are drawn again: it ends, and the next one goes on from the checkpoint (lowroll "

@@ -82,7 +82,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an orchestrator listens, say tcp://127.0.0.1:41233."""
+    """The address of an orchestrator, such as tcp://127.0.0.1:41233."""
 
     run: str
     attempt: int

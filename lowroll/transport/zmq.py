@@ -107,7 +107,8 @@ class Sender(DurableSender):
 
     hwm: batches that the trainer may not have received yet; `send` waits at most `deadline_s`
     seconds for room. attempt: grows with every start of the orchestrator. token: what both ends
-    know; nobody else is heard. ValueError without one, TransportError for an address that is taken.
+    know; no other client is accepted. ValueError without one, TransportError for an address that is
+    taken.
     """
 
     def __init__(
@@ -551,7 +552,7 @@ class Line:
         return self._socket is not None
 
     def tell(self, word: Ask) -> bool:
-        """Say it; False when nobody is there to hear."""
+        """Send it; return False when no peer is there."""
         self._look()
         if self._socket is None:
             return False

@@ -22,8 +22,8 @@ num_stages values after the first interval. The interval of step t of T is floor
 numbers.
 
 A draw is a function of (seed, version, norm) alone: the seed in a rollout's BehaviorTag gives its
-noise again. The learner sees clean norms and the correction pays for the difference; `share` gives
-it the very same noisy norms.
+noise again. The learner sees clean norms and the correction corrects for the difference; `share`
+gives it the very same noisy norms.
 """
 
 from __future__ import annotations

@@ -125,19 +125,19 @@ class Offers:
         self._thread.start()
 
     def offer(self, offer: Offer) -> None:
-        """Offer this version, beside the older ones: engines may still be told those.
+        """Offer this version, beside the older ones: engines may still be asked to take those.
         TransportError as `check`."""
         self.check()
         older = [one for one in self._offered if one.version < offer.version]
         self._offered = [*older, offer]
 
     def forget_older(self) -> None:
-        """Drop all offered versions but the newest `keep`: engines can be told the last one by
+        """Drop all offered versions but the newest `keep`: engines can be asked to take the last by
         now."""
         self._offered = self._offered[-self.keep :]
 
     def check(self) -> None:
-        """Raise TransportError when nobody can be answered any more, with the reason."""
+        """Raise TransportError when no engine can be answered any more, with the reason."""
         if self._failed is not None:
             raise TransportError(
                 f"weights are not offered by {self.way} any more: {self._failed!r}"

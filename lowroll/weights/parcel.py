@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 44
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies."""
+    """The place of a tensor."""
 
     name: str
     dtype: torch.dtype

@@ -60,8 +60,8 @@ def rollout_load(
     folder: Path, format: str, device: torch.device | str, dtype: torch.dtype, noisy: bool = False
 ) -> Transformer:
     """Return the engine's model straight from a folder: what `rollout_copy` of the loaded model
-    would be, in the memory of one model. Nobody else has its weights. ValueError as `hf.load`
-    says."""
+    would be, in the memory of one model. No other model shares its
+    weights. ValueError as `hf.load` says."""
     return rollout_copy(hf.load(folder, device, dtype, format), format, dtype, noisy, owned=True)
 
 

@@ -7,7 +7,7 @@ Every update yields its tensors by name, one after the other and only when asked
 has the learner's model: an engine of the same process quantizes from there into its own storages
 (`weights.publish`) and reads no name. Every other engine consumes the stream.
 
-The digest is of names and bytes, whoever holds them: the learner states it, and the engine computes
+The digest is of names and bytes, wherever they are: the learner states it, and the engine computes
 it again over what has arrived (`weights.receive`), or over a file. It is not the digest in a
 BehaviorTag, which is that of the quantized weights that the engine samples from.
 """

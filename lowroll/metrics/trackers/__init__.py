@@ -2,7 +2,8 @@
 
 A tracker is a file here with `begin(run) -> Tracker`, and a name in `NAMES`. Each lives in a thread
 of its own, to which records go through a queue: one that is slow is left behind, one that fails is
-told once and left out, and neither holds the run up. A run that goes on continues its tracker's run.
+reported once and left out, and neither holds the run up. A run that goes on continues its tracker's
+run.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Tracked:
 
     @property
     def name(self) -> str:
-        """The run's, for people."""
+        """The run's name, for people."""
         return f"{self.folder.resolve().name}-{self.id}"
 
 
@@ -84,7 +85,7 @@ class Trackers:
             thread.put((step, metrics))
 
     def close(self) -> None:
-        """Wait for what is not told yet; bounded. May be called twice."""
+        """Wait for what is not sent yet; bounded. May be called twice."""
         for thread in self._threads:
             thread.put(None)
         for thread in self._threads:
@@ -110,7 +111,7 @@ def _id(path: Path, step: int) -> str:
 
 
 class _Thread:
-    """One tracker, and what it has not been told yet."""
+    """One tracker, and what it has not received yet."""
 
     def __init__(self, name: str, run: Tracked) -> None:
         self.name = name

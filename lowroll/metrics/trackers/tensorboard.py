@@ -9,7 +9,7 @@ from lowroll.metrics.trackers import Metrics, Tracked
 
 
 class Tensorboard:
-    """Scalars by the step. A run that goes on hides what it had told of the steps that it makes
+    """Scalars by the step. A run that goes on hides what it had logged of the steps that it makes
     again."""
 
     def __init__(self, run: Tracked) -> None:
