@@ -82,7 +82,7 @@ def decode_batch(
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """Return one line, newline included."""
+    """Return a sample as one line, newline included."""
     return encode_record(sample, "sample")
 
 

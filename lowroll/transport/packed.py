@@ -39,7 +39,7 @@ def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """Return one line, newline included. CodecError names a list with a number that does not
+    """Return a sample as one line, newline included. CodecError names a list with a number that does not
     fit."""
     rollout = sample.rollout
     bare = replace(rollout, token_ids=[], logprobs=[])
