@@ -1,5 +1,5 @@
-"""What surrounds an attempt at a run, of whatever kind: the folder that it owns, its log, and its
-steps.
+"""The frame around one attempt at a run of any kind: the folder that the attempt owns, its log and
+its steps.
 
     with attempt(cfg, "grpo", resume) as folder:       lock and check output_dir, begin a log
         with polite_stop() as stop:
@@ -62,7 +62,7 @@ class RunResult:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal ended it before its last step."""
+        """Return whether a signal ended the run before its last step."""
         return bool(self.signal)
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class RunResult:
 
 
 class StepRunner(Protocol):
-    """What an attempt drives."""
+    """The interface through which an attempt drives a run."""
 
     def step(self, step: int) -> Record: ...
 
@@ -166,7 +166,8 @@ def drive(
 
 
 def own(folder: Path) -> RunLock:
-    """Its lock. RunLockedError names who has it, ValueError why nobody can."""
+    """Return the lock of a folder. RunLockedError names its holder, ValueError why nobody can lock
+    it."""
     try:
         return RunLock(folder)
     except OSError as error:
@@ -228,7 +229,7 @@ def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None
 
 @contextmanager
 def _told(cfg: RunConfig, command: str, attempt: int) -> Iterator[None]:
-    """The beginning of an attempt and its end, in the log; an error with its traceback."""
+    """Log the beginning of an attempt and its end; an error with its traceback."""
     began = time.monotonic()
     log.info(
         "lowroll %s (version %s), attempt %d in %s: process %d on %s, Python %s, torch %s",

@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 
 
 class BatchEngine(EvaluationEngine, Protocol):
-    """What the batches are drawn from: an engine, wherever it is."""
+    """The engine that batches are drawn from, local or remote."""
 
     @property
     def kv(self) -> CachePolicy:
-        """Which keys its cache keeps."""
+        """Return the policy that decides which keys the engine's cache keeps."""
         ...
 
     def stats(self) -> EngineStats: ...
 
 
 class RunEnvironments:
-    """What a run asks about: its environments, and those that it is evaluated on."""
+    """The environments that a run trains on, and those that it is evaluated on."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.envs = environments.make(cfg.env, cfg.seed)
@@ -122,20 +122,20 @@ class BatchSource:
         return self.orchestrator.step(step, version)
 
     def before(self, step: int, version: int) -> dict[str, float]:
-        """The evaluation before a step; {} when there is none."""
+        """Run the evaluation before a step; return {} when there is none."""
         self.enter(step)
         if self.evaluations.due_before(step):
             self._clear_engine()
         return self.evaluations.before(step, self.stages.now, version)
 
     def after(self, step: int, version: int) -> dict[str, float]:
-        """The evaluation after a step; {} when none is due."""
+        """Run the evaluation after a step; return {} when none is due."""
         if self.evaluations.due(step):
             self._clear_engine()
         return self.evaluations.after(step, self.stages.now, version)
 
     def state(self) -> dict[str, Any]:
-        """What `restore` goes on from."""
+        """Return the state that `restore` continues from."""
         return self.orchestrator.state()
 
     def _clear_engine(self) -> None:
@@ -163,8 +163,8 @@ class BatchSource:
             self.evaluations.resumed(step + 1)
 
     def described(self, batch: Batch) -> dict[str, float]:
-        """How the rollouts of a batch were drawn; where a policy bounds their caches, what that
-        saves."""
+        """Describe how the rollouts of a batch were drawn and, where a policy bounds their caches,
+        what that saves."""
         stats, kv = self.rollouts.stats(), self.rollouts.kv
         drawn = {"rollout/weight_bits": stats.weight_bits}
         if self._seen is not None:
@@ -187,7 +187,8 @@ class BatchSource:
 
 
 def _turns(sample: Sample) -> list[tuple[int, int]]:
-    """Tokens of a sample's prompt and of its response; of a conversation, of each turn."""
+    """Return the tokens of a sample's prompt and of its response; of a conversation, of each
+    turn."""
     asked, rollout = len(sample.prompt_ids), sample.rollout
     if rollout.turns is None:
         return [(asked, len(rollout.token_ids))]

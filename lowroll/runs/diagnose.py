@@ -128,12 +128,12 @@ class Diagnosis:
     notes: tuple[str, ...] = field(default=())
 
     def share(self, cause: str) -> float:
-        """A cause's share of the summed mean |dlogp|."""
+        """Return a cause's share of the summed mean |dlogp|."""
         return sum(part.share for part in self.parts if part.cause == cause)
 
     @property
     def reading(self) -> str:
-        """The largest cause, and what to do about it."""
+        """Name the largest cause, and what to do about it."""
         if max(part.logp_diff_max for part in (*self.parts, self.whole)) < NEGLIGIBLE:
             return (
                 f"engine and learner agree: no token differs by {NEGLIGIBLE:g} nats or more, so "
@@ -149,7 +149,7 @@ class Diagnosis:
         return told + ("." + TOO_FAR.format(kl=self.whole.kl_k3) if is_low_bit else "")
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: everything above, the causes' shares and the reading."""
+        """Return plain data: everything above, the causes' shares and the reading."""
         return asdict(self) | {
             "shares": {cause: self.share(cause) for cause in CAUSES},
             "reading": self.reading,
@@ -159,7 +159,7 @@ class Diagnosis:
 def attribute(
     log_probs: Mapping[str, Tensor], segments: Tensor, blames_kv: bool = False
 ) -> tuple[tuple[MismatchPart, ...], MismatchPart]:
-    """The parts and the whole from the log-probs [N] at every point, in order (see the top).
+    """Return the parts and the whole from the log-probs [N] at every point, in order (see the top).
 
     segments: the sequence of every token. blames_kv: the cache behind `decode` threw keys away or
     rounds them; one that did neither has a part of 0. A point `quantized` says that the format rounds
@@ -259,7 +259,7 @@ class DrawnSequences:
 
     @property
     def responses(self) -> list[tuple[int, int]]:
-        """The lengths of each prompt and its response."""
+        """Return the lengths of each prompt and its response."""
         return [
             (length, len(ids) - length)
             for ids, length in zip(self.sequences, self.prompt_lens, strict=True)
@@ -267,7 +267,7 @@ class DrawnSequences:
 
     @property
     def segments(self) -> Tensor:
-        """The sequence of every token, [N]."""
+        """Return the sequence of every token, [N]."""
         sizes = torch.tensor([size for _, size in self.responses])
         return torch.arange(len(sizes)).repeat_interleave(sizes)
 
@@ -300,8 +300,9 @@ def learner_points(
     temperature: float,
     forward: str = "dense",
 ) -> dict[str, Tensor]:
-    """The learner's points on the way from an engine in `format` (see the top), in order: log-probs
-    [N]. The model is aligned with the engine afterwards. forward: the learner's (`train.forward`)."""
+    """Return the learner's points on the way from an engine in `format` (see the top), in order:
+    log-probs [N]. The model is aligned with the engine afterwards. forward: the learner's
+    (`train.forward`)."""
 
     def scored() -> Tensor:
         return torch.cat(score(model, drawn.sequences, drawn.prompt_lens, temperature)).cpu()
@@ -343,7 +344,7 @@ def _settled(cfg: RunConfig, run: Path | None, compute: Compute, chat: ChatToken
 
 
 def _checkpoint(run: Path | None) -> Checkpoint | None:
-    """The newest checkpoint of a run; None when it has none yet."""
+    """Return the newest checkpoint of a run; None when it has none yet."""
     store = Store((run or Path()) / "checkpoints")
     steps = store.steps() if run is not None else []
     return store.load(steps[-1], only=("model",)) if steps else None
@@ -357,7 +358,7 @@ def _weights(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
 
 
 def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
-    """What stands behind the part of kv."""
+    """Describe the properties of the cache that cause the part `kv`."""
     notes: list[str] = []
     if able.kv.budget is not None:
         notes.append(
@@ -372,7 +373,7 @@ def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
 
 
 def _notes(cfg: RunConfig) -> list[str]:
-    """What the run does and this batch does not."""
+    """List what the run does and this batch does not."""
     rollout = cfg.rollout
     notes: list[str] = []
     drawn = (rollout.top_k, rollout.top_p, rollout.min_p)

@@ -143,7 +143,7 @@ def place(
 
 @dataclass(frozen=True)
 class _Asker:
-    """What every engine of an evaluation is asked, and where the answers go."""
+    """The questions that every engine of an evaluation is asked, and the folder of the answers."""
 
     cfg: RunConfig
     chosen: tuple[EnvConfig, ...]
@@ -161,8 +161,8 @@ class _Asker:
         limits: tuple[int, int],
         about: Mapping[str, str],
     ) -> list[EngineAnswers]:
-        """The answers of an engine, which `about` names, to every environment. limits: tokens of a
-        prompt, and of a whole conversation."""
+        """Return the answers of an engine, which `about` names, to every environment. limits:
+        tokens of a prompt, and of a whole conversation."""
         prompts.check_turns(chat, self.envs)
         return [self._ask(env, engine, chat, limits, about) for env in self.envs.values()]
 
@@ -237,12 +237,12 @@ def _finished(cfg: RunConfig, measured: Sequence[EngineAnswers], out: Path | Non
 
 
 def _under(cfg: RunConfig, kv: KvConfig) -> RunConfig:
-    """The same settings with another cache."""
+    """Return the same settings with another cache."""
     return cfg.model_copy(update={"rollout": cfg.rollout.with_kv(kv)})
 
 
 def _rollouts(cfg: RunConfig) -> str:
-    """The format of the rollouts."""
+    """Return the format of the rollouts."""
     if cfg.rollout.weights == STORED:  # a dense model may stand in the place of the run's folder
         return hf.exact_format(resolve(cfg.model), Compute.of(cfg).dtype) or OWN
     if "weights" in cfg.rollout.model_fields_set:

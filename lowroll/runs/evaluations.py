@@ -61,7 +61,8 @@ class Evaluations:
         self.on_phase: PhaseProgress | None = None
 
     def before(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
-        """Of the policy that the run begins with, or is resumed with; {} before other steps."""
+        """Evaluate the policy that the run begins with, or is resumed with; return {} before other
+        steps."""
         if not self.due_before(step):
             return {}
         self.on_note(
@@ -70,13 +71,13 @@ class Evaluations:
         return self.measure(now, version, sampled=True, done=step - 1)
 
     def after(self, step: int, now: RunConfig, version: int) -> dict[str, float]:
-        """Of the policy after a step; {} when none is due."""
+        """Evaluate the policy after a step; return {} when none is due."""
         if not self.due(step):
             return {}
         return self.measure(now, version, sampled=step == self.last, done=step)
 
     def due_before(self, step: int) -> bool:
-        """Whether the policy before a step is evaluated."""
+        """Return whether the policy before a step is evaluated."""
         first = step == 1 and self.cfg.eval_base_model
         return bool(self.interval) and (first or step == self._again)
 
@@ -85,13 +86,14 @@ class Evaluations:
         self._again = None if self.cfg.skip_eval_on_resume else step
 
     def due(self, step: int) -> bool:
-        """Whether the policy after a step is evaluated."""
+        """Return whether the policy after a step is evaluated."""
         return self.interval is not None and (step == self.last or step % self.interval == 0)
 
     def measure(
         self, now: RunConfig, version: int, sampled: bool, done: int = 0
     ) -> dict[str, float]:
-        """Of the current policy, after `done` steps; with `sampled`, drawn as the rollouts too."""
+        """Evaluate the current policy, after `done` steps; with `sampled`, drawn as the rollouts
+        too."""
         began = time.monotonic()
         with self.rollouts.without_noise(version):
             metrics = held_out(

@@ -1,5 +1,4 @@
-"""Models out of the house: a dense model quantized into a folder, and a run's checkpoint as a
-folder.
+"""The export of models: a dense model quantized into a folder, and a run's checkpoint as a folder.
 
     quantize_folder    dense folder -> low-bit folder in a rollout format
     export_run         run folder -> merged   one dense model with the learner's logits
@@ -216,7 +215,7 @@ def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> Po
 
 
 def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exported:
-    """What an adapter folder stands on, merged or beside it."""
+    """Export an adapter folder merged into its base, or with the base beside it."""
     if kind == "adapter" or step is not None:
         raise ValueError(
             f"{folder} is an adapter folder: it has no checkpoints, and is exported as merged or "
@@ -236,7 +235,7 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
 
 
 def _learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer, Compute]:
-    """The learner as it was after the checkpoint's step, on the CPU in the dtype that the run
+    """Load the learner as it was after the checkpoint's step, on the CPU in the dtype that the run
     had."""
     cfg = cfg.model_copy(update={"device": "cpu"})
     supervised = saved.meta.get("command") == "sft"
@@ -252,9 +251,9 @@ def _learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer,
 
 
 def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
-    """The newest rollouts that a run has logged up to a step, of each group in turn, as many of
-    them as hold `most` tokens; None when there are none. A file that cannot be read is told, and
-    the one before is taken."""
+    """Return the newest rollouts that a run has logged up to a step, of each group in turn, as many
+    of them as hold `most` tokens; None when there are none. A file that cannot be read is logged,
+    and the one before is taken."""
     batch = None
     paths = [path for made, path in rollout_files(run / "rollouts") if made <= step]
     for path in reversed(paths):
@@ -267,8 +266,8 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
 
 
 def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
-    """A batch with so many of its rollouts as hold `most` tokens, of each group in turn, none that
-    was dropped; None where there are none."""
+    """Return a batch with as many of its rollouts as hold `most` tokens, of each group in turn,
+    none that was dropped; None where there are none."""
     kept: list[Sample] = []
     left = most
     learned = [sample for sample in batch.samples if sample.group >= 0]
@@ -281,7 +280,7 @@ def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
 
 
 def _scores(model: Transformer, batch: Batch) -> Tensor:
-    """Log-probs of the responses under a model's dense forward, without noise."""
+    """Return the log-probs of the responses under a model's dense forward, without noise."""
     sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
     prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
     with aligned.suspended(model), noise.muted(model):
@@ -355,7 +354,7 @@ def absent(out: str | Path) -> Path:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype that a folder's config.json names, else float32."""
+    """Return the dtype that a folder's config.json names, else float32."""
     config = read_config(folder)
     name = str(config.get("dtype") or config.get("torch_dtype"))
     return _STORED.get(name.removeprefix("torch."), torch.float32)

@@ -1,5 +1,5 @@
-"""The folder of a run: what a run makes there, what is somebody else's, and how a run begins, goes
-on and is saved.
+"""The folder of a run: the files that a run makes there, those that it leaves alone, and how a run
+begins, goes on and is saved.
 
     config.yaml     the settings; its first line says which command's run the folder holds
     about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, environments/, .lock, report.html
@@ -67,8 +67,8 @@ _STEP = re.compile(r"step_[0-9]{6,}")
 
 
 def goes_on(cfg: RunConfig) -> bool:
-    """Whether the settings ask for a resumption (`ckpt.resume_step`): of a checkpoint, or of the
-    newest one, where a run has begun."""
+    """Return whether the settings ask for a resumption (`ckpt.resume_step`): of a checkpoint, or of
+    the newest one, where a run has begun."""
     asked = cfg.ckpt.resume_step
     return asked is not None and (asked >= 0 or RunFolder(cfg, "grpo").made_by() is not None)
 
@@ -99,7 +99,7 @@ class RunFolder:
 
     @cached_property
     def inputs(self) -> dict[str, str]:
-        """What the run reads beside its settings and weights (`identity.read_by`)."""
+        """Return what the run reads beside its settings and weights (`identity.read_by`)."""
         return identity.read_by(self.cfg, self.command)
 
     @cached_property
@@ -109,7 +109,7 @@ class RunFolder:
     # -- whose it is -------------------------------------------------------------------------------
 
     def made_by(self) -> str | None:
-        """The command whose run is here; None when none has begun."""
+        """Return the command whose run is here; None when none has begun."""
         written = self.path / CONFIG
         if written.is_file():
             with written.open(encoding="utf-8", errors="replace") as file:
@@ -121,7 +121,7 @@ class RunFolder:
         return next((str(meta.get("command", "grpo")) for meta in metas if "config" in meta), None)
 
     def has_steps(self) -> bool:
-        """Whether the run that is here has made a step, or has ended."""
+        """Return whether the run that is here has made a step, or has ended."""
         metrics = self.path / METRICS_FILE
         return (
             bool(self.store.steps())
@@ -132,8 +132,8 @@ class RunFolder:
         )
 
     def check(self, resume: bool = False, overwrite: bool = False) -> None:
-        """ValueError when the folder cannot be used so, naming what is in the way. Changes
-        nothing."""
+        """Raise ValueError when the folder cannot be used so, naming what is in the way. Nothing is
+        changed."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir: {self.path} is not a folder")
         there = next(
@@ -242,7 +242,7 @@ class RunFolder:
         self._track(0)
 
     def find(self) -> Checkpoint | None:
-        """The newest checkpoint; None when there is none, and the run begins again.
+        """Return the newest checkpoint; None when there is none, and the run begins again.
 
         ValueError when the run, or what it read, is not that of the configuration.
         """
@@ -273,13 +273,13 @@ class RunFolder:
 
     @property
     def _asked(self) -> int | None:
-        """The step whose checkpoint was asked for; None: the newest. A role that is started again
-        goes on from where it was."""
+        """Return the step whose checkpoint was asked for; None means the newest. A role that is
+        started again goes on from where it was."""
         asked = self.cfg.ckpt.resume_step
         return None if asked == -1 or not self.alone else asked
 
     def _written(self) -> dict[str, Any]:
-        """The settings in config.yaml. ValueError when they cannot be read."""
+        """Return the settings in config.yaml. ValueError when they cannot be read."""
         path = self.path / CONFIG
         try:
             written = yaml.safe_load(path.read_bytes())
@@ -301,7 +301,8 @@ class RunFolder:
         return identity.FOR_SIGNAL if ended else ()
 
     def check_base(self, saved: Checkpoint, base: str) -> None:
-        """ValueError unless the digest of the model's weights is that of the run's beginning."""
+        """Raise ValueError unless the digest of the model's weights is that of the run's
+        beginning."""
         if saved.meta["base"] != base:
             raise ValueError(
                 f"model: the weights of {self.cfg.model} are not those that the run began with"

@@ -144,7 +144,7 @@ class Run:
     def _planner(
         self, cfg: RunConfig, outline: Transformer, chat: ChatTokenizer, tasks: RunEnvironments
     ) -> Planner:
-        """What plans the memory of the run, before there is anything of it."""
+        """Build the planner of the run's memory, before anything of the run is loaded."""
         uncached = engines.with_cache(cfg, None)
         works = engines.workloads(uncached, outline.spec, chat, tasks.envs, tasks.held_out)
         beside = {
@@ -154,7 +154,7 @@ class Run:
         return Planner.now(self.compute, outline, works, beside)
 
     def watch(self, view: LiveView, stop: Stop) -> None:
-        """Report progress within a step to a live view, and heed the wish to stop."""
+        """Report progress within a step to a live view, and respect a request to stop."""
 
         def phase(name: str, done: int, total: int) -> None:
             view.phase(name, done, total)
@@ -187,7 +187,7 @@ class Run:
         return self.learner.go_on(saved)
 
     def step(self, step: int) -> Record:
-        """One training step, its record and, when due, its evaluation."""
+        """Make one training step; return its record and, when due, its evaluation."""
         began = time.monotonic()
         with self.stop.droppable():
             first = self.batches.before(step, self.learner.version)
@@ -199,11 +199,11 @@ class Run:
         return self.learner.record(step, metrics, began)
 
     def checkpoint(self, step: int) -> None:
-        """Both halves of the run after `step`, in one atomic folder."""
+        """Save both halves of the run after `step`, in one atomic folder."""
         self.learner.checkpoint(step)
 
     def drop(self, step: int) -> None:
-        """A checkpoint of the step before one that was begun and not finished."""
+        """Save a checkpoint of the step before one that was begun and not finished."""
         self.learner.enter(step - 1)
         self.checkpoint(step - 1)
 
@@ -221,8 +221,8 @@ class Run:
         )
 
     def finish(self, step: int) -> None:
-        """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
-        folder."""
+        """Save the last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging
+        Face folder."""
         self.batches.orchestrator.recall()
         if unjudged := self.batches.orchestrator.errors.unjudged():
             log.warning(unjudged)

@@ -1,4 +1,4 @@
-"""A folder of a run to the Hugging Face hub, with a card that says what it is.
+"""The upload of a run's folder to the Hugging Face hub, with a card that says what it is.
 
     check   before a run or an export: is there somebody to push as?
     push    the files and the card in one commit of a private repository
@@ -30,7 +30,7 @@ MOST_SHOWN = 20
 
 
 def check(name: str | None) -> None:
-    """ValueError when `name` is no repository's, or nobody is logged in."""
+    """Raise ValueError when `name` is no repository's, or nobody is logged in."""
     from huggingface_hub import get_token
 
     if name is None:
@@ -132,18 +132,18 @@ def _front(cfg: RunConfig | None, kind: str) -> str:
 
 
 def _public(name: str) -> str:
-    """A hub id, or the last part of a path of this machine."""
+    """Return a hub id, or the last part of a path of this machine."""
     return name if is_hub_id(name) else Path(name).name
 
 
 def _data_sets(cfg: RunConfig | None) -> list[str]:
-    """Data sets of the hub that the run learned from."""
+    """Return the data sets of the hub that the run learned from."""
     paths = [str(env.args.get("path")) for env in cfg.env] if cfg is not None else []
     return [path for path in dict.fromkeys(paths) if is_hub_id(path)]
 
 
 def _said(folder: Path) -> list[str]:
-    """What the folder's own card says below its title."""
+    """Return the text of the folder's own card below its title."""
     path = folder / CARD
     if not path.is_file():
         return []
@@ -167,7 +167,7 @@ def _training(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _last(run: Path) -> dict[str, Any]:
-    """The newest of the numbers that people ask for first."""
+    """Return the newest of the numbers that people ask for first."""
     found: dict[str, Any] = {}
     for record in read(run):
         shown = {key: value for key, value in record.items() if key.startswith(SHOWN)}

@@ -1,5 +1,5 @@
-"""Which run a checkpoint belongs to: its settings, and what it reads beside them. A resumed run
-must have the same.
+"""The identity of the run that a checkpoint belongs to: its settings, and what it reads beside
+them. A resumed run must have the same.
 
     model                        what config.json says, key by key, and the files of its tokenizer and chat template
     train.teacher, critic.model  what their config.json says
@@ -88,7 +88,8 @@ IDLE_FILES = (
 
 
 def read_by(cfg: RunConfig, command: str = "grpo") -> dict[str, str]:
-    """What the run of a command reads beside its settings and weights: name -> value or digest."""
+    """Return the inputs of a command's run beside its settings and weights: name -> value or
+    digest."""
     found = {f"model: {CONFIG}{key}": value for key, value in _meaning(cfg.model).items()}
     folder = resolve(cfg.model)
     found |= {
@@ -127,8 +128,8 @@ def _read_by_advantages(cfg: RunConfig) -> dict[str, str]:
 
 
 def _meaning(source: str | Path, key: str = "model") -> dict[str, str]:
-    """What config.json says to the model and to the tokenizer's loader; its other keys mean nothing
-    here."""
+    """Return what config.json says to the model and to the tokenizer's loader; its other keys mean
+    nothing here."""
     folder = resolve(source, key=key)
     spec = read_spec(folder)
     said = {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.compare}
@@ -143,7 +144,7 @@ def _files(env: EnvConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _named(args: Mapping[str, object]) -> Iterator[tuple[str, Path]]:
-    """Files that arguments name, with the place where one does."""
+    """Yield the files that arguments name, with the place where one does."""
     for key, value in args.items():
         for text in texts(value):
             start, colon, _ = text.partition(".py:")  # a function of a file
@@ -153,7 +154,7 @@ def _named(args: Mapping[str, object]) -> Iterator[tuple[str, Path]]:
 
 
 def texts(value: object) -> Iterator[str]:
-    """Every text in JSON data."""
+    """Yield every text in JSON data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
@@ -168,8 +169,8 @@ def _digest(path: Path) -> str:
 
 
 def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-    """ValueError naming what the run read when it began and would read otherwise now. saved: as the
-    checkpoint holds it, None from before they held it."""
+    """Raise ValueError naming what the run read when it began and would read otherwise now. saved:
+    as the checkpoint holds it, None from before they held it."""
     if saved is None:
         raise ValueError(
             "resume: the checkpoint is of an older lowroll and does not say what the run reads "
@@ -184,8 +185,8 @@ def refuse_other_files(saved: Mapping[str, str] | None, now: Mapping[str, str]) 
 def refuse_other_settings(
     saved: dict[str, Any], cfg: RunConfig, more: tuple[str, ...] = (), of: str = "the checkpoint"
 ) -> None:
-    """ValueError naming the settings that differ and may not from those of the checkpoint (or of
-    the run).
+    """Raise ValueError naming the settings that differ and may not from those of the checkpoint (or
+    of the run).
 
     What is computed in a step may not change, but for settings of `more`. A run may be lengthened
     when nothing is scheduled over its length.
@@ -234,8 +235,8 @@ def _apart(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _same(before: object, after: object) -> bool:
-    """Whether two settings are equal, or name files and folders that have only moved: digests hold
-    what is in them."""
+    """Return whether two settings are equal, or name files and folders that have only moved:
+    digests hold what is in them."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(
             _same(before[key], after[key]) for key in before
@@ -268,7 +269,7 @@ def _refuse(
 
 
 def _text(value: str | None) -> str:
-    """What was read, of a digest the beginning."""
+    """Return a recorded value in words, of a digest only the beginning."""
     if value is None:
         return "not there"
     return f"{value[:19]}..." if value.startswith("sha256:") else value

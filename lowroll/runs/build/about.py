@@ -13,7 +13,7 @@ from lowroll.runs.build.compute import Compute
 
 
 def about(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> Mapping[str, str]:
-    """The run in words, by subject."""
+    """Describe the run in words, by subject."""
     return {
         "title": Path(cfg.output_dir).resolve().name,
         "model": f"{cfg.model} ({spec.architecture}, {spec.num_parameters / 1e6:.1f} M parameters)",
@@ -28,7 +28,7 @@ def about(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> Mapping[str, str
 
 
 def learned(cfg: RunConfig) -> str:
-    """What of the model learns."""
+    """Describe which part of the model is trained."""
     return f"LoRA rank {cfg.train.lora_rank}" if cfg.train.lora else "full fine-tuning"
 
 
@@ -74,7 +74,7 @@ def _rollouts(cfg: RunConfig, compute: Compute) -> str:
 
 
 def _correction(cfg: RunConfig) -> str:
-    """The correction, with its reason when `auto` chose it."""
+    """Name the correction, with its reason when `auto` chose it."""
     mark = "correction: "
     reasons = [note.removeprefix(mark) for note in cfg.notes if note.startswith(mark)]
     return reasons[0] if reasons else cfg.correction

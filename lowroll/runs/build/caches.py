@@ -11,14 +11,14 @@ from lowroll.kv.policy.table import make
 
 
 def policy(cfg: RunConfig) -> CachePolicy:
-    """Which keys the rollouts' cache keeps."""
+    """Return the cache policy of the rollouts, which decides which keys are kept."""
     kv = cfg.rollout.cache
     return make(kv.policy, **kv.options)
 
 
 def longest_prompt(cfg: RunConfig, cache_tokens: int) -> int:
-    """Tokens of the longest prompt up to which a cache of this size holds every one with a whole
-    response; 0 or less when there is none.
+    """Return the tokens of the longest prompt up to which a cache of this size holds every one with
+    a whole response; 0 or less when there is none.
 
     Pages grow with a prompt's length, but at the limit from which on prompts are compacted: samples
     that would be compacted while they decode need more of their own than those of a longer prompt.

@@ -27,11 +27,10 @@ def make(
     weights: str | None = None,
     workloads: Sequence[Workload] = (),
 ) -> Engine:
-    """A rollout engine that holds the weights of `model` as version 0, in `weights` or the run's own
-    rollout format, with a cache for `workloads`. Close it at the end. The second format
-    (`rollout.large_batch_weights`) belongs to the run's own: any other is asked for to be that
-    format and nothing else.
-    """
+    """Build a rollout engine that holds the weights of `model` as version 0, in `weights` or the
+    run's own rollout format, with a cache for `workloads`. Close it at the end. The second format
+    (`rollout.large_batch_weights`) belongs to the run's own format only: an engine in any other
+    format has just that one."""
     name = compute.format(weights or cfg.rollout.weights)
     if cfg.rollout.engine == "native":
         made: Engine = _native(cfg, compute, model, chat, name, workloads)
@@ -95,13 +94,14 @@ def _native(
 
 
 def check(cfg: RunConfig) -> None:
-    """ValueError for what would keep the run's engine from being made, before anything is."""
+    """Raise ValueError for what would keep the run's engine from being built, before anything
+    is."""
     if cfg.rollout.engine != "native":
         vllm.check(cfg)
 
 
 def _check_vllm(cfg: RunConfig, spec: ModelSpec, able: Capabilities) -> None:
-    """ValueError names what a run asks of vLLM, and this one has not."""
+    """Raise ValueError that names what a run asks of vLLM and the installed one does not have."""
     needed = vllm.context(cfg, spec)
     if able.context_length < needed:
         raise ValueError(
@@ -117,12 +117,12 @@ def _check_vllm(cfg: RunConfig, spec: ModelSpec, able: Capabilities) -> None:
 
 
 def with_engine(cfg: RunConfig, engine: str) -> RunConfig:
-    """The same settings with another engine."""
+    """Return the same settings with another engine."""
     return cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"engine": engine})})
 
 
 def with_cache(cfg: RunConfig, cache_tokens: int | None) -> RunConfig:
-    """The same settings with a cache of this size."""
+    """Return the same settings with a cache of this size."""
     return cfg.model_copy(
         update={"rollout": cfg.rollout.model_copy(update={"cache_tokens": cache_tokens})}
     )
@@ -135,8 +135,8 @@ def workloads(
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[Workload]:
-    """What a run has in its engine together: the batch of each stage and, if it evaluates, the
-    examples. Empty when the cache has a size already.
+    """Return the workloads that a run will have in its engine: the batch of each stage and, if it
+    evaluates, the examples. Empty when the cache has a size already.
 
     The longest of an environment's first prompts stands for all; a rare longer one finds room, and
     others may wait.
@@ -156,7 +156,7 @@ def workloads(
 def eval_workload(
     cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
 ) -> Workload:
-    """What an evaluation has in the engine together."""
+    """Return the workload that an evaluation has in the engine at once."""
     asked = cfg.eval.num_examples
     examples = asked or max(cfg.eval.count(env.size("test")) for env in envs.values())
     test = _lengths(envs, "test", min(examples, prompts.LOOKED_AT), chat)
@@ -166,7 +166,8 @@ def eval_workload(
 def _workload(
     cfg: RunConfig, spec: ModelSpec, groups: int, n: int, lengths: Iterable[int], turns: int
 ) -> Workload:
-    """Of so many turns at most: an environment's messages are taken to be as long as a response."""
+    """Return the workload of conversations of at most `turns` turns. An environment's messages are
+    taken to be as long as a response."""
     most = prompts.longest(cfg, spec)
     response = cfg.rollout.max_tokens
     prompt = max((length for length in lengths if length <= most), default=most)

@@ -1,4 +1,4 @@
-"""Whether a run's engine and its learner compute exactly (`model.exact`).
+"""The choice whether a run's engine and its learner compute exactly (`model.exact`).
 
 `rollout.exact` says so. Where it says nothing an engine does on a CPU, if it can: decoding is no slower
 (`python -m bench.exact`), and a request has the same bits whatever is drawn beside it, at any number of
@@ -18,7 +18,7 @@ from lowroll.runs.build.compute import Compute
 
 
 def of_engine(cfg: RunConfig, compute: Compute, spec: ModelSpec, format: str) -> bool:
-    """Of an engine whose weights are in `format`."""
+    """Return whether an engine whose weights are in `format` computes exactly."""
     if cfg.rollout.exact is not None:
         return cfg.rollout.exact
     if compute.device.type != "cpu" or any(asked for _, asked, _ in bars_engine(cfg)):
@@ -29,7 +29,8 @@ def of_engine(cfg: RunConfig, compute: Compute, spec: ModelSpec, format: str) ->
 
 
 def of_learner(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> bool:
-    """Of the learner, which has a reason to be only beside an engine that is."""
+    """Return whether the learner computes exactly, which is of use only beside an engine that
+    does."""
     if cfg.rollout.exact is not None:
         return cfg.rollout.exact
     weights = cfg.rollout.weights

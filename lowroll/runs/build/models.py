@@ -1,4 +1,4 @@
-"""The models of a run: what learns, and what is held beside it."""
+"""The models of a run: the one that learns, and those that are held beside it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 def learner(cfg: RunConfig, compute: Compute) -> Transformer:
-    """The model that learns: all of it, or a fresh adapter on a frozen base that the engine shares
-    (LoRA).
+    """Load the model that learns: all of it, or a fresh adapter on a frozen base that the engine
+    shares (LoRA).
 
     Of a low-bit folder all of the dequantized weights learn, or LoRA keeps the folder's own tensors
     as its base.
@@ -65,16 +65,16 @@ def learner(cfg: RunConfig, compute: Compute) -> Transformer:
 
 
 def outline(key: str, source: str, compute: Compute) -> Transformer:
-    """The shapes of the model that a setting names, on the meta device. Nothing of its weights is
-    read."""
+    """Build the shapes of the model that a setting names, on the meta device. None of its weights
+    are read."""
     refuse_adapter(key, source)
     spec = read_spec(resolve(source, weights=False, key=key))
     return Transformer(spec, "meta", compute.dtype)
 
 
 def beside(cfg: RunConfig) -> dict[str, tuple[str, str]]:
-    """The models that a run holds beside the learner, by name: the setting that says which, and
-    where it is."""
+    """Return the models that a run holds beside the learner, by name: the setting that says which,
+    and where it is."""
     found = {}
     if asks_reference(cfg):
         found["reference"] = "model", cfg.model
@@ -92,22 +92,23 @@ def tokenizer(
     tool_format: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTokenizer:
-    """The chat tokenizer of a model folder or hub id. The others: as `ChatTokenizer`'s."""
+    """Load the chat tokenizer of a model folder or hub id. The other arguments are those of
+    `ChatTokenizer`."""
     return ChatTokenizer(
         load_tokenizer(resolve(source, weights=False)), tool_format, template_kwargs
     )
 
 
 def chat_of(cfg: RunConfig) -> ChatTokenizer:
-    """The chat tokenizer of a run's model, which renders as its settings say."""
+    """Load the chat tokenizer of a run's model, which renders as its settings say."""
     return tokenizer(cfg.model, cfg.rollout.tool_call_parser, cfg.chat_template_kwargs)
 
 
 def critic(
     cfg: RunConfig, compute: Compute, chat: ChatTokenizer, ranks: Ranks = ALONE
 ) -> Critic | None:
-    """PPO's critic, with a head of zeros on the model that its section names; None for any other
-    algorithm."""
+    """Load PPO's critic, with a head of zeros on the model that its section names; None for any
+    other algorithm."""
     if not cfg.has_critic:
         return None
     source = cfg.critic.model
@@ -120,21 +121,21 @@ def critic(
 
 
 def reference(cfg: RunConfig, compute: Compute) -> Transformer | None:
-    """The frozen model of the KL term under full fine-tuning. Under LoRA it is the learner with its
-    adapter off."""
+    """Load the frozen model of the KL term under full fine-tuning; None without one. Under LoRA it
+    is the learner with its adapter off."""
     if not asks_reference(cfg):
         return None
     return hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
 
 
 def asks_reference(cfg: RunConfig) -> bool:
-    """Whether the loss reads log-probs of a second copy of the model."""
+    """Return whether the loss reads log-probs of a second copy of the model."""
     return cfg.loss.kl_coef > 0 and not cfg.train.lora
 
 
 def teacher(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Transformer | None:
-    """The frozen model of AIPO's teacher_tau. ValueError when its tokens are not those of the run's
-    model."""
+    """Load the frozen model of AIPO's teacher_tau; None without one. ValueError when its tokens are
+    not those of the run's model."""
     if not asks_teacher(cfg):
         return None
     assert cfg.train.teacher is not None
@@ -143,14 +144,15 @@ def teacher(cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> Transforme
 
 
 def asks_teacher(cfg: RunConfig) -> bool:
-    """Whether the loss reads log-probs of `train.teacher`."""
+    """Return whether the loss reads log-probs of `train.teacher`."""
     return (
         cfg.train.teacher is not None and cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau > 0
     )
 
 
 def refuse_adapter(key: str, source: str | Path) -> None:
-    """ValueError when the folder that a setting names holds an adapter, and no model of its own."""
+    """Raise ValueError when the folder that a setting names holds an adapter, and no model of its
+    own."""
     if (resolve(source, weights=False, key=key) / "adapter_config.json").is_file():
         raise ValueError(
             f"{key}: {source} is an adapter folder, and a whole model is needed here; merge it "
@@ -159,7 +161,7 @@ def refuse_adapter(key: str, source: str | Path) -> None:
 
 
 def refuse_scale(cfg: RunConfig) -> None:
-    """ValueError where the weights that would be scaled are codes that stay."""
+    """Raise ValueError where the weights that would be scaled are codes that stay."""
     held = hf.low_bit_format(resolve(cfg.model, weights=False))
     if cfg.train.uaq_scale is not None and cfg.train.lora and held is not None:
         raise ValueError(
@@ -169,7 +171,7 @@ def refuse_scale(cfg: RunConfig) -> None:
 
 
 def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
-    """ValueError when the learner cannot multiply gradients as the settings say."""
+    """Raise ValueError when the learner cannot multiply gradients as the settings say."""
     if cfg.train.backward == "dense":
         return
     if spec.num_experts:
@@ -182,7 +184,8 @@ def refuse_backward(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> None:
 
 
 def refuse_other_vocabulary(key: str, source: str, cfg: RunConfig, chat: ChatTokenizer) -> None:
-    """ValueError when the tokens of the model that a setting names are not those of the run's."""
+    """Raise ValueError when the tokens of the model that a setting names are not those of the
+    run's."""
     theirs = load_tokenizer(resolve(source, weights=False, key=key))
     if theirs.get_vocab() != chat.tokenizer.get_vocab():
         raise ValueError(

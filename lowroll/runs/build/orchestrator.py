@@ -58,21 +58,21 @@ _REPETITION = Mirror(Repetition, FilterConfig)
 
 
 def sampling(cfg: RunConfig) -> SamplingSettings:
-    """How rollouts are drawn."""
+    """Return how rollouts are sampled."""
     return _SAMPLING(cfg.rollout, stop_strings=cfg.rollout.stop)
 
 
 def eval_sampling(cfg: RunConfig) -> SamplingSettings:
-    """How evaluation draws: by a sampler of its own, up to the length and the stops of the
-    rollouts."""
+    """Return how evaluation samples: with a sampler of its own, up to the length and the stops of
+    the rollouts."""
     return _EVAL_SAMPLING(
         cfg.eval, max_tokens=cfg.rollout.max_tokens, stop_strings=cfg.rollout.stop
     )
 
 
 def estimator(cfg: RunConfig) -> Estimator | None:
-    """The run's own advantages, whose file is run by this; None without. ValueError says what is
-    wrong with it."""
+    """Load the run's own advantage function, which executes its file; None without one. ValueError
+    says what is wrong with it."""
     own = cfg.advantage_function
     return None if own is None else custom.load(own.import_path, own.kwargs)
 
@@ -80,8 +80,9 @@ def estimator(cfg: RunConfig) -> Estimator | None:
 def settings(
     cfg: RunConfig, spec: ModelSpec, alone: bool = True, own: Estimator | None = None
 ) -> Settings:
-    """What a step of rollouts depends on, in the run's first stage; see `RunConfig.at`. `alone`: in
-    one process with the learner, which has level 0 whatever the file says. own: its `estimator`."""
+    """Return the settings of a step of rollouts in the run's first stage; see `RunConfig.at`.
+    `alone`: in one process with the learner, where the async level is 0 whatever the file says.
+    own: its `estimator`."""
     return _SETTINGS(
         cfg,
         cfg.dapo,

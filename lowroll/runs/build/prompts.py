@@ -1,5 +1,5 @@
-"""Which prompts leave room for a whole response, and how long an environment's are. No
-torch."""
+"""The check that prompts leave room for a whole response, and the lengths of an environment's
+prompts. No torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _known: WeakKeyDictionary[ChatTokenizer, dict[tuple[Environment, str], list[int]
 
 
 def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> list[int]:
-    """Tokens of the first prompts of a split. Who sizes the cache, who plans the memory and who
-    checks the prompts ask for the same ones, which are put into the chat template once."""
+    """Return the token counts of the first prompts of a split. The sizing of the cache, the memory
+    plan and the check of prompts use the same ones, which are put into the chat template once."""
     known = _known.setdefault(chat, {}).setdefault((env, split), [])
     count = min(count, env.size(split) or count)
     known += [len(encode(env, prompt_at(env, i, split), chat)) for i in range(len(known), count)]
@@ -33,7 +33,8 @@ def lengths(env: Environment, split: str, count: int, chat: ChatTokenizer) -> li
 
 
 def longest(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Prompt tokens that leave room for a whole response. ValueError when there are none."""
+    """Return the most prompt tokens that leave room for a whole response. ValueError when there are
+    none."""
     most, tokens, _, owner = _limit(cfg, spec)
     if most < 1:
         raise ValueError(
@@ -44,14 +45,15 @@ def longest(cfg: RunConfig, spec: ModelSpec) -> int:
 
 
 def sequence(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Tokens that a whole conversation may have, its prompt included. A cache that is bounded holds
-    a later turn's prompt, and whatever is drawn behind it, up to the longest prompt of all."""
+    """Return the tokens that a whole conversation may have, its prompt included. A cache that is
+    bounded holds a later turn's prompt, and whatever is drawn behind it, up to the longest prompt
+    of all."""
     most = longest(cfg, spec)
     return most if cfg.rollout.cache.evicts else most + cfg.rollout.max_tokens
 
 
 def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
-    """ValueError where an environment answers and the chat template cannot go on."""
+    """Raise ValueError where an environment answers and the chat template cannot go on."""
     for env in envs.values():
         if env.max_turns > 1:
             try:
@@ -61,8 +63,8 @@ def check_turns(chat: ChatTokenizer, envs: Mapping[str, Environment]) -> None:
 
 
 def _limit(cfg: RunConfig, spec: ModelSpec) -> tuple[int, int, str, str]:
-    """What a prompt and a response must fit in: (tokens of the longest prompt, its own tokens, the
-    key that says so, what it is)."""
+    """Return the tightest limit on a prompt with its response: (tokens of the longest prompt,
+    tokens of the limit itself, the key that sets it, what it is)."""
     response, cached = cfg.rollout.max_tokens, cfg.rollout.cache_tokens
     most = cfg.rollout.max_model_len or spec.max_position
     limits = [
@@ -86,9 +88,9 @@ def check(
     envs: Mapping[str, Environment],
     split: str = "train",
 ) -> list[str]:
-    """ValueError naming the setting to which all of an environment's first prompts are too long, and
-    what a conversation does not go with. Returns lines that say how many are too long, where some
-    fit."""
+    """Raise ValueError naming the setting to which all of an environment's first prompts are too
+    long, or train.replay_kv beside conversations of several turns. Return lines that say how many
+    are too long, where some fit."""
     check_turns(chat, envs)
     talking = [env.name for env in envs.values() if env.max_turns > 1]
     if cfg.train.replay_kv and talking:
@@ -114,7 +116,7 @@ def check_held_out(
 
 
 def check_tests(env: Environment) -> None:
-    """ValueError for an environment that has nothing to evaluate on."""
+    """Raise ValueError for an environment that has nothing to evaluate on."""
     if env.size("test") == 0:
         raise ValueError(
             f"eval: environment {env.name!r} has no test split; set its test_path, or "
@@ -150,7 +152,7 @@ def _check_room(
 
 
 def _first(cfg: RunConfig, env: Environment, split: str, chat: ChatTokenizer) -> list[int]:
-    """Tokens of those prompts that stand for all."""
+    """Return the token counts of those prompts that stand for all."""
     count = LOOKED_AT
     if split != "train":
         count = min(count, cfg.eval.count(env.size(split)))
@@ -164,7 +166,8 @@ def passed_over(
     envs: Mapping[str, Environment],
     split: str = "train",
 ) -> list[str]:
-    """A line for each environment of which some of the first prompts are too long to be asked."""
+    """Return a line for each environment of which some of the first prompts are too long to be
+    asked."""
     most, tokens, key, _ = _limit(cfg, spec)
     counted = "rollout/passed_over_prompts counts them"
     if split != "train":
@@ -182,7 +185,8 @@ def passed_over(
 
 
 def check_stages(cfg: RunConfig, spec: ModelSpec) -> None:
-    """ValueError when a stage of the run has no room for a prompt beside its longest response."""
+    """Raise ValueError when a stage of the run has no room for a prompt beside its longest
+    response."""
     for stage in cfg.stages:
         try:
             longest(cfg.at(stage.step), spec)

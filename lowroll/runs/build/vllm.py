@@ -41,8 +41,8 @@ _LOOK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') i
 
 
 def interpreter(vllm: VllmConfig) -> str:
-    """The interpreter that has vLLM. ValueError when there is none, or vLLM is not installed for
-    it."""
+    """Return the interpreter that has vLLM. ValueError when there is none, or vLLM is not installed
+    for it."""
     named = vllm.python or os.environ.get(PYTHON)
     found = shutil.which(Path(named or sys.executable).expanduser())
     if found is None:
@@ -73,7 +73,8 @@ def _key(vllm: VllmConfig) -> str:
 
 
 def token(vllm: VllmConfig) -> str | None:
-    """The token of the server at `url`. ValueError when the variable that holds it is not set."""
+    """Return the token of the server at `url`. ValueError when the variable that holds it is not
+    set."""
     if vllm.token_env is None:
         return None
     held = os.environ.get(vllm.token_env)
@@ -83,7 +84,8 @@ def token(vllm: VllmConfig) -> str | None:
 
 
 def check(cfg: RunConfig) -> None:
-    """ValueError for what would keep vLLM from being started or reached; nothing is started."""
+    """Raise ValueError for what would keep vLLM from being started or reached; nothing is
+    started."""
     vllm = cfg.rollout.vllm
     if vllm.folder is not None and not Path(vllm.folder).is_dir():
         raise ValueError(f"rollout.vllm.folder: {vllm.folder} is no folder")
@@ -98,7 +100,7 @@ def check(cfg: RunConfig) -> None:
 
 
 def context(cfg: RunConfig, spec: ModelSpec) -> int:
-    """Tokens of the longest prompt with its response that the run could ask for."""
+    """Return the tokens of the longest prompt with its response that the run could ask for."""
     most = cfg.rollout.max_model_len or spec.max_position
     return min(spec.max_position, most, cfg.train.longest)
 
@@ -182,7 +184,7 @@ def _verified(model: Transformer) -> dict[str, Any]:
 
 
 def _shared(cfg: RunConfig) -> dict[str, Any]:
-    """What a server is asked for, wherever it came from."""
+    """Return the arguments that a started and an attached server have in common."""
     vllm, train = cfg.rollout.vllm, cfg.train
     return {
         "lora_rank": (vllm.max_lora_rank or train.lora_rank) if train.lora else None,
@@ -200,8 +202,8 @@ def _base(
     weights: str,
     room: Path,
 ) -> Path:
-    """The folder that a server loads: the run's model where it holds what the rollouts multiply
-    with, else one that is written for this into `room`."""
+    """Return the folder that a server loads: the run's model where it holds the weights that the
+    rollouts multiply with, else one that is written for this into `room`."""
     source = resolve(cfg.model)
     if _holds(source, weights):
         return source
@@ -212,6 +214,6 @@ def _base(
 
 
 def _holds(folder: Path, weights: str) -> bool:
-    """Whether the linear weights of a folder are what the rollouts multiply with."""
+    """Return whether the linear weights of a folder are those that the rollouts multiply with."""
     wanted = None if get_format(weights).dense else stored_format(weights)
     return hf.low_bit_format(folder) == wanted
