@@ -51,26 +51,26 @@ STATE = ("trainer", "orchestrator", "guard", "widened")  # of a checkpoint
 
 
 class Publisher(Protocol):
-    """Where new weights go."""
+    """The destination of new weights."""
 
     weights: str  # the format that they are drawn from in
 
     @property
     def cache_tokens(self) -> int | None:
-        """Of the engine's KV cache, where it is known here."""
+        """The size of the engine's KV cache, where it is known here."""
         ...
 
     @property
     def hidden_bytes(self) -> int:
-        """Device memory of an engine of this process that torch does not count."""
+        """Device memory of an engine in this process that torch does not count."""
         ...
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """The learner's weights are those of a version now; `weights/*` of what has changed."""
+        """Publish the learner's weights as a version; return `weights/*` of what has changed."""
         ...
 
     def update(self, version: int) -> None:
-        """The same, without measuring."""
+        """Publish a version as `publish` does, without measuring."""
         ...
 
     def change_format(self, weights: str) -> None:
@@ -97,7 +97,7 @@ class Policy:
     def load(
         cls, cfg: RunConfig, chat: ChatTokenizer, compute: Compute, ranks: Ranks = ALONE
     ) -> Policy:
-        """That of the settings. Errors as of `refuse_others`."""
+        """Load the model of the settings. Errors are those of `refuse_others`."""
         model = models.learner(cfg, compute)
         base = digest(model)
         refuse_others(ranks, base, cfg)
@@ -105,7 +105,7 @@ class Policy:
 
 
 def refuse_others(ranks: Ranks, base: str, cfg: RunConfig) -> None:
-    """ValueError on a rank that begins with other weights, by their digest, than rank 0."""
+    """Raise ValueError on a rank that begins with other weights, by their digest, than rank 0."""
     if ranks.size > 1 and ranks.tell(base.encode()).decode() != base:
         raise ValueError(f"model: the weights of {cfg.model} here are not those of rank 0")
 
@@ -166,7 +166,7 @@ class Learner:
 
     @property
     def version(self) -> int:
-        """Of the policy that the weights are."""
+        """The version of the policy that the weights are."""
         return self.trainer.version
 
     def watch(self, phase: PhaseProgress, note: Callable[[str], object]) -> None:
@@ -175,7 +175,7 @@ class Learner:
         self.monitor.on_note = note
 
     def about(self) -> Mapping[str, str]:
-        """The run in words."""
+        """Describe the run in words."""
         return about(self.cfg, self.compute, self.model.spec)
 
     def restore(self) -> Checkpoint | None:
@@ -205,7 +205,7 @@ class Learner:
         return saved.step + 1
 
     def step(self, step: int) -> dict[str, float]:
-        """Learn from the next batch of the channel; the metrics of the step."""
+        """Learn from the next batch of the channel; return the metrics of the step."""
         batch = self.trainer.receive()
         stage = self.enter(step)
         metrics = batch.stats | stage | self.trainer.step(batch)
@@ -228,7 +228,7 @@ class Learner:
         return record
 
     def checkpoint(self, step: int) -> None:
-        """Both halves of the run after `step`, in one atomic folder."""
+        """Save both halves of the run after `step`, in one atomic folder."""
         ranks = self.ranks if self.trainer.in_parts else ALONE
         tokens = self.publisher.cache_tokens
         self.checkpoints.save(step, self._state, ranks, cache_tokens=tokens)
@@ -238,8 +238,8 @@ class Learner:
         return tensors, {"trainer": state, "orchestrator": self.drawn} | self.monitor.state()
 
     def finish(self, step: int) -> None:
-        """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
-        folder."""
+        """Save the last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging
+        Face folder."""
         self.checkpoint(step)
         self.home.publish(partial(self._save_final, step))
 
@@ -267,13 +267,13 @@ class Learner:
         return metrics
 
     def _agree(self) -> None:
-        """What rank 0's monitor has decided holds on all ranks."""
+        """Apply the decisions of rank 0's monitor on all ranks."""
         if self.ranks.size > 1:
             told = self.ranks.tell(json.dumps(self.monitor.state()).encode())
             self.monitor.restore(json.loads(told))
 
     def heed_monitor(self) -> None:
-        """The next step is done with the bounds and the format that the monitor wants."""
+        """Set the bounds and the format that the monitor wants for the next step."""
         self._set_options()
         if (guard := self.monitor.guard) is not None and guard.wants_choice:
             self._choose_formats(guard)

@@ -1,4 +1,4 @@
-"""What `--dry-run` looks at: all that would end a run before its first step, found in seconds, with
+"""The checks of `--dry-run`: all that would end a run before its first step, found in seconds, with
 nothing written.
 
 Environments are made and their data read; a few of their own answers go through a real scoring
@@ -46,15 +46,15 @@ ANSWERS = 8  # of an environment's own that are scored
 
 @dataclass
 class Findings:
-    """`lines` are the plan's, `notes` what deserves a second look, `problems` what would end the
-    run."""
+    """The results of the checks. `lines` are the plan's, `notes` deserve a second look, `problems`
+    would end the run."""
 
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def attempt(self, look: Callable[[], T]) -> T | None:
-        """The result of a look; None when it found a problem, which is kept."""
+        """Return the result of a check; None when it found a problem, which is kept."""
         try:
             return look()
         except (ValueError, OSError) as error:
@@ -64,7 +64,7 @@ class Findings:
 
 
 def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
-    """What `lowroll grpo` would meet. cfg as loaded."""
+    """Check a run of `lowroll grpo` before it is started. cfg as loaded."""
     found = Findings()
     cfg = _planned(cfg.resolved(), found)
     found.attempt(lambda: trackers.check(cfg.track))
@@ -135,12 +135,12 @@ def _plan(found: Findings, planner: Planner, cfg: RunConfig) -> None:
 
 
 def _share(cfg: RunConfig, placed: devices.Placement) -> Share:
-    """What of the run is on the GPU of a learner rank."""
+    """Return the part of the run that is on the GPU of a learner rank."""
     return Share(cfg.train.gpus if cfg.is_sharded else 1, placed.shares if placed.ranks else 1)
 
 
 def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -> Findings:
-    """What `lowroll sft` would meet."""
+    """Check a run of `lowroll sft` before it is started."""
     cfg = sft.plain(cfg.resolved())
     found = Findings()
     found.attempt(lambda: sft.refuse_ranks(cfg))
@@ -266,8 +266,8 @@ def _score_prompts(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> None:
-    """What a scorer makes of responses that need not be good ones: a score of a wrong type is a
-    problem, an exception is worth a look."""
+    """Score responses that need not be good ones: a score of a wrong type is a problem, an
+    exception is worth a look."""
     responses = [(prompt, "some text") for prompt in prompts]
     results = _score(env, cfg, envs, responses, found, chat)
     errors = [result for result in results if isinstance(result, ScoreError) and result.failed]
@@ -287,7 +287,8 @@ def _score(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> list[Score | ScoreError]:
-    """What one real worker says to these responses; [] when there is none, which is a problem."""
+    """Return the scores of these responses by one real worker; [] when there is none, which is a
+    problem."""
     own = tuple(one for one in envs if one.name == env.name)
     alone = cfg.model_copy(update={"score": cfg.score.model_copy(update={"workers": 1})})
     try:
@@ -309,7 +310,7 @@ def _as_drawn(prompt: Prompt, text: str, cfg: RunConfig, chat: ChatTokenizer | N
 
 
 def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
-    """What is known of it before it is started."""
+    """Describe the memory of vLLM as far as it is known before vLLM is started."""
     vllm = cfg.rollout.vllm
     told = f"rollouts by {vllm.words}, whose memory is its own"
     if vllm.url is None and compute.device.type == "cuda":
@@ -318,7 +319,8 @@ def _vllm_memory(cfg: RunConfig, compute: Compute) -> str:
 
 
 def _settings(cfg: RunConfig) -> None:
-    """What the learner's parts refuse by themselves."""
+    """Build the settings of the learner's parts, which raise ValueError for what they refuse by
+    themselves."""
     for make in (trainer.learn, trainer.optim, trainer.guard, trainer.noise):
         make(cfg)
     if cfg.train.optimizer == "adamw8bit":
@@ -348,7 +350,8 @@ def _passed_over(
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[str]:
-    """Which prompts will not be asked, of those that are learned from and evaluated on."""
+    """Return lines on the prompts that will not be asked, of those that are learned from and
+    evaluated on."""
     lines = prompts.passed_over(cfg, model.spec, chat, envs)
     if cfg.eval.interval:
         lines += prompts.passed_over(cfg, model.spec, chat, held_out, "test")
@@ -362,8 +365,8 @@ def _workloads(
     envs: Mapping[str, Environment],
     held_out: Mapping[str, Environment],
 ) -> list[Workload]:
-    """What will be in the engine together. ValueError when no prompt of an environment leaves room
-    for a response."""
+    """Return what will be in the engine at once. ValueError when no prompt of an environment leaves
+    room for a response."""
     prompts.check(cfg, model.spec, chat, envs)
     prompts.check_held_out(cfg, model.spec, chat, held_out)
     return engines.workloads(engines.with_cache(cfg, None), model.spec, chat, envs, held_out)

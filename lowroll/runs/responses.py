@@ -47,7 +47,8 @@ class Responses:
             self._append([{"kind": "asked", **asked}])
 
     def missing(self, draws: Sequence[Draw]) -> list[Draw]:
-        """Those that are not drawn yet. ValueError when one that is had another prompt."""
+        """Return the draws that are not made yet. ValueError when one that is had another
+        prompt."""
         for draw in draws:
             if self._prompts.get(draw.request.id, found := _digest(draw)) != found:
                 raise ValueError(
@@ -61,7 +62,7 @@ class Responses:
         return [draw for draw in draws if draw.request.id not in self.examples]
 
     def of(self, draws: Sequence[Draw]) -> list[Example]:
-        """Their examples, in that order."""
+        """Return their examples, in that order."""
         return [self.examples[draw.request.id] for draw in draws]
 
     def keep_drawn(self, examples: Sequence[Example]) -> None:
@@ -141,7 +142,7 @@ def _score_line(score: Score | ScoreError | None) -> dict[str, Any]:
 
 
 def _digest(draw: Draw) -> str:
-    """Of the prompt's ids and how many responses it is asked for."""
+    """Return a digest of the prompt's ids and of how many responses it is asked for."""
     return hashlib.sha256(
         json.dumps([draw.request.prompt_ids, draw.request.n]).encode()
     ).hexdigest()[:16]

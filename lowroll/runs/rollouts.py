@@ -63,12 +63,12 @@ class RolloutEngine:
         self.watch = self._watch()
 
     def close(self) -> None:
-        """The end of the engine, wherever it runs."""
+        """End the engine, wherever it runs."""
         self.engine.close()
 
     @property
     def cache_tokens(self) -> int | None:
-        """Of the KV cache; None of one that is not lowroll's own."""
+        """The size of the KV cache in tokens; None for an engine that is not lowroll's own."""
         own = self.cfg.rollout.engine == "native"
         return self.engine.stats().cache_tokens if own else None
 
@@ -107,8 +107,8 @@ class RolloutEngine:
         return {} if self.watch is None else self.watch.measure()
 
     def update(self, version: int) -> None:
-        """Weights and noise of a version for the engine; the noise for the learner too, when they
-        share it. What is in flight goes on, or begins again, as `asynchrony.partial` says."""
+        """Give the engine the weights and the noise of a version; the learner the noise too, when
+        they share it. What is in flight goes on, or begins again, as `asynchrony.partial` says."""
         noise = None if self.noise is None else self.noise.at(version)
         self.engine.update_weights(self._update(version, noise), in_flight=self.in_flight)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
@@ -116,7 +116,7 @@ class RolloutEngine:
 
     @contextmanager
     def without_noise(self, version: int) -> Iterator[None]:
-        """In the block the engine has the weights of a version without noise, for an evaluation;
+        """Give the engine the weights of a version without noise in the block, for an evaluation;
         what comes next has the bits of a fresh engine, where the engine has such a thing."""
         noisy = self.engine.behavior.noise_sigma > 0
         if noisy:
@@ -135,12 +135,12 @@ class RolloutEngine:
         self.engine.release(in_flight=self.in_flight)
 
     def stats(self) -> EngineStats:
-        """Of the engine."""
+        """Return the statistics of the engine."""
         return self.engine.stats()
 
     @property
     def kv(self) -> CachePolicy:
-        """Which keys the engine's cache keeps."""
+        """The policy that decides which keys the engine's cache keeps."""
         return self.engine.capabilities.kv
 
     @property
@@ -149,8 +149,8 @@ class RolloutEngine:
         return self.engine.stats().virtual_memory_bytes
 
     def change_format(self, weights: str) -> None:
-        """Another engine in the place of the old one, which is gone before the new one takes its
-        memory."""
+        """Replace the engine by one of another format. The old one is gone before the new one takes
+        its memory."""
         cfg = self.cfg
         if cfg.train.forward == "aligned":
             realign(self.model, self.compute.format(weights))

@@ -82,7 +82,7 @@ def _connected(url: str, model: str | None, token: str | None, folder: Path | No
 
 
 def _served_tokenizer(url: str, names: dict[str, None]) -> ChatTokenizer:
-    """Of the first name that is a model here or on the hub."""
+    """Return the tokenizer of the first name that is a model here or on the hub."""
     for name in names:
         try:
             return ChatTokenizer(load_tokenizer(resolve(name, weights=False)))

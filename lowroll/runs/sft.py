@@ -67,7 +67,7 @@ def run_sft(cfg: RunConfig, *, resume: bool = False, overwrite: bool = False) ->
 
 
 def refuse_ranks(cfg: RunConfig) -> None:
-    """ValueError for settings with several learner ranks."""
+    """Raise ValueError for settings with several learner ranks."""
     if cfg.train.gpus > 1:
         raise ValueError(
             f"train.gpus: {cfg.train.gpus}: lowroll sft learns on one GPU; write train.gpus=1"
@@ -117,29 +117,29 @@ class SftRun:
         return saved.step + 1
 
     def step(self, step: int) -> Record:
-        """One update and its record."""
+        """Make one update; return its record."""
         began = time.monotonic()
         metrics = self.learner.step()
         metrics |= {"time/step": time.monotonic() - began}
         return self.home.record(step, metrics)
 
     def drop(self, step: int) -> None:
-        """A step is short, and never dropped."""
+        """Raise AssertionError: a step is short, and never dropped."""
         raise AssertionError(f"step {step} was dropped")
 
     def checkpoint(self, step: int) -> None:
-        """Model, optimizer and place after `step`, in one atomic folder."""
+        """Save model, optimizer and place after `step`, in one atomic folder."""
         self.checkpoints.save(step, self.learner.state)
 
     def finish(self, step: int) -> None:
-        """The last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging Face
-        folder."""
+        """Save the last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging
+        Face folder."""
         self.checkpoint(step)
         self.home.publish(partial(publish, self.cfg, self.learner, step))
 
 
 def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> None:
-    """The model (or adapter) after `step` as the new folder `target`."""
+    """Publish the model (or adapter) after `step` as the new folder `target`."""
     source = resolve(cfg.model)
     if cfg.train.lora:
         lora.save(learner.model, target, base=str(source), tokenizer_from=source)
@@ -187,7 +187,8 @@ def _learner(cfg: RunConfig, compute: Compute) -> SftLearner:
 def _sized(
     cfg: RunConfig, compute: Compute, chat: ChatTokenizer, given: Sequence[Demonstration]
 ) -> RunConfig:
-    """The settings with the sizes of the learner's passes that these demonstrations ask for."""
+    """Return the settings with the sizes of the learner's passes that these demonstrations ask
+    for."""
     outline = models.outline("model", cfg.model, compute)
     spec = outline.spec
     lengths = map(num_fed, encode_all(chat, given, spec.vocab_size, spec.max_position))
@@ -196,7 +197,7 @@ def _sized(
 
 
 def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str, str]:
-    """The run in words, for the report's header."""
+    """Describe the run in words, for the report's header."""
     shared = about(cfg, compute, learner.model.spec)
     source = cfg.sft.data or ", ".join(env.name or env.id for env in cfg.env)
     return {
@@ -210,9 +211,9 @@ def _about(cfg: RunConfig, compute: Compute, learner: SftLearner) -> Mapping[str
 
 
 def plain(cfg: RunConfig) -> RunConfig:
-    """The settings without update-aware scaling, the aligned forward and low-bit gradients, which
-    belong to the run that follows; so does a budget of its rollouts, and `rollout.exact`. ValueError for an adapter on
-    the base of a budget."""
+    """Return the settings without update-aware scaling, the aligned forward and low-bit gradients,
+    which belong to the run that follows; so does a budget of its rollouts, and `rollout.exact`.
+    ValueError for an adapter on the base of a budget."""
     dense = {"uaq_scale": None, "forward": "dense", "backward": "dense"}
     if is_budget(cfg.rollout.weights):
         if cfg.train.lora:
@@ -229,7 +230,7 @@ def plain(cfg: RunConfig) -> RunConfig:
 
 
 def examples(cfg: RunConfig) -> list[Demonstration]:
-    """What is demonstrated. ValueError names the file and line, or the environment."""
+    """Load the demonstrations. ValueError names the file and line, or the environment."""
     if cfg.sft.data is not None:
         return read_demonstrations(Path(cfg.sft.data))
     envs = environments.make(cfg.env, cfg.seed)

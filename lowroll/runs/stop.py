@@ -1,4 +1,4 @@
-"""The wish to stop: SIGINT, SIGTERM and SIGHUP let a run finish its step and write a checkpoint.
+"""The request to stop: SIGINT, SIGTERM and SIGHUP let a run finish its step and write a checkpoint.
 
 first signal     the step ends as usual; one that still generates or scores after DROP_S is
                  dropped
@@ -35,8 +35,8 @@ class StepDropped(Exception):
 
 
 class Stop:
-    """Whether a run was asked to stop, as its truth value; `signal` is the number of the signal
-    that did, else 0."""
+    """The request to stop a run, true once it was made; `signal` is the number of the signal that
+    made it, else 0."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -56,7 +56,8 @@ class Stop:
 
     @contextmanager
     def droppable(self) -> Iterator[None]:
-        """In the block the step can still be dropped: nothing has been learnt in it."""
+        """Mark the block as one in which the step can still be dropped: nothing has been learnt in
+        it."""
         self._droppable = True
         try:
             yield

@@ -12,16 +12,16 @@ ANSWER_S = 20.0  # for an actor that has been met
 
 
 class Lost(Exception):
-    """The actor is gone, or answers no more; why."""
+    """An actor that is gone, or answers no more; the message says why."""
 
 
 class Away(Lost):
-    """It does not answer now; whether it is gone Ray will say."""
+    """An actor that does not answer now; Ray will say whether it is gone."""
 
 
 class Bundle:
-    """group, index: of the bundle. cpus, gpus: in it. met: what `RoleActor.meet` is asked with. deadline_s:
-    until there is room."""
+    """A bundle of the placement group and the actor in it. group, index: of the bundle. cpus, gpus:
+    in it. met: arguments of `RoleActor.meet`. deadline_s: until there is room."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Bundle:
         self._since = 0.0
 
     def take(self) -> bool:
-        """Whether there is an actor that has been met; one is asked for when there is none. ValueError
-        when the role cannot run where it is, RunFailed when there is no room in time."""
+        """Return whether the actor has reported where it is; create one when there is none.
+        ValueError when the role cannot run where it is, RunFailed when there is no room in time."""
         import ray
 
         if self.told:
@@ -94,7 +94,7 @@ class Bundle:
         )
 
     def ask(self, method: str, *words: object) -> Any:
-        """What the actor answers. Lost when it does not."""
+        """Call a method of the actor and return its answer. Lost when there is none."""
         import ray
 
         if self.actor is None:
@@ -116,7 +116,7 @@ class Bundle:
         self.actor, self.told = None, {}
 
     def node_is_lost(self) -> bool:
-        """Whether the cluster has given up the node of the actor that was met."""
+        """Return whether the cluster has given up the node of the actor that was met."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -124,8 +124,8 @@ class Bundle:
 
 
 def answer(asked: Any) -> Any:
-    """What was asked of an actor; None while there is no answer. Lost when there will be none,
-    Away when it has to be asked again."""
+    """Return an actor's answer; None while there is none. Lost when there will be none, Away when
+    it has to be asked again."""
     import ray
 
     ready, _ = ray.wait([asked], timeout=0)
@@ -140,7 +140,7 @@ def answer(asked: Any) -> Any:
 
 
 def why(error: Exception) -> str:
-    """Of an actor's end, in Ray's first sentence about it."""
+    """Return the cause of an actor's end, from Ray's first sentence about it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "because" in line]
     told = (causes or lines or [type(error).__name__])[0]

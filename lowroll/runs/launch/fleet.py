@@ -1,5 +1,6 @@
-"""Which roles a run has, when each is started, watched and started again; what is shown of them. Who
-starts their processes, and where, is the launcher's (`member`)."""
+"""The roles of a run: which there are, when each is started, watched and restarted, and what is
+shown of them. The launcher decides how and where their processes are started
+(`supervised_role`)."""
 
 from __future__ import annotations
 
@@ -34,14 +35,16 @@ Make = Callable[[str, list[str]], SupervisedRole]  # of a role and its words beh
 
 
 def engines(cfg: RunConfig) -> list[str]:
-    """The roles of the engines that a launcher starts; none where the settings name others."""
+    """Return the roles of the engines that a launcher starts; none where the settings name
+    others."""
     if cfg.client.base_url or cfg.client.elastic.hostname is not None:
         return []
     return [f"{ENGINE}-{i}" for i in range(cfg.rollout.engines)]
 
 
 class Fleet:
-    """The roles of a run, joined. cfg: resolved. settings: the file that they read. make: of each, once."""
+    """The roles of a run and their supervision. cfg: resolved. settings: the file that they read.
+    make: called once for each role."""
 
     def __init__(
         self,
@@ -79,11 +82,12 @@ class Fleet:
 
     @property
     def members(self) -> list[SupervisedRole]:
-        """In the order in which they are started."""
+        """Return the roles in the order in which they are started."""
         return [*self.engines, self.orchestrator, self.trainer]
 
     def run(self) -> int:
-        """Until the run has ended; the number of the signal that ended it early, else 0."""
+        """Run until the run has ended; return the number of the signal that ended it early, else
+        0."""
         for member in self.members:
             member.again_at = time.monotonic()
         while not self.trainer.done:
@@ -108,7 +112,7 @@ class Fleet:
         log.info("%s: %s: lowroll %s", member.role, member.name, " ".join(member.command))
 
     def _addresses(self, member: SupervisedRole) -> list[str]:
-        """The settings and flags of a role that are known when it is started."""
+        """Return the settings and flags of a role that are known when it is started."""
         here = member.here
         if member in self.engines:
             # of a direct way: the one that the trainer names in the run folder
@@ -126,9 +130,9 @@ class Fleet:
         return [f"weight_broadcast.host={here}", "weight_broadcast.port=0"]
 
     def _port(self, engine: SupervisedRole) -> int:
-        """One that is free at first (0); then the one that the orchestrator knows, or, where that is
-        another machine's or somebody else's now, a new one: then the orchestrator is started again,
-        which asks the engines where they are."""
+        """Return the port of an engine: a free one at first (0), then the one that the orchestrator
+        knows. Where that one is on another machine or taken by another process now, return a new
+        one and restart the orchestrator, which asks the engines where they are."""
         host, port = self.at.get(engine.role, ("", 0))
         if not port or (host == engine.here and engine.is_free(port)):
             return port
@@ -145,7 +149,7 @@ class Fleet:
         return 0
 
     def _look(self, member: SupervisedRole) -> None:
-        """Start again what has ended or hangs. RunFailed when that does not help."""
+        """Restart a role that has ended or hangs. RunFailed when that does not help."""
         if member.done:
             return
         member.look()
@@ -170,8 +174,8 @@ class Fleet:
             self._again(member, told)
 
     def _rejoin(self) -> None:
-        """Start an orchestrator again that has ended, when the trainer waits for a batch: it was lost
-        while it finished, and its last checkpoint is damaged."""
+        """Restart an orchestrator that has ended, when the trainer waits for a batch: the trainer
+        was lost while it finished, and its last checkpoint is damaged."""
         if self.orchestrator.done and self.trainer.phase == "waiting":
             log.warning("the trainer has gone back, and the orchestrator is started again")
             self.orchestrator.done, self.orchestrator.again_at = False, time.monotonic()
@@ -190,7 +194,7 @@ class Fleet:
         member.again_at = time.monotonic() + pause
 
     def _await_room(self, member: SupervisedRole, why: str) -> None:
-        """Start a role again that found no room on the disk, until there is some. RunFailed after
+        """Restart a role that found no room on the disk, until there is some. RunFailed after
         `ckpt.wait_for_space` seconds."""
         most = self.cfg.ckpt.wait_for_space
         waited = member.without_room()
@@ -209,7 +213,7 @@ class Fleet:
         member.again_at = time.monotonic() + ROOM_S
 
     def _stop(self) -> int:
-        """A signal came: the trainer finishes its step, then all end."""
+        """Stop after a signal: the trainer finishes its step, then all end."""
         self.trainer.signal(signal.SIGTERM)
         until = time.monotonic() + STOPPING_S
         while self.trainer.alive() and time.monotonic() < until:
@@ -229,7 +233,7 @@ class Fleet:
         return self.stop.signal
 
     def _show(self) -> None:
-        """New records, evaluations and warnings, and what each role does."""
+        """Show new records, evaluations and warnings, and what each role does."""
         files = [self.place.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
         if sizes != self._sizes and self.trainer.ready:
@@ -241,7 +245,7 @@ class Fleet:
         self.view.phase(" | ".join(map(self._told, self.members)), 0, 0)
 
     def _show_records(self) -> None:
-        """An evaluation comes after the record of its step, or with it."""
+        """Show new records, and each evaluation after the record of its step, or with it."""
         with_record = set()
         for record in read(self.place.run):
             if record["step"] > self.shown:
@@ -256,7 +260,7 @@ class Fleet:
                     self.view.evaluation(evaluation)
 
     def _told(self, member: SupervisedRole) -> str:
-        """What a role does, in words."""
+        """Describe what a role does."""
         member.look()
         if not member.alive():
             return f"{member.role}: {'done' if member.done else 'ended'}"
@@ -268,6 +272,6 @@ class Fleet:
         return f"{member.role}: {member.watch.told()}"
 
     def close(self) -> None:
-        """Nothing of it is left."""
+        """End all roles."""
         for member in reversed(self.members):
             member.kill()

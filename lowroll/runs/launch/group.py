@@ -65,7 +65,7 @@ def start(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -
 
 
 class Crew:
-    """The ranks, joined."""
+    """The processes of the ranks and their supervision."""
 
     def __init__(self, cfg: RunConfig, place: RunPaths, words: Sequence[str], stop: Stop) -> None:
         self.stop = stop
@@ -82,7 +82,8 @@ class Crew:
         self._said = self._size()
 
     def run(self) -> int:
-        """Until all have ended; the number of the signal that ended them early, else 0. RunFailed."""
+        """Run until all ranks have ended; return the number of the signal that ended them early,
+        else 0. RunFailed when one fails."""
         for rank in self.ranks:
             rank.start()
         first, told = self.ranks[0], False
@@ -101,7 +102,7 @@ class Crew:
         return self.stop.signal or (signal.SIGTERM if first.code == STOPPED else 0)
 
     def _look(self) -> None:
-        """RunFailed when a rank has ended before its time, or hangs."""
+        """Raise RunFailed when a rank has ended before its time, or hangs."""
         for rank in self.ranks:
             rank.look()
             if (hangs := rank.hangs()) is not None:
@@ -113,7 +114,7 @@ class Crew:
             self._blame()
 
     def _blame(self) -> None:
-        """Name the rank that ended by itself."""
+        """Raise the error of the rank that ended by itself."""
         failed = [rank for rank in self.ranks if _failed(rank)]
         rank = next((rank for rank in failed if rank.code != LOST), failed[0])
         if rank.code == USERS_MISTAKE and not rank.ready:
@@ -123,7 +124,7 @@ class Crew:
         raise RunFailed(f"{rank.role} has ended ({rank.ended()}): {rank.last_words()}")
 
     def _speak(self) -> None:
-        """Say what rank 0 has said since the last look."""
+        """Print what rank 0 has written since the last call."""
         if self._size() == self._said:
             return
         with self.ranks[0].log.open("rb") as file:
@@ -138,7 +139,7 @@ class Crew:
         return log.stat().st_size if log.exists() else 0
 
     def close(self) -> None:
-        """No rank is left, and rank 0's last words are said."""
+        """End all ranks, and print rank 0's last words."""
         for rank in reversed(self.ranks):
             rank.kill()
         self._meeting.close()
@@ -146,7 +147,7 @@ class Crew:
 
 
 def _failed(rank: Child) -> bool:
-    """Whether it has ended otherwise than it should."""
+    """Return whether a rank has ended otherwise than it should."""
     if rank.alive():
         return False
     rank.kill()  # what is left of its group

@@ -79,7 +79,7 @@ def launch(
 
 
 def _crew(cfg: RunConfig) -> Callable[[RunConfig, RunPaths, ExitStack], Make]:
-    """What makes the roles, by the launcher of the settings."""
+    """Return the function that prepares the roles for the launcher of the settings."""
     if cfg.launcher == "local":
         return local.crew
     from lowroll.runs.launch import ray
@@ -88,8 +88,8 @@ def _crew(cfg: RunConfig) -> Callable[[RunConfig, RunPaths, ExitStack], Make]:
 
 
 def free(folder: Path) -> None:
-    """RunLockedError when a process makes a run there that no launcher started; the roles of one
-    that has just died may still have a moment to go."""
+    """Raise RunLockedError when a process makes a run there that no launcher started; the roles of
+    one that has just died may still have a moment to go."""
     until = time.monotonic() + DYING_S
     while True:
         try:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def crew(cfg: RunConfig, place: RunPaths, stack: ExitStack) -> Make:
-    """What makes a role a child of this process, on its share of the devices."""
+    """Return a function that makes a role a child of this process, on its share of the devices."""
     env = dict(os.environ)
     roles = engines(cfg)
     if roles:  # else they have tokens of their own

@@ -16,8 +16,8 @@ from lowroll.runs.roles.parent import PARENT
 
 
 class RoleProcess:
-    """`lowroll WORDS` in a process group of its own, which ends with this process. env: whole. folder: in
-    which it is started; None: where this one is."""
+    """A process of `lowroll WORDS` in a process group of its own, which ends with this process.
+    env: whole. folder: in which it is started; None: where this one is."""
 
     def __init__(
         self, words: Sequence[str], env: Mapping[str, str], log: Path, folder: Path | None = None
@@ -38,25 +38,25 @@ class RoleProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process ID."""
         return self.process.pid
 
     def alive(self) -> bool:
-        """Whether it runs. One that has ended keeps its number until `kill`, so that nobody else gets
-        it."""
+        """Return whether the process runs. One that has ended keeps its ID until `kill`, so that no
+        other process gets it."""
         if self.process.returncode is not None:
             return False
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.process.pid, flags) is None
 
     def signal(self, number: int) -> None:
-        """To the process alone."""
+        """Send a signal to the process alone."""
         if self.alive():
             os.kill(self.process.pid, number)
 
     def kill(self) -> int:
-        """End it and all of its group now, and wait for that; its exit code. Idempotent: a number that
-        was given back may be another's."""
+        """End the process and all of its group now, wait for that, and return its exit code.
+        Idempotent: an ID that was given back may be another's."""
         if self.process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -64,20 +64,20 @@ class RoleProcess:
         return self.process.returncode
 
     def last_words(self) -> str:
-        """Of its log since its start, with the log's path."""
+        """Return the last error in its log since its start, with the log's path."""
         return f"{last_error(self.log, self.began)} (log: {self.log})"
 
 
 def how(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"
 
 
 def reserved(host: str) -> socket.socket:
-    """A socket at a port of its own. Until it is closed nobody gets that port who asks for a free
-    one, and whoever names it may listen there."""
+    """Return a socket at a port of its own. Until it is closed, nobody who asks for a free port
+    gets that one, and whoever names it may listen there."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, 0))
@@ -85,7 +85,7 @@ def reserved(host: str) -> socket.socket:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether nobody listens there, so that a server could."""
+    """Return whether nobody listens there, so that a server could."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -44,8 +44,9 @@ STORE = 80 << 20  # bytes of the object store of a cluster of our own, which car
 
 
 def crew(cfg: RunConfig, place: RunPaths, stack: ExitStack) -> Make:
-    """What makes a role a process on the cluster. All have their places when this returns: ValueError
-    names a node that does not see the run folder, RunFailed what the cluster has no room for."""
+    """Return a function that makes a role a process on the cluster. All have their places when this
+    returns: ValueError names a node that does not see the run folder, RunFailed what the cluster
+    has no room for."""
     stack.enter_context(_cluster(cfg))
     met = (os.getcwd(), *stack.enter_context(_variables(cfg, place)))
     wanted = demands(cfg, _gpus())
@@ -72,7 +73,7 @@ def crew(cfg: RunConfig, place: RunPaths, stack: ExitStack) -> Make:
 
 
 def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
-    """(CPUs, GPUs) of each role, on one node. gpus: that the cluster has."""
+    """Return the (CPUs, GPUs) of each role, on one node. gpus: that the cluster has."""
     ray = cfg.ray
     rollout, has = cfg.rollout, float(bool(gpus) and cfg.device != "cpu")
     each = 1 if rollout.engine == "native" else rollout.vllm.tensor_parallel_size
@@ -178,7 +179,7 @@ def _stay_here() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address, or a name that is one."""
+    """Return whether only this machine reaches an address, or a name that is one."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -186,8 +187,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _refuse_open(named: str, address: str) -> None:
-    """ValueError when a cluster, which is named in the settings and is at an address, lets in who has
-    no token."""
+    """Raise ValueError when a cluster that the settings name by address accepts clients without a
+    token."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | {MODE: "disabled"}
     asked = subprocess.Popen(
         [sys.executable, "-P", AUTH_PROBE, address],

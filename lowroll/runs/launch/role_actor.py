@@ -22,15 +22,16 @@ OURS, THREADS = "RAY_", "OMP_NUM_THREADS"
 
 
 class RoleActor:
-    """On its node, in a process of its own."""
+    """The actor on its node, in a process of its own."""
 
     def __init__(self) -> None:
         self.process: RoleProcess | None = None
         self.variables: dict[str, str] = {}
 
     def meet(self, folder: str, variables: str, word: str) -> dict[str, str]:
-        """Where it is (address, host, node), and as `wrong` why the role cannot run there. folder: in
-        which the role is started. variables: the file of what the role gets, in the run folder."""
+        """Return where the actor is (address, host, node), and as `wrong` why the role cannot run
+        there. folder: in which the role is started. variables: the file of the role's environment
+        variables, in the run folder."""
         import ray
 
         told = {
@@ -54,7 +55,7 @@ class RoleActor:
         return told
 
     def begin(self, role: str, words: list[str], folder: str, log: str) -> tuple[int, int]:
-        """Start the role's process: its number, and where in the log it begins."""
+        """Start the role's process; return its ID, and where in the log it begins."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         env.pop(THREADS, None)
         env |= self.variables["all"] | self.variables.get(role, {})  # type: ignore[operator]
@@ -62,21 +63,22 @@ class RoleActor:
         return self.process.pid, self.process.began
 
     def ended(self) -> list[tuple[int, str]]:
-        """Its exit code and last words, once it has ended, and all of its group with it; else []."""
+        """Return its exit code and last words, once the process has ended, and all of its group
+        with it; else []."""
         if self.process is None or self.process.alive():
             return []
         return [self.kill()]
 
     def kill(self) -> tuple[int, str]:
-        """End it: its exit code and last words."""
+        """End the process; return its exit code and last words."""
         assert self.process is not None, "the launcher asks for one that was started"
         return self.process.kill(), self.process.last_words()
 
     def signal(self, number: int) -> None:
-        """To the process."""
+        """Send a signal to the process."""
         if self.process is not None:
             self.process.signal(number)
 
     def is_free(self, host: str, port: int) -> bool:
-        """Whether a server could listen there."""
+        """Return whether a server could listen there."""
         return is_free(host, port)

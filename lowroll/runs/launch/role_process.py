@@ -21,7 +21,8 @@ LEFT_S = 60.0  # for a process to end whose actor or node was lost
 
 
 class ActorRole(SupervisedRole):
-    """bundle: which has been taken once. lock: the folder that the role has while its process runs."""
+    """A role whose process an actor owns. bundle: which has been taken once. lock: the folder that
+    the role has while its process runs."""
 
     def __init__(
         self, role: str, command: Sequence[str], heart: Path, log: Path, bundle: Bundle, lock: Path
@@ -44,7 +45,8 @@ class ActorRole(SupervisedRole):
         return not self._is_left()
 
     def _is_left(self) -> bool:
-        """Whether the process of a lost actor still has the role: it ends when it sees that."""
+        """Return whether the process of a lost actor still has the role: it ends when it sees
+        that."""
         if not self._lost_at or time.monotonic() - self._lost_at > LEFT_S:
             return False  # if it has, the next one says so by name
         try:

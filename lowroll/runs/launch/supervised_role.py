@@ -1,5 +1,5 @@
-"""A role that a launcher keeps alive: its words, its sign of life, how often it was started. How its
-process is started, asked for and ended is the launcher's own (`child`, `role_process`)."""
+"""A role that a launcher keeps alive: its command, its heartbeat and its restarts. How its process
+is started, reached and ended is the launcher's own (`child`, `role_process`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STARTING = 10.0  # times as patient: a library that comes from a slow disk holds
 
 
 class SupervisedRole(ABC):
-    """role: its name. command: words after `lowroll`. heart: of the role's sign of life. log: what its
-    process says is appended there."""
+    """A role with its heartbeat and restarts. role: its name. command: words after `lowroll`.
+    heart: the file of the role's heartbeat. log: what its process says is appended there."""
 
     here = "127.0.0.1"  # the address of its machine, at which it listens
 
@@ -41,7 +41,7 @@ class SupervisedRole(ABC):
         self.no_room_at: deque[float] = deque()  # when it has ended since a disk was full
 
     def start(self, *more: str) -> None:
-        """Start it, in a process group of its own."""
+        """Start the role, in a process group of its own."""
         self.starts.append(time.monotonic())
         self.begin([*self.command, *more])
         self.watch = HeartbeatMonitor(self.heart)
@@ -51,49 +51,50 @@ class SupervisedRole(ABC):
         """Start the process of `lowroll WORDS`."""
 
     def placed(self) -> bool:
-        """Whether there is a machine to start it on. RunFailed when none is found in time."""
+        """Return whether there is a machine to start the role on. RunFailed when none is found in
+        time."""
         return True
 
     @abstractmethod
     def is_free(self, port: int) -> bool:
-        """Whether it could listen there."""
+        """Return whether the role could listen on a port of its machine."""
 
     @abstractmethod
     def is_mine(self, said: dict[str, object]) -> bool:
-        """Whether its very process has said that."""
+        """Return whether a heartbeat is that of the role's current process."""
 
     @abstractmethod
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """Return whether the role's process runs."""
 
     @abstractmethod
     def signal(self, number: int) -> None:
-        """To the process alone."""
+        """Send a signal to the process alone."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it and all of its group now, and wait for that. Idempotent."""
+        """End the process and all of its group now, and wait for that. Idempotent."""
 
     @property
     @abstractmethod
     def code(self) -> int:
-        """With which it has ended, once it was killed or found dead; 0 before."""
+        """The exit code, once the process was killed or found dead; 0 before."""
 
     @abstractmethod
     def ended(self) -> str:
-        """How it has ended, in words."""
+        """Describe how the process has ended."""
 
     @abstractmethod
     def last_words(self) -> str:
-        """Of its log since its last start, with the log's path."""
+        """Return the last error in the role's log since its last start, with the log's path."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Of its process, for the log."""
+        """The name of the role's process, for the log."""
 
     def look(self) -> None:
-        """See its sign of life."""
+        """Read the role's heartbeat."""
         if self.watch.look() and self._said() is not None:
             # "ended" says nothing: a user's mistake ends a role in its start, too
             said = self.watch.said or {}
@@ -105,12 +106,12 @@ class SupervisedRole(ABC):
 
     @property
     def phase(self) -> str:
-        """What this very process has said that it does; "" before."""
+        """The phase that the current process has reported; "" before."""
         said = self._said() if self.alive() else None
         return str((said or {}).get("phase", ""))
 
     def hangs(self) -> str | None:
-        """Why it counts as hanging; None when it does not."""
+        """Return why the role counts as hanging; None when it does not."""
         if not self.alive():
             return None
         limit = START_S
@@ -126,7 +127,7 @@ class SupervisedRole(ABC):
         )
 
     def pause(self) -> float | None:
-        """Seconds before it is started again; None when that was too often."""
+        """Return the seconds before the role is restarted; None when that was too often."""
         now = time.monotonic()
         while self.starts and now - self.starts[0] > WINDOW_S:
             self.starts.popleft()
@@ -136,8 +137,9 @@ class SupervisedRole(ABC):
         return float(min(FIRST_PAUSE_S * 2.0 ** max(0, restarts), LONGEST_PAUSE_S))
 
     def without_room(self) -> float:
-        """Note that it has ended since a disk is full, which is no restart that counts; seconds since it
-        first did so. After WINDOW_S without such an end the disk counts as full anew."""
+        """Note that the role has ended since a disk is full, which is no restart that counts;
+        return the seconds since it first did so. After WINDOW_S without such an end the disk counts
+        as full anew."""
         now = time.monotonic()
         if self.no_room_at and now - self.no_room_at[-1] > WINDOW_S:
             self.no_room_at.clear()
@@ -147,7 +149,7 @@ class SupervisedRole(ABC):
         return now - self.no_room_at[0]
 
     def end(self, seconds: float) -> None:
-        """Ask it to end, and end it after so many seconds."""
+        """Ask the process to end, and end it after so many seconds."""
         self.signal(signal.SIGTERM)
         until = time.monotonic() + seconds
         while self.alive() and time.monotonic() < until:

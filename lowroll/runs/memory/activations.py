@@ -1,5 +1,5 @@
-"""What a learner's pass holds for its backward pass, and what a pass needs for a moment: bytes, by
-arithmetic on the shapes of a block.
+"""The memory of a learner's pass: what is held for its backward pass, and what a pass needs for a
+moment, in bytes, by arithmetic on the shapes of a block.
 
 Counted is what autograd keeps, tensor by tensor, as `model.transformer`'s block computes it. On CUDA
 its kernels keep less than plain torch does elsewhere (`fused`); norms and SwiGLU's output are made
@@ -42,8 +42,8 @@ MOST_SHORT = 1024  # of one that is a graph (`engine.prompts`)
 
 @dataclass(frozen=True)
 class Learning:
-    """What decides how much of a token a block keeps. `low`: columns of l, by layer; without
-    `lora` all weights learn."""
+    """The properties that decide how much of a token a block keeps. `low`: columns of l, by layer;
+    without `lora` all weights learn."""
 
     spec: ModelSpec
     item: int
@@ -56,7 +56,7 @@ class Learning:
 
     @classmethod
     def of(cls, cfg: RunConfig, compute: Compute, model: Transformer) -> Learning:
-        """Of a run's learner. model: its shapes, on the meta device."""
+        """Return the properties of a run's learner. model: its shapes, on the meta device."""
         train, low = cfg.train, dict.fromkeys(("qkv", "o", "gate_up", "down"), 0)
         for name, linear in model.linears():
             kind = name.rpartition(".")[2]
@@ -75,7 +75,7 @@ class Learning:
         )
 
     def kept(self, tokens: int) -> int:
-        """Bytes that the backward pass of a micro-batch begins with."""
+        """Return the bytes that the backward pass of a micro-batch begins with."""
         spec = self.spec
         ends = (2 * spec.hidden_size) * self.item + self._norm_extra(1) + FLOAT * spec.head_dim
         if self.checkpointing is True:
@@ -90,7 +90,7 @@ class Learning:
         return tokens * (ends + spec.num_layers * whole - made_again)
 
     def block(self, tokens: int) -> int:
-        """Bytes of a token that a block keeps whose norms and SwiGLU are made again."""
+        """Return the bytes of a token that a block keeps whose norms and SwiGLU are made again."""
         mlp = self._experts(tokens) if self.spec.num_experts else self._mlp()
         return (
             2 * self.spec.hidden_size * self.item
@@ -101,8 +101,8 @@ class Learning:
         )
 
     def backward(self, tokens: int) -> int:
-        """Bytes beside `kept` while a block runs backward: gradients of its widest part, and what
-        it makes again."""
+        """Return the bytes beside `kept` while a block runs backward: gradients of its widest part,
+        and what it makes again."""
         spec, item = self.spec, self.item
         if spec.num_experts:
             peak = tokens * item * self._experts_backward() + self.dense
@@ -247,9 +247,9 @@ def _pass(spec: ModelSpec, item: int, tokens: int) -> int:
 
 
 def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -> int:
-    """What the graphs keep between two steps. Of decoding: the largest batch's logits and rows, once
-    in the graphs' pool and once in that of the stream that warms them up. Of short passes over
-    prompts: a block's, with a matrix that is dequantized for it."""
+    """Return the bytes that graphs keep between two steps. Of decoding: the largest batch's logits
+    and rows, once in the graphs' pool and once in that of the stream that warms them up. Of short
+    passes over prompts: a block's, with a matrix that is dequantized for it."""
     if compute.device.type != "cuda":
         return 0
     spec = model.spec

@@ -1,4 +1,5 @@
-"""Which settings would make a run fit that does not: each change is planned before it is named.
+"""The search for settings with which a run fits that does not: each change is planned before it is
+named.
 
 A setting alone comes first, in its mildest value that fits. Where none is enough, several together:
 they are added in order, the cheapest first, and those that turn out not to be needed are left out.
@@ -19,9 +20,9 @@ Change = Mapping[tuple[str, ...], Any]  # values by sections and key
 
 
 def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> MemoryPlan:
-    """The plan of a run. ValueError when it does not fit: by how much, and which settings would.
-    cached: tokens of the cache that a run which goes on began with, and keeps; of the settings that
-    save memory it may change rollout.release_cache alone."""
+    """Return the plan of a run. ValueError when it does not fit: by how much, and which settings
+    would. cached: tokens of the cache that a run which goes on began with, and keeps; of the
+    settings that save memory it may change rollout.release_cache alone."""
     if cached is None:
         plan = planner.plan(cfg)
         if plan.missing:
@@ -39,7 +40,7 @@ def check(planner: Planner, cfg: RunConfig, cached: int | None = None) -> Memory
 
 
 def advice(planner: Planner, cfg: RunConfig) -> str:
-    """Which settings would fit, for people."""
+    """Name the settings that would fit, in words for people."""
     alone = list(fitting_alone(planner, cfg))
     if alone:
         return "it would fit with " + ", or with ".join(map(_said, alone[:NAMED]))
@@ -52,7 +53,7 @@ def advice(planner: Planner, cfg: RunConfig) -> str:
 
 
 def fitting_alone(planner: Planner, cfg: RunConfig) -> Iterator[Change]:
-    """Of every setting the mildest value with which the run fits."""
+    """Yield, of every setting, the mildest value with which the run fits."""
     for values in KNOBS:
         for change in values(planner, cfg):
             if _fits(planner, cfg, change):
@@ -66,8 +67,8 @@ def _fits(planner: Planner, cfg: RunConfig, change: Change) -> bool:
 
 
 def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPlan]:
-    """Settings with which the run fits together, none of them too many; if it never does, all that
-    save anything. Their plan."""
+    """Return settings with which the run fits together, none of them too many, and their plan; if
+    it never fits, all that save anything."""
     chosen: list[Change] = []
     best = planner.plan(cfg)
     for values in KNOBS:
@@ -91,7 +92,7 @@ def fitting_together(planner: Planner, cfg: RunConfig) -> tuple[Change, MemoryPl
 
 
 def changed(planner: Planner, cfg: RunConfig, *changes: Change) -> MemoryPlan | None:
-    """The plan of the changed run; None when there is no such run."""
+    """Return the plan of the changed run; None when there is no such run."""
     tree = cfg.model_dump()
     for change in changes:
         for (*sections, key), value in change.items():

@@ -59,7 +59,7 @@ class MemoryPlan:
     usable_by: str = ""
 
     def total(self, phase: str) -> int:
-        """Bytes of a phase."""
+        """Return the bytes of a phase."""
         return sum(self.phases[phase].values())
 
     @property
@@ -74,12 +74,13 @@ class MemoryPlan:
 
     @property
     def missing(self) -> int:
-        """Bytes that the run needs and the device has not; 0 when it fits, or nobody knows."""
+        """The bytes that the run needs and the device has not; 0 when it fits, or when that is not
+        known."""
         return 0 if self.free is None else max(0, self.peak - self.free)
 
     @property
     def problem(self) -> str:
-        """By how much the run does not fit; "" when it does."""
+        """Say by how much the run does not fit; "" when it does."""
         if not self.missing or self.free is None:
             return ""
         return (
@@ -88,7 +89,7 @@ class MemoryPlan:
         )
 
     def lines(self) -> list[str]:
-        """The table for people: a row a part, a column a phase."""
+        """Return the table for people: a row a part, a column a phase."""
         free = "" if self.free is None else f" of {shown(self.free)} that are free"
         told = [
             f"memory on {self.device}: {shown(self.peak)}{free}, while it {PHASES[self.largest]}"
@@ -114,23 +115,24 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Share:
-    """What of a run is on the device. parts: ranks that hold the learner, its optimiser and the models
-    beside it in parts, block by block put together. engines: that draw there, of those of the run."""
+    """The part of a run that is on the device. parts: ranks that hold the learner, its optimiser
+    and the models beside it in parts, block by block put together. engines: that draw there, of
+    those of the run."""
 
     parts: int = 1
     engines: int = 1
 
     def of(self, size: int) -> int:
-        """Bytes of one part."""
+        """Return the bytes of one part."""
         return -(-size // self.parts)
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans runs of `lowroll grpo` with one model on one device. model: its shapes, on the meta
-    device. workloads: what will be in the engine together. beside: the shapes of the frozen models
-    and the critic, by name. free: bytes, before anything is loaded; total: bytes of the device.
-    share: of a run on several."""
+    """A planner of runs of `lowroll grpo` with one model on one device. model: its shapes, on the
+    meta device. workloads: what will be in the engine together. beside: the shapes of the frozen
+    models and the critic, by name. free: bytes, before anything is loaded; total: bytes of the
+    device. share: of a run on several."""
 
     compute: Compute
     model: Transformer
@@ -149,13 +151,13 @@ class Planner:
         beside: Mapping[str, Transformer],
         share: Share = Share(),
     ) -> Planner:
-        """With the memory that is free now."""
+        """Return a planner with the memory that is free now."""
         device = compute.device
         free, total = free_memory(device), total_memory(device)
         return cls(compute, model, workloads, beside, free, total, share)
 
     def plan(self, cfg: RunConfig) -> MemoryPlan:
-        """The memory of a run with these settings."""
+        """Return the memory plan of a run with these settings."""
         here = self.share.engines > 0
         own = here and cfg.rollout.engine == "native"
         stays = self._learner(cfg) | (self._engines(cfg) if here else self._kernels())
@@ -179,7 +181,8 @@ class Planner:
         return MemoryPlan(held, self.free, str(self.compute.device), tokens, usable, samples)
 
     def _together(self, cfg: RunConfig) -> str:
-        """Who can use the cache: the samples of the workload that needs the most."""
+        """Describe the samples that can use the cache: those of the workload that needs the
+        most."""
         size, rows, kv = cfg.rollout.page_size, cfg.rollout.max_batch, caches.policy(cfg)
         if not self.workloads:
             return ""
@@ -188,7 +191,7 @@ class Planner:
         return f"at most {most.rows(rows):,} samples of {each} are drawn together"
 
     def _learner(self, cfg: RunConfig) -> dict[str, int]:
-        """What stays of the learner's side."""
+        """Return the bytes by part that stay of the learner's side."""
         compute, model = self.compute, self.model
         whole, codes = weights.learner(cfg, compute, model), weights.codes(cfg, compute, model)
         parts = {
@@ -207,13 +210,14 @@ class Planner:
         return {"kernels": KERNELS if self.compute.device.type == "cuda" else 0}
 
     def _engines(self, cfg: RunConfig) -> dict[str, int]:
-        """What stays of all engines of this device, but for their caches."""
+        """Return the bytes by part that stay of all engines of this device, without their
+        caches."""
         if cfg.rollout.engine != "native":
             return self._vllm(cfg)
         return {name: self.share.engines * size for name, size in self._engine(cfg).items()}
 
     def _engine(self, cfg: RunConfig) -> dict[str, int]:
-        """What stays of the engine's side, but for the cache."""
+        """Return the bytes by part that stay of one engine, without its cache."""
         compute, model, rollout = self.compute, self.model, cfg.rollout
         kernels = KERNELS if compute.device.type == "cuda" else 0
         state = policy_bytes(
@@ -232,7 +236,7 @@ class Planner:
         }
 
     def _vllm(self, cfg: RunConfig) -> dict[str, int]:
-        """What a vLLM that the run starts on its own GPU takes for itself."""
+        """Return the bytes by part of a vLLM that the run starts on its own GPU."""
         vllm, on_cuda = cfg.rollout.vllm, self.compute.device.type == "cuda"
         parts = self._kernels()
         if on_cuda and vllm.url is None and vllm.devices is None:
@@ -246,12 +250,13 @@ class Planner:
         return max((work.groups * work.prompt for work in self.workloads), default=0)
 
     def _samples(self, cfg: RunConfig) -> int:
-        """That decode together at most."""
+        """Return the most samples that decode together."""
         most = max((work.groups * work.n for work in self.workloads), default=1 << 62)
         return min(cfg.rollout.max_batch, most)
 
     def _learning(self, cfg: RunConfig) -> dict[str, int]:
-        """Of the policy, or of the critic if that is more: each learns after the other."""
+        """Return the bytes by part of the policy while it learns, or of the critic if that is more:
+        each learns after the other."""
         tokens = max(
             (_batch_tokens(now, self.workloads) for now in cfg.each_stage()), default=1 << 62
         )
@@ -271,7 +276,7 @@ class Planner:
     def _cache(
         self, cfg: RunConfig, phases: Mapping[str, Mapping[str, int]]
     ) -> tuple[int, int, int]:
-        """(tokens that the run can use, tokens of the cache, bytes of each)."""
+        """Return (tokens that the run can use, tokens of the cache, bytes of each)."""
         size, kv = cfg.rollout.page_size, caches.policy(cfg)
         each = self.share.engines * storage(cfg.rollout.cache.kv_dtype).bytes_per_token(
             self.model.spec, _dtype(cfg, self.compute)
@@ -296,7 +301,7 @@ class Planner:
 
 
 def plan_sft(cfg: RunConfig, compute: Compute, model: Transformer, longest: int) -> MemoryPlan:
-    """The memory of `lowroll sft`. longest: tokens of a whole batch."""
+    """Plan the memory of `lowroll sft`. longest: tokens of a whole batch."""
     stays = {
         "learner's weights": weights.learner(cfg, compute, model),
         "optimiser": weights.optimizer(cfg, compute, model),
@@ -317,8 +322,9 @@ def learning(
     minibatches: int,
     has_head: bool = True,
 ) -> dict[str, int]:
-    """What a model takes while it learns, at the fullest of three moments of a minibatch's last
-    backward pass: its beginning, at the logits; the last block's gradients; its end, at the update.
+    """Return the bytes by part of a model while it learns, at the fullest of three moments of a
+    minibatch's last backward pass: its beginning, at the logits; the last block's gradients; its
+    end, at the update.
 
     tokens: of a whole batch. has_head: whether log-probs are made; a critic has none.
     """
@@ -345,8 +351,8 @@ def learning(
 
 
 def _loading(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, int]:
-    """Dense weights that are quantized when they arrive, or after all have. Those that learn stay as
-    they arrive."""
+    """Return the bytes of loading: dense weights that are quantized when they arrive, or after all
+    have. Those that learn stay as they arrive."""
     item, lora = compute.dtype.itemsize, cfg.train.lora
     learner = weights.learner(cfg, compute, model)
     format = compute.format(cfg.rollout.weights)
@@ -359,8 +365,8 @@ def _loading(cfg: RunConfig, compute: Compute, model: Transformer) -> dict[str, 
 
 
 def _batch_tokens(cfg: RunConfig, workloads: Sequence[Workload]) -> int:
-    """Tokens that a batch feeds to the learner at most. The workload of training is the one of its
-    size; evaluations teach nothing."""
+    """Return the most tokens that a batch feeds to the learner. The workload of training is the one
+    of its size; evaluations teach nothing."""
     mine = [
         work.prompt + work.response
         for work in workloads
@@ -378,7 +384,7 @@ def _cell(parts: Mapping[str, int], name: str) -> str:
 
 
 def shown(size: int) -> str:
-    """Bytes for people, to three digits."""
+    """Format bytes for people, to three digits."""
     unit, scale = next(
         ((unit, scale) for unit, scale in (("GB", 1e9), ("MB", 1e6)) if size >= scale), ("kB", 1e3)
     )

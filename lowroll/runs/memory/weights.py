@@ -30,18 +30,18 @@ META = torch.device("meta")
 
 
 def linear_size(model: Transformer) -> int:
-    """Weights of the linear layers."""
+    """Return the number of weights of the linear layers."""
     return sum(_size(linear) for _, linear in model.linears())
 
 
 def other_size(model: Transformer) -> int:
-    """All other weights: embeddings, norms, biases, routers, lm_head."""
+    """Return the number of all other weights: embeddings, norms, biases, routers, lm_head."""
     return sum(p.numel() for p in model.parameters()) - linear_size(model)
 
 
 def linear_bytes(model: Transformer, format: str) -> int:
-    """Bytes of the linear layers in a format, with scales. ValueError as the format says of a shape
-    that it has not."""
+    """Return the bytes of the linear layers in a format, with scales. ValueError as the format says
+    of a shape that it has not."""
     total = 0
     for name, linear in model.linears():
         rows, columns = linear.weight.shape
@@ -53,24 +53,26 @@ def linear_bytes(model: Transformer, format: str) -> int:
 
 
 def largest(model: Transformer) -> int:
-    """Weights of the largest linear layer; of a mixture all experts' matrices are one."""
+    """Return the number of weights of the largest linear layer; of a mixture all experts' matrices
+    are one."""
     return max(_size(linear) for _, linear in model.linears())
 
 
 def largest_unit(model: Transformer) -> int:
-    """Weights that ranks with parts put together at a time: a block's, or those outside of blocks."""
+    """Return the number of weights that ranks with parts put together at a time: a block's, or
+    those outside of blocks."""
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     return max(*blocks, sum(p.numel() for p in model.parameters()) - sum(blocks))
 
 
 def adapted(cfg: RunConfig, linear: Linear) -> dict[str, int]:
-    """The parts of a layer that will have an adapter, and their rows."""
+    """Return the parts of a layer that will have an adapter, and their rows."""
     targets = cfg.train.lora_target_modules if cfg.train.lora else ()
     return {part: rows for part, rows in linear.parts.items() if part in targets}
 
 
 def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
-    """Parameters of every A [R, K] and B [rows, R]."""
+    """Return the number of parameters of every A [R, K] and B [rows, R]."""
     rank = cfg.train.lora_rank
     return [
         rank * side
@@ -81,8 +83,8 @@ def adapter_sizes(cfg: RunConfig, model: Transformer) -> list[int]:
 
 
 def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
-    """Bytes of what the products read in the place of A and B: [L, K] and the block-diagonal [N, L]
-    in the dtype of the activations (`model.adapter`)."""
+    """Return the bytes of the copies that products read in the place of A and B: [L, K] and the
+    block-diagonal [N, L] in the dtype of the activations (`model.adapter`)."""
     rank, total = cfg.train.lora_rank, 0
     for _, linear in model.linears():
         columns = rank * len(adapted(cfg, linear))
@@ -91,7 +93,8 @@ def adapter_copies(cfg: RunConfig, model: Transformer, item: int) -> int:
 
 
 def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """The weights that learn; under LoRA the frozen base, and the adapter with its copies."""
+    """Return the bytes of the weights that learn, or under LoRA of the frozen base and the adapter
+    with its copies; `codes` included."""
     item, format = compute.dtype.itemsize, compute.format(cfg.rollout.weights)
     if cfg.train.lora:
         adapter = MASTER * sum(adapter_sizes(cfg, model)) + adapter_copies(cfg, model, item)
@@ -103,7 +106,8 @@ def learner(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """What a frozen int8 base multiplies gradients with, as bytes (`model.frozen`)."""
+    """Return the bytes of the codes that a frozen int8 base multiplies gradients with
+    (`model.frozen`)."""
     if compute.dtype != torch.float32 or not limbs.supports_device(compute.device):
         return 0
     format = get_format(compute.format(cfg.rollout.weights))
@@ -112,8 +116,9 @@ def turned_codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """What the learner multiplies with in the place of its weights, where it is aligned (of LoRA on
-    that very format they are the base), and gradients with in the place of their transposes."""
+    """Return the bytes of the codes that the learner multiplies with in the place of its weights,
+    where it is aligned (of LoRA on that very format they are the base), and of those that it
+    multiplies gradients with in the place of the weights' transposes."""
     rounds, size = cfg.forward_weights, 0
     if rounds is not None and not (cfg.train.lora and rounds == cfg.rollout.weights):
         size = linear_bytes(model, compute.format(rounds))
@@ -125,7 +130,7 @@ def codes(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """Float32 masters of what is not float32, and moments."""
+    """Return the bytes of float32 masters of what is not float32, and of moments."""
     kind = cfg.train.optimizer
     if cfg.train.lora:
         return sum(_moments(kind, size, kind == "muon") for size in adapter_sizes(cfg, model))
@@ -179,8 +184,8 @@ def large_batch(cfg: RunConfig, model: Transformer) -> int:
 
 
 def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """What the engine multiplies with beside the codes: on CUDA what `keep_dense` asks for, on a CPU
-    what its products want (`quant`)."""
+    """Return the bytes of the copies that the engine multiplies with beside the codes: on CUDA
+    those that `keep_dense` asks for, on a CPU those that its products want (`quant`)."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
     layers = ((format.of(name), linear) for name, linear in model.linears())
@@ -190,7 +195,7 @@ def dense_copies(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 def _dense_copy(
     cfg: RunConfig, compute: Compute, model: Transformer, form: Format, linear: Linear, item: int
 ) -> int:
-    """That of one layer. item: bytes of an activation."""
+    """Return the bytes of one layer's copy. item: bytes of an activation."""
     if compute.device.type == "cuda":
         kept = cfg.rollout.keep_dense and form.bits < 8 and not isinstance(linear, StackedLinear)
         return item * _size(linear) if kept else 0
@@ -206,7 +211,7 @@ def _dense_copy(
 
 
 def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """What `weights/*` is measured against (`weights.watch`)."""
+    """Return the bytes of the weights that `weights/*` is measured against (`weights.watch`)."""
     if not _watches(cfg):
         return 0
     if cfg.train.lora:
@@ -222,8 +227,8 @@ def watch(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def watching(cfg: RunConfig, model: Transformer) -> int:
-    """What a measurement of `weights/*` takes for a moment: float32 matrices of one layer and, until
-    they are replaced, of the layer before."""
+    """Return the bytes that a measurement of `weights/*` takes for a moment: float32 matrices of
+    one layer and, until they are replaced, of the layer before."""
     if not _watches(cfg):
         return 0
     if not cfg.train.lora:
@@ -254,7 +259,8 @@ def critic(compute: Compute, model: Transformer) -> int:
 
 
 def _watches(cfg: RunConfig) -> bool:
-    """An engine elsewhere shows no codes to compare; an adapter needs none."""
+    """Return whether `weights/*` is measured: an engine elsewhere shows no codes to compare, but an
+    adapter needs none."""
     return cfg.train.weight_metrics and (cfg.train.lora or cfg.rollout.engine == "native")
 
 

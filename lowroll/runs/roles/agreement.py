@@ -1,5 +1,5 @@
-"""Do the roles of a run have the same run? Each reads settings of its own; what two of them act on
-must be one. No torch.
+"""The check that the roles of a run have the same run. Each reads settings of its own; what two of
+them act on must be one. No torch.
 
 The trainer's are RUN/config.yaml, whole, from its start on; an engine says what it is when it is met.
 """
@@ -48,7 +48,8 @@ OURS = "policy"  # as a vLLM that lowroll started calls its model
 
 
 def check_trainer(cfg: RunConfig, run: Path, trainer: str) -> RunConfig:
-    """The trainer's settings. ValueError names the file and the key that is another in them."""
+    """Return the trainer's settings. ValueError names the file and the key that is another in
+    them."""
     theirs = load(run / CONFIG)
     for key in ALWAYS if cfg.given else (*ALWAYS, *OF_RUN):
         mine, other = _value(cfg, key), _value(theirs, key)
@@ -61,7 +62,7 @@ def check_trainer(cfg: RunConfig, run: Path, trainer: str) -> RunConfig:
 
 
 def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
-    """ValueError names what the engines are, and the settings of the trainer are not."""
+    """Raise ValueError that names what the engines are and the settings of the trainer are not."""
     able, behavior, served = pool.capabilities, pool.behavior, pool.dialect.model
     capabilities.check(cfg, able)
     folder = resolve(cfg.model, weights=False)
@@ -91,7 +92,8 @@ def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
 
 
 def _same_formats(wanted: str, held: str) -> bool:
-    """Of few rows and, where there is a second one, of many."""
+    """Return whether two formats are equal: those for few rows and, where there is a second one,
+    those for many."""
     pairs = list(zip_longest(wanted.split("+"), held.split("+"), fillvalue=""))
     return all(a == b or (is_dense(a) and is_dense(b)) for a, b in pairs)
 

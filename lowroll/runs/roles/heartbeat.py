@@ -1,4 +1,5 @@
-"""A role's sign of life: `roles/<role>.json`, written again every few seconds with a growing count.
+"""The heartbeat of a role: `roles/<role>.json`, written again every few seconds with a growing
+count.
 
 Who looks at it goes by changes of the count that it has seen itself, by its own monotonic clock:
 clocks of two machines and times of files say nothing.
@@ -29,12 +30,12 @@ VARIABLE = "LOWROLL_SILENT_S"  # another SILENT_S, for tests
 
 
 def silent_s() -> float:
-    """Seconds without a sign of life after which a role is named."""
+    """Return the seconds without a heartbeat after which a role is named."""
     return float(os.environ.get(VARIABLE, SILENT_S))
 
 
 class Heartbeat:
-    """The sign of life of this process as a role. Beats in a thread from `start` to `close`."""
+    """The heartbeat of this process as a role. It beats in a thread from `start` to `close`."""
 
     def __init__(self, path: Path, role: str, attempt: int, **told: object) -> None:
         self.path = path
@@ -66,12 +67,12 @@ class Heartbeat:
         self.say(phase="ended", doing="")
 
     def say(self, **told: object) -> None:
-        """Tell more, at once."""
+        """Update what the heartbeat reports, and write it at once."""
         self.said |= told
         self._write()
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """What is being done; told with the next beat."""
+        """Set the progress that the next beat reports."""
         self.said["doing"] = f"{phase} {done}/{total}" if total else phase
 
     def _run(self) -> None:
@@ -94,7 +95,7 @@ class Heartbeat:
 
 
 def read_heartbeat(path: Path) -> dict[str, Any] | None:
-    """What a role has said of itself last; None when there is nothing that can be read."""
+    """Return the last heartbeat of a role; None when there is nothing that can be read."""
     try:
         found = json.loads(read_file(path))
         return found if isinstance(found, dict) and isinstance(found.get("beat"), int) else None
@@ -103,7 +104,7 @@ def read_heartbeat(path: Path) -> dict[str, Any] | None:
 
 
 class HeartbeatMonitor:
-    """Another role, seen from here."""
+    """The heartbeat of another role, as this process sees it."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
@@ -115,7 +116,7 @@ class HeartbeatMonitor:
         self._named = False
 
     def look(self) -> bool:
-        """Whether it has given a sign of life since the last look."""
+        """Read the heartbeat; return whether it has changed since the last call."""
         said = read_heartbeat(self.path)
         if said is None or said == self.said:
             return False
@@ -131,7 +132,7 @@ class HeartbeatMonitor:
 
     @property
     def name(self) -> str:
-        """Of the role, with its process."""
+        """The name of the role, with its process."""
         said = self.said
         if said is None:
             return f"{self.path.stem} (which has not shown itself)"
@@ -139,7 +140,7 @@ class HeartbeatMonitor:
 
     @property
     def alive(self) -> bool:
-        """Whether a change was seen, and none is overdue."""
+        """Return whether a change was seen, and none is overdue."""
         self.look()
         return self._changes > 0 and self.silent_for < self.silent_s
 
@@ -149,14 +150,15 @@ class HeartbeatMonitor:
         return self.clock() - self._changed_at
 
     def told(self) -> str:
-        """What it said of itself last."""
+        """Describe what the role has reported last."""
         said = self.said or {}
         step = "" if said.get("step") is None else f"step {said['step']}"
         words = (step, said.get("phase"), said.get("doing"))
         return printable(", ".join(str(word) for word in words if word)) or "nothing"
 
     def check(self) -> None:
-        """For who waits for it: a role that is silent is named, once; PeerSilent when it stays so."""
+        """Check a role that this process waits for: warn once when it is silent, raise PeerSilent
+        when it stays so."""
         self.look()
         silent = self.silent_for
         if silent > self.silent_s and not self._named:
@@ -168,7 +170,7 @@ class HeartbeatMonitor:
             )
 
     def diagnosis(self) -> str:
-        """In words, who is silent."""
+        """Describe the silence of the role."""
         if self.said is None:
             return (
                 f"no {self.path.stem} has shown itself for {self.silent_for:.0f} s ({self.path} would "

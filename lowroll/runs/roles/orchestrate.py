@@ -98,7 +98,7 @@ def orchestrate(cfg: RunConfig) -> int:
 
 
 def overheard(urls: Sequence[str]) -> list[str]:
-    """Those that lead to another machine without encryption."""
+    """Return those that lead to another machine without encryption."""
     found = []
     for url in urls:
         parts = urlsplit(url)
@@ -108,7 +108,7 @@ def overheard(urls: Sequence[str]) -> list[str]:
 
 
 class Orchestration:
-    """The role, joined. alive: raises when the process is asked to stop."""
+    """The state of the orchestrator's role. alive: raises when the process is asked to stop."""
 
     def __init__(
         self,
@@ -173,12 +173,14 @@ class Orchestration:
         self._made = time.monotonic()  # when the batch before was
 
     def alive(self) -> None:
-        """For every wait for the trainer."""
+        """Check for a stop and for the trainer's heartbeat; called in every wait for the
+        trainer."""
         self.stopped()
         self.trainer.check()
 
     def abreast(self) -> None:
-        """For every wait for its weights: FrameGone when it wants batches that are gone."""
+        """Check as `alive` does, in every wait for weights; raise FrameGone when the trainer wants
+        batches that are gone."""
         self.alive()
         self.channel.check()
 
@@ -188,7 +190,7 @@ class Orchestration:
         self.stopped()
 
     def _meet_trainer(self) -> None:
-        """Until the trainer has begun or gone on: what lies here may be of an earlier run."""
+        """Wait until the trainer has begun or gone on: what lies here may be of an earlier run."""
 
         def has_begun() -> bool:
             alive, said = self.trainer.alive, self.trainer.said or {}
@@ -204,7 +206,8 @@ class Orchestration:
         )
 
     def _pool(self, cfg: RunConfig) -> EnginePool:
-        """The engines of client.base_url, else those that show themselves in the run folder."""
+        """Return the engines of client.base_url, else those that show themselves in the run
+        folder."""
         client = cfg.client
         elastic = None
         if client.elastic.hostname is not None:
@@ -236,8 +239,8 @@ class Orchestration:
         )
 
     def _shown(self, count: int) -> list[str]:
-        """Addresses of the engines that show themselves here, once `count` at least, and all that do,
-        are ready. ValueError for one that only its own machine reaches."""
+        """Wait for at least `count` engines that show themselves here, all of them ready; return
+        their addresses. ValueError for one that only its own machine reaches."""
         watches: dict[str, HeartbeatMonitor] = {}
         urls: list[str] = []
 
@@ -263,7 +266,7 @@ class Orchestration:
     # -- steps -------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All batches, and the last evaluation."""
+        """Make all batches, and the last evaluation."""
         while True:
             try:
                 self._make_after(self._go_on())
@@ -291,7 +294,7 @@ class Orchestration:
         self.channel.drain(GONE_S * 48)
 
     def step(self, step: int) -> None:
-        """The batch of a step, when its weights are there."""
+        """Make the batch of a step, when its weights are there."""
         self.heart.say(step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}")
         if step == 1 or self.level == 0:  # else the batches wait for them
             began = time.monotonic()
@@ -305,7 +308,7 @@ class Orchestration:
         self._commit()
 
     def _pace(self, batch: Batch) -> dict[str, float]:
-        """What the engines have done, and how long this process had nothing to do."""
+        """Return metrics of the engines' work and of how long this process had nothing to do."""
         before, self._made = self._made, time.monotonic()
         found = self.pool.stats().metrics()
         if self.level == 0:
@@ -317,18 +320,19 @@ class Orchestration:
         return found
 
     def _commit(self) -> None:
-        """What the trainer has in a checkpoint was learned from, once and for all."""
+        """Commit the batches that a checkpoint of the trainer covers: they were learned from once
+        and for all."""
         cursor = self.channel.cursor()
         if cursor is not None and cursor.committed > self.committed:
             self.committed = cursor.committed
             self.batches.orchestrator.committed(cursor.committed)
 
     def needs(self, step: int) -> int:
-        """The oldest version that a batch may be drawn from."""
+        """Return the oldest version that a batch may be drawn from."""
         return max(0, step - 1 - self.level)
 
     def _go_on(self) -> int:
-        """Put back what the orchestrator knew; the step of the last batch that was sent."""
+        """Put back what the orchestrator knew; return the step of the last batch that was sent."""
         cursor, spool = self._cursor(), self.channel.spool
         newest = spool.newest()
         if newest is not None and spool.reaches(cursor.received) and newest.orchestrator:
@@ -354,7 +358,8 @@ class Orchestration:
         return saved.step
 
     def _cursor(self) -> Cursor:
-        """What the trainer that runs now has received, or said before it ended."""
+        """Wait for the cursor of the trainer that runs now, or that it left when it ended, and
+        return it."""
 
         def heard() -> bool:
             self.trainer.look()
@@ -381,8 +386,8 @@ class Orchestration:
         self._record(0, around(self.batches.before(1, self.versions.version), {}))
 
     def _evaluate_after(self, step: int) -> None:
-        """Of the policy after a step, where one is due: at a level above 0 of the newest policy that
-        there is by then."""
+        """Evaluate the policy after a step, where one is due: at a level above 0 the newest policy
+        that there is by then."""
         if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
             return
         self.heart.say(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
@@ -400,7 +405,7 @@ class Orchestration:
 
 
 def _check_reached(said: Mapping[str, Any]) -> None:
-    """ValueError for an engine of another machine whose address leads to this one."""
+    """Raise ValueError for an engine of another machine whose address leads to this one."""
     if said.get("host") == socket.gethostname():
         return
     if str(said["url"]).startswith("unix:"):
@@ -418,7 +423,7 @@ def _check_reached(said: Mapping[str, Any]) -> None:
 
 
 def _leads_here(host: str) -> bool:
-    """Whether an address means whatever machine it is used on."""
+    """Return whether an address means whatever machine it is used on."""
     try:
         address = ip_address(host)
     except ValueError:

@@ -47,7 +47,7 @@ Do = Literal["learn", "checkpoint", "finish", "end"]
 
 @dataclass(frozen=True)
 class Order:
-    """What all ranks do next. step: of the batch, or of the checkpoint."""
+    """An order to all ranks. step: of the batch, or of the checkpoint."""
 
     do: Do
     step: int = 0
@@ -55,8 +55,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Begin:
-    """What the others must know before they begin. attempt: of rank 0. step: of the checkpoint to
-    go on from; None where there is none. settings: as rank 0 has them."""
+    """The facts that the other ranks need before they begin. attempt: of rank 0. step: of the
+    checkpoint to go on from; None where there is none. settings: as rank 0 has them."""
 
     attempt: int
     step: int | None
@@ -65,7 +65,7 @@ class Begin:
 
 @contextmanager
 def joined(cfg: RunConfig, seat: RankEnvironment | None) -> Iterator[Ranks]:
-    """The ranks that this process learns with."""
+    """Connect the ranks that this process learns with, for the block."""
     if seat is None or seat.size == 1:
         yield ALONE
         return
@@ -81,7 +81,8 @@ def joined(cfg: RunConfig, seat: RankEnvironment | None) -> Iterator[Ranks]:
 
 
 class Lead:
-    """Rank 0's side: it says what comes before it does it. Nothing to nobody where it is alone."""
+    """Rank 0's side: it sends each order before it does the same. It sends nothing where it is
+    alone."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -93,7 +94,7 @@ class Lead:
             self.ranks.tell(json.dumps(asdict(Begin(attempt, step, cfg.dump()))).encode())
 
     def say(self, do: Do, step: int = 0, batch: Batch | None = None) -> None:
-        """The next order, with the batch that it is of."""
+        """Send the next order, with the batch that it is of."""
         if self.ranks.size > 1:
             payload = b"" if batch is None else encode_batch(batch)
             self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
@@ -116,7 +117,7 @@ def follow(cfg: RunConfig, seat: RankEnvironment) -> None:
 
 
 class Follower:
-    """A rank that is told what to do."""
+    """A rank that follows the orders of rank 0."""
 
     def __init__(self, cfg: RunConfig, ranks: Ranks, heart: Heartbeat, begin: Begin) -> None:
         self.ranks = ranks
@@ -134,7 +135,7 @@ class Follower:
             self.learner.go_on(saved)
 
     def run(self) -> None:
-        """Until the run is over."""
+        """Follow orders until the run is over."""
         does: Mapping[str, Callable[[int], object]] = {
             "learn": self.learner.step,
             "checkpoint": self._checkpoint,
@@ -166,25 +167,25 @@ class Orders:
         self._batch: Batch | None = None
 
     def hear(self) -> Order:
-        """The next one."""
+        """Receive the next order."""
         line, _, payload = self.ranks.tell(wait_s=ORDER_S).partition(b"\n")
         self._batch = decode_batch(payload) if payload else None
         return Order(**json.loads(line))
 
     def receive(self, deadline_s: float) -> Batch:
-        """That of the order to learn."""
+        """Return the batch that came with the order to learn."""
         assert self._batch is not None
         return self._batch
 
     def commit(self, step: int) -> None:
-        """Rank 0's business."""
+        """Do nothing: rank 0 commits."""
 
     def close(self) -> None:
-        """Rank 0's business."""
+        """Do nothing: rank 0 closes the channel."""
 
 
 class Told:
-    """Rank 0's channel: the others get each batch that it receives."""
+    """Rank 0's channel, which sends each batch that it receives to the other ranks."""
 
     def __init__(self, channel: RolloutReceiver, lead: Lead) -> None:
         self.channel = channel
@@ -199,8 +200,8 @@ class Told:
 
 
 class Reader(RunFolder):
-    """The run folder for who writes nothing there. step: of the checkpoint to go on from, which
-    rank 0 has verified."""
+    """The run folder for a rank that writes nothing there. step: of the checkpoint to go on from,
+    which rank 0 has verified."""
 
     verified = True
 
@@ -213,7 +214,7 @@ class Reader(RunFolder):
         return self._step
 
     def resume(self, step: int, about: Mapping[str, str]) -> None:
-        """Rank 0 cuts it back."""
+        """Do nothing: rank 0 cuts the folder back."""
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
         return self.path / name
@@ -221,14 +222,15 @@ class Reader(RunFolder):
     def save(
         self, step: int, tensors: Any, state: Any, meta: Any, parts: int = 1, share: Any = None
     ) -> None:
-        """Rank 0 keeps it."""
+        """Do nothing: rank 0 keeps the checkpoint."""
 
     def publish(self, write: Callable[[Path], object]) -> None:
-        """Rank 0 puts it there."""
+        """Do nothing: rank 0 publishes the folder."""
 
 
 class Nowhere:
-    """New weights, which rank 0 broadcasts (`runs.learner.Publisher`)."""
+    """A publisher of ranks other than rank 0, which broadcasts the weights
+    (`runs.learner.Publisher`)."""
 
     cache_tokens = None
     hidden_bytes = 0
@@ -241,7 +243,8 @@ class Nowhere:
         self.noise = trainer.noise(cfg)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """What the learner does itself when there is a version, and its part of rank 0's mirror."""
+        """Take part in rank 0's mirror of a version, and give the learner the version's noise, when
+        it shares it."""
         self.ranks.refill(None, self.model)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, None if self.noise is None else self.noise.at(version))
@@ -254,11 +257,11 @@ class Nowhere:
         raise AssertionError(f"a fallback to {weights} was refused at the start")
 
     def release(self) -> None:
-        """There is no engine here."""
+        """Do nothing: there is no engine here."""
 
 
 def _refuse_other(cfg: RunConfig, begin: Begin) -> None:
-    """ValueError names the first setting that is not rank 0's."""
+    """Raise ValueError that names the first setting that is not rank 0's."""
     for mine, theirs in zip(cfg.dump().splitlines(), begin.settings.splitlines(), strict=False):
         if mine != theirs:
             raise ValueError(

@@ -94,7 +94,8 @@ def train(
 
 
 class Training:
-    """The role, joined. With `resume`, ValueError when the newest checkpoint is another run's."""
+    """The state of the trainer's role. With `resume`, ValueError when the newest checkpoint is
+    another run's."""
 
     def __init__(
         self,
@@ -166,14 +167,15 @@ class Training:
         return step
 
     def _open(self, committed: int) -> None:
-        """From here on the orchestrator may rely on what is in the folder."""
+        """Open the channel: from here on the orchestrator may rely on what is in the folder."""
         self.channel.channel = receiver(
             self.cfg, self.place, self.home.attempt, committed, self._waiting
         )
         self.heart.say(phase="waiting", step=committed)
 
     def _waiting(self) -> None:
-        """While there is no batch: nothing is lost when a step that has not begun is dropped."""
+        """Check for a stop and for trouble elsewhere while there is no batch: nothing is lost when
+        a step that has not begun is dropped."""
         if self.stop:
             raise StepDropped
         self.orchestrator.check()
@@ -197,13 +199,13 @@ class Training:
         return record
 
     def drop(self, step: int) -> None:
-        """A checkpoint of the step before one that had not begun."""
+        """Save a checkpoint of the step before one that had not begun."""
         if step > 1:
             self.learner.enter(step - 1)
             self.checkpoint(step - 1)
 
     def checkpoint(self, step: int) -> None:
-        """A checkpoint; the orchestrator's batches up to it are not needed any more."""
+        """Save a checkpoint; the orchestrator's batches up to it are not needed any more."""
         self.heart.say(phase="checkpoint", doing="")
         self.lead.say("checkpoint", step)
         self.learner.checkpoint(step)
@@ -211,7 +213,7 @@ class Training:
         self.channel.commit(step)
 
     def finish(self, step: int) -> None:
-        """The last checkpoint and the trained model."""
+        """Save the last checkpoint and the trained model."""
         self.heart.say(phase="finishing", doing="")
         self.lead.say("finish", step)
         self.learner.finish(step)
@@ -219,7 +221,7 @@ class Training:
             self.channel.commit(step)
 
     def close(self) -> None:
-        """Give the channel and the way of the weights back."""
+        """Close the channel and the publisher."""
         if self.channel.channel is not None:
             self.channel.close()
         self.publisher.close()
@@ -249,8 +251,8 @@ class _Late:
 
 
 class Broadcasting:
-    """New weights as folders that engines read (`runs.learner.Publisher`), and what measures them:
-    both read `whole`, which has the weights of the model that `ranks` hold."""
+    """A publisher of new weights as folders that engines read (`runs.learner.Publisher`), and what
+    measures them: both read `whole`, which has the weights of the model that `ranks` hold."""
 
     cache_tokens = None
     hidden_bytes = 0
@@ -296,7 +298,7 @@ class Broadcasting:
         self.publish(version)
 
     def check(self) -> None:
-        """TransportError when engines get no weights any more, with the reason."""
+        """Raise TransportError when engines get no weights any more, with the reason."""
         self.broadcaster.check()
 
     def forget_after(self, version: int) -> None:
@@ -305,14 +307,14 @@ class Broadcasting:
         self.broadcaster.forget_after(version)
 
     def close(self) -> None:
-        """Nothing is offered any more; the last version lies in the folder."""
+        """Stop offering versions; the last one lies in the folder."""
         self.broadcaster.close()
 
     def change_format(self, weights: str) -> None:
         raise AssertionError(f"a fallback to {weights} was refused at the start")
 
     def release(self) -> None:
-        """Engines keep their memory."""
+        """Do nothing: engines keep their memory."""
 
     def _watch(self, compute: Compute) -> AdapterWatch | _OwnWatch | None:
         if not self.cfg.train.weight_metrics:
@@ -324,8 +326,8 @@ class Broadcasting:
 
 
 def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | None:
-    """What engines hold, where the learner has the same codes: then what changes is all that
-    travels."""
+    """Return the codes that engines hold, where the learner has the same ones: then only changes
+    travel. None elsewhere."""
     rollout = cfg.rollout
     if cfg.train.forward == "dense" or cfg.forward_weights != rollout.weights or cfg.train.lora:
         return None
@@ -336,7 +338,8 @@ def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | No
 
 
 def _offers(cfg: RunConfig, compute: Compute, place: RunPaths) -> Offers | None:
-    """The direct way of whole models, and where it begins, for engines that look for it."""
+    """Open the direct way of whole models, and write its address for engines that look for it; None
+    for `filesystem`."""
     way = cfg.weight_broadcast
     if way.type == "filesystem":
         return None
@@ -355,7 +358,7 @@ def _offers(cfg: RunConfig, compute: Compute, place: RunPaths) -> Offers | None:
 
 
 class _OwnWatch:
-    """`WeightWatch` where the engine's codes lie elsewhere: the same codes are made here."""
+    """A `WeightWatch` where the engine's codes lie elsewhere: the same codes are made here."""
 
     def __init__(self, model: Transformer, compute: Compute, weights: str) -> None:
         dtype = get_format(weights).dtype or compute.dtype
@@ -369,6 +372,6 @@ class _OwnWatch:
         self.watch = WeightWatch(model, self.held)
 
     def measure(self) -> dict[str, float]:
-        """`weights/*` since the last call."""
+        """Measure `weights/*` since the last call."""
         publish(self.model, self.copy)
         return self.watch.measure()

@@ -24,8 +24,9 @@ MOST = 16  # versions whose weights are remembered: open groups have tokens of f
 
 
 class Versions:
-    """alive: called while waiting for the trainer. deadline_s: for a version. retract: told the last
-    version that stands when the trainer has gone back, before the engines are told a version."""
+    """The weight versions that the engines draw from. alive: called while waiting for the trainer.
+    deadline_s: for a version. retract: called with the last version that stands when the trainer
+    has gone back, before the engines receive a version."""
 
     def __init__(
         self,
@@ -44,12 +45,12 @@ class Versions:
 
     @property
     def version(self) -> int:
-        """That the engines draw from."""
+        """The version that the engines draw from."""
         return 0 if self.held is None else self.held.version
 
     def at_least(self, version: int, most: int) -> int:
-        """The newest version up to `most` that there is, once it is this one or a later one; the
-        engines draw from it then."""
+        """Wait for this version or a later one, have the engines draw from the newest up to `most`,
+        and return it."""
         newest = self.broadcasts.newest(most)
         if newest is None or newest.version < version:
             if version == 0:
@@ -58,7 +59,7 @@ class Versions:
         return self._take(newest, lambda: self.broadcasts.newest(most))
 
     def exactly(self, version: int) -> int:
-        """The same with this very version."""
+        """Wait for this very version, have the engines draw from it, and return it."""
         found = self.broadcasts.at(version)
         if found is None and version == 0:
             return self.version
@@ -67,8 +68,8 @@ class Versions:
         return self._take(found, lambda: self.broadcasts.at(version))
 
     def newer(self, most: int) -> int | None:
-        """A newer version than the engines draw from, up to `most`, or another of the same name, which
-        they draw from now; None without."""
+        """Have the engines draw from a newer version, up to `most`, or from other weights of the
+        same version, and return it; None without one."""
         newest = self.broadcasts.newest(most)
         if newest is None or newest.version < self.version:
             return None
@@ -115,8 +116,8 @@ class Versions:
 
 
 def _is_undone(taken: Broadcast | None, found: Broadcast) -> bool:
-    """Whether a later attempt of the trainer has put other weights in the place of a version. What one
-    attempt writes again are the same weights, as files."""
+    """Return whether a later attempt of the trainer has replaced the weights of a version. Files
+    that one attempt writes again hold the same weights."""
     if taken is None:
         return False
     return found.digest != taken.digest and found.attempt != taken.attempt
@@ -152,16 +153,16 @@ class Engines:
 
     @contextmanager
     def without_noise(self, version: int) -> Iterator[None]:
-        """For an evaluation; engines with noise are refused before (`orchestrate`)."""
+        """Do nothing, for an evaluation: engines with noise are refused before (`orchestrate`)."""
         yield
 
     @property
     def kv(self) -> CachePolicy:
-        """Which keys their caches keep."""
+        """The policy that decides which keys their caches keep."""
         return self.pool.capabilities.kv
 
     def stats(self) -> EngineStats:
-        """What they have in common."""
+        """Return the statistics that the engines have in common."""
         dialect = self.pool.dialect
         replays, replayed, kept = self.pool.replays() if self.replay else (0, 0, 0)
         return EngineStats(
