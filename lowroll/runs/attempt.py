@@ -205,7 +205,7 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None]:
-    """Everything that is logged in the block goes to logs/<name>_N.log, and warnings to the
+    """Write everything that is logged in the block to logs/<name>_N.log, and warnings to the
     terminal too."""
     (folder / LOGS).mkdir(exist_ok=True)
     file = LogFile(folder / LOGS / f"{name}_{attempt}.log", encoding="utf-8")

@@ -107,7 +107,7 @@ def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
 
 
 def _refuse_others(weights: object, cfg: RunConfig, compute: Compute) -> None:
-    """ValueError for formats of other layers than the model has."""
+    """Raise ValueError for formats of other layers than the model has."""
     model = models.outline("model", cfg.model, compute)
     sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
     found: dict[str, object] = {}
@@ -201,7 +201,7 @@ def cut(home: RunFolder, step: int) -> None:
 
 
 def _up_to(kept: Mapping[str, object], step: int) -> list[dict[str, object]]:
-    """The later choices in a file, of steps up to one."""
+    """Return the later choices in a file, of steps up to one."""
     found = kept.get("again", [])
     if not isinstance(found, list):
         return []
@@ -215,7 +215,7 @@ def _write(home: RunFolder, kept: Mapping[str, object]) -> None:
 
 
 def _calibration(samples: Sequence[Sample]) -> Calibration:
-    """The beginnings of what a policy has said, of each group in turn, behind the ends of the
+    """Return the beginnings of a policy's responses, of each group in turn, behind the ends of the
     prompts."""
     said = [sample for sample in samples if sample.group >= 0 and sample.rollout.token_ids]
     said.sort(key=lambda sample: sample.rollout.behavior.sample)
@@ -252,7 +252,8 @@ def with_weights(cfg: RunConfig, weights: str) -> RunConfig:
 
 
 def refuse_model(cfg: RunConfig) -> None:
-    """ValueError for a model whose layers no budget can choose formats for. Reads no weights."""
+    """Raise ValueError for a model whose layers no budget can choose formats for. Reads no
+    weights."""
     models.refuse_adapter("model", cfg.model)
     folder = resolve(cfg.model, weights=False)
     if (spec := read_spec(folder)).num_experts:

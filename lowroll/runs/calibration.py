@@ -32,7 +32,7 @@ def calibration_sequences(
     num_samples: int = 128,
     length: int = 512,
 ) -> list[list[int]]:
-    """At most `num_samples` sequences of at most `length` token ids, in the file's order.
+    """Return at most `num_samples` sequences of at most `length` token ids, in the file's order.
 
     tokenizer: a transformers tokenizer. ValueError names the file, and the line that has no text.
     """
@@ -78,8 +78,8 @@ def _from_lines(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
 
 
 def _drawn(row: dict[str, Any]) -> list[list[Any]] | None:
-    """The conversations in a line of `lowroll eval`'s responses (`runs.responses`), or of a run's
-    samples; None: it is neither. A line that says something else about them has none."""
+    """Return the conversations in a line of `lowroll eval`'s responses (`runs.responses`), or of a
+    run's samples; None: it is neither. A line that says something else about them has none."""
     prompt, responses = row.get("prompt"), row.get("responses")
     if row.get("kind") in ("asked", "scored", "batch"):
         return []

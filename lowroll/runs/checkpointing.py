@@ -44,7 +44,8 @@ class Checkpointing:
         return None if self.found is None else self.found.meta["cache_tokens"]
 
     def take(self) -> Checkpoint | None:
-        """The checkpoint to go on from, once; None when the run ended before its first one."""
+        """Return the checkpoint to go on from, once; None when the run ended before its first
+        one."""
         saved, self.found = self.found, None
         if saved is None:
             log.warning("the run ended before its first checkpoint; it begins again with step 1")
@@ -80,6 +81,6 @@ class Checkpointing:
         log.info("checkpoint of step %d", step)
 
     def seconds(self) -> dict[str, float]:
-        """`time/checkpoint` of the one that was saved since the last call, else {}."""
+        """Return `time/checkpoint` of the one that was saved since the last call, else {}."""
         seconds, self._seconds = self._seconds, {}
         return seconds

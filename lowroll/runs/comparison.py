@@ -35,8 +35,8 @@ class EngineAnswers:
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The rows as a table for people: (head, cells). Shares are in percent; a column that says
-    nothing is left out."""
+    """Return the rows as a table for people: (head, cells). Shares are in percent; a column that
+    says nothing is left out."""
     about = [key for key in ("weights", "kv", "server", "model") if any(key in row for row in rows)]
     several = any((row.get("n") or 1) > 1 for row in rows)
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -95,7 +95,7 @@ def _bounds(row: dict[str, Any], low: str, high: str) -> str:
 
 
 def _difference(row: dict[str, Any]) -> str:
-    """ "-1.2 (-3.0 to 0.5)", in points of percent."""
+    """Format a difference: "-1.2 (-3.0 to 0.5)", in points of percent."""
     if "difference" not in row:
         return "-"
     bounds = _bounds(row, "difference_low", "difference_high")
@@ -103,15 +103,15 @@ def _difference(row: dict[str, Any]) -> str:
 
 
 def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, Any]]:
-    """A row for each engine and environment and, where there are several environments, one of their
-    average.
+    """Return a row for each engine and environment and, where there are several environments, one
+    of their average.
 
     Keys: env, what answered, examples, n (responses to each), reward, pass_at_1 with its interval
     (low, high), avg_at_k, pass_at_k and maj_at_k with k = n, pass_at (by k), length_mean in tokens,
     truncated, no_answer and unscored (shares of responses), env_failed (conversations that their
-    environment broke off with an error), left_out, seconds; of every engine after
-    the first also difference, difference_low and difference_high: its pass@1 less that of the
-    first, paired by example. Intervals are 95 % percentiles of a bootstrap over examples.
+    environment broke off with an error), left_out, seconds; of every engine after the first also
+    difference, difference_low and difference_high: its pass@1 less that of the first, paired by
+    example. Intervals are 95 % percentiles of a bootstrap over examples.
     """
     sides: dict[tuple[str, ...], list[EngineAnswers]] = {}
     for one in measured:
@@ -159,7 +159,7 @@ def _row(one: EngineAnswers, seed: int) -> dict[str, Any]:
 
 
 def _pass_at(examples: Sequence[Example], k: int) -> float | None:
-    """pass@k over the examples of which k responses could be scored."""
+    """Return pass@k over the examples of which k responses could be scored."""
     solved = [one.solved for one in examples if len(one.solved) >= k]
     if not solved:
         return None
@@ -167,14 +167,14 @@ def _pass_at(examples: Sequence[Example], k: int) -> float | None:
 
 
 def _powers(n: int) -> list[int]:
-    """1, 2, 4, ... and n."""
+    """Return 1, 2, 4, ... and n."""
     return sorted({n, *(1 << power for power in range(n.bit_length()))})
 
 
 def _average(
     side: Sequence[EngineAnswers], rows: Sequence[dict[str, Any]], seed: int
 ) -> dict[str, Any]:
-    """The mean over environments, each as heavy as any other."""
+    """Return the mean over environments, each as heavy as any other."""
     low, high = interval([list(one.shares.values()) for one in side], seed)
     row: dict[str, Any] = {"env": AVERAGE, **side[0].about}
     for name in ("examples", "env_failed", "left_out", "seconds"):
@@ -188,8 +188,8 @@ def _average(
 def _against(
     side: Sequence[EngineAnswers], base: Sequence[EngineAnswers] | None, seed: int
 ) -> dict[str, float]:
-    """The difference to the first engine, over the examples that both have a score of; {} for the
-    first engine."""
+    """Return the difference to the first engine, over the examples that both have a score of; {}
+    for the first engine."""
     if base is None:
         return {}
     sets = []

@@ -133,7 +133,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def build_tokenizer() -> Any:
-    """A byte-level tokenizer (a token a byte) with a chat template, as transformers knows it."""
+    """Build a byte-level tokenizer (a token a byte) with a chat template, as transformers knows
+    it."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -167,7 +168,7 @@ def build_model(folder: Path, seed: int, config: Mapping[str, Any]) -> Path:
 
 
 def settings(folder: Path, seed: int, device: str) -> RunConfig:
-    """The demo's run, as a user's YAML file would say it."""
+    """Return the settings of the demo's run, as a user's YAML file would say it."""
     return from_mapping(
         {
             **SETTINGS,
@@ -183,7 +184,7 @@ def settings(folder: Path, seed: int, device: str) -> RunConfig:
 def reward_of(
     cfg: RunConfig, model: Path, weights: str, temperature: float = 1.0, count: int = HELD_OUT
 ) -> float:
-    """`held_out` of a model folder in a weight format."""
+    """Return `held_out` of a model folder in a weight format."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     with closing(engines.make(cfg, compute, master, chat, weights)) as engine:
@@ -197,8 +198,8 @@ def held_out(
     temperature: float,
     count: int | None = None,
 ) -> float:
-    """Mean reward on held-out prompts: of the policy as it samples (1.0), or of its most likely
-    responses (0.0). count: of the prompts; None: what the settings say."""
+    """Return the mean reward on held-out prompts: of the policy as it samples (1.0), or of its most
+    likely responses (0.0). count: of the prompts; None: what the settings say."""
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
     with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
@@ -218,7 +219,8 @@ def held_out(
 def engine_speed(
     cfg: RunConfig, model: Path, formats: tuple[str, ...], rounds: int = 5
 ) -> dict[str, float]:
-    """Median tokens a second of each format on the run's own kind of batch, measured in turns."""
+    """Return the median tokens a second of each format on the run's own kind of batch, measured in
+    turns."""
     compute = Compute.of(cfg)
     chat = models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
@@ -240,8 +242,9 @@ def engine_speed(
 
 
 def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[str, float]]:
-    """Layers of a real size with random weights: their parameters in millions, and the median
-    tokens a second of each format on 64 sequences, 8 a prompt, as in a batch of rollouts."""
+    """Measure layers of a real size with random weights: return their parameters in millions, and
+    the median tokens a second of each format on 64 sequences, 8 a prompt, as in a batch of
+    rollouts."""
     compute, prompts, length, new = Compute.of(cfg), 8, 16, 8
     master = initialize(Transformer(spec_from_config(LARGER)), cfg.seed).to(compute.device)
     engines = {
@@ -265,7 +268,7 @@ def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[
 def _in_turns(
     engines: Mapping[str, Engine], requests: Callable[[int], list[Request]], rounds: int
 ) -> dict[str, float]:
-    """Median tokens a second of each engine."""
+    """Return the median tokens a second of each engine."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
         asked = requests(turn)
@@ -361,7 +364,7 @@ def verdict(
 
 
 def clear(folder: Path, cfg: RunConfig) -> None:
-    """A folder that is marked as the demo's, without the models of an earlier one."""
+    """Mark a folder as the demo's, and remove the models of an earlier one."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ValueError(
             f"output_dir: {folder} is not empty and holds no earlier demo; remove it, or name "
@@ -380,8 +383,8 @@ def clear(folder: Path, cfg: RunConfig) -> None:
 
 
 def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
-    """Held-out rewards of a model folder by the rollouts' engine, by the fp32 engine, and of the
-    rollouts' sharpened policy: T = 0.5 and greedy."""
+    """Return held-out rewards of a model folder by the rollouts' engine, by the fp32 engine, and of
+    the rollouts' sharpened policy: T = 0.5 and greedy."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     dense = engines.make(cfg, compute, master, chat, "fp32")
@@ -438,7 +441,7 @@ def summary(
 
 
 def _speeds(console: Console, what: str, speed: Mapping[str, float]) -> None:
-    """One line: INT8 against the fastest dense format."""
+    """Print one line: INT8 against the fastest dense format."""
     dense = max(rate for name, rate in speed.items() if name != "int8")
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in speed.items())
     console.print(

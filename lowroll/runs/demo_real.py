@@ -59,7 +59,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def settings(folder: Path, seed: int, device: str) -> RunConfig:
-    """The demo's run, as a user's YAML file would say it."""
+    """Return the settings of the demo's run, as a user's YAML file would say it."""
     return from_mapping(
         {
             **SETTINGS,
@@ -73,7 +73,7 @@ def settings(folder: Path, seed: int, device: str) -> RunConfig:
 
 
 def answers(cfg: RunConfig, model: Path) -> list[tuple[str, str]]:
-    """Some held-out prompts and a model's answers, drawn as in training."""
+    """Return some held-out prompts and a model's answers, drawn as in training."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
     (env,) = environments.make(cfg.env, cfg.seed).values()
     prompts = [env.prompt(i, "test").messages for i in range(SHOWN)]

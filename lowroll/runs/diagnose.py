@@ -337,7 +337,8 @@ def _align(model: Transformer, format: str) -> None:
 
 
 def _settled(cfg: RunConfig, run: Path | None, compute: Compute, chat: ChatTokenizer) -> RunConfig:
-    """The settings with formats in the place of a budget: the run's, or those of a search."""
+    """Return the settings with formats in the place of a budget: the run's, or those of a
+    search."""
     if run is not None:
         return budget.settled(cfg, run, compute)
     return budget.with_weights(cfg, budget.named(cfg.rollout.weights, cfg, compute, chat))
@@ -351,8 +352,8 @@ def _checkpoint(run: Path | None) -> Checkpoint | None:
 
 
 def _weights(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
-    """The format of the run's rollouts: what its guard fell back to, unless another than the run's
-    own is asked for. weights: what the settings stand for."""
+    """Return the format of the run's rollouts: what its guard fell back to, unless another than the
+    run's own is asked for. weights: what the settings stand for."""
     own = yaml.safe_load(held.meta["config"])["rollout"]["weights"]
     return (fallen_to(held.state) or weights) if cfg.rollout.weights == own else weights
 

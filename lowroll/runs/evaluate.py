@@ -52,8 +52,8 @@ def evaluate(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """One row an environment, format and cache, with its numbers (`comparison.rows_of`); where there
-    are several environments, also their average.
+    """Return one row an environment, format and cache, with its numbers (`comparison.rows_of`);
+    where there are several environments, also their average.
 
     `weights` are formats or budgets; "dense" is the run's own dtype. Without any they are dense and
     rollout.weights or, where that is not set, the low-bit format that the model holds. `kv` are
@@ -107,8 +107,8 @@ def evaluate_server(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """The rows of what a server serves, with its address and the model's name; drawn as `evaluate`
-    draws. ValueError when its context leaves no room for a response."""
+    """Return the rows of what a server serves, with its address and the model's name; drawn as
+    `evaluate` draws. ValueError when its context leaves no room for a response."""
     cfg = cfg.resolved().at(cfg.train.max_steps)
     context = server.engine.capabilities.context_length
     most = context - cfg.rollout.max_tokens
@@ -130,8 +130,8 @@ def evaluate_server(
 def place(
     cfg: RunConfig, each: Mapping[str, int], given: Path | None, server: Server | None = None
 ) -> Iterator[Path]:
-    """The folder of an evaluation, which nobody else writes to meanwhile: the given one, or that of
-    the model and how it is asked. RunLockedError when it is in use."""
+    """Lock the folder of an evaluation, and yield it: the given one, or that of the model and how
+    it is asked. RunLockedError when it is in use."""
     if given is None and server is None:
         given = folder_of(cfg, each, resolve(cfg.model))
     elif given is None and server is not None:
@@ -218,7 +218,7 @@ class _Asker:
         return EngineAnswers(env.name, dict(about), found, won, time.monotonic() - began, left_out)
 
     def _environment(self, name: str) -> dict[str, Any]:
-        """Its id and arguments."""
+        """Return the id and arguments of an environment."""
         (one,) = (env for env in self.chosen if default_name(env) == name)
         return {"id": one.id, "args": dict(one.args)}
 

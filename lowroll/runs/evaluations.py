@@ -29,8 +29,8 @@ class EvaluationEngine(EngineClient, Protocol):
     """The engine of a run, as an evaluation asks it."""
 
     def without_noise(self, version: int) -> AbstractContextManager[None]:
-        """In the block the weights of a version are drawn from without noise; what comes next has
-        the bits of a fresh engine, so that a resumed run has them too."""
+        """Draw from the weights of a version without noise in the block; what comes next has the
+        bits of a fresh engine, so that a resumed run has them too."""
         ...
 
 
@@ -82,7 +82,7 @@ class Evaluations:
         return bool(self.interval) and (first or step == self._again)
 
     def resumed(self, step: int) -> None:
-        """The run goes on with a step."""
+        """Note that the run goes on with a step."""
         self._again = None if self.cfg.skip_eval_on_resume else step
 
     def due(self, step: int) -> bool:
@@ -124,7 +124,7 @@ def held_out(
     sampled: bool = False,
     on_phase: PhaseProgress | None = None,
 ) -> dict[str, float]:
-    """`eval/*` of the engine's policy on the test splits, drawn as `cfg.eval` says.
+    """Return `eval/*` of the engine's policy on the test splits, drawn as `cfg.eval` says.
 
     With `sampled` also `eval/<env>/sampled_*`: the same prompts, drawn as the rollouts of `cfg`
     are.
@@ -162,8 +162,8 @@ def held_out(
 
 
 def around(first: Mapping[str, float], then: Mapping[str, float]) -> dict[str, float]:
-    """The evaluations of a step: `then`, after it, and `first`, before it, under names of their
-    own. Either may be empty."""
+    """Return the evaluations of a step: `then`, after it, and `first`, before it, under names of
+    their own. Either may be empty."""
     compared = tuple(f"{joint}{name}" for joint in "/_" for name in COMPARED)
     early = {f"{name}_before": value for name, value in first.items() if name.endswith(compared)}
     if first:

@@ -196,8 +196,9 @@ def publish_adapter(
 
 
 def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> PolicyGap | None:
-    """The gap of an adapter folder on a model folder, from the learner. A measurement may not cost
-    the folder: None, with a line in the log, when there is no memory for a second model."""
+    """Measure the gap of an adapter folder on a model folder, from the learner. A measurement may
+    not cost the folder: None, with a line in the log, when there is no memory for a second
+    model."""
     needs = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
     free = free_memory(model.device)
     try:
@@ -297,8 +298,8 @@ def _gap(learner: Tensor, policy: Tensor) -> PolicyGap:
 def _save_merged(
     model: Transformer, out: Path, source: Path, batch: Batch | None = None
 ) -> PolicyGap | None:
-    """The learner as one dense model; how far it is from the learner, whose sums are rounded to the
-    model's dtype."""
+    """Save the learner as one dense model; return how far it is from the learner, whose sums are
+    rounded to the model's dtype."""
     if batch is None:
         hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
         return None
@@ -308,8 +309,8 @@ def _save_merged(
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
-    """The engine's model; an adapter lies outside and its base in the folder `base` inside. What
-    another tool cannot do with it."""
+    """Save the engine's model; an adapter lies outside and its base in the folder `base` inside.
+    Return what another tool cannot do with it."""
     adapters = {name: linear.adapter for name, linear in rollout.linears()}
     if all(adapter is None for adapter in adapters.values()):
         hf.save(rollout, out, tokenizer_from=source)

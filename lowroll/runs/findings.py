@@ -27,9 +27,9 @@ _ASIDE = ("output_dir", "name", "env", "train", "loss", "advantage", "ckpt", "sc
 def folder_of(
     cfg: RunConfig, each: Mapping[str, int], model: Path | None, server: str | None = None
 ) -> Path:
-    """Where the responses of an evaluation go unless it is said: the same model, asked the same way,
-    has the same folder, and goes on there. `model` is its folder; another file in it, or a newer
-    one, is another model."""
+    """Return the folder of an evaluation's responses where none is given: the same model, asked the
+    same way, has the same folder, and goes on there. `model` is its folder; another file in it, or
+    a newer one, is another model."""
     files: list[list[Any]] = []
     if model is not None:
         entries = sorted(os.scandir(model), key=lambda entry: entry.name)
@@ -60,7 +60,7 @@ def leave(
 
 
 def _failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
-    """By set: the examples that some engine did not always solve."""
+    """Return, by set, the examples that some engine did not always solve."""
     found: dict[str, list[Failure]] = {}
     for name in dict.fromkeys(one.env for one in measured):
         sides = [one for one in measured if one.env == name]
@@ -89,14 +89,14 @@ def _attempt(side: EngineAnswers, example: Example) -> Attempt:
 
 
 def _said(response: ExampleResponse) -> str:
-    """A response's text, or all turns of a conversation behind its prompt."""
+    """Return a response's text, or all turns of a conversation behind its prompt."""
     if response.messages is None:
         return response.text
     return transcript(response.messages)
 
 
 def _note(response: ExampleResponse) -> str:
-    """Why a response is not solved, as far as that is known."""
+    """Return why a response is not solved, as far as that is known."""
     score = response.score
     if isinstance(score, ScoreError):
         return f"no score: {score.kind}: {score.message}"

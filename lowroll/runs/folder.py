@@ -194,7 +194,7 @@ class RunFolder:
                 yield foreign
 
     def _refuse_own_inputs(self) -> None:
-        """A run may not begin with the removal of what it reads."""
+        """Raise ValueError for a run that would begin with the removal of what it reads."""
         goes = [
             path.resolve()
             for path in (self.store.folder, self.final, *(self.path / name for name in BATCHES))

@@ -101,8 +101,8 @@ def offer(final: Path, cfg: RunConfig) -> None:
 
 
 def card(folder: Path, name: str, run: Path, kind: str) -> str:
-    """README.md of what is pushed: front matter for the hub, what made it, the last numbers, how to
-    load it. Of an adapter, with what its own card says of its base."""
+    """Return README.md of what is pushed: front matter for the hub, what made it, the last numbers,
+    how to load it. Of an adapter, with what its own card says of its base."""
     cfg = load(run / "config.yaml") if (run / "config.yaml").is_file() else None
     body = [f"# {name.partition('/')[2]}", *_said(folder)]
     if cfg is not None:

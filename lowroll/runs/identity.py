@@ -221,7 +221,8 @@ def refuse_other_settings(
 
 
 def _apart(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Where two settings differ, as deep as that can be named: (place, before, after)."""
+    """Yield the places where two settings differ, as deep as that can be named: (place, before,
+    after)."""
     if _same(before, after):
         return
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):

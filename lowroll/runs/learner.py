@@ -259,7 +259,8 @@ class Learner:
         return self.stages.metrics(step)
 
     def _first_look(self, batch: Batch) -> dict[str, float]:
-        """The mismatch before the first update, which may widen the objective's thresholds."""
+        """Measure the mismatch before the first update, which may widen the objective's
+        thresholds."""
         first = probe(self.model, batch, self.trainer.settings, self.ranks)
         metrics = self.monitor.first_look(first, self.stages.now)
         self._agree()

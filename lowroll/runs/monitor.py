@@ -50,8 +50,8 @@ class Monitor:
         return self.guard.weights
 
     def options(self, now: RunConfig) -> dict[str, Any]:
-        """The objective's options in a stage, as the configuration, the first look and the guard
-        want them."""
+        """Return the objective's options in a stage, as the configuration, the first look and the
+        guard want them."""
         options = now.objective_options
         if self.widened:
             options = rescale(options, 2.0**self.widened, self.cfg.chosen_options)
@@ -60,8 +60,8 @@ class Monitor:
         return options
 
     def first_look(self, first: Probe | None, now: RunConfig) -> dict[str, float]:
-        """`spread/*` of the mismatch before the first update, against the objective's thresholds;
-        those of `auto` are widened. {} when there was nothing to look at."""
+        """Return `spread/*` of the mismatch before the first update, against the objective's
+        thresholds; those of `auto` are widened. {} when there was nothing to look at."""
         if first is None:
             return {}
         silent = first.silent(self.options(now))
@@ -93,7 +93,7 @@ class Monitor:
             )
 
     def look(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """`guard/*` of a step; what the guard decides holds from the next one on."""
+        """Return `guard/*` of a step; what the guard decides holds from the next one on."""
         if step == 1 and metrics.get("kv/evictions") == 0:
             policy = self.cfg.rollout.cache.policy
             self.on_note(
@@ -122,7 +122,8 @@ class Monitor:
         )
 
     def state(self) -> dict[str, Any]:
-        """JSON data from which `restore` goes on bitwise: a checkpoint's `guard` and `widened`."""
+        """Return JSON data from which `restore` goes on bitwise: a checkpoint's `guard` and
+        `widened`."""
         return {"guard": self.guard and self.guard.state(), "widened": self.widened}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -146,13 +147,14 @@ class Monitor:
 
 
 def fallen_to(state: Mapping[str, Any]) -> str | None:
-    """The format that the guard of a checkpoint's state has given the rollouts; None when they have
-    that of the run's beginning."""
+    """Return the format that the guard of a checkpoint's state has given the rollouts; None when
+    they have that of the run's beginning."""
     return _format_of(state.get("guard") or {})
 
 
 def _format_of(held: Mapping[str, Any]) -> str | None:
-    """The format of a guard's state, made known; None when it is that of the run's beginning."""
+    """Return the format of a guard's state, made known; None when it is that of the run's
+    beginning."""
     if held.get("formats"):
         mixed.read(held["formats"])
     return held["weights"] if held.get("formats") or held.get("fallbacks") else None

@@ -110,8 +110,8 @@ def look_at_run(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 
 def _planned(cfg: RunConfig, found: Findings) -> RunConfig:
-    """The settings with the folder's format where they say so, and 8 bits in the place of a budget,
-    whose formats a run alone searches for; with roles, which refuse both, as they are."""
+    """Return the settings with the folder's format where they say so, and 8 bits in the place of a
+    budget, whose formats a run alone searches for; with roles, which refuse both, as they are."""
     weights = cfg.rollout.weights
     if cfg.launcher != "none" or not (weights == STORED or is_budget(weights)):
         return cfg
@@ -173,7 +173,7 @@ def look_at_sft(cfg: RunConfig, resume: bool = False, overwrite: bool = False) -
 
 
 def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
-    """The shapes of the model that will learn."""
+    """Return the shapes of the model that will learn."""
     models.refuse_adapter("model", cfg.model)
     model = _outline("model", cfg.model, compute, found)
     models.refuse_backward(cfg, compute, model.spec)
@@ -188,7 +188,8 @@ def _learner(cfg: RunConfig, compute: Compute, found: Findings) -> Transformer:
 
 
 def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transformer:
-    """The shapes of a model, on the meta device, its headers checked where its weights are here."""
+    """Return the shapes of a model, on the meta device, its headers checked where its weights are
+    here."""
     folder = resolve(source, weights=False, key=key)
     if Path(source).expanduser().is_dir():
         spec, _, _ = hf.read_headers(folder)
@@ -202,7 +203,7 @@ def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transf
 def _environments(
     cfg: RunConfig, wanted: tuple[EnvConfig, ...], found: Findings
 ) -> dict[str, Environment]:
-    """Those that can be made, by name."""
+    """Make the environments that can be made, by name."""
     made: dict[str, Environment] = {}
     for env in wanted:
         made |= found.attempt(lambda env=env: environments.make((env,), cfg.seed)) or {}  # type: ignore[misc]
@@ -216,8 +217,8 @@ def _ask(
     found: Findings,
     chat: ChatTokenizer | None,
 ) -> None:
-    """A few tasks of an environment: prompts, its own answers, and what a real worker's scorer says
-    to them."""
+    """Check a few tasks of an environment: prompts, its own answers, and what a real worker's
+    scorer says to them."""
     try:
         size = env.size("train")
         prompts = [
@@ -302,7 +303,7 @@ def _score(
 
 
 def _as_drawn(prompt: Prompt, text: str, cfg: RunConfig, chat: ChatTokenizer | None) -> Prompt:
-    """The prompt with what those who score it are told of a rollout that says this text."""
+    """Return the prompt as a scorer receives it with a rollout of this text."""
     if chat is None:  # which is a problem of its own
         return prompt
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
@@ -330,7 +331,7 @@ def _settings(cfg: RunConfig) -> None:
 def _beside(
     cfg: RunConfig, compute: Compute, model: Transformer, chat: ChatTokenizer
 ) -> dict[str, Transformer]:
-    """The shapes of the models that a run holds beside the learner."""
+    """Return the shapes of the models that a run holds beside the learner."""
     shapes, scratch = {}, Findings()
     for name, (key, source) in models.beside(cfg).items():
         if key == "model":
@@ -375,7 +376,8 @@ def _workloads(
 def _memory(
     found: Findings, plan: MemoryPlan | None, advice: Callable[[MemoryPlan], str] = lambda plan: ""
 ) -> None:
-    """The plan's table, and why it does not fit if it does not. advice: what would."""
+    """Add the plan's table to the findings, and a problem if it does not fit. advice: what
+    would."""
     if plan is not None:
         found.lines += plan.lines()
         if plan.missing:

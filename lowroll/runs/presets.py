@@ -98,7 +98,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of this name. ValueError with the nearest known one."""
+    """Return the preset of this name. ValueError with the nearest known one."""
     if name in PRESETS:
         return PRESETS[name]
     hint = nearest(name, PRESETS, repr)

@@ -46,7 +46,7 @@ def train(
 
 
 def _functions(given: Any) -> list[str | Callable[..., Any]]:
-    """Functions and ids as a list; ConfigError for what is neither."""
+    """Return functions and ids as a list; ConfigError for what is neither."""
     one = given is None or callable(given) or isinstance(given, str)
     if not one and not isinstance(given, Iterable):
         raise ConfigError(f"reward_funcs: must be a function or a list of some, got {given!r}")
@@ -66,7 +66,7 @@ def _weights(given: Any) -> list[Any] | None:
 
 
 def _placed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as a tree. ConfigError for one that is unknown, or given twice."""
+    """Return the settings as a tree. ConfigError for one that is unknown, or given twice."""
     tree: dict[str, Any] = {k: v for k, v in settings.items() if k in RunConfig.model_fields}
     for name, value in settings.items():
         if name in RunConfig.model_fields:

@@ -82,23 +82,23 @@ class RolloutEngine:
             ) from None
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
-        """As `Engine.generate`."""
+        """Delegate to `Engine.generate`."""
         return self.engine.generate(requests, on_progress=on_progress)
 
     def add(self, request: Request) -> int:
-        """As `Engine.add`."""
+        """Delegate to `Engine.add`."""
         return self.engine.add(request)
 
     def step(self) -> list[tuple[int, Group]]:
-        """As `Engine.step`."""
+        """Delegate to `Engine.step`."""
         return self.engine.step()
 
     def abort(self, handle: int) -> bool:
-        """As `Engine.abort`."""
+        """Delegate to `Engine.abort`."""
         return self.engine.abort(handle)
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """As `Engine.so_far`."""
+        """Delegate to `Engine.so_far`."""
         return self.engine.so_far(handle)
 
     def publish(self, version: int) -> Mapping[str, float]:

@@ -39,11 +39,11 @@ def reach(
     token_env: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Server:
-    """The engine at an address. model: a name that it serves; without one its first. token_env:
-    the environment variable that holds its token. template_kwargs: as `ChatTokenizer`'s.
+    """Connect to the engine at an address. model: a name that it serves; without one its first.
+    token_env: the environment variable that holds its token. template_kwargs: as `ChatTokenizer`'s.
 
-    ValueError says that there is no tokenizer, or what the server cannot do; RunFailed that it
-    does not answer.
+    ValueError says that there is no tokenizer, or what the server cannot do; RunFailed that it does
+    not answer.
     """
     here = None if tokenizer is None else resolve(tokenizer, weights=False, key="--tokenizer")
     given = None if here is None else ChatTokenizer(load_tokenizer(here))
@@ -66,8 +66,8 @@ def _token(name: str | None) -> str | None:
 
 
 def _connected(url: str, model: str | None, token: str | None, folder: Path | None) -> RemoteEngine:
-    """ValueError names the option that is wrong. folder: of the tokenizer; a whole model's says what
-    a vLLM does not say of its own."""
+    """Connect to the engine. ValueError names the option that is wrong. folder: of the tokenizer; a
+    whole model's says what a vLLM does not say of its own."""
     from lowroll.engine.remote import connect
 
     if folder is not None and not (folder / "config.json").is_file():

@@ -149,7 +149,8 @@ def publish(cfg: RunConfig, learner: SftLearner, step: int, target: Path) -> Non
 
 @contextmanager
 def progress(steps: int) -> Iterator[Callable[[Record], str]]:
-    """`show(record)` puts a step into words: a line now and then, and a bar at a terminal."""
+    """Yield `show(record)`, which puts a step into words: a line now and then, and a bar at a
+    terminal."""
     began = time.monotonic()
     first = 0
     with phases() as on_phase:

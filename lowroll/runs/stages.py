@@ -20,7 +20,8 @@ class Stages:
         return bool(self.cfg.stages)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The stage of a step, counted from 1, and its length; {} in a run without stages."""
+        """Return the stage of a step, counted from 1, and its length; {} in a run without
+        stages."""
         if not self.cfg.stages:
             return {}
         begun = sum(stage.step <= step for stage in self.cfg.stages)

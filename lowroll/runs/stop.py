@@ -76,7 +76,7 @@ class Stop:
         return True
 
     def close(self) -> None:
-        """The run has stopped, and its log says who asked."""
+        """Wait until the log says who asked, once the run has stopped."""
         self._over.set()
         if self._speaker is not None:
             self._speaker.join(SPEAK_S)
@@ -120,7 +120,8 @@ def leave_lost_outputs() -> None:
 
 @contextmanager
 def polite_stop() -> Iterator[Stop]:
-    """In the block, the signals of SIGNALS ask to stop. One that is ignored (nohup) stays so."""
+    """Let the signals of SIGNALS ask to stop, in the block. One that is ignored (nohup) stays
+    so."""
     stop = Stop()
     before: dict[int, Any] = {}
 

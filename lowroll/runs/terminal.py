@@ -1,4 +1,4 @@
-"""What a run tells people while it starts, before there is a panel or a step."""
+"""The messages of a run while it starts, before there is a panel or a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def tell(*lines: str) -> None:
-    """Lines on the terminal and in the log."""
+    """Write lines to the terminal and to the log."""
     for line in lines:
         log.info("%s", line)
         print(line, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from lowroll.runs.build import orchestrator
 
 
 def check(cfg: RunConfig, able: Capabilities) -> None:
-    """ValueError names the settings of a run that an engine cannot follow."""
+    """Raise ValueError that names the settings of a run that an engine cannot follow."""
     drawn = vars(orchestrator.sampling(cfg))
     plain = vars(SamplingSettings())
     asked = [name for name, value in drawn.items() if value != plain[name]]

@@ -23,15 +23,15 @@ class Compute:
 
     @classmethod
     def of(cls, cfg: RunConfig) -> Compute:
-        """`auto` is CUDA with bfloat16 when there is one, else the CPU with float32. ValueError
-        when CUDA is asked for and missing."""
+        """Return the device and dtype of the settings. `auto` is CUDA with bfloat16 when there is
+        one, else the CPU with float32. ValueError when CUDA is asked for and missing."""
         device = pick_device(cfg.device)
         if cfg.dtype != "auto":
             return cls(device, _DTYPES[cfg.dtype])
         return cls(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
     def format(self, weights: str) -> str:
-        """The format that `weights` stands for: `dense` is the run's own dtype."""
+        """Return the format that `weights` stands for: `dense` is the run's own dtype."""
         if weights != OWN:
             return weights
         name = dense.of(self.dtype)

@@ -15,10 +15,10 @@ from lowroll.runs.folder import ENVIRONMENTS
 def read(
     config: str | Path | RunConfig | Mapping[str, object], overrides: Mapping[str, object]
 ) -> tuple[RunConfig, dict[Path, str]]:
-    """The settings of a YAML file, a mapping or a RunConfig. An `env` may be, or have as its `id`,
-    an Environment class; `reward_funcs` may be functions; `data` may be rows. What a notebook or
-    script has of them needs a file in `output_dir/environments`. Beside the settings the texts of
-    these files, which are not written here."""
+    """Return the settings of a YAML file, a mapping or a RunConfig, and the texts of the files that
+    they need. An `env` may be, or have as its `id`, an Environment class; `reward_funcs` may be
+    functions; `data` may be rows. Those of a notebook or script need a file in
+    `output_dir/environments`, which is not written here."""
     found: list[Any] = []
     texts: dict[Path, str] = {}
 

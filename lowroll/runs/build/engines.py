@@ -52,8 +52,8 @@ def make(
 def update(
     cfg: RunConfig, model: Transformer, version: int, noise: Noise | None = None
 ) -> WeightUpdate:
-    """A version of the learner's weights for the run's engine: in this process the learner itself,
-    elsewhere what travels."""
+    """Return a version of the learner's weights for the run's engine: for one in this process the
+    learner itself, for another a stream."""
     local = WeightUpdate.local(model, version, noise)
     return local if cfg.rollout.engine == "native" else local.as_stream()
 

@@ -12,8 +12,8 @@ from lowroll.envs.rewards import ScorerPool
 
 
 def make(envs: tuple[EnvConfig, ...], seed: int) -> dict[str, Environment]:
-    """Environments by name. ValueError when two share a name, or a variable that one passes on is
-    not set."""
+    """Make the environments, by name. ValueError when two share a name, or a variable that one
+    passes on is not set."""
     passed = [child.named(env.pass_env, f"env {env.name or env.id!r}: pass_env") for env in envs]
     made = [_environment(env, seed, secrets) for env, secrets in zip(envs, passed, strict=True)]
     names = [env.name for env in made]
@@ -32,7 +32,7 @@ def _environment(env: EnvConfig, seed: int, secrets: Mapping[str, str]) -> Envir
 
 
 def scorer(cfg: RunConfig, envs: tuple[EnvConfig, ...]) -> ScorerPool:
-    """Scoring workers for these environments. Training and evaluation may use one name with
+    """Start scoring workers for these environments. Training and evaluation may use one name with
     different arguments."""
     specs = {env.name or env.id: (env.id, dict(env.args), cfg.seed) for env in envs}
     variables = sorted({name for env in envs for name in env.pass_env})

@@ -105,8 +105,8 @@ def check(
 def check_held_out(
     cfg: RunConfig, spec: ModelSpec, chat: ChatTokenizer, envs: Mapping[str, Environment]
 ) -> list[str]:
-    """The same of what a run is evaluated on in its course, where it is, so that it does not end in
-    the middle."""
+    """Check the environments that a run is evaluated on in its course, where it is, so that it does
+    not end in the middle."""
     if not cfg.eval.interval:
         return []
     check_turns(chat, envs)

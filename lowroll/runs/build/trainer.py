@@ -39,7 +39,7 @@ KL_ALARM_OVER_BUDGET = 2.0  # times its KL, measured on other tokens than the ru
 
 
 def learn(cfg: RunConfig) -> LearnSettings:
-    """How a batch becomes updates."""
+    """Return the settings by which a batch becomes updates."""
     return _LEARN(
         cfg.train.sized(),
         cfg.loss,
@@ -49,34 +49,34 @@ def learn(cfg: RunConfig) -> LearnSettings:
 
 
 def optim(cfg: RunConfig) -> OptimSettings:
-    """The policy's; its schedule spans the steps in which it learns, those after a critic's
-    warm-up."""
+    """Return the policy's optimiser settings; its schedule spans the steps in which it learns,
+    those after a critic's warm-up."""
     pause = cfg.critic.warmup_steps if cfg.has_critic else 0
     return _OPTIM(cfg.train, total_steps=cfg.train.max_steps - pause)
 
 
 def critic(cfg: RunConfig) -> CriticSettings:
-    """How values become advantages."""
+    """Return the settings by which values become advantages."""
     return _CRITIC(cfg.critic, cfg.train.sized())
 
 
 def critic_optim(cfg: RunConfig) -> OptimSettings:
-    """The critic's: a constant rate."""
+    """Return the critic's optimiser settings: a constant rate."""
     return _CRITIC_OPTIM(cfg.critic, cfg.train)
 
 
 def sft(cfg: RunConfig) -> SftSettings:
-    """How demonstrations become updates."""
+    """Return the settings by which demonstrations become updates."""
     optim = _SFT_OPTIM(cfg.sft, cfg.train, total_steps=cfg.sft.steps)
     return _SFT(cfg.sft, cfg.train.sized(), cfg, optim=optim)
 
 
 def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
-    """The watch over the mismatch. budget: under which the rollouts' format was chosen; a KL of twice
-    what it allows is an alarm, and where all weights learn, the format is chosen again. Under LoRA a
-    wider format than the base's would only round the base again, so a fallback leads to dense
-    rollouts at once. A cut sampler and noise are distances that were asked for: the level of the KL
-    is no alarm there."""
+    """Return the guard of the mismatch. budget: under which the rollouts' format was chosen; a KL
+    of twice what it allows is an alarm, and where all weights learn, the format is chosen again.
+    Under LoRA a wider format than the base's would only round the base again, so a fallback leads
+    to dense rollouts at once. A cut sampler and noise are distances that were asked for: the level
+    of the KL is no alarm there."""
     if cfg.guard is None:
         return None
     settings, rollouts = _GUARD(cfg.guard), rollouts_of(cfg)
@@ -91,7 +91,7 @@ def guard(cfg: RunConfig, budget: str = "") -> Guard | None:
 
 
 def noise(cfg: RunConfig) -> NoiseSchedule | None:
-    """The noise on the engine's norms over the run."""
+    """Return the noise on the engine's norms over the run."""
     if cfg.noise is None:
         return None
     return _NOISE(cfg.noise, total_steps=cfg.train.max_steps, seed=cfg.seed)

@@ -62,7 +62,8 @@ def interpreter(vllm: VllmConfig) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Where it is looked for: LOWROLL_VLLM_PATH is the folder of a vLLM that is not installed."""
+    """Return the environment in which vLLM is looked for: LOWROLL_VLLM_PATH is the folder of a vLLM
+    that is not installed."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     site = os.environ.get("LOWROLL_VLLM_PATH")
     return kept if site is None else kept | {"PYTHONPATH": site}
@@ -106,17 +107,17 @@ def context(cfg: RunConfig, spec: ModelSpec) -> int:
 
 
 def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) -> Engine:
-    """A vLLM that is started for the run, and ends with `close`. The learner stays `model`: its
-    log-probs are compared after every update."""
+    """Start a vLLM for the run, which ends with `close`. The learner stays `model`: its log-probs
+    are compared after every update."""
     logs = Path(cfg.output_dir) / LOGS
     log = logs / "vllm.log" if logs.is_dir() else None
     return _start(cfg, compute, lambda: model, weights, log, **_verified(model))
 
 
 def serve(cfg: RunConfig, log: Path, socket: Path) -> VllmEngine:
-    """A vLLM for a run whose learner is in another process, ready: it draws from the model that the
-    learner begins with. socket: the folder of its socket. ValueError names what it cannot do for
-    the run."""
+    """Start a vLLM for a run whose learner is in another process, ready: it draws from the model
+    that the learner begins with. socket: the folder of its socket. ValueError names what it cannot
+    do for the run."""
     check(cfg)
     compute = Compute.of(cfg)
     weights = compute.format(cfg.rollout.weights)
@@ -158,8 +159,8 @@ def _start(
 
 
 def attach(cfg: RunConfig, model: Transformer, weights: str) -> Engine:
-    """The vLLM at rollout.vllm.url, which goes on after `close`. It serves the run's model, or one
-    in the rollouts' format whose folder it names."""
+    """Attach to the vLLM at rollout.vllm.url, which goes on after `close`. It serves the run's
+    model, or one in the rollouts' format whose folder it names."""
     from lowroll.engine.remote.vllm_engine import VllmEngine
 
     vllm = cfg.rollout.vllm
@@ -171,7 +172,7 @@ def attach(cfg: RunConfig, model: Transformer, weights: str) -> Engine:
 
 
 def _named(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmEngine:
-    """ValueError in the words of the settings."""
+    """Call `make`; raise its ValueError in the words of the settings."""
     try:
         return make(*args, **options)
     except ValueError as error:
@@ -179,7 +180,7 @@ def _named(make: Callable[..., VllmEngine], *args: Any, **options: Any) -> VllmE
 
 
 def _verified(model: Transformer) -> dict[str, Any]:
-    """A server's log-probs are compared with those of the learner in this process."""
+    """Return the option by which a server's log-probs are compared with the learner's."""
     return {"verify": lambda ids: score(model, [ids], [1])[0].tolist()}
 
 

@@ -87,8 +87,8 @@ def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
 
 
 def package(address: str | None) -> Any:
-    """Ray, with authentication by a token, and without reports to its makers. ValueError when it is not
-    installed, or in use already."""
+    """Import Ray, with authentication by a token, and without reports to its makers. ValueError
+    when it is not installed, or in use already."""
     if sys.modules.get("ray") and os.environ.get(MODE) != "token":
         raise ValueError(
             f"launcher: ray: ray was imported before, without {MODE}=token in the environment: it reads "
@@ -112,7 +112,7 @@ def package(address: str | None) -> Any:
 
 @contextmanager
 def _cluster(cfg: RunConfig) -> Iterator[None]:
-    """Connected to the cluster of ray.address, or to one of our own that ends with the block."""
+    """Connect to the cluster of ray.address, or to one of our own that ends with the block."""
     ray = package(cfg.ray.address)
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "lowroll"}
     try:
@@ -140,7 +140,8 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
-    """A cluster of this machine, at its loopback address, whose token this command alone has."""
+    """Start a cluster of this machine, at its loopback address, whose token this command alone
+    has."""
     least = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
     # for this user alone, which Ray does not see to itself; names of sockets must be short
     folder = tempfile.mkdtemp(prefix="lowroll-ray-", dir="/tmp")
@@ -231,7 +232,7 @@ def _gpus() -> float:
 
 @contextmanager
 def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterator[Any]:
-    """A bundle for each role."""
+    """Reserve a placement group with a bundle for each role, for the block."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -255,8 +256,9 @@ def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterato
 
 @contextmanager
 def _variables(cfg: RunConfig, place: RunPaths) -> Iterator[tuple[str, str]]:
-    """The file of what the roles get of this command's environment, with the run's tokens, and a word
-    in it. For this user alone: nothing of that goes through Ray."""
+    """Write the file of the roles' environment variables, with the run's tokens and a word in it;
+    yield its path and the word. It is readable by this user alone: nothing of that goes through
+    Ray."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
     names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
     passed = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}

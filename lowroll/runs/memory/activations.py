@@ -119,14 +119,15 @@ class Learning:
         return peak
 
     def _not_made_again(self) -> int:
-        """Numbers of a token that a block keeps where nothing announces what can be made again."""
+        """Return how many more numbers of a token a block keeps where nothing announces what can be
+        made again."""
         spec = self.spec
         wide = 0 if spec.num_experts or (self.fused and not self.lora) else spec.intermediate_size
         return 2 * spec.hidden_size + wide
 
     def _norm_extra(self, norms: int) -> int:
-        """Beside x itself: 1 / rms; in plain torch the float32 x of half precision, and x / rms where
-        the norm's weight learns."""
+        """Return the bytes beside x itself: 1 / rms; in plain torch the float32 x of half
+        precision, and x / rms where the norm's weight learns."""
         each = FLOAT
         if not self.fused:
             copies = (self.item < FLOAT) + (not self.lora)
@@ -162,13 +163,14 @@ class Learning:
         return kept
 
     def _places(self, tokens: int) -> int:
-        """Where the slots of a token lie, by place and by slot."""
+        """Return the bytes of a token's slot indices, by place and by slot."""
         slots = self.spec.experts_per_token
         small = self.fused and tokens * slots <= 1 << 14
         return 2 * slots * (4 if small else 8)
 
     def _experts_backward(self) -> int:
-        """Numbers of a token: gradients of the slots' inputs, gates and outputs."""
+        """Return how many numbers of a token experts need backward: gradients of the slots' inputs,
+        gates and outputs."""
         spec = self.spec
         slots, wide, hidden = spec.experts_per_token, spec.moe_intermediate_size, spec.hidden_size
         ends = (2 if self.fused else 4) * hidden  # of the slots' sum
@@ -183,8 +185,8 @@ def _turned(compute: Compute, spec: ModelSpec) -> bool:
 
 
 def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learns: bool) -> int:
-    """Bytes while log-probs and their gradients are made, chunk by chunk (`model.logprobs`).
-    learns: whether the lm_head does."""
+    """Return the bytes while log-probs and their gradients are made, chunk by chunk
+    (`model.logprobs`). learns: whether the lm_head does."""
     chunk = min(cfg.train.sized().logprob_chunk or 0, tokens)
     item = compute.dtype.itemsize
     wide = FLOAT if compute.device.type == "cuda" else item
@@ -207,8 +209,8 @@ def logits(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int, learn
 
 
 def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> int:
-    """Bytes of replayed caches (`model.replay`): which compaction dropped each key, copies of what
-    comes before the first one, and one portion's gathered keys and values."""
+    """Return the bytes of replayed caches (`model.replay`): which compaction dropped each key,
+    copies of what comes before the first one, and one portion's gathered keys and values."""
     cache = cfg.rollout.cache
     if not (cfg.train.replay_kv and cache.evicts):
         return 0
@@ -228,15 +230,15 @@ def replay(cfg: RunConfig, compute: Compute, spec: ModelSpec, tokens: int) -> in
 def generating(
     cfg: RunConfig, compute: Compute, model: Transformer, prompts: int, samples: int
 ) -> int:
-    """Bytes of a step of the engine: its prompts in one pass, and the logits of the samples that
-    begin. prompts: tokens; samples: in flight at most."""
+    """Return the bytes of a step of the engine: its prompts in one pass, and the logits of the
+    samples that begin. prompts: tokens; samples: in flight at most."""
     item = (get_format(compute.format(cfg.rollout.weights)).dtype or compute.dtype).itemsize
     block = _pass(model.spec, item, max(samples, min(MOST_PREFILL, prompts)))
     return block + _dequantized(cfg, compute, model) + 2 * FLOAT * samples * model.spec.vocab_size
 
 
 def _pass(spec: ModelSpec, item: int, tokens: int) -> int:
-    """Bytes of a block's pass over so many prompt tokens."""
+    """Return the bytes of a block's pass over so many prompt tokens."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if spec.num_experts:
         slots, wide = spec.experts_per_token, spec.moe_intermediate_size
@@ -261,7 +263,8 @@ def graphs(cfg: RunConfig, compute: Compute, model: Transformer, samples: int) -
 
 
 def _dequantized(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """The matrix that a product of many rows dequantizes in the engine, on CUDA."""
+    """Return the bytes of the matrix that a product of many rows dequantizes in the engine, on
+    CUDA."""
     format = get_format(compute.format(cfg.rollout.weights))
     if compute.device.type != "cuda" or cfg.rollout.keep_dense:
         return 0

@@ -34,7 +34,8 @@ SMALL_CHUNK = 256
 
 
 def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
-    """The run with every size filled in, and a note that says what was chosen and why."""
+    """Return the settings with every size filled in, and a note that says what was chosen and
+    why."""
     longest = max((work.prompt + work.response for work in planner.workloads), default=1)
     return _chosen(cfg, planner.compute, longest, planner.plan)
 
@@ -42,8 +43,8 @@ def chosen(planner: Planner, cfg: RunConfig) -> RunConfig:
 def chosen_for_sft(
     cfg: RunConfig, compute: Compute, model: Transformer, longest: int, together: int
 ) -> RunConfig:
-    """The same of `lowroll sft`. model: its shapes. longest: tokens of the longest sample; together:
-    of a whole batch."""
+    """Return the same for `lowroll sft`. model: its shapes. longest: tokens of the longest sample;
+    together: of a whole batch."""
     return _chosen(cfg, compute, longest, lambda now: plan_sft(now, compute, model, together))
 
 
@@ -71,7 +72,8 @@ def _chosen(
 
 
 def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPlan]) -> TrainConfig:
-    """The first of the steps that fits, or the last. They go from the largest to the smallest."""
+    """Return the first of the steps that fits, or the last. They go from the largest to the
+    smallest."""
     if len(steps) == 1:
         return steps[0]
     bound = max(CPU_BYTES, round(SLACK * resident(plan(steps[-1]))))
@@ -83,8 +85,8 @@ def choose(steps: Sequence[TrainConfig], plan: Callable[[TrainConfig], MemoryPla
 
 
 def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
-    """The settings with every size filled in, from those that change nothing to those that take the
-    least memory. longest: tokens of the longest sample."""
+    """Yield the settings with every size filled in, from those that change nothing to those that
+    take the least memory. longest: tokens of the longest sample."""
     whole = train.sized()
     tokens, chunks, again = (
         [whole.together],
@@ -104,7 +106,7 @@ def ladder(train: TrainConfig, longest: int) -> Iterator[TrainConfig]:
 
 
 def resident(plan: MemoryPlan) -> int:
-    """Bytes that the process of a plan is expected to have at most."""
+    """Return the most bytes that the process of a plan is expected to have."""
     return PROCESS + round(SLACK * plan.peak)
 
 

@@ -141,23 +141,23 @@ def optimizer(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def learning_size(cfg: RunConfig, model: Transformer) -> int:
-    """Parameters that learn."""
+    """Return the number of parameters that learn."""
     if cfg.train.lora:
         return sum(adapter_sizes(cfg, model))
     return sum(p.numel() for p in model.parameters())
 
 
 def largest_learning(cfg: RunConfig, model: Transformer) -> int:
-    """The largest parameter that learns."""
+    """Return the size of the largest parameter that learns."""
     if cfg.train.lora:
         return max(adapter_sizes(cfg, model), default=0)
     return max(p.numel() for p in model.parameters())
 
 
 def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int, int]:
-    """Bytes of a parameter's gradient when the last micro-batch begins its backward pass, and when it
-    has ended it (`trainer.optim`): on CUDA a first gradient stays as it came, a second one makes both
-    float32."""
+    """Return the bytes of a parameter's gradient when the last micro-batch begins its backward
+    pass, and when it has ended it (`trainer.optim`): on CUDA a first gradient stays as it came, a
+    second one makes both float32."""
     waits = not cfg.train.lora and compute.dtype.itemsize < MASTER and compute.device.type == "cuda"
     if not waits:
         return (0 if micro_batches == 1 else MASTER), MASTER
@@ -166,7 +166,8 @@ def gradient(cfg: RunConfig, compute: Compute, micro_batches: int) -> tuple[int,
 
 
 def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
-    """The engine's own weights: under LoRA those of the adapters alone, as it shares the base."""
+    """Return the bytes of the engine's own weights: under LoRA those of the adapters alone, as it
+    shares the base."""
     format = get_format(compute.format(cfg.rollout.weights))
     item = (format.dtype or compute.dtype).itemsize
     noisy = sum(norm.weight.numel() for _, norm in noisy_norms(model)) if cfg.noise else 0
@@ -178,7 +179,7 @@ def engine(cfg: RunConfig, compute: Compute, model: Transformer) -> int:
 
 
 def large_batch(cfg: RunConfig, model: Transformer) -> int:
-    """The second format of the engine's linear layers."""
+    """Return the bytes of the second format of the engine's linear layers."""
     second = cfg.rollout.large_batch_weights
     return 0 if second is None else linear_bytes(model, second)
 
@@ -247,12 +248,13 @@ def watching(cfg: RunConfig, model: Transformer) -> int:
 
 
 def frozen(compute: Compute, model: Transformer) -> int:
-    """A reference or a teacher."""
+    """Return the bytes of a reference or a teacher."""
     return compute.dtype.itemsize * sum(p.numel() for p in model.parameters())
 
 
 def critic(compute: Compute, model: Transformer) -> int:
-    """PPO's critic with its optimiser, without gradients: all of a model but its lm_head learns."""
+    """Return the bytes of PPO's critic with its optimiser, without gradients: all of a model but
+    its lm_head learns."""
     head = 0 if model.lm_head is None else model.lm_head.numel()
     size = sum(p.numel() for p in model.parameters()) - head
     return size * (compute.dtype.itemsize + _masters(compute) + 2 * MASTER)
@@ -265,7 +267,7 @@ def _watches(cfg: RunConfig) -> bool:
 
 
 def _matrix(linear: Linear, model: Transformer) -> tuple[int, int]:
-    """The shape of what is multiplied at a time: of experts, one's."""
+    """Return the shape of what is multiplied at a time: of experts, one's."""
     rows, columns = linear.weight.shape
     return rows // model.spec.num_experts if isinstance(linear, StackedLinear) else rows, columns
 
@@ -279,7 +281,8 @@ def _masters(compute: Compute) -> int:
 
 
 def _moments(kind: str, size: int, hidden: bool) -> int:
-    """Bytes that an optimiser keeps of a parameter. hidden: muon's, which has one momentum."""
+    """Return the bytes that an optimiser keeps of a parameter. hidden: muon's, which has one
+    momentum."""
     if kind == "adamw8bit":
         kept = adamw8bit.moments(torch.empty(size, device="meta")).values()
         return sum(prod(shape) * dtype.itemsize for shape, dtype in kept)

@@ -22,7 +22,7 @@ TURN_S = 0.2  # between two looks for a batch that is made again
 
 
 def sender(cfg: RunConfig, place: RunPaths, attempt: int, alive: Alive) -> DurableSender:
-    """The orchestrator's end."""
+    """Open the orchestrator's end of the channel."""
     way = cfg.rollout_transport
     if way.type == "filesystem":
         return filesystem.Sender(place.spool, way.hwm, SEND_S, alive=alive)
@@ -45,7 +45,7 @@ def sender(cfg: RunConfig, place: RunPaths, attempt: int, alive: Alive) -> Durab
 def receiver(
     cfg: RunConfig, place: RunPaths, attempt: int, committed: int, alive: Alive
 ) -> RolloutReceiver:
-    """The trainer's end."""
+    """Open the trainer's end of the channel."""
     way = cfg.rollout_transport
     if way.type == "filesystem":
         return Patient(filesystem.Receiver(place.spool, attempt, committed, alive=alive), alive)

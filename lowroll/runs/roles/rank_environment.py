@@ -31,9 +31,9 @@ class RankEnvironment:
 
 
 def seat(cfg: RunConfig, environ: Mapping[str, str] = os.environ) -> RankEnvironment | None:
-    """The rank that the environment makes of this process; None where it says nothing of ranks.
-    ValueError names the variable that is missing or wrong, or the setting that wants another number
-    of ranks."""
+    """Return the rank that the environment makes of this process; None where it says nothing of
+    ranks. ValueError names the variable that is missing or wrong, or the setting that wants another
+    number of ranks."""
     given = [name for name in NAMES[:2] if environ.get(name)]
     if not given:
         return None

@@ -23,7 +23,8 @@ SHORTEST = 16  # characters of a token
 
 
 def rank_role(rank: int) -> str:
-    """The name of a rank of the learner, for its log and its sign of life; rank 0 is the trainer."""
+    """Return the name of a rank of the learner, for its log and its heartbeat; rank 0 is the
+    trainer."""
     return f"{TRAINER}-rank{rank}" if rank else TRAINER
 
 
@@ -40,27 +41,27 @@ class RunPaths:
         self.ledger = self.run / "orchestrator" / "ledger.jsonl"
 
     def heart(self, role: str) -> Path:
-        """The file of a role's sign of life."""
+        """Return the file of a role's heartbeat."""
         return self.roles / f"{role}.json"
 
     def log(self, role: str) -> Path:
-        """Where a launcher has a role say what happens."""
+        """Return the log that a launcher keeps of a role."""
         return self.run / "logs" / f"{role}.log"
 
     def lock(self, role: str) -> Path:
-        """The folder that a role has while it runs."""
+        """Return the folder that a role has while it runs."""
         return self.run if role == TRAINER else self.roles / role
 
     def engines(self) -> list[str]:
-        """The roles of engines that have ever shown themselves here, in order."""
+        """Return the roles of engines that have ever shown themselves here, in order."""
         names = (path.stem for path in self.roles.glob(f"{ENGINE}-*.json"))
         numbers = (name.removeprefix(f"{ENGINE}-") for name in names)
         return [f"{ENGINE}-{n}" for n in sorted(int(n) for n in numbers if n.isdigit())]
 
     def tokens(self) -> tuple[str, str]:
-        """(of clients, of the admin): the environment's, else those of this run folder, which are
-        made by whoever asks first and can be read by this user alone. ValueError for an environment
-        with one of the two, or with a short one."""
+        """Return the tokens (of clients, of the admin): the environment's, else those of this run
+        folder, which are made by whoever asks first and can be read by this user alone. ValueError
+        for an environment with one of the two, or with a short one."""
         given = [os.environ.get(name, "") for name in (TOKEN, ADMIN)]
         if any(given):
             for name, token in zip((TOKEN, ADMIN), given, strict=True):

@@ -33,13 +33,14 @@ def take_role(place: RunPaths, stack: ExitStack, named: str | None) -> tuple[str
 
 
 def heart(place: RunPaths, role: str, attempt: int) -> Heartbeat:
-    """The engine's sign of life; its `url`, once it serves, is where the orchestrator finds it."""
+    """Return the engine's heartbeat; its `url`, once it serves, is where the orchestrator finds
+    it."""
     return Heartbeat(place.heart(role), role, attempt)
 
 
 def engine(cfg: RunConfig) -> NativeEngine:
-    """Over the model that the learner begins with, so that version 0 is the learner's. ValueError
-    names the setting that is wrong."""
+    """Build an engine over the model that the learner begins with, so that version 0 is the
+    learner's. ValueError names the setting that is wrong."""
     from lowroll.engine.native import NativeEngine
     from lowroll.runs.build import engines, models
     from lowroll.runs.build.compute import Compute
@@ -54,7 +55,7 @@ def engine(cfg: RunConfig) -> NativeEngine:
 
 
 def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespace:
-    """The options of `lowroll serve` that a run's settings stand for."""
+    """Return the options of `lowroll serve` that a run's settings stand for."""
     place = RunPaths(cfg.output_dir)
     place.broadcasts.mkdir(parents=True, exist_ok=True)
     found = argparse.Namespace(**vars(given))

@@ -132,23 +132,23 @@ class Engines:
         self.replay = replay
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
-        """As `Engine.generate`."""
+        """Delegate to `Engine.generate`."""
         return self.pool.generate(requests, on_progress)
 
     def add(self, request: Request) -> int:
-        """As `EnginePool.add`."""
+        """Delegate to `EnginePool.add`."""
         return self.pool.add(request)
 
     def step(self) -> list[tuple[int, Group]]:
-        """As `EnginePool.step`."""
+        """Delegate to `EnginePool.step`."""
         return self.pool.step()
 
     def abort(self, handle: int) -> bool:
-        """As `EnginePool.abort`."""
+        """Delegate to `EnginePool.abort`."""
         return self.pool.abort(handle)
 
     def so_far(self, handle: int) -> list[PartialSample]:
-        """As `EnginePool.so_far`."""
+        """Delegate to `EnginePool.so_far`."""
         return self.pool.so_far(handle)
 
     @contextmanager

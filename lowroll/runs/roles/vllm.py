@@ -45,7 +45,7 @@ def serve(cfg: RunConfig, place: RunPaths, role: str, heart: Heartbeat) -> NoRet
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """In the block a signal unwinds what there is, also while vLLM starts."""
+    """Exit at a signal in the block, which unwinds what there is, also while vLLM starts."""
 
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
