@@ -57,9 +57,9 @@ class RunEnvironments:
 
 
 class BatchSource:
-    """See the top of the file. cfg: with the size of the engine's cache. Scoring workers end with
-    `stack`. rollout_log, weights, journal: as `Orchestrator`'s. alone: in one process with the
-    learner."""
+    """The producer of a run's batches; see the top of the file. cfg: with the size of the engine's
+    cache. Scoring workers end with `stack`. rollout_log, weights, journal: as `Orchestrator`'s.
+    alone: in one process with the learner."""
 
     def __init__(
         self,

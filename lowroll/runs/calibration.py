@@ -1,5 +1,5 @@
-"""What is measured on before a run: calibration text as token ids, for `weights.awq`, `weights.gptq`
-and `weights.budget`, and the first requests of a run.
+"""The texts that are measured on before a run: calibration text as token ids, for `weights.awq`,
+`weights.gptq` and `weights.budget`, and the first requests of a run.
 
 A `.jsonl` file holds one document a line, `{"text": "..."}` or `{"messages": [...]}` (through the
 chat template); each gives its first `length` tokens. So do the responses that `lowroll eval` keeps

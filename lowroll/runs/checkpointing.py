@@ -1,4 +1,4 @@
-"""What a run goes on from, and what it leaves to go on from."""
+"""The checkpoints that a run resumes from and that it writes."""
 
 from __future__ import annotations
 

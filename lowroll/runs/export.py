@@ -58,8 +58,8 @@ _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class PolicyGap:
-    """How far a policy is from the learner, in nats a token, on `tokens` tokens that the run has
-    drawn."""
+    """The distance of a policy from the learner, in nats a token, on `tokens` tokens that the run
+    has drawn."""
 
     tokens: int
     logp_diff: float  # mean |difference of log-probs|

@@ -1,5 +1,5 @@
-"""What an evaluation leaves in its folder beside the responses: `results.json`, the rows of its
-table, and `failures.html`, a page of what was not solved. No torch."""
+"""The files that an evaluation leaves in its folder beside the responses: `results.json`, the rows
+of its table, and `failures.html`, a page of what was not solved. No torch."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def run(
 
 
 class Run:
-    """Both halves of one run in one process, joined. With `resume`, ValueError when the newest
-    checkpoint is another run's."""
+    """A run with both halves in one process. With `resume`, ValueError when the newest checkpoint
+    is another run's."""
 
     def __init__(self, home: RunFolder, stack: ExitStack, resume: bool = False) -> None:
         given = home.cfg

@@ -111,9 +111,9 @@ def refuse_others(ranks: Ranks, base: str, cfg: RunConfig) -> None:
 
 
 class Learner:
-    """See the top of the file. deadline_s: for a batch. All ranks make the same calls, and what the
-    monitor wants is what that of rank 0 wants. whole: the model as it is saved, where ranks hold it
-    in parts and this one leads; the publisher keeps it up to date."""
+    """The learner of a run; see the top of the file. deadline_s: for a batch. All ranks make the
+    same calls, and what the monitor wants is what that of rank 0 wants. whole: the model as it is
+    saved, where ranks hold it in parts and this one leads; the publisher keeps it up to date."""
 
     def __init__(
         self,

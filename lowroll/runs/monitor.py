@@ -1,4 +1,5 @@
-"""What watches how far the rollouts are from the learner, and what follows from it.
+"""The monitor of how far the rollouts are from the learner, and the changes to the run's settings
+that follow from it.
 
     first look   before the first update: what `correction: auto` chose is widened while it silences
                  over half of the batch

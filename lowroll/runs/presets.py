@@ -1,4 +1,4 @@
-"""How the papers draw what they report, by name, for `lowroll eval --preset`. No torch.
+"""The ways in which papers sample what they report, by name, for `lowroll eval --preset`. No torch.
 
 What a paper does not say is listed as such; then the value is this file's choice.
 """
@@ -13,7 +13,8 @@ from lowroll.types import nearest
 
 @dataclass(frozen=True)
 class Preset:
-    """Sampling settings and sets. `n` responses to an example, `each` those of single sets."""
+    """The sampling settings and sets of a paper. `n` responses to an example, `each` those of
+    single sets."""
 
     name: str
     sets: str
@@ -27,7 +28,7 @@ class Preset:
 
     @property
     def settings(self) -> dict[str, object]:
-        """As settings of a run."""
+        """The preset as settings of a run."""
         found: dict[str, object] = {
             "eval.temperature": self.temperature,
             "eval.top_p": self.top_p,

@@ -1,5 +1,5 @@
-"""From a configuration to the parts of a run. Only this package and its callers in `runs` and `cli`
-know both the configuration and the rooms.
+"""The parts of a run, built from its configuration. Only this package and its callers in `runs` and
+`cli` know both the configuration and the packages of the parts.
 
     configuration   the settings of a YAML file, a mapping, or Python code
     compute         device and dtype
@@ -9,6 +9,6 @@ know both the configuration and the rooms.
     prompts         which prompts leave room for a response
     orchestrator    settings of the orchestrator: sampling, groups, filters
     trainer         settings of the trainer: updates, optimizers, critic, guard, noise
-    mirror          how a room's settings take the names of the configuration's keys
+    mirror          how a package's settings take the names of the configuration's keys
     about           the run in words
 """

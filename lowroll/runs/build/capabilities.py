@@ -1,4 +1,5 @@
-"""What a run asks of an engine, held against what that engine says it can. No torch."""
+"""The comparison of what a run needs from an engine with what that engine says it can do. No
+torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run computes, and in what dtype."""
+"""The device that a run computes on, and its dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Compute:
-    """Device and dtype of a run."""
+    """The device and dtype of a run."""
 
     device: torch.device
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Environments of a run, and the workers that score their responses. No torch."""
+"""The environments of a run, and the workers that score their responses. No torch."""
 
 from __future__ import annotations
 

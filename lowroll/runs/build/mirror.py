@@ -1,5 +1,5 @@
-"""A room's settings from sections of the configuration. The rooms do not know the configuration;
-their settings have the names of its keys, so that nothing is copied by hand.
+"""The settings of a package from sections of the configuration. The packages do not know the
+configuration; their settings have the names of its keys, so that nothing is copied by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 class Mirror(Generic[T]):
-    """Settings of a room that have the names of a configuration's keys.
+    """The settings of a package that have the names of a configuration's keys.
 
     Each field of the dataclass `settings` is in `given` (the caller says it), in `default` (no key
     sets it), or a key of the first of `sections` that has its name. TypeError for a field that is

@@ -1,8 +1,9 @@
-"""Who starts the roles of a run, watches them, and starts again the one that has ended.
+"""The launchers, which start the roles of a run, watch them, and restart one that has ended.
 
-launcher   a run by its roles
-fleet      which roles there are; when each is started, and started again
-member     one role, whoever starts it; process is its process
-local      children of this command, on this machine; child is one of them
-ray        actors of a Ray cluster; bundle is a place there, role_actor the actor in it, role_process the role
+launcher          a run by its roles
+fleet             which roles there are; when each is started, and started again
+supervised_role   one role, whoever starts it; process is its process
+local             children of this command, on this machine; child is one of them
+ray               actors of a Ray cluster; bundle is a place there, role_actor the actor in it,
+                  role_process the role
 """

@@ -1,4 +1,5 @@
-"""Ends with 0 where a Ray cluster answers who has no token. Its one word is the cluster's address.
+"""A probe that exits with 0 where a Ray cluster answers clients without a token. Its one argument
+is the cluster's address.
 
 A process of its own, since Ray reads at its import whether it has a token.
 """

@@ -19,7 +19,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs by name: one of each rank, and those of each engine; none where a device is not chosen."""
+    """The GPUs by name: one of each rank, and those of each engine; none where a device is not
+    chosen."""
 
     ranks: tuple[str, ...] = ()
     engines: tuple[tuple[str, ...], ...] = ()

@@ -47,9 +47,9 @@ PHASES = {"load": "loads", "generate": "generates", "learn": "learns", "publish"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by phase and part, and those that are free, if the device says. cache_tokens: of the KV
-    cache; usable_tokens: with which no sample waits for a page; usable_by: the samples that these
-    are for, in words."""
+    """The bytes by phase and part, and those that are free, if the device says. cache_tokens: of
+    the KV cache; usable_tokens: with which no sample waits for a page; usable_by: the samples that
+    these are for, in words."""
 
     phases: Mapping[str, Mapping[str, int]]
     free: int | None

@@ -1,4 +1,4 @@
-"""What roles do not do, by the settings that ask for it. No torch."""
+"""The limits of runs with roles, by the settings that they refuse. No torch."""
 
 from __future__ import annotations
 

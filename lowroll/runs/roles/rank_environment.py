@@ -1,5 +1,5 @@
-"""Which of the learner's ranks this process is, as torchrun, srun or `runs.launch.group` say it in the
-environment. No torch."""
+"""The rank of this process among the learner's, as torchrun, srun or `runs.launch.group` say it in
+the environment. No torch."""
 
 from __future__ import annotations
 

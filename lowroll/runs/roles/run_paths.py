@@ -29,7 +29,7 @@ def rank_role(rank: int) -> str:
 
 
 class RunPaths:
-    """Paths below a run folder."""
+    """The paths below a run folder."""
 
     def __init__(self, run: str | Path) -> None:
         self.run = Path(run)
