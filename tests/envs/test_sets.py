@@ -339,7 +339,7 @@ def sandbox(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     fake = types.SimpleNamespace(
         Case=Case,
-        Limits=lambda **limits: limits,
+        SandboxLimits=lambda **limits: limits,
         last_block=lambda text: text.split("```")[-2] if text.count("```") > 1 else None,
         run_cases=run_cases,
     )
