@@ -82,7 +82,7 @@ def _boxes(text: str) -> list[tuple[int, tuple[str, int] | None]]:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Where each brace closes, by where it opens."""
+    """Return the position where each brace closes, by the position where it opens."""
     opened: list[int] = []
     closing = {}
     for token in BRACES.finditer(text):
@@ -132,12 +132,12 @@ class Unjudged(Exception):
 
 
 def equal(gold: str, answer: str, ordered: bool = False) -> bool:
-    """Whether `answer` (already extracted) is the gold answer. `ordered`: the order of a list
-    without brackets counts.
+    """Return whether `answer` (already extracted) equals the gold answer. `ordered`: the order of a
+    list without brackets counts.
 
-    LaTeX or plain on both sides. Units and text beside a formula are not judged, and 50\\% is both
-    50 and 0.5. Unjudged is the answer's fault; any other exception is the gold answer's, or this
-    program's.
+    Both sides may be LaTeX or plain text. Units and text beside a formula are not judged, and 50\\%
+    is both 50 and 0.5. Raises Unjudged when the answer is at fault; any other exception is the
+    fault of the gold answer or of this program.
     """
     gold, answer = gold.strip(), answer.strip()
     if gold == answer:

@@ -1,4 +1,4 @@
-"""What an environment is: a source of prompts and a scorer that can be checked.
+"""The interface of an environment: a source of prompts and a scorer that can be checked.
 
 `prompt(index, split)` is a pure function of (arguments, seed, split, index), so a run that resumes,
 retries or re-dispatches sees the same task under the same index, and workers need no shared state.
@@ -102,9 +102,9 @@ class Environment(ABC):
         before it is ready."""
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> Reply:
-        """What the environment says to a conversation whose last message is the assistant's: new
-        messages (of a user, a tool or the system), or None: the conversation is done. Also by
-        `async def`.
+        """Return the environment's new messages (of a user, a tool or the system) to a conversation
+        whose last message is the assistant's, or None when the conversation is done. It may be
+        async.
 
         A pure function of its arguments: a turn may be asked again after a restart, and in another
         process. Whatever it raises becomes a ScoreError of this sample. `max_turns` bounds how often

@@ -1,5 +1,4 @@
-"""Whose code failed: what a user's own environment raises becomes one line that names its file and
-line."""
+"""Error messages that name the file and line of a user's own environment where its code failed."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def blamed(what: str, file: str | None) -> Iterator[None]:
-    """What code of `file` raises in the block becomes a ValueError `file:line: what: ...`. None:
-    nothing is changed."""
+    """Turn an exception that code of `file` raises in the block into a ValueError with the message
+    `file:line: what: ...`. Without a file (None) the exception passes unchanged."""
     try:
         yield
     except Exception as error:

@@ -1,5 +1,5 @@
-"""What a notebook or script puts into its settings (an environment class, a reward function, rows)
-as files of their own, which the scoring workers can read.
+"""Files for the values that a notebook or script puts into its settings (an environment class, a
+reward function, rows), so that the scoring workers can read them.
 
 Workers are fresh processes that know nothing of a notebook, and nothing is pickled. So the text of
 the class or function is written to a file, with the text of the functions and classes of the
@@ -38,7 +38,7 @@ ROWS = ("data", "path", "test_path")  # keys whose values may be rows
 
 @dataclass(frozen=True)
 class CellReference:
-    """What stands for a value in the settings: an id or a path; and the file to write for it."""
+    """The id or path that stands for a value in the settings, and the file to write for it."""
 
     id: str
     file: Path | None = None

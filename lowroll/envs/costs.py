@@ -1,4 +1,4 @@
-r"""What an answer may cost: sizes that are refused before anything is evaluated.
+r"""Limits on the size of an answer: what exceeds them is refused before anything is evaluated.
 
 `refuse_text` looks at the text, for what the parser itself evaluates (binomials, determinants) or
 follows too deep. `refuse_tree` looks at the unevaluated tree: the logarithm of every number in it,

@@ -46,7 +46,7 @@ class Curriculum:
             )
 
     def position(self, number: int, level: int) -> int:
-        """Of task `number` of a level."""
+        """Return the environment's position of task `number` of a level."""
         return number * self.levels + level
 
 
@@ -60,7 +60,7 @@ class LevelProgress:
     total: float = 0.0
 
     def after(self, rule: Curriculum, means: Sequence[float]) -> LevelProgress:
-        """With a batch's groups of this level."""
+        """Return the progress after a batch whose groups of this level have these mean rewards."""
         groups, total = self.groups + len(means), self.total + sum(means)
         if groups < rule.window:
             return LevelProgress(self.level, groups, total)
@@ -69,7 +69,7 @@ class LevelProgress:
 
     @classmethod
     def of(cls, state: Any) -> LevelProgress:
-        """From its JSON form. ValueError names the field."""
+        """Read the progress from its JSON form. Raises ValueError that names the field."""
         if not isinstance(state, Mapping) or set(state) != set(cls.__dataclass_fields__):
             raise ValueError(f"ledger.levels: expected {sorted(cls.__dataclass_fields__)}")
         for name in ("level", "groups"):

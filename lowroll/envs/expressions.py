@@ -54,11 +54,11 @@ class GoldError(Exception):
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two formulas are equal.
+    """Return whether two formulas are equal.
 
-    A gold answer that is no formula, or too large to evaluate, is equal to what is written alike.
-    Raises what the parser raises for an answer that is no formula, and Costly for one that is too
-    large.
+    A gold answer that is too large to evaluate equals only what is written alike; one that is no
+    formula equals nothing here. Raises what the parser raises for an answer that is no formula, and
+    Costly for one that is too large.
     """
     fold = _fold(gold, answer)
     tree = _gold_tree(gold, fold)
@@ -104,8 +104,8 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
 
 
 def _fold(gold: str, answer: str) -> bool:
-    """Whether the case of letters means nothing: neither text has a letter in both cases, as in R -
-    r."""
+    """Return whether the case of letters can be ignored: neither text has a letter in both cases,
+    as in R - r."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
         if any(letter.isupper() and letter.lower() in letters for letter in letters):
@@ -150,7 +150,7 @@ class _Reader(_Latex2Sympy):
 
 
 def _unfinished(tree: Any) -> bool:
-    """Whether a tree holds a sum, a product, an integral or a limit."""
+    """Return whether a tree holds a sum, a product, an integral or a limit."""
     return isinstance(tree, sympy.Basic) and tree.has(*UNFINISHED)
 
 
@@ -185,7 +185,7 @@ def exact(tree: Any) -> Fraction | None:
 
 
 def same_tree(a: Any, b: Any) -> bool:
-    """Whether two trees are written alike, up to the order of summands and factors."""
+    """Return whether two trees are written alike, up to the order of summands and factors."""
     return a == b or _ordered(a) == _ordered(b)
 
 
@@ -199,7 +199,7 @@ def _ordered(tree: Any) -> Any:
 
 
 def compare(a: Any, b: Any) -> bool | None:
-    """Whether two trees are equal; None when numbers cannot tell."""
+    """Return whether two trees are equal; None when numbers cannot tell."""
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
         if a.shape != b.shape:
             return False
@@ -241,7 +241,8 @@ def _ratio(a: Any, b: Any) -> float | None:
 
 
 def begins(text: str, number: str) -> bool:
-    """Whether a decimal is how a number begins that no decimal is: 0.666666 or 0.666667 for 2/3."""
+    """Return whether a decimal is the beginning of a number that has no finite decimal form:
+    0.666666 or 0.666667 for 2/3."""
     if DECIMAL.fullmatch(text) is None:
         return False
     tree = _tree(number, True)
@@ -250,8 +251,8 @@ def begins(text: str, number: str) -> bool:
 
 
 def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
-    """Whether a decimal is a number, of those that no decimal is, correctly rounded: 0.333333 for
-    1/3. `cut`: it may also be rounded towards zero."""
+    """Return whether a decimal is the correct rounding of a number that has no finite decimal form:
+    0.333333 for 1/3. `cut`: it may also be rounded towards zero."""
     if DECIMAL.fullmatch(text) is None or len(text.replace(".", "").lstrip("-0")) < ROUNDED:
         return False
     value = exact(tree)
@@ -342,7 +343,7 @@ def _value(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
 
 
 def _zero(value: Any) -> bool:
-    """Whether a value is 0, or has lost all its digits in the attempt to find one."""
+    """Return whether a value is 0, or lost all its digits when it was evaluated."""
     return all(part == 0 or part.is_Float and part._prec < 60 for part in value.as_real_imag())
 
 

@@ -51,7 +51,7 @@ CONSTANT = re.compile(
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer is made of."""
+    """The structure of an answer: its kind and its parts."""
 
     kind: str  # "list", "set", "tuple", "union", "implication", "relation" or "leaf"
     parts: tuple[str, ...]
@@ -222,7 +222,7 @@ def _interval(sides: list[str], operators: list[str]) -> Form | None:
 
 
 def matches(gold: str, answer: str, ordered: bool = False) -> bool:
-    """Whether two texts say the same. `ordered`: the order of a list counts."""
+    """Return whether two texts state the same answer. `ordered`: the order of a list counts."""
     gold = tidy(gold)
     answer = tidy(answer)
     if squeezed(gold) == squeezed(answer):
@@ -278,8 +278,8 @@ def _pairwise(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 
 def _unordered(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-    """Whether each part of one is a part of the other, equally often. Costly for very long
-    lists."""
+    """Return whether two lists have equal parts, each equally often, in any order. Raises
+    ValueError when more than MAX_PARTS parts are left to compare."""
     if len(gold) != len(answer):
         return False
     left = list(answer)
@@ -301,8 +301,8 @@ def _unordered(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 
 def _same_relation(gold: Form, answer: Form) -> bool:
-    """Of two relations, or of one and a value: `x = 5` is 5, and so is `2 + 3 = 5`, but not `4 =
-    5`."""
+    """Return whether two relations, or a relation and a value, are equal: `x = 5` equals 5, and so
+    does `2 + 3 = 5`, but `4 = 5` does not."""
     if answer.kind != "relation":
         if not gold.name or not _is_equation_and_value(gold, answer):
             return False
@@ -330,7 +330,8 @@ def _is_equation_and_value(relation: Form, other: Form) -> bool:
 
 
 def _said(equation: Form) -> list[str]:
-    """What an equation says that its name is: its last side, and the numbers before it."""
+    """Return the values that an equation gives its name: its last side, and the numbers before
+    it."""
     sides = equation.parts[bool(equation.name) :]
     return [side for side in sides[:-1] if CONSTANT.fullmatch(side)] + [sides[-1]]
 
@@ -346,8 +347,8 @@ def _upwards(relation: Form) -> Form:
 
 
 def same_leaf(gold: str, answer: str) -> bool:
-    """Whether two texts without parts are equal: as times, numerals with a base, words, numbers, or
-    expressions."""
+    """Return whether two texts without parts are equal: as times, numerals with a base, words,
+    numbers, or expressions."""
     if squeezed(gold) == squeezed(answer):
         return True
     if DOTS in gold or DOTS in answer:
@@ -379,7 +380,8 @@ def same_leaf(gold: str, answer: str) -> bool:
 
 
 def _begins(text: str, other: str) -> bool:
-    r"""Whether `0.6666667\ldots` is the beginning of a number that no decimal is."""
+    r"""Return whether a text such as `0.6666667\ldots` is the beginning of a number that has no
+    finite decimal form."""
     if not text.endswith(DOTS) or DOTS in other:
         return False
     from lowroll.envs import expressions
@@ -388,7 +390,7 @@ def _begins(text: str, other: str) -> bool:
 
 
 def same_value(gold: str, answer: str, shift: int = 0) -> bool:
-    """Whether `gold` times 10^shift is `answer`."""
+    """Return whether `gold` times 10^shift equals `answer`."""
     number = quantity(gold)
     other = quantity(answer)
     if number is not None and other is not None:

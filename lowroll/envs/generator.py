@@ -70,7 +70,7 @@ DEMANDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {
 
 
 class ItemSource(Protocol):
-    """What both kinds offer. An item's number is (split, draw, index)."""
+    """The interface of both kinds of generator. An item's number is (split, draw, index)."""
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
         """(question, stored answer) of an item."""
@@ -288,7 +288,8 @@ def _at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=128)
 def _steps(name: str) -> list[dict[str, Any]]:
-    """What each level of a generator's curriculum sets."""
+    """Return the options that each level of a generator's curriculum sets. Raises ValueError for an
+    unknown generator and for one without a curriculum."""
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
     if name not in DATASETS:

@@ -54,7 +54,7 @@ class Guess(GeneratedEnvironment):
         return f"{low}-{low + self.width - 1}", {"answer": str(number)}
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """Where the number lies; done when it was said."""
+        """Answer a wrong guess with a hint; None when the number was guessed."""
         guess, number = guessed(messages[-1]["content"]), int(prompt.info["answer"])
         if guess == number:
             return None

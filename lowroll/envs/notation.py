@@ -237,7 +237,7 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def unboxed(text: str) -> str:
-    """What a text that is a box holds; any other text as it is."""
+    """Return the content of a text that is a box; any other text unchanged."""
     while (inner := BOXED.fullmatch(text)) is not None:
         text = inner[1][1:-1].strip()
     return text

@@ -1,5 +1,5 @@
-"""What an environment may return, and what becomes of it: of a scorer a number, a Score, or an
-awaitable of one; of one that answers messages, None, or an awaitable of them."""
+"""The values that an environment may return, and their conversion: a scorer returns a number, a
+Score, or an awaitable of one; `respond` returns messages, None, or an awaitable of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Inapplicable(InvalidScore):
 
 
 class ScorerFailed(Exception):
-    """What a scorer's code raised, with its place, in words."""
+    """An exception that a scorer's code raised, with its place, in words."""
 
 
 class InvalidReply(InvalidScore):
@@ -74,8 +74,9 @@ def judge(env: Judging, prompt: Prompt, said: str | list[Message]) -> Score:
 
 
 def answer(env: Judging, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-    """What the environment says to a conversation; None: it is done. InvalidReply says what came in
-    its place; what it raises goes through."""
+    """Return the environment's answer to a conversation; None: it is done. Raises InvalidReply,
+    which names what was returned instead of messages; what the environment raises passes
+    through."""
     return as_messages(awaited(env.respond(prompt, messages)))
 
 

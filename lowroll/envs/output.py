@@ -1,5 +1,5 @@
-"""What a scoring worker prints: the beginning goes to the log, the end into the message of a crash,
-no more is kept.
+"""The output that a scoring worker prints: its beginning goes to the log, its end into the message
+of a crash, and the rest is dropped.
 
 It comes through a pipe that is read whenever the pool waits, so that a scorer may print as much as
 it likes.

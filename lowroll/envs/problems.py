@@ -130,7 +130,7 @@ class Problems(FinalAnswer):
         )
 
     def matching(self, prompt: Prompt, text: str) -> Prompt | None:
-        """The same task with the answer of `text` for its gold answer."""
+        """Return the same task with the answer of `text` as its gold answer."""
         return replace(prompt, info={**prompt.info, "beside": bounded(text)})
 
     def solution(self, prompt: Prompt) -> str:
@@ -138,7 +138,7 @@ class Problems(FinalAnswer):
 
 
 def ends_in(solution: str, answer: str, hashes: bool) -> bool:
-    """Whether a worked solution states this answer at its end: behind ####, or in a box."""
+    """Return whether a worked solution states this answer at its end: behind ####, or in a box."""
     stated = last_answer(solution) if hashes else boxed_answer(solution)
     return stated == answer or (stated is not None and bool(same_number(answer, stated)))
 

@@ -63,7 +63,7 @@ Spec = tuple[str, dict[str, Any], int]
 
 @dataclass(frozen=True)
 class EnvironmentReply:
-    """What an environment said to a conversation; None: it is done."""
+    """The messages of an environment in reply to a conversation; None: it is done."""
 
     messages: list[Message] | None
 
@@ -80,15 +80,15 @@ Result = Score | ScoreError | EnvironmentReply | GroupScores
 
 @dataclass(frozen=True)
 class _Item:
-    """What a worker is asked at a time. size: of how many responses, where they are scored
-    together; 0: of one alone."""
+    """One unit of work of a worker. size: the number of responses, where they are scored together;
+    0: a single response or conversation."""
 
     prompt: Prompt
     encoded: bytes
     size: int = 0
 
     def named(self, result: Score | ScoreError) -> Score | ScoreError:
-        """The result; an error says whose it is."""
+        """Return the result; the message of an error names the environment and the prompt."""
         if isinstance(result, Score):
             return result
         whose = f"env {self.prompt.env!r}, {self.prompt.id}"
@@ -144,7 +144,7 @@ class _Worker:
 
     @property
     def late(self) -> bool:
-        """Whether it owes an answer, its readiness or a score, and the time for it is over."""
+        """True if the deadline of its start or of the item in hand has passed."""
         return (not self.ready or bool(self.held)) and time.monotonic() > self.deadline
 
     def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
@@ -294,8 +294,8 @@ class ScorerPool:
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]
     ) -> list[list[Message] | None | ScoreError]:
-        """What the environments say to (prompt, messages), in their order; None: that conversation
-        is done. Errors and limits as of `score`."""
+        """Return the environments' replies to (prompt, messages), in their order; None: that
+        conversation is done. Errors and limits are those of `score`."""
         encoded = [_Item(prompt, self._encode(prompt, "respond", said)) for prompt, said in items]
         found = self._ask("respond", encoded, None)
         return [
@@ -470,7 +470,7 @@ class ScorerPool:
         return replace(result, message=self._said(result.message))
 
     def _said(self, text: object) -> str:
-        """What a worker says, for people."""
+        """Return a worker's message as readable text of at most MAX_MESSAGE characters."""
         return readable(str(text), self._pass_env)[:MAX_MESSAGE]
 
     def _start(self) -> _Worker:

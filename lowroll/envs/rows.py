@@ -85,7 +85,7 @@ class SplitRows(Generic[T]):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the test rows are a share of the train split's."""
+        """True if the test rows are a share of the train split's."""
         return self.held_out > 0 and self._test_source is None
 
     def __getitem__(self, split: str) -> list[T]:
@@ -109,7 +109,7 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def _test_source(self) -> DataSource | None:
-        """Where the test rows are; None: among the train split's."""
+        """The source of the test rows; None: they are among the train split's."""
         train, test = self.sources["train"], self.sources["test"]
         if test is not None or train is None:
             return test
@@ -193,11 +193,12 @@ def usable(
 
 
 def _asked(row: object) -> str:
-    """What a converted row asks: itself, a text, else its question or its prompt."""
+    """Return the text of a converted row's task: the row if it is a text, else its question or its
+    prompt."""
     asked = getattr(row, "question", getattr(row, "prompt", row))
     return asked if isinstance(asked, str) else json.dumps(asked, default=vars)
 
 
 def _digest(row: object) -> bytes:
-    """Of what a converted row says, whatever the order of its keys."""
+    """Return a digest of a converted row that does not depend on the order of its keys."""
     return hashlib.sha256(json.dumps(row, sort_keys=True, default=vars).encode()).digest()

@@ -38,7 +38,8 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
 
 
 def _odd(value: object) -> str | None:
-    """What JSON would turn into something else: a key that is no text, a tuple."""
+    """Describe a part of a value that JSON would change: a key that is no text, a tuple. None if
+    there is none."""
     if isinstance(value, tuple):
         return f"the tuple {str(value)[:60]}"
     if (

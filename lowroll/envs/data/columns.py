@@ -1,4 +1,4 @@
-"""Which column of a row is what: the prompt, the gold answer, the demonstration.
+"""The columns of a row: the prompt, the gold answer, the demonstration.
 
 A column that is named is taken; `reward_model.ground_truth` is a key inside a column. Those that
 are not named are found in the usual shapes:

@@ -135,7 +135,7 @@ class Data(Environment):
         return found
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """As `score`, of all that was said after the prompt."""
+        """Score a conversation like `score`, by all messages after the prompt."""
         (found,) = self.score_together(prompt, [messages])
         if isinstance(found, InvalidScore):
             raise found
@@ -221,7 +221,7 @@ class Data(Environment):
         return given | task.columns
 
     def _wanted(self, task: DataTask) -> dict[str, Any]:
-        """Of the columns those that some function takes."""
+        """Return the columns that at least one function takes."""
         named = self._named(task)
         taken = [function.columns for function in self.functions]
         if any(columns is None for columns in taken):

@@ -22,7 +22,7 @@ NEEDS_DATASETS = "needs the package 'datasets' (pip install 'lowroll[data]')"
 
 
 def no_text(error: UnicodeEncodeError) -> str:
-    """What is wrong with a string that UTF-8 cannot hold."""
+    """Describe what is wrong with a string that UTF-8 cannot hold."""
     return f"a lone surrogate ({ascii(error.object[error.start])[1:-1]}) is no text"
 
 

@@ -69,8 +69,8 @@ UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
 
 @dataclass(frozen=True)
 class Response:
-    """What a function of one `rollout` is given. `columns`: the row, and its `answer` under that
-    name. `messages`: all that was said after the prompt."""
+    """The argument of a function with one `rollout` parameter. `columns`: the row, and its `answer`
+    under that name. `messages`: all messages after the prompt."""
 
     text: str
     prompt: str | list[Message]
@@ -80,7 +80,7 @@ class Response:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far the run is: steps that are done, and all of them (0: it is not known)."""
+    """The progress of the run: the steps that are done, and their total number (0: unknown)."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -90,9 +90,9 @@ class TrainerState:
 
 
 class Logged:
-    """What functions log about the responses to one prompt.
+    """The values that functions log about the responses to one prompt.
 
-    `names` are those that metrics may not have. InvalidScore for what cannot be kept.
+    Metrics may not have a name in `names`. Raises InvalidScore for a value that cannot be kept.
     """
 
     def __init__(self, count: int, names: Sequence[str]) -> None:
@@ -103,11 +103,11 @@ class Logged:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The mean of each."""
+        """The mean of each metric."""
         return {name: sum(found) / len(found) for name, found in self._metrics.items()}
 
     def extra(self, i: int) -> dict[str, Any] | None:
-        """Of one response; None: nothing."""
+        """Return the logged columns of one response; None when there are none."""
         return {name: self.columns[name][i] for name in self.columns} or None
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
@@ -216,7 +216,7 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        """Whether it is to be awaited."""
+        """True if the function must be awaited."""
         return inspect.iscoroutinefunction(_inner(self.function))
 
     def rewards(self, asked: PromptResponses) -> list[float | None]:
@@ -226,7 +226,7 @@ class RewardFunction:
         return self._read(found, len(asked.said))
 
     async def later(self, asked: PromptResponses) -> list[float | None]:
-        """As `rewards`, of an async function."""
+        """Return the rewards like `rewards`, of an async function."""
         found = await gathered([self._await(known) for known in self._calls(asked)])
         return self._read(found, len(asked.said))
 
@@ -335,8 +335,8 @@ def rewards_of(
     asked: PromptResponses,
     tell: Callable[[str], object],
 ) -> list[list[float | None]]:
-    """What each function says. Async ones are awaited together at the end, as in TRL; `tell` is told
-    who is at work."""
+    """Return the rewards of each function. Async functions are awaited together at the end, as in
+    TRL; `tell` receives the names of the functions that are about to run."""
     found: dict[str, list[float | None]] = {}
     waiting = [f for f in functions if isinstance(f, RewardFunction) and f.is_async]
     for function in functions:

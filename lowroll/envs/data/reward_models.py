@@ -34,7 +34,7 @@ class AnsweredPrompt(Protocol):
 
 
 def is_model(id: str) -> bool:
-    """Whether an id is one of a reward model: a folder, or `owner/name` of the hub."""
+    """Return whether an id can be that of a reward model: a folder, or `owner/name` of the hub."""
     return Path(id).expanduser().is_dir() or re.fullmatch(HUB_NAME, id) is not None
 
 
@@ -55,7 +55,7 @@ class RewardModel:
 
     @property
     def where(self) -> str:
-        """What errors call it."""
+        """The name of the model in error messages."""
         return f"reward model {self.id!r}"
 
     def check(self, columns: Sequence[str]) -> None:

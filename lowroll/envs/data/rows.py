@@ -57,7 +57,7 @@ def located(source: DataSource) -> Iterator[Located]:
 
 
 def missing(path: str) -> str:
-    """Why there can be no data at a path; "" if there may."""
+    """Explain why there can be no data at a path; return "" if there may be."""
     kinds = ", ".join(READERS)
     if is_hub_id(path) or Path(path).is_dir():
         return ""
@@ -70,7 +70,7 @@ def missing(path: str) -> str:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path names a data set of the hub: `owner/name`, and nothing that is here."""
+    """Return whether a path names a data set of the hub: `owner/name`, and no local path."""
     return (
         re.fullmatch(HUB_NAME, path) is not None
         and not path.endswith(tuple(READERS))

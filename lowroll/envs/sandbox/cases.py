@@ -37,8 +37,8 @@ class Case:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a program may use. Memory is address space of each process; the others are of all of
-    it."""
+    """The resources that a program may use. The memory limit is the address space of each process;
+    the others hold for the program as a whole."""
 
     seconds: float = 4.0  # CPU, a case and process
     wall_seconds: float = 6.0  # a case
@@ -87,12 +87,13 @@ class CaseResults:
 
     @property
     def all_passed(self) -> bool:
-        """Whether every case passed."""
+        """True if every case passed."""
         return self.passed == len(self.results)
 
 
 def is_right(case: Case, output: str, value: Any = None) -> bool:
-    """Whether a program's output (of a function: its result as JSON data) is the expected one."""
+    """Return whether a program's output (of a function: its result as JSON data) is the expected
+    one."""
     if case.fn_name is None:
         return same_text(_as_text(case.output), output)
     return same_value(case.output, value)

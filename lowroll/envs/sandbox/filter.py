@@ -87,8 +87,8 @@ def _line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def _unless(number: int, argument: int, test: int, value: int, allowed: bool) -> list[bytes]:
-    """Of the call `number`: what becomes of it where the test of an argument holds, and the opposite
-    where it does not."""
+    """Return the instructions that allow the call `number` where the test of an argument holds and
+    deny it where it does not, or the reverse (`allowed` False)."""
     outcomes = [ALLOW, ERROR | EPERM] if allowed else [ERROR | EPERM, ALLOW]
     return [
         _line(JUMP_EQUAL, number, 0, 4),

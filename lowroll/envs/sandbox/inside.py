@@ -74,7 +74,7 @@ def prctl(option: int, value: int, more: Any = 0) -> None:
 
 
 def missing_walls() -> list[str]:
-    """What does not separate this process from the machine, in words; empty inside a sandbox."""
+    """Return, in words, which kinds of isolation this process lacks; empty inside a sandbox."""
     missing = []
     if os.getpid() != 1 or os.getppid() != 0:
         missing.append(f"it is process {os.getpid()}, not process 1 of a namespace of its own")
@@ -89,7 +89,8 @@ def missing_walls() -> list[str]:
 
 
 def _is_alone() -> bool:
-    """Whether a signal to everybody would reach nobody: signal 0 asks, and is not delivered."""
+    """Return whether no other process can be signalled: signal 0 only tests and is not
+    delivered."""
     try:
         os.kill(-1, 0)
     except ProcessLookupError:
@@ -98,7 +99,7 @@ def _is_alone() -> bool:
 
 
 def _has_network() -> bool:
-    """Whether a packet could leave by any interface, that of the machine itself included."""
+    """Return whether a packet could leave by any interface, the loopback one included."""
     if any(name != "lo" for _, name in socket.if_nameindex()):
         return True
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -188,8 +189,8 @@ def _status(code: Any) -> int:
 
 
 def _end(code: int) -> None:
-    """As an interpreter ends: threads first, then what was registered, then what is not written
-    yet."""
+    """End the process like an interpreter: join the threads, run the exit functions, then flush the
+    output streams."""
     try:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:

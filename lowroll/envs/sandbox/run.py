@@ -50,7 +50,7 @@ def run_in(
     limits: SandboxLimits,
     stop_at_failure: bool = False,
 ) -> CaseResults:
-    """The same behind these walls."""
+    """Run the cases like `run_cases`, in this sandbox."""
     if not cases:
         raise ValueError("a program is judged by its cases, and there are none")
     results: list[Result] = []
@@ -141,7 +141,7 @@ class _Sandbox:
         self.end = time.monotonic() + self.limits.total_seconds
 
     def reply(self) -> dict[str, Any] | None:
-        """What came of the next case; None when the program's time is over."""
+        """Return the reply to the next case; None when the program's time is over."""
         self.deadline = min(time.monotonic() + self.limits.wall_seconds + SLACK, self.end)
         reply = self._next()
         if reply is None and time.monotonic() < self.end:

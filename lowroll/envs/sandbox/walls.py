@@ -1,4 +1,4 @@
-"""What keeps a program in the sandbox on this machine, and what to do where nothing does.
+"""Isolation of a program in the sandbox from this machine, and what to do where nothing isolates.
 
 `jail` makes the namespaces, and nothing else does: no program of the PATH is believed to isolate.
 Whether it works is proven once for each process: `inside` refuses to take a program unless it finds
@@ -54,8 +54,8 @@ def python() -> str:
 
 
 def _layout() -> dict[str, Any]:
-    """What of this machine a program sees: the interpreter, its library and the shared ones.
-    Nothing of anybody's installed packages."""
+    """Return the parts of this machine that a program sees: the interpreter, its library and the
+    shared ones. Installed packages are not among them."""
     library = sysconfig.get_paths()["stdlib"]
     binds = [python(), str(INSIDE)]
     links = []
@@ -107,8 +107,8 @@ print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"
 
 
 def _try(walls: Walls) -> str | None:
-    """Why it does not isolate here; None when a program was run in it, and saw nothing of this
-    machine."""
+    """Explain why this does not isolate here; None when a program was run in it and saw nothing of
+    this machine."""
     from lowroll.envs.sandbox.cases import Case, SandboxLimits
     from lowroll.envs.sandbox.run import SandboxError, run_in
 

@@ -78,5 +78,5 @@ class HeldOut(Environment):
         return self.ask(task.text, index, split, {**task.info, "row": index % len(self.tasks)})
 
     def matching(self, prompt: Prompt, text: str) -> Prompt | None:
-        """The same task with the answer of `text` for its gold answer."""
+        """Return the same task with the answer of `text` as its gold answer."""
         return replace(prompt, info={**prompt.info, "beside": bounded(text)})

@@ -85,7 +85,7 @@ class EvalSet:
 
     @property
     def template(self) -> str:
-        """What stands around a question; {text} is the question."""
+        """The text around a question; {text} is the question."""
         return TEMPLATES[self.rule]
 
 

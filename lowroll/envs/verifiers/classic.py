@@ -139,7 +139,7 @@ def _calls(said: Message) -> list[dict[str, str]]:
 
 @contextmanager
 def _failures() -> Iterator[list[str]]:
-    """What rubrics log of reward functions that failed."""
+    """Collect the errors that rubrics log about failed reward functions."""
     found: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]

@@ -86,7 +86,8 @@ class Verifiers(Environment):
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
     async def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """What verifiers' loop says to the turns so far."""
+        """Return the messages that verifiers' loop adds after the turns so far; None: it is
+        done."""
         task, source = self._task(prompt)
         return await source.play(task, _turns(prompt, messages))
 
@@ -99,16 +100,16 @@ class Verifiers(Environment):
         return found
 
     async def score(self, prompt: Prompt, text: str) -> Score:
-        """The same of a conversation of one turn."""
+        """Score a conversation of one turn."""
         said = {"role": "assistant", "content": text}
         return await self.score_conversation(prompt, [*prompt.messages, said])
 
     def gold(self, prompt: Prompt) -> str:
-        """verifiers stores no such response."""
+        """Raise NotImplementedError: verifiers stores no such response."""
         raise NotImplementedError("an environment of verifiers says no right response")
 
     def perturbed(self, prompt: Prompt) -> str:
-        """As `gold`."""
+        """Raise NotImplementedError: verifiers stores no such response."""
         raise NotImplementedError("an environment of verifiers says no wrong response")
 
     def tasks(self, split: str) -> _Tasks:
@@ -151,7 +152,7 @@ class _Tasks:
         return self._read[place]
 
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of tasks, at most MOST_TASKS."""
         self._read += islice(self._rest, MOST_TASKS - len(self._read))
         return len(self._read)
 
@@ -170,7 +171,7 @@ def load(env_id: str, args: dict[str, Any]) -> VerifiersSource:
 
 
 def _turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
-    """What the assistant said after the prompt."""
+    """Return the assistant's messages after the prompt."""
     return [one for one in messages[len(prompt.messages) :] if one["role"] == "assistant"]
 
 

@@ -1,4 +1,4 @@
-"""What the two interfaces of verifiers have in common, as the environment asks for it."""
+"""The common interface of the two interfaces of verifiers, as the environment uses it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class VerifiersSource(Protocol):
         """The tasks of a split, and whether they are its own: otherwise a share is held out."""
 
     def endless(self) -> bool:
-        """Whether the tasks have no end."""
+        """Return whether the tasks have no end."""
 
     def key(self, task: Any) -> str:
-        """What a task is: the same text in every process."""
+        """Return a text that identifies a task, the same in every process."""
 
     async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
-        """What it says after these turns of the assistant (of none: the prompt); None when it is
-        over."""
+        """Return the environment's messages after these turns of the assistant (without turns: the
+        prompt); None when the exchange is over."""
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
         """The score of these turns."""

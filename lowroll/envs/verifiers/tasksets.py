@@ -73,7 +73,7 @@ class Tasksets:
         return iter(self.env.taskset), False
 
     def endless(self) -> bool:
-        """Whether it is a generator without an end."""
+        """Return whether the taskset is a generator without an end."""
         return not self.env.taskset.bounded
 
     def key(self, task: Any) -> str:
@@ -207,7 +207,8 @@ class _Talk:
         return vf.Segment(messages=[node.message for node in self.trace.nodes[begin:]])
 
     def _ended(self, begin: int) -> Any:
-        """Of a script at its end: the model is asked, or has had its turns."""
+        """Handle the end of the script: raise TurnPending for the model's next turn, or end the
+        exchange where the model has had its turns (`ends`)."""
         if not self.scripted.ends:
             nodes = self.trace.nodes
             last = max((i for i, node in enumerate(nodes) if node.sampled), default=-1)
@@ -238,7 +239,7 @@ class _Talk:
             self._add(vf.ToolMessage(tool_call_id=MALFORMED, content=text))
 
     async def _stops(self) -> bool:
-        """Whether a @stop hook of the task ends the exchange."""
+        """Return whether a @stop hook of the task ends the exchange."""
         hooks = self.task.hooks("stop")
         found = await invoke_all(
             hooks, {"task": self.task.data, "trace": self.trace, vf.Trace: self.trace}
@@ -276,7 +277,7 @@ class _Box:
         self._ready = False
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """As chat templates show them."""
+        """Return the tools' schemas as chat templates show them."""
         if self._schemas is None:
             self._schemas = awaited(self._listed())
         return self._schemas
@@ -294,7 +295,7 @@ class _Box:
         return tuple(found)
 
     async def begin(self, task: Any) -> None:
-        """Before a task: what its servers would do."""
+        """Set up the toolsets, once, and their state for a task, as their servers would."""
         for toolset in self.toolsets:
             if not self._ready:
                 await toolset.setup()
@@ -302,7 +303,8 @@ class _Box:
         self._ready = True
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What a tool says. Whatever it raises, and a ValueError for a name that none has."""
+        """Return the output of a tool. Raises whatever the tool raises, and ValueError for an
+        unknown name."""
         for prefix, server in self.servers:
             known = {tool.name for tool in await server.list_tools()}
             if name.startswith(prefix) and name.removeprefix(prefix) in known:
