@@ -24,7 +24,7 @@ LIMITS = (  # (metric, value from which it is an alarm, what it may mean)
 
 
 def alarms(stats: Mapping[str, float]) -> list[str]:
-    """One line for each limit that the statistics are over."""
+    """Return one line for each limit that the statistics exceed."""
     return [
         f"{name} is {stats[name]:.3g} (alarm above {limit:g}): {meaning}"
         for name, limit, meaning in LIMITS

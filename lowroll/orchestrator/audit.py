@@ -36,8 +36,8 @@ OPEN = ("planned", "dispatched", "done")
 def check(
     ledger: Path | Sequence[Event], learned: Mapping[int, Sequence[str]] | None = None
 ) -> list[str]:
-    """What is wrong with a ledger, a line a finding; [] of a sound one. ValueError for a file that
-    is damaged elsewhere than in a torn last line."""
+    """Return what is wrong with a ledger, one line for each finding; [] for a sound one. Raises
+    ValueError for a file that is damaged elsewhere than in a torn last line."""
     events = read(ledger)[0] if isinstance(ledger, Path) else ledger
     audit = Audit()
     for number, event in enumerate(events, 1):
@@ -63,7 +63,7 @@ class Audit:
         return Counter("open" if state in OPEN else state for state in self.states.values())
 
     def take(self, number: int, event: Event) -> None:
-        """One event more."""
+        """Process one more event."""
         kind = event["event"]
         if kind == "begun":
             self._begin(event)
@@ -77,7 +77,7 @@ class Audit:
             self._batch(number, event)
 
     def compare(self, learned: Mapping[int, Sequence[str]]) -> None:
-        """Hold the batches that stand against what the learner learnt from."""
+        """Compare the batches that stand with what the learner learnt from."""
         for step, ids in sorted(learned.items()):
             if step not in self.batches:
                 self.found.append(f"step {step}: learnt from, and no batch of it stands")
@@ -148,7 +148,8 @@ class Audit:
 
 
 def balance(events: Sequence[Event]) -> dict[str, Any]:
-    """Groups of a ledger: planned, batched, dropped by reason, open, and batches consumed."""
+    """Count the groups of a ledger: planned, batched, dropped by reason, open, and batches
+    consumed."""
     audit = Audit()
     for number, event in enumerate(events, 1):
         audit.take(number, event)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def canaries(
     envs: Mapping[str, Environment], scorer: Scorer, positions: Mapping[str, int]
 ) -> list[str]:
-    """One line for each canary that scored wrongly. `positions`: the training task to ask of each
-    environment."""
+    """Return one line for each canary that scored wrongly. `positions`: the training task to use of
+    each environment."""
     items: list[tuple[Prompt, str]] = []
     for name, env in envs.items():
         prompt = prompt_at(env, positions[name], "train")

@@ -63,24 +63,24 @@ class Dialogue(Request):
         return self.sized(plain)
 
     def sized(self, request: Request) -> Request:
-        """A request with no more tokens than the sequence has room for."""
+        """Limit a request to the tokens that the sequence has room for."""
         return replace(request, max_tokens=min(self.max_tokens, self.room(len(request.prompt_ids))))
 
     def room(self, length: int) -> int:
-        """Tokens that a turn may have behind so many."""
+        """Return the number of tokens that a turn may have behind `length` tokens."""
         if self.max_sequence_tokens is None:
             return self.max_tokens
         return self.max_sequence_tokens - length
 
     @property
     def fits(self) -> bool:
-        """Whether the sequence has room for a first turn."""
+        """True if the sequence has room for a first turn."""
         return self.room(len(self.prompt_ids)) >= max(1, self.min_tokens)
 
 
 @dataclass
 class Talk:
-    """One conversation, as far as it has come."""
+    """One conversation and its tokens and messages so far."""
 
     dialogue: Dialogue
     sample: int
@@ -96,23 +96,23 @@ class Talk:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
+        """The number of tokens of the whole sequence."""
         return len(self.dialogue.prompt_ids) + len(self.token_ids)
 
     @property
     def said(self) -> list[Message]:
-        """Everything, the prompt's messages first."""
+        """All messages, the prompt's first."""
         assert self.dialogue.prompt is not None
         return [*self.dialogue.prompt.messages, *self.messages]
 
     @property
     def named(self) -> str:
-        """Whose conversation it is."""
+        """The environment and prompt of the conversation, for error messages."""
         assert self.dialogue.prompt is not None
         return f"env {self.dialogue.prompt.env!r}, {self.dialogue.prompt.id}"
 
     def take(self, rollout: Rollout, message: Message) -> None:
-        """A turn was drawn."""
+        """Append a turn that was drawn, and end the conversation when it was the last."""
         start, request = len(self.token_ids), self.dialogue
         room = request.room(self.length)
         self.token_ids += rollout.token_ids
@@ -133,7 +133,7 @@ class Talk:
             self.ended = "turns"
 
     def hear(self, reply: list[Message] | None | ScoreError, tokenizer: Tokenizer) -> None:
-        """The environment has answered the last turn."""
+        """Append the environment's reply to the last turn, or end the conversation."""
         if isinstance(reply, ScoreError):
             self.ended, self.error = "error", reply
             return
@@ -157,7 +157,7 @@ class Talk:
 
     @property
     def request(self) -> Request:
-        """For the next turn."""
+        """The request for the next turn."""
         asked = self.dialogue
         ids = [*asked.prompt_ids, *self.token_ids]
         turn, stem = len(self.turns), f"{asked.id}/{self.sample}"
@@ -167,7 +167,7 @@ class Talk:
 
     @property
     def rollout(self) -> Rollout:
-        """All turns as one."""
+        """All turns as one rollout."""
         assert self.tag is not None and self.ended is not None
         last = self.turns[-1]
         finish: FinishReason = "stop"
@@ -187,7 +187,7 @@ class Talk:
 
     @property
     def conversation(self) -> Conversation:
-        """What was said."""
+        """The messages after the prompt, and how the conversation ended."""
         assert self.ended is not None
         return Conversation(self.messages, self.ended, self.error)
 
@@ -224,8 +224,8 @@ class _SoFar:
 
 
 class Conversations:
-    """See the top of the file. Where nothing but plain requests come, it is the engine. One thread
-    calls everything."""
+    """An engine that also runs conversations, as the top of the file explains. Plain requests pass
+    through to the engine behind it. All calls must come from one thread."""
 
     def __init__(self, engine: EngineClient, responder: Responder, tokenizer: Tokenizer) -> None:
         self.engine = engine
@@ -236,8 +236,8 @@ class Conversations:
         self._given_up: set[int] = set()  # handles of the engine whose groups may still come back
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
-        """The groups of all requests, in their order. As the engine's; the progress is counted anew
-        for each turn."""
+        """Return the groups of all requests, in their order. Progress is counted anew for each
+        turn."""
         if not any(isinstance(one, Dialogue) for one in requests):
             return self.engine.generate(requests, on_progress=on_progress)
         plain = [one.first if isinstance(one, Dialogue) else one for one in requests]
@@ -256,7 +256,7 @@ class Conversations:
         return [exchanges[i].group if i in exchanges else group for i, group in enumerate(groups)]
 
     def add(self, request: Request) -> int:
-        """As the engine's."""
+        """Send a request or the first turn of a dialogue and return its handle."""
         if not isinstance(request, Dialogue):
             return self._add(request)
         handle = self._add(request.first)
@@ -265,8 +265,9 @@ class Conversations:
         return handle
 
     def step(self) -> list[tuple[int, Group]]:
-        """As the engine's. Conversations whose turns came back have the environments answer and go
-        on; those that ended are among what is returned. The group of an aborted one is not."""
+        """Wait a moment for answers and return the groups that ended, by handle. Conversations
+        whose turns came back get the environments' replies and go on; those that ended are among
+        what is returned. The group of an aborted one is not."""
         ended: list[tuple[int, Group]] = []
         touched: dict[int, list[Talk]] = {}
         for handle, group in self.engine.step():
@@ -295,7 +296,7 @@ class Conversations:
         return ended + [(owner, self._open.pop(owner).group) for owner in over]
 
     def abort(self, handle: int) -> bool:
-        """As the engine's."""
+        """Abort a request or a dialogue. Returns False if a plain request had ended."""
         exchange = self._open.pop(handle, None)
         if exchange is None:
             return self.engine.abort(handle)
@@ -306,7 +307,8 @@ class Conversations:
         return True
 
     def so_far(self, handle: int) -> Sequence[HasTokens]:
-        """As the engine's: of a conversation, what was drawn in all turns."""
+        """Return the tokens that each sample of a request has drawn so far; for a conversation, in
+        all its turns."""
         exchange = self._open.get(handle)
         if exchange is None or not exchange.talks:
             return self.engine.so_far(handle)
@@ -325,7 +327,7 @@ class Conversations:
         return handle
 
     def _begin(self, exchange: _Exchange, group: Group) -> None:
-        """The first turns of all samples were drawn."""
+        """Start the conversations of a dialogue with the first turns of all samples."""
         exchange.talks = [Talk(exchange.dialogue, i) for i in range(len(group.rollouts))]
         for talk, rollout in zip(exchange.talks, group.rollouts, strict=True):
             self._take(talk, [rollout])
@@ -338,7 +340,8 @@ class Conversations:
         talk.take(rollouts[0], self.tokenizer.turn(rollouts[0].token_ids, talk.dialogue.tools))
 
     def _answer(self, talks: Sequence[Talk]) -> list[Talk]:
-        """Have the environments answer what has not ended. Returns those that go on."""
+        """Send the conversations that have not ended to the environments. Returns those that go
+        on."""
         waiting = [talk for talk in talks if talk.ended is None]
         if not waiting:
             return []
@@ -350,7 +353,8 @@ class Conversations:
 
     @staticmethod
     def _by_id(requests: Sequence[Request], groups: Sequence[Group]) -> list[Group]:
-        """The groups in the order of the requests. Raises InvalidRollout for one that is missing."""
+        """Return the groups in the order of the requests. Raises InvalidRollout for one that is
+        missing."""
         found = {group.request.id: group for group in groups}
         for request in requests:
             if request.id not in found:

@@ -1,4 +1,4 @@
-"""What can go wrong in the orchestrator, and the rule that tells a broken scorer from a hard task.
+"""The errors of the orchestrator, and the rule that tells a broken scorer from a hard task.
 
 A score that could not be computed is an error and never a reward of 0. Single errors are data: the
 sample leaves its group's statistics and is counted. Above a rate they mean that the reward itself
@@ -60,8 +60,8 @@ class ErrorWindow:
             )
 
     def unjudged(self) -> str:
-        """What to say at the end of errors that were among too few scores to judge; "" if none
-        were."""
+        """Return a message about errors that were among too few scores to judge; "" if there were
+        none."""
         total, failures = len(self._outcomes), sum(self._outcomes)
         if not failures or total >= self.min_scores:
             return ""
@@ -72,13 +72,13 @@ class ErrorWindow:
         )
 
     def copy(self) -> ErrorWindow:
-        """An independent window with the same outcomes."""
+        """Return an independent window with the same outcomes."""
         twin = ErrorWindow(self.max_error_rate, self.min_scores, self._outcomes.maxlen or 0)
         twin._outcomes.extend(self._outcomes)
         return twin
 
     def state(self) -> str:
-        """One character a score, oldest first: 1 is an error."""
+        """Return one character for each score, oldest first: 1 is an error."""
         return "".join("1" if failed else "0" for failed in self._outcomes)
 
     def restore(self, state: str) -> None:
@@ -90,8 +90,8 @@ class ErrorWindow:
 
 
 def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
-    """Raises ScoringFailed where none of the scores of `what` is one, and some failed. Says where
-    none applies."""
+    """Raise ScoringFailed where all scores of `what` are errors and some failed. Logs a warning
+    where none applies."""
     errors = [score for score in scores if isinstance(score, ScoreError)]
     failed = [error for error in errors if error.failed]
     if len(errors) < len(scores):
@@ -104,13 +104,13 @@ def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
 
 
 def applies_nowhere(score: Score | ScoreError) -> bool:
-    """Whether nothing that scores says anything of a response."""
+    """Return whether no reward function applies to a response."""
     return isinstance(score, ScoreError) and not score.failed
 
 
 def describe(errors: list[ScoreError]) -> str:
-    """The kinds with their counts, most frequent first, and the first message, clipped and without
-    control marks."""
+    """Return the kinds with their counts, most frequent first, and the first message, clipped and
+    without control characters."""
     kinds = Counter(error.kind for error in errors)
     listed = ", ".join(
         f"{count} {kind}"

@@ -22,8 +22,8 @@ LEVEL = 0.95
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that at least one of k responses, taken from n of which c are solved, is solved. Needs
-    1 <= k <= n."""
+    """Return the chance that at least one of k responses, taken from n of which c are solved, is
+    solved. Needs 1 <= k <= n."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(
             f"pass_at_k: expected 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}"
@@ -32,8 +32,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(classes: Sequence[int | None]) -> int | None:
-    """The most frequent class, of equals the one that was seen first; None votes for nothing, and
-    where all do there is none."""
+    """Return the most frequent class; among equals the one that was seen first. None is no vote,
+    and the result is None where all are."""
     counts = Counter(found for found in classes if found is not None)
     return max(counts, key=counts.__getitem__) if counts else None
 
@@ -44,9 +44,9 @@ def interval(
     level: float = LEVEL,
     resamples: int = RESAMPLES,
 ) -> tuple[float, float]:
-    """Bounds of the mean of the sets' means, each over its examples' values, which are drawn again
-    with replacement within their set. The same seed gives the same bounds. ValueError for an empty
-    set."""
+    """Return the bounds of the mean of the sets' means, each over its examples' values, which are
+    drawn again with replacement within their set. The same seed gives the same bounds. Raises
+    ValueError for an empty set."""
     if not sets or not all(sets):
         raise ValueError("interval: expected values, got an empty set")
     rng = Random(seed)
@@ -58,7 +58,7 @@ def interval(
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear between neighbours."""
+    """Return a quantile, interpolated linearly between neighbours."""
     place = share * (len(ordered) - 1)
     low = min(floor(place), len(ordered) - 2) if len(ordered) > 1 else 0
     high = min(low + 1, len(ordered) - 1)

@@ -1,7 +1,6 @@
-"""How good the policy is on tasks that it is not trained on: pass@1, pass@k and avg@k
-(`orchestrator.estimates`) over the scored rollouts of each example, averaged over examples. With
-k = n, avg@k is pass@1; they differ when more rollouts were made than k.
-"""
+"""Evaluation of the policy on tasks that it is not trained on: pass@1, pass@k and avg@k
+(`orchestrator.estimates`) over the scored rollouts of each example, averaged over examples. With k
+= n, avg@k is pass@1; they differ when more rollouts were made than k."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ def evaluate(
     split: str = "test",
     on_phase: PhaseProgress | None = None,
 ) -> dict[str, float]:
-    """Metrics `eval/<env>/{reward,pass_at_1,avg_at_k,pass_at_k,length_mean}` over the first
-    examples of a split.
+    """Return the metrics `eval/<env>/{reward,pass_at_1,avg_at_k,pass_at_k,length_mean}` over the
+    first examples of a split.
 
     `num_examples` is cut to the split's size; examples with more than `max_prompt_tokens` are left
     out. `max_sequence_tokens` bounds a whole conversation; an environment that has them needs an
@@ -104,8 +103,8 @@ def plan(
     max_sequence_tokens: int | None = None,
     split: str = "test",
 ) -> list[Draw]:
-    """The first examples of a split, without those of more than `max_prompt_tokens`. ValueError
-    when none is left."""
+    """Return the draws of the first examples of a split, without those of more than
+    `max_prompt_tokens`. Raises ValueError when none is left."""
     size = env.size(split)
     positions = range(num_examples if size is None else min(num_examples, size))
     draws = [
@@ -131,8 +130,8 @@ def plan(
 
 
 def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -> dict[str, float]:
-    """The metrics of scored examples, each a list of the samples of one prompt. Unscored samples
-    are left out."""
+    """Return the metrics of scored examples, each a list of the samples of one prompt. Unscored
+    samples are left out."""
     rewards = [
         [sample.score.reward for sample in example if isinstance(sample.score, Score)]
         for example in examples
@@ -156,8 +155,8 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
 
 
 def check_errors(scores: Sequence[Score | ScoreError], max_error_rate: float = 0.05) -> None:
-    """Raises ScoringFailed by the rule of the training loop, and when all are errors. Says when
-    there are too few scores for the rule."""
+    """Raise ScoringFailed by the rule of the training loop, and when all scores are errors. Logs a
+    message when there are too few scores for the rule."""
     check_any(scores, "evaluation")
     window = ErrorWindow(max_error_rate, min_scores=50, size=len(scores))
     window.check(scores)

@@ -45,7 +45,7 @@ class ExampleResponse:
 
     @property
     def solved(self) -> bool:
-        """Whether it was scored, and right."""
+        """True if the response was scored and is right."""
         return isinstance(self.score, Score) and self.score.reward >= SOLVED
 
 
@@ -59,12 +59,12 @@ class Example:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the responses that were scored."""
+        """The rewards of the responses that were scored."""
         return [one.score.reward for one in self.responses if isinstance(one.score, Score)]
 
     @property
     def solved(self) -> list[bool]:
-        """Of the responses that were scored."""
+        """For each response that was scored, True if it is right."""
         return [one.solved for one in self.responses if isinstance(one.score, Score)]
 
 
@@ -79,7 +79,7 @@ def draw(
     on_progress: Progress | None = None,
 ) -> None:
     """Have the engine answer every request; examples go to `keep` as they end. Raises
-    InvalidRollout for an answer that nobody asked for, or that is not whole."""
+    InvalidRollout for an answer without a request, or one that is not whole."""
     flights = {engine.add(one.request): one for one in draws}
     try:
         while flights:
@@ -120,8 +120,8 @@ def score(
     keep: Keep,
     on_progress: Progress | None = None,
 ) -> None:
-    """Score every response; whole examples go to `keep` as they are done. What was aborted, or whose
-    environment failed, is not sent to the scorer."""
+    """Score every response; whole examples go to `keep` as they are done. Responses that were
+    aborted, or whose environment failed, are not sent to the scorer."""
     done = 0
     for part in _parts(examples):
         items = []
@@ -144,7 +144,7 @@ def score(
 
 
 def _unscored(response: ExampleResponse) -> ScoreError | None:
-    """Why a response is not to be scored; None for one that is."""
+    """Return the error of a response that must not be scored; None if it is to be scored."""
     if response.failed is not None:
         return ScoreError("exception", response.failed)
     if response.finish_reason == "abort":
@@ -158,8 +158,8 @@ def votes(
     scorer: Scorer,
     on_progress: Progress | None = None,
 ) -> list[bool] | None:
-    """Whether the most frequent answer to each example is right; None where the environment does
-    not compare answers (`Environment.matching`).
+    """Return, for each example, whether its most frequent answer is right; None where the
+    environment does not compare answers (`Environment.matching`).
 
     Two answers are one when the scorer takes the second for the first. A response without an answer
     has no vote, and an example without any is not solved. Answers that cannot be compared differ.
@@ -178,7 +178,7 @@ def votes(
 
 
 def _parts(examples: Sequence[Example]) -> Iterator[list[Example]]:
-    """Examples that go to the scorer together."""
+    """Yield lists of examples that go to the scorer together."""
     most = max((len(one.responses) for one in examples), default=1)
     size = max(1, TOGETHER // max(1, most))
     for begin in range(0, len(examples), size):
@@ -188,8 +188,8 @@ def _parts(examples: Sequence[Example]) -> Iterator[list[Example]]:
 def _classes(
     examples: Sequence[Example], env: Environment, scorer: Scorer
 ) -> list[list[int | None]]:
-    """For every response the first one of its example that has its answer, None where it has
-    none."""
+    """Return, for every response, the first one of its example with the same answer, or None where
+    it has no answer."""
     classes: list[list[int | None]] = [[None] * len(one.responses) for one in examples]
     left = [[i for i, r in enumerate(one.responses) if _answers(r)] for one in examples]
     while any(left):
@@ -208,13 +208,13 @@ def _classes(
 
 
 def _answers(response: ExampleResponse) -> bool:
-    """Whether there is an answer in it."""
+    """Return whether a response has an answer."""
     score = response.score
     return isinstance(score, Score) and score.metrics.get("has_answer", 1.0) > 0
 
 
 def _compared(env: Environment, example: Example, first: int, other: int) -> tuple[Prompt, str]:
-    """What the scorer is asked about two responses to an example."""
+    """Return the scorer's input that compares the answers of two responses to an example."""
     task = env.matching(example.prompt, example.responses[first].text)
     assert task is not None
     return task, example.responses[other].text

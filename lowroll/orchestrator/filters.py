@@ -30,7 +30,7 @@ class Filter(Protocol):
     def enforce(self) -> bool: ...
 
     def matches(self, rollout: Rollout) -> bool:
-        """Whether the rollout is to be flagged."""
+        """Return whether the rollout must be flagged."""
         ...
 
 
@@ -51,7 +51,7 @@ class Gibberish:
         return -math.log(self.vocab_size) - self.logprob_offset
 
     def matches(self, rollout: Rollout) -> bool:
-        """Whether any token is both rare and next to impossible."""
+        """Return whether any token is both rare and next to impossible."""
         return any(
             token > self.token_id_threshold and logprob < self.threshold
             for token, logprob in zip(rollout.token_ids, rollout.logprobs, strict=True)
@@ -68,7 +68,7 @@ class Repetition:
     name: ClassVar[str] = "repetition"
 
     def matches(self, rollout: Rollout) -> bool:
-        """Whether `window` consecutive tokens were drawn with more than `prob_threshold`."""
+        """Return whether `window` consecutive tokens were drawn with more than `prob_threshold`."""
         run = 0
         threshold = math.log(self.prob_threshold)
         for logprob in rollout.drawn_logprobs:
@@ -79,5 +79,5 @@ class Repetition:
 
 
 def flag(rollout: Rollout, filters: Sequence[Filter]) -> Filter | None:
-    """The first filter that matches, or None."""
+    """Return the first filter that matches, or None."""
     return next((rule for rule in filters if rule.matches(rollout)), None)

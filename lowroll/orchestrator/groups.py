@@ -61,17 +61,17 @@ class ScoredGroup:
         return min(seen), max(seen)
 
     def scores(self) -> list[float]:
-        """Raw rewards of the samples that were scored."""
+        """Return the raw rewards of the samples that were scored."""
         return [sample.score.reward for sample in self.samples if isinstance(sample.score, Score)]
 
     def has_signal(self) -> bool:
-        """Whether two scored samples differ in their raw reward."""
+        """Return whether two scored samples differ in their raw reward."""
         return len(set(self.scores())) >= 2
 
 
 def in_planned_order(draws: list[Draw], groups: list[Group]) -> list[Group]:
-    """The engine's groups in the order of the draws. Raises InvalidRollout unless they match one to
-    one and whole."""
+    """Return the engine's groups in the order of the draws. Raises InvalidRollout unless they match
+    one to one and whole."""
     answers: dict[str, Group] = {}
     planned = {draw.request.id for draw in draws}
     for group in groups:
@@ -87,7 +87,7 @@ def in_planned_order(draws: list[Draw], groups: list[Group]) -> list[Group]:
 
 
 def check_group(draw: Draw, group: Group) -> None:
-    """Raises InvalidRollout unless the group is whole and every token has a usable log-prob."""
+    """Raise InvalidRollout unless the group is whole and every token has a usable log-prob."""
     request = draw.request
     if len(group.rollouts) != request.n:
         raise InvalidRollout(
@@ -115,7 +115,7 @@ def check_group(draw: Draw, group: Group) -> None:
 
 
 def _check_turns(rollout: Rollout, where: str) -> None:
-    """Raises InvalidRollout unless the turns lie one behind the other, from the first token to the
+    """Raise InvalidRollout unless the turns lie one behind the other, from the first token to the
     last, and what lies between them has no log-prob."""
     assert rollout.turns is not None
     end = 0
@@ -133,7 +133,7 @@ def _check_turns(rollout: Rollout, where: str) -> None:
 
 
 def check_versions(group: ScoredGroup, version: int, most: int) -> None:
-    """Raises InvalidRollout when a token was drawn under a policy more than `most` versions older
+    """Raise InvalidRollout when a token was drawn under a policy more than `most` versions older
     than the learner's, or under a newer one."""
     for found in group.versions:
         if not version - most <= found <= version:
@@ -183,8 +183,8 @@ def score(
 
 
 def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_steps: int) -> Prompt:
-    """The prompt of a group, for those who score it: where its `info` has `takes`, with the token
-    ids of the responses and the progress of the run, under the names that it asks for."""
+    """Return the prompt of a group for its scorer: where its `info` has `takes`, with the token ids
+    of the responses and the progress of the run, under the names that it lists."""
     known = {
         "completion_ids": list(token_ids),
         "trainer_state": {"global_step": step - 1, "max_steps": max_steps},
@@ -219,7 +219,7 @@ def credit(
 
 
 def samples_of(draw: Draw, group: Group, tokenizer: Tokenizer) -> list[Sample]:
-    """The samples of a group, unscored, or with the error of their environment."""
+    """Return the samples of a group, unscored, or with the error of their environment."""
     said: Sequence[Conversation | None] = group.conversations or [None] * len(group.rollouts)
     return [
         _sample(draw, rollout, conversation, tokenizer)

@@ -41,8 +41,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def read(path: Path) -> tuple[list[Event], int]:
-    """The events of a file, and its bytes without a torn last line. ValueError names the first
-    other line that is damaged or no event."""
+    """Return the events of a file, and its bytes without a torn last line. ValueError names the
+    first other line that is damaged or no event."""
     data = read_file(path)
     events: list[Event] = []
     length = 0
@@ -96,7 +96,7 @@ class Journal:
         sync_folder(self.path.parent)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file; may be called twice."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -113,7 +113,7 @@ class Journal:
         faultpoint(f"ledger.{event}")
 
     def sync(self) -> None:
-        """On the disk when this returns."""
+        """Flush the file to the disk."""
         with naming(self.path):
             os.fsync(self._file)
 

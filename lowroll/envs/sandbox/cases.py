@@ -37,8 +37,8 @@ class Case:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """The resources that a program may use. The memory limit is the address space of each process;
-    the others hold for the program as a whole."""
+    """The resources that a program may use. `seconds`, `memory_mb` (address space) and `files` hold
+    for each process, the others for all of its processes together."""
 
     seconds: float = 4.0  # CPU, a case and process
     wall_seconds: float = 6.0  # a case
