@@ -296,7 +296,7 @@ class Conversations:
         return ended + [(owner, self._open.pop(owner).group) for owner in over]
 
     def abort(self, handle: int) -> bool:
-        """Abort a request or a dialogue. Returns False if a plain request had ended."""
+        """Abort a request or a dialogue. Returns False if it had ended."""
         exchange = self._open.pop(handle, None)
         if exchange is None:
             return self.engine.abort(handle)

@@ -1,4 +1,4 @@
-"""What has been drawn and what became of it, in groups: the part of a run's state that says which
+"""The groups that were drawn and what became of them: the part of a run's state that says which
 prompts come next, and which are still owed to a batch.
 
     planned == consumed + dropped + open
@@ -30,7 +30,7 @@ STATE = ("format", "step", "plan", "ledger", "errors")  # of the orchestrator
 
 @dataclass(frozen=True)
 class Planned:
-    """An open group: what draws it again."""
+    """An open group: the values from which it is drawn again."""
 
     env: str
     position: int  # in its environment
@@ -39,7 +39,7 @@ class Planned:
 
     @classmethod
     def of(cls, state: Any, env_names: set[str]) -> Planned:
-        """The group of a state. Raises ValueError naming the field."""
+        """Read a group from a state. Raises ValueError naming the field."""
         if not isinstance(state, Mapping) or set(state) != set(cls.__dataclass_fields__):
             raise ValueError(f"ledger.open: expected {sorted(cls.__dataclass_fields__)}")
         if state["env"] not in env_names:
@@ -54,8 +54,8 @@ class Planned:
 
 
 class Pools:
-    """Prompts that are not drawn again, by environment: too easy, or too hard, in the order in which
-    that was seen."""
+    """Prompts that are not drawn again, by environment: too easy, or too hard, in the order in
+    which they were found so."""
 
     def __init__(self, held: Mapping[str, Mapping[str, list[str]]] | None = None) -> None:
         self._held = {
@@ -64,15 +64,15 @@ class Pools:
         }
 
     def holds(self, env: str, prompt_id: str) -> bool:
-        """Whether a prompt is in one of them."""
+        """Return whether a prompt is in any pool."""
         return any(prompt_id in self._held[pool].get(env, {}) for pool in POOLS)
 
     def count(self, pool: str) -> int:
-        """Prompts of a pool."""
+        """Return the number of prompts in a pool."""
         return sum(len(ids) for ids in self._held[pool].values())
 
     def place(self, env: str, prompt_id: str, rewards: list[float], settings: Settings) -> None:
-        """Put a prompt where the mean reward of its group says, if anywhere."""
+        """Put a prompt into the pool for the mean reward of its group, if there is one."""
         mean = fmean(rewards)
         if settings.easy_threshold is not None and mean >= settings.easy_threshold:
             self._held["easy"].setdefault(env, {})[prompt_id] = None
@@ -81,7 +81,7 @@ class Pools:
 
     def take_back(self, pool: str, share: float, order: Any) -> int:
         """Let round(share * prompts) of a pool be drawn again, at least 1 where there are any and
-        the share is above 0; those for which `order(env, id)` is smallest. Returns how many."""
+        the share is above 0; those for which `order(env, id)` is smallest. Returns their number."""
         held = [(env, one) for env, ids in self._held[pool].items() for one in ids]
         if not held or share <= 0:
             return 0
@@ -91,19 +91,19 @@ class Pools:
         return len(chosen)
 
     def state(self) -> dict[str, dict[str, list[str]]]:
-        """JSON form: pool, environment, ids."""
+        """Return the JSON form: pool, environment, ids."""
         return {
             pool: {env: list(ids) for env, ids in sorted(envs.items()) if ids}
             for pool, envs in self._held.items()
         }
 
     def copy(self) -> Pools:
-        """Independent pools with the same prompts."""
+        """Return independent pools with the same prompts."""
         return Pools(self.state())
 
     @classmethod
     def of(cls, state: Any) -> Pools:
-        """The pools of a state. Raises ValueError when it is none."""
+        """Read the pools from a state. Raises ValueError for an invalid one."""
         whole = isinstance(state, Mapping) and set(state) == set(POOLS)
         if not whole or not all(map(_are_ids, state.values())):
             raise ValueError(f"ledger.pools: expected lists of prompt ids by {' and '.join(POOLS)}")
@@ -118,7 +118,7 @@ def _are_ids(envs: Any) -> bool:
 
 @dataclass
 class Ledger:
-    """What has been drawn and what became of it, in groups. planned == consumed + dropped + open."""
+    """The counts of drawn groups and what became of them. planned == consumed + dropped + open."""
 
     draws: int = 0  # draws made, passed-over prompts included
     cursors: dict[str, int] = field(default_factory=dict)  # next position of each environment
@@ -135,7 +135,7 @@ class Ledger:
     )  # of environments with a curriculum
 
     def copy(self) -> Ledger:
-        """An independent ledger to plan on."""
+        """Return an independent ledger to plan on."""
         return replace(
             self,
             cursors=dict(self.cursors),
@@ -145,7 +145,7 @@ class Ledger:
         )
 
     def state(self) -> dict[str, Any]:
-        """JSON form of the ledger."""
+        """Return the JSON form of the ledger."""
         done = self.consumed + self.dropped + len(self.open)
         assert self.planned == done, "ledger: planned != consumed + dropped + open"
         levels = {name: vars(one) for name, one in sorted(self.levels.items())}
@@ -159,7 +159,7 @@ class Ledger:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], env_names: set[str]) -> Ledger:
-        """The ledger of a state. Raises ValueError naming the field that does not fit."""
+        """Read the ledger from a state. Raises ValueError naming the field that does not fit."""
         names = set(cls.__dataclass_fields__) - {"levels"}  # of runs with a curriculum alone
         if set(state) - {"levels"} != names:
             raise ValueError(f"ledger: expected the fields {sorted(names)}, got {sorted(state)}")
@@ -195,8 +195,8 @@ def _counts(state: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state in today's format. Format 1 had no open groups, no pools and no duplicates. Raises
-    ValueError for what is no state."""
+    """Return a state in today's format. Format 1 had no open groups, no pools and no duplicates.
+    Raises ValueError for an invalid state."""
     names = set(STATE) - ({"step"} if state.get("format") == 1 else set())
     if set(state) != names or state["format"] not in (1, STATE_FORMAT):
         raise ValueError(

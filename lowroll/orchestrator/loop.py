@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 class Orchestrator:
-    """Makes the batches of a run. Holds no weights, no tensors and no global random state."""
+    """The maker of a run's batches. It holds no weights, no tensors and no global random state."""
 
     def __init__(
         self,
@@ -155,7 +155,8 @@ class Orchestrator:
     # -- what surrounds the steps ------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """JSON data from which `restore` continues; at level 0, with the very same batches."""
+        """Return JSON data from which `restore` continues; at level 0, with the very same
+        batches."""
         return self._state(self.last, self.ledger, self.errors)
 
     def restore(
@@ -184,7 +185,7 @@ class Orchestrator:
 
     def promote(self) -> dict[str, int]:
         """Let the configured shares of the easy and the hard pool be drawn again, as at the start
-        of an attempt that goes on. Returns how many of each."""
+        of an attempt that goes on. Returns the number of prompts of each."""
         shares = (self.settings.easy_fraction, self.settings.hard_fraction)
         draws = self.ledger.draws
         return {
@@ -196,18 +197,18 @@ class Orchestrator:
 
     def recall(self, for_good: bool = False) -> int:
         """Give up what is in flight, for an evaluation or another engine: it stays open, and the
-        next step asks for it again. `for_good`: the engine ends, and nothing comes back of it.
-        Returns how many groups."""
+        next step asks for it again. `for_good`: the engine ends and returns nothing more. Returns
+        the number of groups."""
         return self.rollout_buffer.recall(for_good)
 
     def retract(self, version: int) -> int:
         """Draw again what is open and has tokens of weights after `version`, which their learner
-        has taken back; whoever watches the weights calls it (`WeightsWatch`). Returns how many
+        has taken back; called by the watcher of the weights (`WeightsWatch`). Returns the number of
         groups."""
         return self.rollout_buffer.retract(version)
 
     def committed(self, step: int) -> None:
-        """The learner's checkpoint holds everything up to this step."""
+        """Record that the learner's checkpoint holds everything up to this step."""
         if self.journal is not None:
             self._settle()  # of one that was started again when all was sent, or whose step failed
             self.journal.write("consumed", step=step)
@@ -230,7 +231,8 @@ class Orchestrator:
         }
 
     def _plan(self) -> dict[str, Any]:
-        """What decides which prompts are drawn with which noise: it may not change within a run."""
+        """Return the settings that decide which prompts are drawn with which noise; they must not
+        change within a run."""
         weights = {
             name: self.settings.env_weights.get(name, 1.0) for name in sorted(self.source.envs)
         }
@@ -247,7 +249,8 @@ class Orchestrator:
     def _make(
         self, step: int, version: int | None, ledger: Ledger, errors: ErrorWindow
     ) -> tuple[Batch, list[ScoredGroup]]:
-        """The batch of a step, in the ledger, not sent; and what came back and is not in it."""
+        """Make the batch of a step, in the ledger, without sending it. Returns it and the groups
+        that came back and are not in it."""
         temperature = self.settings.temperature(step)
         stale = self._take_weights(step, version)
         selection = GroupSelection()
@@ -292,7 +295,7 @@ class Orchestrator:
         temperature: float,
         selection: GroupSelection,
     ) -> None:
-        """Draw, ask and wait for all, until there are enough groups."""
+        """Draw groups, send them and wait for all, in rounds, until there are enough."""
         wanted = self.settings.num_groups
         max_rounds = self.settings.max_rounds if self.settings.filters_groups else 1
         while selection.rounds < max_rounds and len(selection.kept) < wanted:
@@ -391,8 +394,8 @@ class Orchestrator:
         self.rollout_buffer.close(ledger, groups)
 
     def _take_newer(self, step: int) -> list[Open]:
-        """Have the engines take weights that have come meanwhile. Returns the groups that are too
-        old for them."""
+        """Have the engines load weights that arrived in the meantime. Returns the groups that are
+        too old for them."""
         settings = self.settings
         if self.weights is None or settings.strict_async_level or not settings.max_async_level:
             return []
@@ -400,7 +403,7 @@ class Orchestrator:
         return [] if newer is None else self.rollout_buffer.swap(newer)
 
     def _judge(self, selection: GroupSelection) -> None:
-        """Whether there is something to learn from. Raises ScoringFailed or NoSignal."""
+        """Check that there is something to learn from. Raises ScoringFailed or NoSignal."""
         wanted = self.settings.num_groups
         samples = [sample for group in selection.groups for sample in group.samples]
         check_any([sample.score for sample in samples], "step")
@@ -524,7 +527,8 @@ class Orchestrator:
     def _asynchrony_stats(
         self, selection: GroupSelection, rollouts: list[Rollout], version: int | None
     ) -> dict[str, float]:
-        """Of a step that takes groups as they end, or that follows a learner elsewhere."""
+        """Return the statistics of a step that takes groups as they end, or that follows a learner
+        in another process; {} for other steps."""
         if not self.settings.streams and self.weights is None:
             return {}
         stats = dict(selection.stats)
@@ -542,7 +546,7 @@ class Orchestrator:
     def _close(
         self, step: int, version: int | None, ledger: Ledger, selection: GroupSelection
     ) -> None:
-        """Count what the step is done with, in the ledger and in its file."""
+        """Count the groups that the step has finished with, in the ledger and in its file."""
         ledger.consumed += len(selection.kept)
         ledger.dropped += len(selection.dropped)
         if self.journal is None:
@@ -605,7 +609,7 @@ class Orchestrator:
 
 
 def logged(batch: Batch) -> Batch:
-    """A batch without what would be another if it were made again: times, and the orchestrator's
+    """Return a batch without what would differ if it were made again: times, and the orchestrator's
     state."""
     stats = {
         name: value

@@ -1,4 +1,4 @@
-"""Where a step's groups come from when they are taken as they end.
+"""The source of a step's groups when they are taken as they end.
 
 `Settings.num_open` groups are kept open, oversampling_factor x those of a batch: in flight, or back
 and waiting for a batch. A batch takes those that are back, in planned order, as soon as there are
@@ -43,12 +43,12 @@ from lowroll.types import Group, RunFailed
 
 
 class RolloutsStalled(RunFailed):
-    """No group in flight ended for a long time."""
+    """An error: no group in flight ended for a long time."""
 
 
 @dataclass
 class Open:
-    """A planned group on its way."""
+    """A planned group that is in flight, or back and waiting for a batch."""
 
     planned: Planned
     draw: Draw
@@ -58,12 +58,12 @@ class Open:
 
     @property
     def id(self) -> str:
-        """Of its request."""
+        """The id of the group's request."""
         return self.draw.request.id
 
 
 class RolloutBuffer:
-    """The open groups of a run, and their requests. One thread calls everything."""
+    """The open groups of a run, and their requests. All calls must come from one thread."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class RolloutBuffer:
     # -- the groups --------------------------------------------------------------------------------
 
     def opened(self, ledger: Ledger) -> list[Open]:
-        """The open groups of a ledger, in planned order. Requests of others are given up."""
+        """Return the open groups of a ledger, in planned order. Requests of other groups are given
+        up."""
         owed = set(ledger.open)
         for planned in [one for one in self._known if one not in owed]:
             self.give_up(self._known.pop(planned))
@@ -95,11 +96,11 @@ class RolloutBuffer:
         return [self._known[planned] for planned in ledger.open]
 
     def ready(self, ledger: Ledger) -> list[Open]:
-        """Those that are back, in planned order."""
+        """Return the groups that are back, in planned order."""
         return [one for one in self.opened(ledger) if one.scored is not None]
 
     def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[Open]:
-        """Open `count` groups more."""
+        """Open `count` more groups and return them."""
         drawn = self.source.draw(ledger, count, temperature)
         new = []
         for draw in drawn:
@@ -112,14 +113,14 @@ class RolloutBuffer:
         return new
 
     def close(self, ledger: Ledger, groups: Iterable[Open]) -> None:
-        """Take groups off the ledger's open ones: the caller has counted them."""
+        """Remove groups from the ledger's open ones: the caller has counted them."""
         leaving = {one.planned for one in groups}
         ledger.open = [planned for planned in ledger.open if planned not in leaving]
 
     # -- requests ----------------------------------------------------------------------------------
 
     def send(self, ledger: Ledger) -> None:
-        """Ask the engines for every open group that is neither in flight nor back."""
+        """Send the request of every open group that is neither in flight nor back."""
         asked = []
         for one in self.opened(ledger):
             if one.handle is None and one.scored is None:
@@ -135,8 +136,9 @@ class RolloutBuffer:
             self.journal.write("dispatched", version=self.version, ids=asked)
 
     def turn(self) -> list[tuple[Open, Group]]:
-        """Wait a moment; the groups that came back, whole and checked. InvalidRollout for an answer
-        that nobody asked for, RolloutsStalled when none came for `stall_s`."""
+        """Wait a moment and return the groups that came back, whole and checked. Raises
+        InvalidRollout for an answer without a request, RolloutsStalled when none came for
+        `stall_s`."""
         landed = []
         for handle, group in self.engine.step():
             if handle in self._given_up:
@@ -163,7 +165,7 @@ class RolloutBuffer:
         return landed
 
     def give_up(self, one: Open) -> None:
-        """End a group's request; what comes back of it is thrown away."""
+        """Abort a group's request; rollouts that still come back are discarded."""
         handle, one.handle = one.handle, None
         if handle is None:
             return
@@ -174,7 +176,7 @@ class RolloutBuffer:
     def recall(self, for_good: bool = False) -> int:
         """Give up everything in flight. The groups stay open, and `send` asks for them again.
         `for_good`: this engine answers nothing more, and another one counts handles anew. Returns
-        how many."""
+        the number of groups."""
         flying = list(self._flights.values())
         for one in flying:
             self.give_up(one)
@@ -183,8 +185,8 @@ class RolloutBuffer:
         return len(flying)
 
     def retract(self, version: int) -> int:
-        """Draw again what is back with tokens of a later version, and what is in flight. Returns how
-        many groups."""
+        """Draw again what is back with tokens of a later version, and what is in flight. Returns
+        the number of groups."""
         count = self.recall()
         for one in self._known.values():
             if one.scored is not None and one.scored.versions[1] > version:
@@ -194,8 +196,8 @@ class RolloutBuffer:
         return count
 
     def rewind(self, ledger: Ledger, back: set[Planned]) -> None:
-        """After a step that failed: only the groups in `back` are still back, and those of the ledger
-        open; what is in flight is asked for again."""
+        """Restore the groups after a step that failed: only those in `back` are still back, only
+        those of the ledger open, and what is in flight is asked for again."""
         self.recall()
         for one in self.opened(ledger):
             if one.planned not in back:
@@ -204,8 +206,8 @@ class RolloutBuffer:
     # -- weights -----------------------------------------------------------------------------------
 
     def swap(self, version: int) -> list[Open]:
-        """The engines draw from this version now. Returns the groups in flight that are too old to go
-        on; the others have lived through one update more."""
+        """Record that the engines draw from this version now. Returns the groups in flight that are
+        too old to go on; each of the others counts one more update."""
         before, self.version = self.version, version
         if before is None or before == version or self.settings.partial == "replay":
             return []
@@ -221,11 +223,11 @@ class RolloutBuffer:
 
     @property
     def in_flight(self) -> int:
-        """Requests at the engines."""
+        """The number of requests at the engines."""
         return len(self._flights)
 
     def stats(self, step: int, chosen: Iterable[Open]) -> dict[str, float]:
-        """What a batch was taken from, while the rest is in flight."""
+        """Return statistics of a batch and of the groups that are still in flight."""
         found = {"rollout/in_flight_groups": float(self.in_flight)}
         so_far = [
             len(sample.token_ids)

@@ -38,7 +38,7 @@ class TemperatureSchedule:
             )
 
     def __call__(self, step: int) -> float:
-        """The temperature of a step, counted from 0."""
+        """Return the temperature of a step, counted from 0."""
         if self.num_steps <= 1:
             progress = 1.0
         else:

@@ -15,7 +15,7 @@ USELESS = ("no_signal", "too_easy", "too_hard")  # what a step may still fall ba
 
 @dataclass(frozen=True)
 class Drop:
-    """A group that no batch gets. `group` is None where it never came back."""
+    """A group that goes into no batch. `group` is None where it never came back."""
 
     id: str
     reason: str  # of REASONS
@@ -41,14 +41,14 @@ class GroupSelection:
 
     @property
     def useless(self) -> list[ScoredGroup]:
-        """Those of them that were dropped for their rewards."""
+        """The groups that came back and were dropped for their rewards."""
         return [
             drop.group for drop in self.dropped if drop.group is not None and drop.reason in USELESS
         ]
 
     @property
     def groups(self) -> list[ScoredGroup]:
-        """Every group that came back and is done with."""
+        """All groups that came back, kept or dropped."""
         return self.kept + self.lost
 
     @property
@@ -69,18 +69,18 @@ class GroupSelection:
         return reason is None
 
     def fall_back(self, count: int) -> None:
-        """Take the first groups that were dropped for their rewards after all."""
+        """Keep the first `count` groups that were dropped for their rewards after all."""
         self.kept = self.useless[:count]
         taken = {id(group) for group in self.kept}
         self.dropped = [drop for drop in self.dropped if id(drop.group) not in taken]
 
     def counts(self) -> Counter[str]:
-        """Dropped groups by reason."""
+        """Count the dropped groups by reason."""
         return Counter(drop.reason for drop in self.dropped)
 
 
 def useless(group: ScoredGroup, settings: Settings) -> str | None:
-    """Why nothing is to be learnt from a group's rewards; None where there is."""
+    """Return why nothing can be learnt from a group's rewards; None if something can."""
     scores = group.scores()
     if settings.online_difficulty_filtering and scores:
         reason = {0.0: "too_hard", 1.0: "too_easy"}.get(fmean(scores))

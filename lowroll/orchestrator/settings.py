@@ -1,5 +1,5 @@
-"""Everything a step's plan depends on, checked once. The composition root fills it from the run's
-configuration."""
+"""All settings on which a step's plan depends, checked once. The composition root fills them from
+the run's configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOLVED = 1.0 - 1e-6  # a reward from here on counts as a solved task
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How a request is sampled; the fields are those of `lowroll.types.Request`."""
+    """The sampling settings of a request; the fields are those of `lowroll.types.Request`."""
 
     max_tokens: int = 64
     min_tokens: int = 0
@@ -181,32 +181,32 @@ class Settings:
 
     @property
     def streams(self) -> bool:
-        """Whether groups are taken as they end, instead of all those of a round together."""
+        """True if groups are taken as they end, instead of all those of a round together."""
         return self.max_async_level > 0 or self.oversampling_factor > 1 or self.partial != "none"
 
     @property
     def carries(self) -> bool:
-        """Whether unfinished groups go on into later batches."""
+        """True if unfinished groups go on into later batches."""
         return self.max_async_level > 0 or self.partial != "none"
 
     @property
     def filters_groups(self) -> bool:
-        """Whether a scored group may turn out to be of no use."""
+        """True if scored groups may be dropped for their rewards."""
         return self.dynamic_sampling or self.online_difficulty_filtering
 
     @property
     def num_open(self) -> int:
-        """Groups that are kept open: in flight, or back and waiting for a batch."""
+        """The number of groups that are kept open: in flight, or back and waiting for a batch."""
         return math.ceil(self.oversampling_factor * self.num_groups)
 
     @property
     def num_groups(self) -> int:
-        """Groups a full batch holds."""
+        """The number of groups of a full batch."""
         return self.batch_size // self.rollouts_per_example
 
     def temperature(self, step: int) -> float:
-        """The sampling temperature of a step, counted from 1: the first has the schedule's start,
-        the last its end."""
+        """Return the sampling temperature of a step, counted from 1: the first has the schedule's
+        start, the last its end."""
         if self.temperature_schedule is None:
             return self.sampling.temperature
         return self.temperature_schedule(max(0, step - 1))

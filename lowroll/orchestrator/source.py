@@ -1,4 +1,4 @@
-"""Which prompt comes next, and with which noise.
+"""The choice of the next prompt and of the noise of its rollouts.
 
 Draw d goes to an environment by its weight, chosen by a hash of (seed, d); the environment's cursor
 gives the position of its next prompt; the request's seed is a hash of (seed, environment, prompt
@@ -43,7 +43,7 @@ PASSES = 10  # over all data, before it counts as used up
 
 
 def seed_of(*parts: str | int) -> int:
-    """A 63-bit seed that is a pure function of its parts (blake2b over their JSON list)."""
+    """Return a 63-bit seed that is a pure function of its parts (blake2b over their JSON list)."""
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -57,14 +57,15 @@ class Draw:
     position: int = 0  # of the prompt in its environment
 
     def is_longer(self, limit: int | None) -> bool:
-        """Whether the prompt has more tokens than this, or leaves a conversation no room."""
+        """Return whether the prompt has more than `limit` tokens, or leaves no room for a
+        conversation."""
         if isinstance(self.request, Dialogue) and not self.request.fits:
             return True
         return limit is not None and len(self.request.prompt_ids) > limit
 
 
 class PromptSource:
-    """Draws prompts of a weighted mix of environments."""
+    """A source of prompts from a weighted mix of environments."""
 
     def __init__(
         self, settings: Settings, envs: Mapping[str, Environment], tokenizer: Tokenizer
@@ -84,8 +85,8 @@ class PromptSource:
         self._firsts = {name: Firsts() for name in self.envs}
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[Draw]:
-        """The next `count` draws; advances `ledger`. Raises ValueError when an environment gives
-        unusable prompts, NoSignal when the pools leave none."""
+        """Return the next `count` draws and advance `ledger`. Raises ValueError when an environment
+        gives unusable prompts, NoSignal when the pools leave none."""
         drawn: list[Draw] = []
         too_long = unwanted = 0
         limit = self.settings.max_prompt_tokens
@@ -114,11 +115,11 @@ class PromptSource:
         return drawn
 
     def again(self, planned: Planned) -> Draw:
-        """The draw of an open group, as it was."""
+        """Return the draw of an open group, as it was."""
         return self._at(planned.env, planned.position, planned.temperature)
 
     def choose(self, draw: int) -> str:
-        """The environment of a draw: a pure function of (seed, draw index, weights)."""
+        """Return the environment of a draw: a pure function of (seed, draw index, weights)."""
         if len(self._names) == 1:
             return self._names[0]
         share = seed_of(self.seed, "environment", draw) / 2**63 * self._shares[-1]
@@ -126,12 +127,12 @@ class PromptSource:
 
     @property
     def seed(self) -> int:
-        """Of the choice of prompts."""
+        """The seed for the choice of prompts."""
         chosen = self.settings.buffer_seed
         return self.settings.seed if chosen is None else chosen
 
     def is_finite(self, name: str) -> bool:
-        """Whether an environment's prompts come again."""
+        """Return whether an environment's prompts repeat."""
         return self._sizes[name] is not None
 
     def learn(self, ledger: Ledger, groups: Sequence[tuple[Prompt, list[float]]]) -> None:
@@ -149,7 +150,7 @@ class PromptSource:
             ledger.levels[name] = now.after(rule, means)
 
     def _position(self, ledger: Ledger, name: str) -> int:
-        """Of an environment's next prompt."""
+        """Return the position of an environment's next prompt."""
         number, rule = ledger.cursors.get(name, 0), self.envs[name].curriculum
         if rule is None:
             return number
@@ -171,7 +172,8 @@ class PromptSource:
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
-        """Whether the prompt at a position is passed over before it is looked at; counts why."""
+        """Return whether the prompt at a position is a duplicate or in a pool, and count it in the
+        ledger if so."""
         size = self._sizes[name]
         pooled = (
             self.settings.easy_threshold is not None or self.settings.hard_threshold is not None
@@ -193,7 +195,7 @@ class PromptSource:
         return False
 
     def _refuse_emptiness(self, ledger: Ledger, unwanted: int) -> None:
-        """NoSignal after so many prompts in a row that are in a pool or a duplicate."""
+        """Raise NoSignal after so many prompts in a row that are in a pool or a duplicate."""
         if unwanted < MAX_PASSED_OVER + PASSES * sum(size or 0 for size in self._sizes.values()):
             return
         raise NoSignal(
@@ -204,25 +206,25 @@ class PromptSource:
 
 
 class Firsts:
-    """Which of the prompts with the same content came first, in one data set."""
+    """The first prompt, in one data set, of those with the same content."""
 
     def __init__(self) -> None:
         self.read = 0  # positions that were taken in
         self._ids: dict[bytes, str] = {}
 
     def take(self, prompt: Prompt, keys: tuple[str, ...]) -> None:
-        """The prompt at the next position."""
+        """Record the prompt at the next position."""
         self._ids.setdefault(fingerprint(prompt, keys), prompt.id)
         self.read += 1
 
     def is_duplicate(self, prompt: Prompt, keys: tuple[str, ...]) -> bool:
-        """Whether another prompt with its content came before it."""
+        """Return whether another prompt with the same content came before this one."""
         return self._ids.get(fingerprint(prompt, keys), prompt.id) != prompt.id
 
 
 def fingerprint(prompt: Prompt, keys: tuple[str, ...]) -> bytes:
-    """SHA-256 of the JSON list of a prompt's keys: `task` is its environment, `prompt` its
-    messages, another one a key of its info. Raises ValueError for a key that it lacks."""
+    """Return the SHA-256 of the JSON list of a prompt's keys: `task` is its environment, `prompt`
+    its messages, another one a key of its info. Raises ValueError for a key that it lacks."""
     known: dict[str, Any] = {**prompt.info, "task": prompt.env, "prompt": prompt.messages}
     for key in keys:
         if key not in known:
@@ -245,8 +247,8 @@ def draw_at(
     run_seed: int,
     max_sequence_tokens: int | None = None,
 ) -> Draw:
-    """The prompt of an environment at a position and its request, whose id and seed are the same
-    whenever it is sent. Where the environment answers, it asks for conversations, of
+    """Return the prompt of an environment at a position and its request, whose id and seed are the
+    same whenever it is sent. Where the environment answers, the request is for conversations, of
     max_sequence_tokens at most.
 
     Raises ValueError when the prompt says it belongs to another environment or has no tokens.
@@ -280,8 +282,8 @@ def draw_at(
 
 
 def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a prompt in the chat template, with the environment's tools where it has some.
-    ValueError names an environment whose tools the template cannot show."""
+    """Return the ids of a prompt in the chat template, with the environment's tools where it has
+    some. ValueError names an environment whose tools the template cannot show."""
     if not env.tools:
         return list(tokenizer.encode_chat(prompt.messages))
     try:

@@ -1,4 +1,4 @@
-"""A step's numbers.
+"""Statistics of a step.
 
 Reward statistics are of the raw scores, before any shaping, over every scored sample of the step,
 the groups that dynamic sampling dropped included: the curve then says how the policy does, not how
@@ -23,7 +23,7 @@ ENDINGS = ("done", "turns", "length", "tokens", "error")
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The `share` quantile (0..1) of a non-empty sequence, linear between neighbours."""
+    """Return the `share` quantile (0..1) of a non-empty sequence, linear between neighbours."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     below = math.floor(place)
@@ -32,8 +32,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Raw-score statistics (population standard deviation). A group counts in the fractions once
-    two samples scored.
+    """Return raw-score statistics (population standard deviation). A group counts in the fractions
+    once two samples scored.
 
     `zero_std_fraction`: all scores of the group equal. `solved_all`, `solved_none`: every, no
     sample reaches SOLVED.
@@ -61,7 +61,8 @@ def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean raw score and mean of each of the scorer's own metrics, per environment."""
+    """Return the mean raw score and the mean of each of the scorer's own metrics, per
+    environment."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         found = dict(sample.score.metrics or {})
@@ -73,7 +74,7 @@ def env_stats(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Lengths, endings, sampled entropy of what came back."""
+    """Return the lengths, finish reasons and sampled entropy of the rollouts."""
     lengths = [rollout.num_drawn for rollout in rollouts]
     logprobs = [logprob for rollout in rollouts for logprob in rollout.drawn_logprobs]
     endings = [rollout.finish_reason for rollout in rollouts]
@@ -90,8 +91,8 @@ def rollout_stats(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of conversations: turns, why they ended, the environments' tokens, the raw score by turns; {}
-    where there are none."""
+    """Return statistics of conversations: turns, why they ended, the environments' tokens, the raw
+    score by turns; {} if there are none."""
     talks = [sample for sample in samples if sample.rollout.turns is not None]
     if not talks:
         return {}
@@ -112,8 +113,8 @@ def turn_stats(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str, float]:
-    """Whose the rollouts of a batch are. `learner` is its version; None stands for the newest
-    seen."""
+    """Return the newest policy version of a batch's rollouts, and how far the oldest is behind the
+    learner's version `learner`; None stands for the newest seen."""
     versions = [span.version for rollout in rollouts for span in rollout.behavior.policy]
     newest = max(versions) if learner is None else learner
     return {
@@ -123,7 +124,7 @@ def version_stats(rollouts: Sequence[Rollout], learner: int | None) -> dict[str,
 
 
 def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, float]:
-    """By how many versions the tokens of a batch are older than the learner.
+    """Return by how many versions the tokens of a batch are older than the learner.
 
     `rollout/staleness_<n>`: the share of tokens drawn n versions before its own; `mixed_fraction`:
     rollouts with tokens of several versions; `kept_prefix_mean`: of those, tokens before the last
@@ -153,7 +154,8 @@ def staleness_stats(rollouts: Sequence[Rollout], learner: int) -> dict[str, floa
 
 
 def buffer_stats(before: Ledger, now: Ledger, settings: Settings) -> dict[str, float]:
-    """Of the pools and the duplicates, where there are such: what a step passed over."""
+    """Return the numbers of prompts that a step skipped as duplicates or as members of a pool, and
+    the sizes of the pools, where these are in use."""
     stats = {}
     if settings.hash_keys:
         stats["rollout/duplicate_prompts"] = float(now.duplicates - before.duplicates)
