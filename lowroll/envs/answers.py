@@ -31,14 +31,14 @@ JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
 
 def hash_answer(text: str) -> str | None:
-    """The number of the last line `#### number` (its name and its unit may stand beside it, another
-    number may not); None if there is none."""
+    """Return the number of the last line `#### number` (its name and its unit may stand beside it,
+    another number may not); None if there is none."""
     found = _last_line(plain(text))
     return None if found is None else found[1]
 
 
 def _last_line(text: str) -> tuple[int, str] | None:
-    """(start, number) of the last line behind whose `####` there is a number."""
+    """Return (start, number) of the last line with a number behind its `####`."""
     for line in reversed(list(HASH.finditer(text))):
         said = line[0].rpartition("####")[2]
         if len(said) <= MAX_ANSWER and (number := stated_number(said)) is not None:
@@ -47,8 +47,8 @@ def _last_line(text: str) -> tuple[int, str] | None:
 
 
 def boxed_answer(text: str, joined: bool = True) -> str | None:
-    r"""The content of the last `\boxed{...}` or `\boxed x` that is in no other; None when there is
-    none or its braces never close.
+    r"""Return the content of the last `\boxed{...}` or `\boxed x` that is in no other; None when
+    there is none or its braces never close.
 
     A minus sign in front of the box belongs to it, and where `joined`, so do the boxes that "and",
     "or" or a comma join to it.
@@ -111,7 +111,7 @@ def _bare(text: str, start: int) -> tuple[str, int] | None:
 
 
 def last_answer(text: str, joined: bool = True) -> str | None:
-    """The answer under whichever of the two conventions comes last in the text."""
+    """Return the answer under whichever of the two conventions comes last in the text."""
     text = plain(text)
     line, box = _last_line(text), boxed_answer(text, joined)
     if line is None or box is None:

@@ -30,7 +30,7 @@ STEP = re.compile(r"(-?\d{1,18}) ([-+*/]) (-?\d{1,18}) = (-?\d{1,18})")
 
 
 def apply(op: str, a: int, b: int) -> int | None:
-    """a op b in the integers; None for a division that is not exact."""
+    """Return a op b in the integers; None for a division that is not exact."""
     if op == "/":
         return a // b if b and a % b == 0 else None
     return a + b if op == "+" else a - b if op == "-" else a * b
@@ -94,7 +94,7 @@ class Arithmetic(GeneratedEnvironment):
         return f"({left} {op} {right})", result
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """1 for the right final number, with `format_weight` of it for a tidy scratchpad."""
+        """Return 1 for the right final number, with `format_weight` of it for a tidy scratchpad."""
         text = bounded(text)
         answer = hash_answer(text)
         right = float(answer is not None and same_number(prompt.info["answer"], answer) is True)
@@ -112,9 +112,9 @@ class Arithmetic(GeneratedEnvironment):
         )
 
     def gold(self, prompt: Prompt) -> str:
-        """The scratchpad and the answer."""
+        """Return the scratchpad and the answer."""
         return "\n".join([*prompt.info["steps"], f"#### {prompt.info['answer']}"])
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The gold scratchpad with an answer that is one too large."""
+        """Return the gold scratchpad with an answer that is one too large."""
         return "\n".join([*prompt.info["steps"], f"#### {int(prompt.info['answer']) + 1}"])

@@ -34,13 +34,13 @@ NUM_FAILURES = 5  # examples that a Validation keeps
 
 
 def bounded(text: str) -> str:
-    """The last `MAX_TEXT` characters of a response: the answer stands at the end, and a scorer's
-    work stays bounded."""
+    """Return the last `MAX_TEXT` characters of a response: the answer stands at the end, and a
+    scorer's work stays bounded."""
     return text[-MAX_TEXT:]
 
 
 def split_of(text: str) -> str:
-    """The split, "train" or "test", that a generated task with this text belongs to."""
+    """Return the split, "train" or "test", that a generated task with this text belongs to."""
     return "test" if hashlib.sha256(text.encode()).digest()[0] < TEST_BYTES else "train"
 
 
@@ -59,13 +59,13 @@ class Validation:
 
     @property
     def ok(self) -> bool:
-        """Every gold answer was accepted and every perturbed one rejected."""
+        """True if every gold answer was accepted and every perturbed one rejected."""
         return self.gold_accepted == self.perturbed_rejected == self.count - self.gold_missing
 
 
 class Environment(ABC):
-    """Base class. Subclasses take their arguments as keywords beside `name` and `seed`, and refuse
-    bad ones."""
+    """The base class of environments. Subclasses take their arguments as keywords beside `name` and
+    `seed`, and refuse bad ones."""
 
     exact = False  # True: there are no partial rewards, so a perturbed answer must score 0
     # of a response that takes longer than the pool's limit; None: that is an error
@@ -89,16 +89,16 @@ class Environment(ABC):
 
     @abstractmethod
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Task number `index` (0, 1, ...) of a split. ValueError for a negative index or a split
-        without tasks."""
+        """Return task number `index` (0, 1, ...) of a split. Raises ValueError for a negative index
+        or a split without tasks."""
 
     @abstractmethod
     def score(self, prompt: Prompt, text: str) -> Outcome:
-        """Judge the response `text`: a number or a Score, also by `async def`. Whatever it raises
-        becomes a ScoreError."""
+        """Judge the response `text` by a number or a Score; it may be async. Any exception becomes
+        a ScoreError."""
 
     def prepare(self) -> None:  # noqa: B027  # most have nothing to load
-        """Load what scoring needs and takes long, such as a reward model. Asked once, in a worker,
+        """Load what scoring needs and takes long, such as a reward model. Called once, in a worker,
         before it is ready."""
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> Reply:
@@ -112,41 +112,41 @@ class Environment(ABC):
         return None
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
-        """Judge a whole conversation, the prompt's messages first: as `score`, which by default is
-        asked about the last thing that the assistant said."""
+        """Judge a whole conversation, the prompt's messages first, like `score`, which by default
+        judges the last message of the assistant."""
         said = [one for one in messages[len(prompt.messages) :] if one["role"] == "assistant"]
         return self.score(prompt, bounded(str(said[-1].get("content") or "")) if said else "")
 
     def score_together(
         self, prompt: Prompt, said: Sequence[str | list[Message]]
     ) -> Sequence[Score | InvalidScore]:
-        """Scores of several responses, or conversations, to one prompt, for environments that compare
-        them (`together`): one each, in their order."""
+        """Score several responses, or conversations, to one prompt together, for environments that
+        compare them (`together`). Returns one score each, in their order."""
         raise NotImplementedError
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:
-        """A response that deserves a reward of 1 (also the demonstration for SFT).
+        """Return a response that deserves a reward of 1 (also the demonstration for SFT). Raises
         NotImplementedError if unknown."""
 
     @abstractmethod
     def perturbed(self, prompt: Prompt) -> str:
-        """A wrong response, as near to the gold one as possible. NotImplementedError if none is
-        known."""
+        """Return a wrong response, as near to the gold one as possible. Raises NotImplementedError
+        if none is known."""
 
     def matching(self, prompt: Prompt, text: str) -> Prompt | None:
-        """The task whose right answer is that of the response `text`: majorities are counted by it.
-        None where the answers of two responses are not compared."""
+        """Return the task whose right answer is that of the response `text`, by which majorities
+        are counted. None where the answers of two responses are not compared."""
         return None
 
     def size(self, split: str = "train") -> int | None:
-        """Number of tasks in a split; None when they are generated without end, 0 when there is no
-        such split."""
+        """Return the number of tasks in a split; None when they are generated without end, 0 when
+        there is no such split."""
         return None
 
     def rng(self, split: str, index: int, draw: int = 0) -> Random:
-        """The random numbers of one draw of one task. ValueError for an unknown split or a negative
-        index."""
+        """Return the random generator of one draw of one task. Raises ValueError for an unknown
+        split or a negative index."""
         if split not in SPLITS:
             raise ValueError(f"env {self.name!r}: split must be 'train' or 'test', got {split!r}")
         if index < 0:
@@ -208,8 +208,8 @@ class GeneratedEnvironment(Environment):
         """Draw one task: its text, and the JSON data that the scorer will need."""
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Task number `index` of a split. ValueError when the arguments leave the split without
-        tasks."""
+        """Return task number `index` of a split. Raises ValueError when the arguments leave the
+        split without tasks."""
         for draw in range(MAX_DRAWS):
             text, info = self.task(self.rng(split, index, draw))
             if split_of(text) == split:

@@ -20,8 +20,8 @@ def blamed(what: str, file: str | None) -> Iterator[None]:
 
 
 def place(error: BaseException, file: str) -> str:
-    """`file:line` of the last line of `file` on the way to the error; of a SyntaxError the line
-    that is none."""
+    """Return `file:line` of the last line of `file` on the way to the error; for a SyntaxError, the
+    line that is wrong."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"{file}:{error.lineno}"
     lines = [
@@ -33,8 +33,8 @@ def place(error: BaseException, file: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """`KeyError: 'answer'`; of an error that carries a sentence of its own (ValueError) the
-    sentence alone."""
+    """Return a text such as `KeyError: 'answer'`; for an error that carries a sentence of its own
+    (ValueError) the sentence alone."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     if type(error) is ValueError and text:
         return text

@@ -46,8 +46,8 @@ class CellReference:
 
 
 def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
-    """A configuration in which `write(value)` stands for every Environment class (as `id`, or alone
-    in its place), every function, and rows at the keys that may hold them."""
+    """Return a configuration in which `write(value)` replaces every Environment class (as `id`, or
+    alone in its place), every function, and rows at the keys that may hold them."""
     if isinstance(tree, Mapping):
         found = {key: _value(str(key).rpartition(".")[2], tree[key], write) for key in tree}
         return {"name": tree["id"].__name__, **found} if _is_environment(tree.get("id")) else found
@@ -77,8 +77,8 @@ def _is_environment(value: object) -> bool:
 
 
 def named(value: Any, folder: Path) -> CellReference:
-    """The id of an environment class or function, the path of rows; with the file that it needs in
-    `folder`, whose name has a digest of its text, so that no other one is replaced.
+    """Return the id of an environment class or function, or the path of rows, with the file that it
+    needs in `folder`, whose name has a digest of its text, so that no other one is replaced.
 
     ValueError when it has no text, uses what has none, or cannot be found by its name.
     """
@@ -90,7 +90,7 @@ def named(value: Any, folder: Path) -> CellReference:
 
 
 def _as_definition(value: Any, folder: Path) -> CellReference:
-    """A class or function, which has a name of its own."""
+    """Return the reference of a class or function, which has a name of its own."""
     if not isinstance(value, type):
         _refuse_nameless(value)
         module = sys.modules.get(value.__module__)
@@ -103,8 +103,8 @@ def _as_definition(value: Any, folder: Path) -> CellReference:
 
 
 def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tuple[Path, str | None]:
-    """The file of a class or function; of one of a notebook or script the one that it needs in
-    `folder`, and the text to write there."""
+    """Return the file of a class or function, and None; for one of a notebook or script, the file
+    that it needs in `folder` and the text to write there."""
     if value.__module__ != MAIN:
         return Path(inspect.getfile(value)).resolve(), None
     text = source(value)
@@ -112,8 +112,8 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
 
 
 def _as_object(value: Callable[..., Any], folder: Path) -> CellReference:
-    """A callable object: by the name that a module has for it, or of a partial function by what it
-    is made of."""
+    """Return the reference of a callable object: by its name in a module, or for a partial function
+    by its parts."""
     function = value.func if isinstance(value, functools.partial) else None
     if (home := _holder(value)) is not None:
         module, name = home
@@ -137,8 +137,8 @@ def _as_object(value: Callable[..., Any], folder: Path) -> CellReference:
 
 
 def _holder(value: object) -> tuple[types.ModuleType, str] | None:
-    """(module, name) of a global that holds it; the main module comes last, for what it imports has
-    a home elsewhere."""
+    """Return (module, name) of a global that holds an object; the main module comes last, for what
+    it imports has a home elsewhere."""
     modules = sorted(sys.modules.items(), key=lambda item: item[0] == MAIN)
     for _, module in modules:
         if isinstance(module, types.ModuleType):
@@ -149,7 +149,8 @@ def _holder(value: object) -> tuple[types.ModuleType, str] | None:
 
 
 def _object_source(name: str) -> str:
-    """The text of a module with an object that the main module made, and all that it uses."""
+    """Return the text of a module with an object that the main module made, and all that it
+    uses."""
     parts: dict[str, str] = {}
     known = vars(sys.modules[MAIN])
     text = _assignment(name)
@@ -161,7 +162,7 @@ def _object_source(name: str) -> str:
 
 
 def _partial_source(value: Any) -> str:
-    """The text of a module with a partial function under the function's own name."""
+    """Return the text of a module with a partial function under the function's own name."""
     function, parts = value.func, {"functools": "import functools as functools"}
     name = function.__name__
     given = [*map(repr, value.args), *(f"{key}={value.keywords[key]!r}" for key in value.keywords)]
@@ -181,7 +182,7 @@ def _partial_source(value: Any) -> str:
 
 
 def _assignment(name: str) -> str:
-    """The last statement of the main module that gives a name at its top level."""
+    """Return the last statement of the main module that gives a name at its top level."""
     file = getattr(sys.modules[MAIN], "__file__", None)
     for held in dict.fromkeys([*([file] if file else []), *reversed(linecache.cache)]):
         lines = linecache.getlines(held)
@@ -195,7 +196,7 @@ def _assignment(name: str) -> str:
 
 
 def _targets(node: ast.stmt) -> list[str]:
-    """The names that an assignment gives; of any other statement none."""
+    """Return the names that an assignment gives; none for any other statement."""
     found = node.targets if isinstance(node, ast.Assign) else []
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         found = [node.target]
@@ -208,7 +209,7 @@ def _file(folder: Path, name: str, text: str, suffix: str) -> Path:
 
 
 def _refuse_nameless(value: Any) -> None:
-    """ValueError for what a worker could not find again."""
+    """Raise ValueError for an object that a worker could not find again."""
     if not isinstance(value, types.FunctionType):
         raise ValueError(
             f"reward_funcs: {value!r} is no function of its own, and workers find functions by name; "
@@ -235,7 +236,7 @@ def _refuse_nameless(value: Any) -> None:
 
 
 def _as_rows(value: Any, folder: Path) -> CellReference:
-    """Rows, of a list or a data set, as JSON lines."""
+    """Return the reference of rows, of a list or a data set, as JSON lines."""
     if hasattr(value, "to_dict") and hasattr(value, "iterrows"):  # a frame of pandas
         value = value.to_dict("records")
     if not isinstance(value, Iterable):
@@ -253,14 +254,15 @@ def _as_rows(value: Any, folder: Path) -> CellReference:
 
 
 def source(value: type[Environment] | types.FunctionType) -> str:
-    """The text of a module with the class or function and all that it uses."""
+    """Return the text of a module with the class or function and all that it uses."""
     parts: dict[str, str] = {}
     _collect(value.__name__, value, value.__name__, parts)
     return _module_text(value.__name__, parts, _has_annotations(value))
 
 
 def _has_annotations(value: type | types.FunctionType) -> bool:
-    """Was it written under `from __future__ import annotations`?"""
+    """Return whether the class or function was written under `from __future__ import
+    annotations`."""
     return any(
         found.__code__.co_flags & __future__.annotations.compiler_flag
         for found in (value, *vars(value).values())
@@ -269,7 +271,7 @@ def _has_annotations(value: type | types.FunctionType) -> bool:
 
 
 def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
-    """A module of these definitions, imports first."""
+    """Return the text of a module of these definitions, imports first."""
     imports = [text for text in parts.values() if text.startswith(("import ", "from "))]
     others = [text for text in parts.values() if text not in imports]
     head = f"# {name} of a notebook or script, and what it uses; written by lowroll.run."
@@ -279,7 +281,7 @@ def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
 
 
 def _collect(name: str, value: object, user: str, parts: dict[str, str]) -> None:
-    """Add what defines `name`, after what that needs itself."""
+    """Add the definition of `name`, after the definitions that it needs."""
     if name in parts:
         return
     if getattr(value, "__module__", None) == MAIN and isinstance(value, type | types.FunctionType):
@@ -310,7 +312,7 @@ def _collect(name: str, value: object, user: str, parts: dict[str, str]) -> None
 
 
 def _home(name: str, value: object) -> tuple[str, str] | None:
-    """(module, name) that it can be imported by."""
+    """Return the (module, name) from which an object can be imported."""
     module = getattr(value, "__module__", None)
     if not isinstance(module, str) or module == MAIN:
         return None
@@ -332,7 +334,8 @@ def _is_plain(value: object) -> bool:
 
 
 def _text(value: type | types.FunctionType) -> str:
-    """The text of a class or function of the main module. ValueError when nobody has kept it."""
+    """Return the text of a class or function of the main module. Raises ValueError when it was not
+    kept."""
     if isinstance(value, types.FunctionType):
         functions = [value]
     else:
@@ -375,7 +378,7 @@ def _definitions(text: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFu
 
 
 def _globals(text: str) -> list[str]:
-    """The names that a text takes from the module around it."""
+    """Return the names that a text takes from the module around it."""
 
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
         top = table.get_type() == "module"

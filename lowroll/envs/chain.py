@@ -97,8 +97,8 @@ class Chain(GeneratedEnvironment):
         return text, {"answer": str(total), "sums": sums}
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """1 for the right last sum, with `step_weight` of it for the right sums before the first
-        wrong one."""
+        """Return 1 for the right last sum, with `step_weight` of it for the right sums before the
+        first wrong one."""
         text = bounded(text)
         answer = hash_answer(text)
         right = float(answer is not None and same_number(prompt.info["answer"], answer) is True)
@@ -116,11 +116,11 @@ class Chain(GeneratedEnvironment):
         return min(len(sums), len(found))
 
     def gold(self, prompt: Prompt) -> str:
-        """All rounds and the last sum."""
+        """Return all rounds and the last sum."""
         return self.written(prompt.info["sums"])
 
     def written(self, sums: list[int]) -> str:
-        """A response with these sums, right or wrong."""
+        """Write a response with these sums, right or wrong."""
         width = len(self.letters)
         lines = [
             f"{first // width + 1}: "
@@ -130,6 +130,6 @@ class Chain(GeneratedEnvironment):
         return "\n".join([*lines, f"#### {sums[-1]}"])
 
     def perturbed(self, prompt: Prompt) -> str:
-        """All rounds and an answer that is one too large."""
+        """Return all rounds and an answer that is one too large."""
         chain = self.gold(prompt).rpartition("####")[0]
         return f"{chain}#### {int(prompt.info['answer']) + 1}"

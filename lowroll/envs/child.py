@@ -1,5 +1,5 @@
-"""Child processes of this room: same interpreter, few environment variables, one fixed hash seed, a
-process group.
+"""Child processes of this package: same interpreter, few environment variables, one fixed hash
+seed, a process group.
 
 The hash seed orders Python's sets of strings. With it fixed, a child does the same in every run and
 in every worker.
@@ -54,8 +54,8 @@ def start(
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """In the child: have the kernel send it `number` when its parent dies, though it hangs in C
-    code or is stopped.
+    """Make the kernel send `number` to this child process when its parent dies, though it hangs in
+    C code or is stopped.
 
     The parent is the thread that started it, so that one must live as long as the child is needed.
     """
@@ -66,8 +66,8 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """In the child: (requests, replies). What other code prints goes to standard error; what it
-    reads is empty."""
+    """Return (requests, replies) in the child process. Output of other code goes to standard error,
+    and its input is empty."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
@@ -76,8 +76,8 @@ def private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
-    """These variables of this process's environment. ValueError for one that is not set, or that a
-    child has its own value of."""
+    """Return these variables of this process's environment. Raises ValueError for one that is not
+    set, or that a child has its own value of."""
     for name in variables:
         if name not in os.environ:
             raise ValueError(f"{who}: the environment variable {name} is not set")
@@ -87,7 +87,8 @@ def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
 
 
 def check_count(workers: int) -> None:
-    """ValueError, with the arithmetic, when this machine cannot hold so many scoring workers."""
+    """Raise ValueError, with the arithmetic, when this machine cannot hold so many scoring
+    workers."""
     cores, files = (
         len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         _open_files(),

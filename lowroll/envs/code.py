@@ -91,11 +91,11 @@ class Code(Environment):
         walls.found()
 
     def size(self, split: str = "train") -> int | None:
-        """Usable rows of the split."""
+        """Return the number of usable rows of the split."""
         return len(self.rows[split])
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Task number `index` of a split; its info holds the tests."""
+        """Return task number `index` of a split; its info holds the tests."""
         self.rng(split, index)  # checks both
         row = self.rows.at(split, index)
         task = self.rows[split][row]
@@ -103,8 +103,8 @@ class Code(Environment):
         return self.ask(task.question, index, split, {"tests": tests, "row": row, "split": split})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """The share of tests that the response's program passes, or whether it passes all.
-        SandboxError when the sandbox itself failed."""
+        """Return the share of tests that the response's program passes, or whether it passes all.
+        Raises SandboxError when the sandbox itself failed."""
         program = last_block(bounded(text))
         if program is None or not program.strip():
             return Score(0.0, _metrics(None))
@@ -115,11 +115,11 @@ class Code(Environment):
         return Score(reward, _metrics(verdict))
 
     def gold(self, prompt: Prompt) -> str:
-        """The row's solution. NotImplementedError for a row without one."""
+        """Return the row's solution. Raises NotImplementedError for a row without one."""
         return f"```python\n{self._solution(prompt)}\n```"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The solution, with one more line of output, or another result."""
+        """Return the solution, with one more line of output, or another result."""
         name = prompt.info["tests"][0][2]
         solution = self._solution(prompt)
         owner = "Solution." if "class Solution" in solution else ""
@@ -184,7 +184,7 @@ def task_of(row: dict[str, Any], where: str) -> CodeTask:
 
 
 def _solution_of(row: dict[str, Any]) -> str:
-    """The first solution of a row: text, a list, or the JSON text of one; "" without any."""
+    """Return the first solution of a row: text, a list, or the JSON text of one; "" without any."""
     value = next((row[key] for key in SOLUTION_FIELDS if row.get(key)), "")
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:

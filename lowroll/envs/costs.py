@@ -36,14 +36,15 @@ class Costly(ValueError):
 
 
 class AnswerTimeout(BaseException):
-    """The CPU time for an answer is over. No Exception: what is judged in between must not swallow
-    it."""
+    """The CPU time for an answer is over. It is a BaseException, so that no handler in between
+    swallows it."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Overtime after so much CPU time of this process, and again each such time. In the main thread
-    alone: others cannot be interrupted, nor can one long operation of C code."""
+    """Raise AnswerTimeout after so much CPU time of this process, and again after each such time.
+    Works in the main thread only: others cannot be interrupted, nor can one long operation of C
+    code."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -61,7 +62,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def refuse_text(text: str) -> None:
-    """Costly for a text that the parser had better not see."""
+    """Raise Costly for a text that must not reach the parser."""
     depth = 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
@@ -92,8 +93,8 @@ def refuse_text(text: str) -> None:
 
 
 def refuse_tree(tree: object, unfinished: bool = False) -> None:
-    """Costly for a tree with a number too large, or with a sum, an integral or a limit, unless
-    `unfinished`."""
+    """Raise Costly for a tree with a number too large, or with a sum, an integral or a limit,
+    unless `unfinished`."""
     if isinstance(tree, sympy.MatrixBase):
         for entry in tree:
             refuse_tree(entry, unfinished)
@@ -105,7 +106,7 @@ def refuse_tree(tree: object, unfinished: bool = False) -> None:
 
 
 def _bits(tree: object) -> float:
-    """An upper bound, roughly, of |log2| of the numbers that the evaluation of a tree meets."""
+    """Return a rough upper bound of |log2| of the numbers that the evaluation of a tree meets."""
     if isinstance(tree, sympy.Rational):
         return log2(max(abs(int(tree.p)), 1)) + log2(int(tree.q))
     if isinstance(tree, sympy.Float):
@@ -128,7 +129,7 @@ def _bits(tree: object) -> float:
 
 
 def _bound(tree: object, bits: float) -> float:
-    """An upper bound of a tree's absolute value."""
+    """Return an upper bound of a tree's absolute value."""
     if isinstance(tree, sympy.Rational):
         return abs(int(tree.p)) / int(tree.q) if bits < 1000 else inf
     return 2.0**bits if bits < 1000 else inf

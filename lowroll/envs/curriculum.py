@@ -20,7 +20,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Curriculum:
-    """levels: how many there are; start: the first one, from 0."""
+    """The levels of an environment and the rule that moves between them. levels: their number;
+    start: the first one, from 0."""
 
     levels: int
     start: int = 0

@@ -91,14 +91,15 @@ class Data(Environment):
         self._kinds: dict[str, tuple[str, str]] = {}  # of prompts, and of which row, by source
 
     def size(self, split: str = "train") -> int | None:
-        """Usable rows of the split. ValueError when a function takes what is no column."""
+        """Return the number of usable rows of the split. Raises ValueError when a function takes a
+        name that is no column."""
         size = len(self.rows[split])
         if size and not self._looked:
             self._look(self.rows[split][0])
         return size
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Row number `index` of a split, in a fresh order each epoch of the train split."""
+        """Return row number `index` of a split, in a fresh order each epoch of the train split."""
         self.rng(split, index)  # checks both
         row = self.rows.at(split, index)
         task = self.rows[split][row]
@@ -128,7 +129,7 @@ class Data(Environment):
             function.prepare()
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """The weighted sum of the functions' rewards, each a metric of its own."""
+        """Return the weighted sum of the functions' rewards, each a metric of its own."""
         (found,) = self.score_together(prompt, [text])
         if isinstance(found, InvalidScore):
             raise found
@@ -142,7 +143,7 @@ class Data(Environment):
         return found
 
     def score_together(self, prompt: Prompt, said: Sequence[Said]) -> list[Score | InvalidScore]:
-        """The scores of several responses to one prompt, which a function may compare."""
+        """Return the scores of several responses to one prompt, which a function may compare."""
         log = Logged(len(said), [function.name for function in self.functions])
         asked = PromptResponses(
             prompt.messages if prompt.info["chat"] else prompt.messages[-1]["content"],
@@ -161,7 +162,7 @@ class Data(Environment):
         return [self._sum(i, [rewards[i] for rewards in found], log) for i in range(len(said))]
 
     def gold(self, prompt: Prompt) -> str:
-        """The demonstration of the row, or its answer where that alone is judged."""
+        """Return the demonstration of the row, or its answer where that alone is judged."""
         task = self.rows[prompt.info["split"]][prompt.info["row"]]
         if task.completion is not None:
             return task.completion
@@ -171,7 +172,7 @@ class Data(Environment):
         return raw if "####" in raw or "\\boxed" in raw else f"\\boxed{{{_gold(task.answer)}}}"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The gold answer with one digit changed."""
+        """Return the gold answer with one digit changed."""
         if not self.is_graded or "answer" not in prompt.info:
             raise NotImplementedError("reward functions say nothing of a response that is wrong")
         return f"\\boxed{{{perturb(prompt.info['answer'])}}}"
@@ -195,8 +196,9 @@ class Data(Environment):
         return task if _gold(task.answer) else None
 
     def _check_kind(self, task: DataTask, where: str) -> None:
-        """ValueError for a row whose prompt is of another kind than the first one's of its source:
-        functions get texts where prompts are texts, and messages where they are messages."""
+        """Raise ValueError for a row whose prompt is of another kind than the first one's of its
+        source: functions get texts where prompts are texts, and messages where they are
+        messages."""
         kind = "a text" if isinstance(task.prompt, str) else "chat messages"
         source = NUMBER.sub("", where)
         first, place = self._kinds.setdefault(source, (kind, where))
@@ -216,7 +218,7 @@ class Data(Environment):
             logger.warning("env %s: its reward functions are the code of %s", self.name, file)
 
     def _named(self, task: DataTask) -> dict[str, Any]:
-        """The columns of a row, and its answer by the names that functions have for it."""
+        """Return the columns of a row, and its answer by the names that functions have for it."""
         given = {} if task.answer is None else {"answer": task.answer, "ground_truth": task.answer}
         return given | task.columns
 
@@ -229,7 +231,7 @@ class Data(Environment):
         return {key: named[key] for key in named if any(key in (c or ()) for c in taken)}
 
     def _in_template(self, messages: list[Message]) -> list[Message]:
-        """The last message of the user, in the template."""
+        """Put the last message of the user into the template."""
         last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
         if last is None or self.template == "{text}":
             return list(messages)
@@ -248,7 +250,7 @@ class Data(Environment):
 
 
 def _gold(answer: Any) -> str:
-    """The final answer inside what a column holds."""
+    """Return the final answer inside the value of a column."""
     if isinstance(answer, list):
         return ", ".join(filter(None, map(_gold, answer)))
     if isinstance(answer, float) and answer.is_integer():

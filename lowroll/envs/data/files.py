@@ -37,8 +37,8 @@ def read_jsonl(path: str) -> Iterator[Located]:
 
 
 def read_json(path: str) -> Iterator[Located]:
-    """The objects of a JSON list, also of one in an object of a single list (`{"data": [...]}`); a
-    file of JSON lines is read as such, whatever it is called."""
+    """Return the objects of a JSON list, also of one in an object of a single list (`{"data":
+    [...]}`); a file of JSON lines is read as such, whatever it is called."""
     text = Path(path).read_bytes()
     first, _, more = text.strip().partition(b"\n")
     if first.startswith(b"{") and first.endswith(b"}") and more.startswith(b"{"):
@@ -56,8 +56,8 @@ def read_json(path: str) -> Iterator[Located]:
 
 
 def read_csv(path: str) -> Iterator[Located]:
-    """The rows of a CSV file (of a .tsv one, between tabs) under its first line; all values are
-    text."""
+    """Yield the rows of a CSV file (of a .tsv one, between tabs) under its first line; all values
+    are text."""
     csv.field_size_limit(LONGEST_CELL)
     with open(path, encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
@@ -78,7 +78,7 @@ def read_csv(path: str) -> Iterator[Located]:
 
 
 def read_parquet(path: str) -> Iterator[Located]:
-    """The rows of a parquet file, read in pieces."""
+    """Yield the rows of a parquet file, read in pieces."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

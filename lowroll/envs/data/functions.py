@@ -144,7 +144,8 @@ class Logged:
 
 @dataclass(frozen=True)
 class PromptResponses:
-    """Responses to one prompt, as functions see them, and what they log about these."""
+    """The responses to one prompt, as functions see them, and the values that functions log about
+    them."""
 
     prompt: str | list[Message]
     said: Sequence[list[Message]]
@@ -155,7 +156,7 @@ class PromptResponses:
 
     @property
     def texts(self) -> list[str]:
-        """The last thing that was said in each."""
+        """The last message of each response as text."""
         return [str(messages[-1].get("content") or "") for messages in self.said]
 
     @property
@@ -201,7 +202,7 @@ class RewardFunction:
         return None if self.takes_rest else frozenset(self.wanted) - frozenset(self.own)
 
     def check(self, columns: Sequence[str]) -> None:
-        """ValueError for a parameter that is no column."""
+        """Raise ValueError for a parameter that is no column."""
         for name, needed in self.wanted.items():
             if needed and name not in self.own and name not in columns:
                 why = UNKNOWN_HERE.get(name, "there is no such column")
@@ -212,7 +213,7 @@ class RewardFunction:
                 )
 
     def prepare(self) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     @property
     def is_async(self) -> bool:
@@ -220,8 +221,8 @@ class RewardFunction:
         return inspect.iscoroutinefunction(_inner(self.function))
 
     def rewards(self, asked: PromptResponses) -> list[float | None]:
-        """One reward a response. InvalidScore for another return value, ScorerFailed for what the
-        function raises; both name it, its file and line."""
+        """Return one reward for each response. Raises InvalidScore for another return value and
+        ScorerFailed for what the function raises; both name it, its file and line."""
         found = [self._call(known) for known in self._calls(asked)]
         return self._read(found, len(asked.said))
 
@@ -231,13 +232,14 @@ class RewardFunction:
         return self._read(found, len(asked.said))
 
     def _calls(self, asked: PromptResponses) -> list[dict[str, Any]]:
-        """The arguments of each call: of one for all responses, or of one a response."""
+        """Return the arguments of each call: one call for all responses, or one for each
+        response."""
         if self.is_of_several:
             return [self._of_several(asked)]
         return [self._of_one(asked, i) for i in range(len(asked.said))]
 
     def _read(self, found: list[Any], count: int) -> list[float | None]:
-        """The rewards in what calls returned."""
+        """Read the rewards from what the calls returned."""
         if self.is_of_several:
             (returned,) = found
             if hasattr(returned, "tolist"):  # an array or a tensor
@@ -319,8 +321,8 @@ class RewardFunction:
 
 
 async def gathered(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of calls that run beside each other. The first error, once all have ended: none
-    goes on behind the next responses."""
+    """Return the results of calls that run concurrently. Raises the first error once all have
+    ended, so that none goes on during the next responses."""
     import asyncio  # only who waits pays for it
 
     found = await asyncio.gather(*calls, return_exceptions=True)
@@ -351,9 +353,9 @@ def rewards_of(
 
 
 def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
-    """The functions that ids name: `rewards.py:brevity`, `package.module:brevity`, a folder or hub
-    id of a reward model, or `answer`. A file is run once. ValueError for one that cannot be found,
-    and for two of one name."""
+    """Return the functions that ids name: `rewards.py:brevity`, `package.module:brevity`, a folder
+    or hub id of a reward model, or `answer`. A file is run once. Raises ValueError for one that
+    cannot be found, and for two of one name."""
     modules: dict[str, ModuleType] = {}
     found = [_load(id, modules) for id in ids]
     names = [function.name for function in found]
@@ -391,7 +393,7 @@ def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction | RewardMod
 
 
 def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The code that runs: of a partial its function, of an object its `__call__`."""
+    """Return the code that runs: of a partial its function, of an object its `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
     if not hasattr(function, "__code__") and not hasattr(function, "__wrapped__"):

@@ -59,15 +59,15 @@ class RewardModel:
         return f"reward model {self.id!r}"
 
     def check(self, columns: Sequence[str]) -> None:
-        """It takes no columns."""
+        """Do nothing: a reward model takes no columns."""
 
     def prepare(self) -> None:
-        """Load it. ValueError where its weights have no head of one output."""
+        """Load the model. Raises ValueError where its weights have no head of one output."""
         if self._loaded is None:
             self._loaded = self._load()
 
     def rewards(self, asked: AnsweredPrompt) -> list[float | None]:
-        """One reward a response."""
+        """Return one reward for each response."""
         self.prepare()
         assert self._loaded is not None
         model, tokenizer = self._loaded
@@ -108,7 +108,7 @@ class RewardModel:
 
 
 def _folder(id: str) -> Path:
-    """The folder of a model; one of the hub is downloaded unless it is on this machine."""
+    """Return the folder of a model; one of the hub is downloaded unless it is on this machine."""
     folder = Path(id).expanduser()
     if folder.is_dir():
         return folder
@@ -130,7 +130,7 @@ def _folder(id: str) -> Path:
 
 
 def _check(id: str, folder: Path) -> None:
-    """ValueError for a folder that is seen to be no reward model."""
+    """Raise ValueError for a folder that cannot be a reward model."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:

@@ -42,9 +42,9 @@ class DataSource:
 
 
 def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of a split. spec: a path, or the keys of a `DataSource`; keys that say what to do with
-    rows (`prompt`, `answer`, ...) may stand beside. ValueError names the file and the row that is
-    none, and a data set that cannot be read."""
+    """Return the rows of a split. spec: a path, or the keys of a `DataSource`; keys for the use of
+    the rows (`prompt`, `answer`, ...) may stand beside. ValueError names the file and the row that
+    is invalid, and a data set that cannot be read."""
     keys = [field.name for field in fields(DataSource)]
     given: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
     source = DataSource(**{key: given[key] for key in keys if given.get(key) is not None})
@@ -52,7 +52,7 @@ def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def located(source: DataSource) -> Iterator[Located]:
-    """(where it stands, row) for each row of a split."""
+    """Return (place, row) for each row of a split."""
     return islice(_all(source), source.rows)
 
 
@@ -79,7 +79,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def splits(source: DataSource) -> list[str]:
-    """The names of the splits of a data set; [] for files, which have none."""
+    """Return the names of the splits of a data set; [] for files, which have none."""
     if not is_hub_id(source.path) and not Path(source.path).is_dir():
         return []
     if (Path(source.path) / "state.json").is_file():
@@ -93,7 +93,8 @@ def splits(source: DataSource) -> list[str]:
 
 
 def test_split(source: DataSource) -> str | None:
-    """The split that a data set is measured on, beside the one that is given; None: it has none."""
+    """Return the split that a data set is measured on, beside the one that is given; None if it has
+    none."""
     names = splits(source)
     return next((name for name in TEST_SPLITS if name in names and name != source.split), None)
 
