@@ -77,8 +77,8 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
-    """The sign of the constant by which two equations, as (left, right), or inequalities differ;
-    None if none does.
+    """Return the sign of the constant by which two equations, as (left, right), or inequalities
+    differ; None if none does.
 
     An equation of numbers alone, `12 = 2^2 \\cdot 3`, is one that is written alike.
     """
@@ -114,8 +114,8 @@ def _fold(gold: str, answer: str) -> bool:
 
 
 def _gold_tree(text: str, fold: bool) -> Any:
-    """The tree of a gold answer; None when it is no formula. GoldError when it takes too long to
-    find out."""
+    """Return the tree of a gold answer; None when it is no formula. Raises GoldError when it takes
+    too long to find out."""
     try:
         return _tree(text, fold)
     except AnswerTimeout as error:
@@ -138,11 +138,11 @@ def _tree(text: str, fold: bool) -> Any:
 
 
 class _Reader(_Latex2Sympy):
-    """latex2sympy, whose own way from digits to numbers is sympy's `sympify`, and that an
+    """latex2sympy with a number parser of its own: latex2sympy's is sympy's `sympify`, an
     `eval`."""
 
     def parse_number(self, text: str) -> Any:
-        """An integer, or a decimal as a Float. ValueError for anything else."""
+        """Return an integer, or a decimal as a Float. Raises ValueError for anything else."""
         text = text.replace(",", "")
         if text.isascii() and text.isdigit():
             return sympy.Integer(int(text))
@@ -155,7 +155,7 @@ def _unfinished(tree: Any) -> bool:
 
 
 def exact(tree: Any) -> Fraction | None:
-    """The value of a tree of rational numbers; None for any other tree."""
+    """Return the value of a tree of rational numbers; None for any other tree."""
     if isinstance(tree, sympy.Rational):
         return Fraction(int(tree.p), int(tree.q))
     if isinstance(tree, sympy.Float):
@@ -227,7 +227,8 @@ def compare(a: Any, b: Any) -> bool | None:
 
 
 def _ratio(a: Any, b: Any) -> float | None:
-    """The sign of the constant, not 0, by which `a` is a multiple of `b`; None when it is none."""
+    """Return the sign of the constant, not 0, by which `a` is a multiple of `b`; None when it is
+    none."""
     ratios = []
     for u, v in _values(a, b):
         if u is None or v is None:
@@ -279,7 +280,7 @@ def _is_decimal(value: Fraction) -> bool:
 
 
 def verified(gold: Any, answer: Any) -> bool:
-    """math-verify's word, for what numbers cannot tell."""
+    """Return whether math-verify takes two trees for equal, where numbers cannot tell."""
     if any(
         isinstance(tree, sympy.Basic) and tree.has(sympy.nan, sympy.zoo) for tree in (gold, answer)
     ):
@@ -292,7 +293,7 @@ def verified(gold: Any, answer: Any) -> bool:
 
 
 def _values(a: Any, b: Any) -> list[tuple[Any, Any]]:
-    """The values of two trees at each point; None where there is none."""
+    """Return the values of two trees at each point; None where there is none."""
     a = _evaluable(a)
     b = _evaluable(b)
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols} - {"i"})
@@ -306,7 +307,7 @@ def _values(a: Any, b: Any) -> list[tuple[Any, Any]]:
 
 
 def _coordinate(name: str, point: int) -> Any:
-    """A rational between 1/4 and 4 in absolute value, positive at the first point."""
+    """Return a rational between 1/4 and 4 in absolute value, positive at the first point."""
     rng = Random(f"{name}/{point}")
     value = sympy.Rational(rng.randrange(25_000, 400_000), 100_003)
     if point and rng.random() < 0.5:
@@ -315,8 +316,8 @@ def _coordinate(name: str, point: int) -> Any:
 
 
 def _evaluable(tree: Any) -> Any:
-    """The tree with decimals as fractions, and with functions without a meaning, and derivatives,
-    as variables."""
+    """Return the tree with decimals as fractions, and with functions without a meaning, and
+    derivatives, as variables."""
     unknown = {part: sympy.Symbol(str(part)) for part in tree.atoms(AppliedUndef, sympy.Derivative)}
     decimals = {part: sympy.Rational(str(part)) for part in tree.atoms(sympy.Float)}
     if not unknown and not decimals:
@@ -325,8 +326,8 @@ def _evaluable(tree: Any) -> Any:
 
 
 def _value(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
-    """The number that a tree is at a point, a complex one included; None when it is none, or not
-    finite."""
+    """Return the number that a tree is at a point, a complex one included; None when it is none, or
+    not finite."""
     at = {}
     for symbol in tree.free_symbols:
         at[symbol] = sympy.I if symbol.name == "i" else point[symbol.name]

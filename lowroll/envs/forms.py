@@ -60,8 +60,8 @@ class Form:
 
 
 def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """A text cut at the separators outside of all brackets, and these; uncut when its brackets do
-    not match."""
+    """Cut a text at the separators outside of all brackets, and return the pieces and these; uncut
+    when its brackets do not match."""
     cut = []
     separators = []
     start = 0
@@ -82,7 +82,8 @@ def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]
 
 
 def wrapped(text: str) -> tuple[str, str] | None:
-    """(brackets, inside) of a text that stands in one pair of brackets; None for any other."""
+    """Return (brackets, inside) of a text that stands in one pair of brackets; None for any
+    other."""
     depth = 0
     for token in TOKEN.finditer(text):
         sign = token[0]
@@ -98,7 +99,7 @@ def wrapped(text: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=4096)
 def form(text: str) -> Form:
-    """The form of a tidy text."""
+    """Return the form of a tidy text."""
     text = text.strip()
     if (pair := wrapped(text)) is not None:
         found = _bracketed(*pair)
@@ -134,18 +135,18 @@ def _bracketed(brackets: str, inside: str) -> Form | None:
 
 
 def _is_interval(found: Form) -> bool:
-    """Does it bound a variable?"""
+    """Return whether a relation bounds a variable."""
     return found.kind == "tuple" and bool(found.name)
 
 
 def _values(text: str, braces: bool = False) -> tuple[str, ...]:
-    """The parts of a list, both values of those with a sign."""
+    """Return the parts of a list, both values of those with a sign."""
     return tuple(part for piece in _listed(text, braces) for part in _signs(piece))
 
 
 def _listed(text: str, braces: bool) -> list[str]:
-    """The parts of a list. A comma between digits belongs to a number where other commas have
-    spaces behind them."""
+    """Return the parts of a list. A comma between digits belongs to a number where other commas
+    have spaces behind them."""
     if not braces and quantity(without_unit(ASSIGNED.sub("", text))[0]) is not None:
         return [text]
     spaced = re.search(r",\s", text) is not None
@@ -155,7 +156,7 @@ def _listed(text: str, braces: bool) -> list[str]:
 
 
 def _signs(text: str) -> list[str]:
-    r"""Both values of a text with `\pm`."""
+    r"""Return both values of a text with `\pm`."""
     if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         return [text]
     return [
@@ -167,8 +168,8 @@ def _signs(text: str) -> list[str]:
 
 
 def _relation(text: str) -> Form | None:
-    """A relation; an interval when it bounds one variable by numbers, or says of what set it is a
-    member."""
+    """Return a relation; an interval when it bounds one variable by numbers, or says of what set it
+    is a member."""
     sides, operators = pieces(text, RELATION)
     sides = [side.strip() for side in sides]
     if not operators or not all(sides):
@@ -268,7 +269,7 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
 
 
 def _are_coordinates(parts: tuple[str, ...]) -> bool:
-    """Is each of the parts about a name of its own, as in `x=1, y=2`?"""
+    """Return whether each of the parts is about a name of its own, as in `x=1, y=2`."""
     names = [form(part).name for part in parts]
     return all(names) and len(set(names)) == len(names)
 
@@ -337,7 +338,7 @@ def _said(equation: Form) -> list[str]:
 
 
 def _upwards(relation: Form) -> Form:
-    r"""The relation with `<` and `\leq` alone, where it has `>` and `\geq` alone."""
+    r"""Return the relation with `<` and `\leq` alone, where it has `>` and `\geq` alone."""
     signs = relation.signs.split()
     if not all(sign in FLIPPED and sign not in BELOW for sign in signs):
         return relation

@@ -73,23 +73,23 @@ class ItemSource(Protocol):
     """The interface of both kinds of generator. An item's number is (split, draw, index)."""
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
-        """(question, stored answer) of an item."""
+        """Return (question, stored answer) of an item."""
 
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
-        """The generator's reward for an answer to it."""
+        """Return the generator's reward for an answer to the item."""
 
 
 def levels(name: str, options: dict[str, Any]) -> int:
-    """Levels of a generator's curriculum; of a composite those of the part that has most. ValueError
-    for one that has none, or an option that the curriculum moves."""
+    """Return the number of levels of a generator's curriculum; for a composite, of the part that
+    has most. Raises ValueError for one that has none, or an option that the curriculum moves."""
     if sys.flags.hash_randomization:
         return int(_server.ask(name, options, 0, "levels"))
     return _num_levels(name, options)
 
 
 def source(name: str, options: dict[str, Any], seed: int) -> ItemSource:
-    """The items of generator `name`. ValueError for an unknown generator or option, or a missing
-    package."""
+    """Return the items of generator `name`. Raises ValueError for an unknown generator or option,
+    or a missing package."""
     if sys.flags.hash_randomization:
         return RemoteGenerator(name, options, seed)
     return Generator(name, options, seed)
@@ -125,12 +125,13 @@ class Generator:
             random.setstate(state)
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
-        """(question, stored answer) of an item."""
+        """Return (question, stored answer) of an item."""
         item = self._item(split, draw, index)
         return item["question"], item["answer"]
 
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
-        """The generator's reward, and 0 for an answer outside of its language or its task."""
+        """Return the generator's reward, and 0 for an answer outside of its language or its
+        task."""
         item = self._item(split, draw, index)
         # a composite tells whose item it is
         maker = item["metadata"].get("source_dataset", self.name)
@@ -153,17 +154,18 @@ class RemoteGenerator:
         _server.ask(*self.key, "check")
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
-        """(question, stored answer) of an item."""
+        """Return (question, stored answer) of an item."""
         question, answer = _server.ask(*self.key, "item", split, draw, index)
         return question, answer
 
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
-        """The generator's reward."""
+        """Return the generator's reward."""
         return float(_server.ask(*self.key, "score", split, draw, index, answer))
 
 
 class _Server:
-    """The child process: started when first asked, and anew after it has been late or has died."""
+    """The child process: started at the first request, and again after it has been late or has
+    died."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -172,8 +174,8 @@ class _Server:
         self.starter: ThreadPoolExecutor | None = None
 
     def ask(self, *words: Any) -> Any:
-        """One request. ValueError with the child's reason; TimeoutError after `CHILD_LIMIT`
-        seconds."""
+        """Send one request and return its reply. Raises ValueError with the child's reason;
+        TimeoutError after `CHILD_LIMIT` seconds."""
         with self.lock:
             if self.process is None:
                 self.starter = ThreadPoolExecutor(1, thread_name_prefix="generator-starter")
@@ -224,7 +226,7 @@ atexit.register(_server.stop)
 
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options as the generator's configuration takes them."""
+    """Return the options as the generator's configuration takes them."""
     try:
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
@@ -268,7 +270,7 @@ def _num_levels(name: str, options: dict[str, Any]) -> int:
 
 
 def _at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
-    """The options of a level; above the last one that of the last."""
+    """Return the options of a level; above the last one, those of the last."""
     own = {key: value for key, value in options.items() if key != LEVEL}
     if name == "composite":
         parts = [
@@ -328,7 +330,7 @@ def _generator(key: str) -> Generator:
 
 
 def main() -> None:
-    """The child. A request line is [name, options, seed, verb, arguments...], the verb
+    """Run the child process. A request line is [name, options, seed, verb, arguments...], the verb
     "check", "levels", "item" or "score"; one reply each."""
     child.die_with(int(sys.argv[1]))
     requests, replies = child.private_streams()

@@ -65,14 +65,14 @@ class Guess(GeneratedEnvironment):
         return [{"role": "user", "content": hint}]
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """By the last guess, and how many came before it."""
+        """Score a conversation by the last guess and the number of guesses before it."""
         said = [one["content"] for one in messages if one["role"] == "assistant"]
         found = self.score(prompt, said[-1])
         cost = self.turn_cost * (len(said) - 1) if found.metrics["found"] else 0.0
         return Score(found.reward - cost, {**found.metrics, "guesses": float(len(said))})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """1 for the number alone, `near` times its nearness for another one."""
+        """Return 1 for the number alone, `near` times its nearness for another one."""
         guess, number = guessed(text), int(prompt.info["answer"])
         if guess == number:
             return Score(1.0, {"found": 1.0})
@@ -80,15 +80,15 @@ class Guess(GeneratedEnvironment):
         return Score(self.near * nearness, {"found": 0.0})
 
     def gold(self, prompt: Prompt) -> str:
-        """The number, as who knows it would say it."""
+        """Return the number."""
         return str(prompt.info["answer"])
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The next number."""
+        """Return the next number."""
         return str(int(prompt.info["answer"]) + 1)
 
 
 def guessed(text: str) -> int | None:
-    """The number that a text is; None for any other text."""
+    """Return the number that a text is; None for any other text."""
     found = NUMBER.fullmatch(text)
     return int(found[1]) if found else None

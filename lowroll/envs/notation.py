@@ -222,7 +222,7 @@ COUNTS = re.compile(
 
 
 def plain(text: str) -> str:
-    """One spelling of characters that look alike, or that cannot be seen."""
+    """Return a text in one spelling of characters that look alike, or that cannot be seen."""
     if text.isascii():
         return text
     text = FRACTIONS.sub(_fraction, text)
@@ -245,7 +245,7 @@ def unboxed(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def tidy(text: str) -> str:
-    """One spelling of a final answer."""
+    """Return one spelling of a final answer."""
     text = unboxed(plain(text))
     for pattern, by in SPELLINGS:
         text = pattern.sub(by, text)
@@ -253,16 +253,16 @@ def tidy(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """A tidy text without spaces, labels and the braces of single signs: equal ones are equal
-    answers."""
+    """Return a tidy text without spaces, labels and the braces of single signs: equal ones are
+    equal answers."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text)
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    r"""(letter, what it stands for or "") of `(B)`, `B.`, `\text{(B)} 12`; None for no choice, or
-    more than one."""
+    r"""Return (letter, what it stands for or "") of `(B)`, `B.`, `\text{(B)} 12`; None for no
+    choice, or more than one."""
     found = CHOICE.fullmatch(text)
     if found is None or re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|,|\\neq|[=<>+^]", found[2]):
         return None
@@ -270,8 +270,8 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 def quantity(text: str) -> Decimal | None:
-    """The exact value of a plain number: `1,234.50`, `4.5e33`, `4.5 \\times 10^{33}`, `10^{-3}`;
-    None if it is none."""
+    """Return the exact value of a plain number: `1,234.50`, `4.5e33`, `4.5 \times 10^{33}`,
+    `10^{-3}`; None if it is none."""
     if power := TEN.fullmatch(text):
         sign, digits, exponent = power[1], "1", power[2]
     elif (found := NUMBER.fullmatch(text)) is not None:
@@ -282,20 +282,20 @@ def quantity(text: str) -> Decimal | None:
 
 
 def ungrouped(text: str) -> str:
-    """A plain number without the commas or spaces between its thousands; any other text as it
-    is."""
+    """Return a plain number without the commas or spaces between its thousands; any other text
+    unchanged."""
     return re.sub(r"(?<=\d)[, ](?=\d{3})", "", text) if NUMBER.fullmatch(text) else text
 
 
 def readings(text: str) -> list[str]:
-    """The formulas that a text may mean: `2e-3` is a power of ten, or twice Euler's number less
-    three."""
+    """Return the formulas that a text may mean: `2e-3` is a power of ten, or twice Euler's number
+    less three."""
     power = POWER.sub(r"(\1\\cdot 10^{\2})", text)
     return [power, re.sub("([eE])", r"\1 ", text)] if EULER.fullmatch(text) else [power]
 
 
 def repeating(text: str) -> str:
-    r"""Repeating decimals, `0.1\overline{6}`, as fractions."""
+    r"""Replace repeating decimals, `0.1\overline{6}`, by fractions."""
 
     def fraction(found: re.Match[str]) -> str:
         whole, head, period = found[1] or "0", found[2], found[3]
@@ -309,7 +309,8 @@ def repeating(text: str) -> str:
 
 
 def scaled(text: str) -> tuple[str, int]:
-    """A quantity and the power of ten that a percent sign or a word such as million stands for."""
+    """Return a quantity and the power of ten that a percent sign or a word such as million stands
+    for."""
     if text.endswith("%"):
         return text[:-1].strip(), -2
     if (found := SCALE.search(text)) is not None:
@@ -318,8 +319,8 @@ def scaled(text: str) -> tuple[str, int]:
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    r"""(quantity, powers) of a text such as `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units are
-    not judged, but 2 is not 3."""
+    r"""Return (quantity, powers) of a text such as `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units
+    are not judged, but 2 is not 3."""
     found = UNIT.search(text) if not SCALE.search(text) else None
     rest = text[: found.start()].strip() if found is not None else ""
     if found is None or not rest or OPERATOR.search(rest):
@@ -328,8 +329,8 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def stated_number(text: str) -> str | None:
-    """The number of a line such as `x = 1,000 dollars` or `5 million`, which is 5e6; None for a line
-    that says more, or less, than one number and its unit."""
+    """Return the number of a line such as `x = 1,000 dollars` or `5 million`, which is 5e6; None
+    for a line that says more, or less, than one number and its unit."""
     name, equals, rest = tidy(text).rpartition("=")
     if equals and NAME.fullmatch(name.strip()) is None:
         return None
@@ -348,7 +349,7 @@ def stated_number(text: str) -> str | None:
 
 
 def clock(text: str) -> tuple[int, int, str] | None:
-    """(hour, minute, "a", "p" or "") of `1:58 am` and `5am`; None for anything else."""
+    """Return (hour, minute, "a", "p" or "") of `1:58 am` and `5am`; None for anything else."""
     found = CLOCK.fullmatch(text)
     if found is None or not (found[2] or found[3]) or int(found[2] or 0) > 59:
         return None
@@ -356,8 +357,8 @@ def clock(text: str) -> tuple[int, int, str] | None:
 
 
 def numeral(text: str) -> tuple[str, str] | None:
-    """(digits, base) of `52_{8}`; None for anything else, and so for a letter with an index, `2x_1`.
-    `tidy` writes numerals of base ten without it."""
+    """Return (digits, base) of `52_{8}`; None for anything else, and so for a letter with an index,
+    `2x_1`. `tidy` writes numerals of base ten without it."""
     found = NUMERAL.fullmatch(text)
     if found is None:
         return None
@@ -371,8 +372,8 @@ def numeral(text: str) -> tuple[str, str] | None:
 
 
 def words(text: str, beside_words: bool = False) -> str | None:
-    r"""A text of words, `\text{East}` and `no solution`, in one spelling; None when it may be a
-    formula, as a short one without a label may, except beside words."""
+    r"""Return a text of words, `\text{East}` and `no solution`, in one spelling; None when it may
+    be a formula, as a short one without a label may, except beside words."""
     label = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     said = label[1] if label else text
     letters = r"[A-Za-z]{2}" if label or beside_words else r"[A-Za-z]{4}"

@@ -29,12 +29,12 @@ ANSWERING = ("user", "tool", "system", "developer", "function")  # roles that an
 
 
 class InvalidScore(ValueError):
-    """A scorer returned what is no score."""
+    """A scorer returned a value that is no score."""
 
 
 class Inapplicable(InvalidScore):
-    """Nothing that scores says anything of a response, which is no failure. `metrics` and `extra`
-    are what it told beside."""
+    """No reward function applies to a response, which is no failure. `metrics` and `extra` are the
+    values that were logged beside."""
 
     def __init__(
         self, message: str, metrics: dict[str, float], extra: dict[str, Any] | None
@@ -48,7 +48,7 @@ class ScorerFailed(Exception):
 
 
 class InvalidReply(InvalidScore):
-    """An environment answered what are no messages."""
+    """An environment answered with values that are no messages."""
 
 
 class Judging(Protocol):
@@ -62,8 +62,8 @@ class Judging(Protocol):
 
 
 def judge(env: Judging, prompt: Prompt, said: str | list[Message]) -> Score:
-    """The score of a response, or of a whole conversation. InvalidScore says what came in its place;
-    what the scorer raises goes through.
+    """Return the score of a response, or of a whole conversation. InvalidScore says what was
+    returned instead; what the scorer raises passes through.
 
     An `async def score` runs on an event loop that lives as long as this process, so that it may
     keep a client open.
@@ -81,7 +81,7 @@ def answer(env: Judging, prompt: Prompt, messages: list[Message]) -> list[Messag
 
 
 def awaited(value: Any) -> Any:
-    """A value, or the result of an awaitable."""
+    """Return a value, or the result of an awaitable."""
     if not inspect.isawaitable(value):
         return value
     thread, runner = _loop()
@@ -90,7 +90,8 @@ def awaited(value: Any) -> Any:
 
 @cache
 def _loop() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
-    """A thread of its own for the event loop: a notebook has one in the main thread already."""
+    """Return an event loop and a thread of its own for it: a notebook has a loop in the main thread
+    already."""
     import asyncio  # only who waits pays for it
 
     return ThreadPoolExecutor(1, thread_name_prefix="async-scorer"), asyncio.Runner()
@@ -101,7 +102,8 @@ async def _result(value: Awaitable[Any]) -> Any:
 
 
 def as_score(value: object) -> Score:
-    """A number or a Score as a Score of finite floats. InvalidScore for anything else."""
+    """Return a number or a Score as a Score of finite floats. Raises InvalidScore for anything
+    else."""
     if isinstance(value, Real):
         value = Score(float(value))
     if not isinstance(value, Score):
@@ -125,7 +127,7 @@ def as_score(value: object) -> Score:
 
 
 def as_messages(value: object) -> list[Message] | None:
-    """Messages of an environment, as JSON data. InvalidReply for anything else."""
+    """Return the messages of an environment as JSON data. Raises InvalidReply for anything else."""
     if value is None:
         return None
     if not isinstance(value, list) or not value:
@@ -159,7 +161,7 @@ def as_messages(value: object) -> list[Message] | None:
 
 
 def as_number(what: str, value: object) -> float:
-    """A finite float. InvalidScore names what is none."""
+    """Return a finite float. InvalidScore names a value that is none."""
     if not isinstance(value, Real):
         raise InvalidScore(f"{what} is {_show(value)}; it must be a number")
     if not math.isfinite(value):
@@ -168,7 +170,7 @@ def as_number(what: str, value: object) -> float:
 
 
 def metric_name(key: object) -> str:
-    """A name that a metric may have. InvalidScore for any other."""
+    """Return a name that a metric may have. Raises InvalidScore for any other."""
     if not isinstance(key, str) or not key.isprintable() or not 0 < len(key) <= MAX_NAME:
         raise InvalidScore(
             f"a metric is named {_show(key)}; it must be text of 1 to {MAX_NAME} printable "
@@ -178,7 +180,7 @@ def metric_name(key: object) -> str:
 
 
 def _show(value: object) -> str:
-    """A value in an error: how it prints, and its type."""
+    """Return a value's text for an error: how it prints, and its type."""
     try:
         text = repr(value)
     except Exception as error:

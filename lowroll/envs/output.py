@@ -21,8 +21,8 @@ PIECE = 1 << 16
 
 
 def readable(text: str, secrets: Mapping[str, str]) -> str:
-    """Text for an error or a log: the values of `secrets` replaced by their names, and nothing that
-    is no Unicode."""
+    """Return text for an error or a log: the values of `secrets` replaced by their names, and
+    nothing that is no Unicode."""
     for name, value in secrets.items():
         text = text.replace(value, f"${name}") if value else text
     return text.encode("utf-8", "backslashreplace").decode()
@@ -39,7 +39,7 @@ class Output:
         self._line = self._end = b""
 
     def read(self) -> bool:
-        """Take what has arrived; False when that is nothing."""
+        """Read what has arrived. Returns False when that is nothing."""
         try:
             data = os.read(self.pipe.fileno(), PIECE)
         except BlockingIOError:
@@ -54,7 +54,7 @@ class Output:
         return bool(data)
 
     def close(self) -> str:
-        """The last words."""
+        """Read the rest, close the pipe and return the end of the output."""
         for _ in range((1 << 20) // PIECE):  # as much as a pipe may hold
             if not self.read():
                 break

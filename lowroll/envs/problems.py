@@ -59,24 +59,24 @@ class FinalAnswer(Environment):
 
     @abstractmethod
     def solution(self, prompt: Prompt) -> str:
-        """The data set's worked solution; "" where there is none."""
+        """Return the data set's worked solution; "" where there is none."""
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """1 or 0. A response without a final answer is wrong, and so is one that cannot be
+        """Return 1 or 0. A response without a final answer is wrong, and so is one that cannot be
         judged."""
         return judged(prompt, text, self.hashes)
 
     def gold(self, prompt: Prompt) -> str:
-        """The worked solution when it ends in the gold answer, else the answer alone."""
+        """Return the worked solution when it ends in the gold answer, else the answer alone."""
         answer, solution = prompt.info["answer"], self.solution(prompt)
         return solution if ends_in(solution, answer, self.hashes) else self.state(answer)
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The gold answer with one digit changed."""
+        """Return the gold answer with one digit changed."""
         return self.state(perturb(prompt.info["answer"]))
 
     def state(self, answer: str) -> str:
-        """The shortest response with this final answer."""
+        """Return the shortest response with this final answer."""
         return f"#### {answer}" if self.hashes else f"\\boxed{{{answer}}}"
 
 
@@ -109,11 +109,12 @@ class Problems(FinalAnswer):
         )
 
     def size(self, split: str = "train") -> int | None:
-        """Usable rows of the split."""
+        """Return the number of usable rows of the split."""
         return len(self.rows[split])
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Problem number `index` of a split, in a fresh order each epoch of the train split."""
+        """Return problem number `index` of a split, in a fresh order each epoch of the train
+        split."""
         self.rng(split, index)  # checks both
         row = self.rows.at(split, index)
         problem = self.rows[split][row]
@@ -144,8 +145,8 @@ def ends_in(solution: str, answer: str, hashes: bool) -> bool:
 
 
 def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
-    """1 when the response's final answer equals the gold one, else 0. `beside` of the prompt's info
-    is a response whose answer takes the gold one's place."""
+    """Return 1 when the response's final answer equals the gold one, else 0. `beside` of the
+    prompt's info is a response whose answer takes the gold one's place."""
 
     def stated(response: str) -> str | None:
         response = bounded(response)
@@ -182,8 +183,8 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
 
 
 def final_answer(raw: str) -> str:
-    """The gold answer inside an answer field: after ####, in the last box, between dollars, or the
-    whole field."""
+    """Return the gold answer inside an answer field: after ####, in the last box, between dollars,
+    or the whole field."""
     if "####" in raw:
         return GROUPED.sub("", raw.rpartition("####")[2].strip())
     if "\\boxed" in raw:
@@ -194,8 +195,8 @@ def final_answer(raw: str) -> str:
 
 
 def perturb(answer: str) -> str:
-    """A near miss: the last digit (before a unit, which is not judged) changed, or an x added to a
-    text."""
+    """Return a near miss: the last digit (before a unit, which is not judged) changed, or an x
+    added to a text."""
     digits = list(re.finditer(r"\d", UNIT.split(answer)[0])) or list(re.finditer(r"\d", answer))
     if not digits:
         head, brace, tail = answer.rpartition("}")
@@ -206,7 +207,7 @@ def perturb(answer: str) -> str:
 
 
 def as_text(value: Any, where: str) -> str:
-    """An answer field as text: a string, a number (27.0 is 27), or a list of such."""
+    """Return an answer field as text: a string, a number (27.0 is 27), or a list of such."""
     if isinstance(value, list):
         return ", ".join(as_text(item, where) for item in value)
     if isinstance(value, float) and value.is_integer():

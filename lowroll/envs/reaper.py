@@ -50,7 +50,8 @@ def fork_worker(parent: int) -> None:
 
 
 def _watch(worker: int) -> int:
-    """Until the worker has ended; its status. Orphans of a scorer are reaped on the way."""
+    """Wait until the worker has ended and return its status. Orphans of a scorer are reaped
+    meanwhile."""
     while True:
         if signal.sigwait(HEARD) == signal.SIGTERM:
             os.kill(worker, signal.SIGKILL)
@@ -60,7 +61,7 @@ def _watch(worker: int) -> int:
 
 
 def _reap() -> tuple[int, int] | None:
-    """(pid, status) of a child that has ended; None when there is none."""
+    """Return (pid, status) of a child that has ended; None when there is none."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -85,7 +86,7 @@ def _end_all(worker: int) -> None:
 
 
 def _kill(pid: int) -> None:
-    """SIGKILL to a process, or to the group -pid; one that has ended already is left in peace."""
+    """Send SIGKILL to a process, or to the group -pid; one that has ended already is ignored."""
     try:
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -93,7 +94,7 @@ def _kill(pid: int) -> None:
 
 
 def _below(root: int) -> Iterator[int]:
-    """The processes that descend from `root`. None where there is no /proc."""
+    """Yield the processes that descend from `root`; none where there is no /proc."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -52,15 +52,15 @@ class ReasoningGym(Environment):
             raise ValueError(f"env {name!r}: {error}") from error
 
     def items(self, level: int | None) -> ItemSource:
-        """The items of a level; None: of the options as they are."""
+        """Return the items of a level; None: of the options as they are."""
         if level not in self._at_level:
             options = self.options if level is None else {**self.options, LEVEL: level}
             self._at_level[level] = source(self.generator, options, self.seed)
         return self._at_level[level]
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Question number `index` of a split. ValueError when the generator has too few different
-        questions."""
+        """Return question number `index` of a split. Raises ValueError when the generator has too
+        few different questions."""
         self.rng(split, index)  # checks both
         number, level = index, None
         if self.curriculum is not None:
@@ -82,8 +82,8 @@ class ReasoningGym(Environment):
         )
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """The generator's own reward, in [0, 1]; 0 without an answer tag. ValueError if it makes
-        another item."""
+        """Return the generator's own reward, in [0, 1]; 0 without an answer tag. Raises ValueError
+        if it makes another item."""
         level = prompt.info.get("level")
         metrics = {} if level is None else {"level": float(level)}
         found = ANSWER.findall(bounded(text))
@@ -100,12 +100,13 @@ class ReasoningGym(Environment):
         return Score(reward, {"has_answer": 1.0} | metrics)
 
     def gold(self, prompt: Prompt) -> str:
-        """The stored answer; NotImplementedError for the few generators that store none."""
+        """Return the stored answer. Raises NotImplementedError for the few generators that store
+        none."""
         return f"<answer>{self._answer(prompt)}</answer>"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The stored answer with its first number changed, by far if it is a decimal; or negated;
-        or its first half."""
+        """Return the stored answer with its first number changed, by far if it is a decimal; or
+        negated; or its first half."""
         answer = self._answer(prompt)
         if answer in OPPOSITES:
             return f"<answer>{OPPOSITES[answer]}</answer>"
@@ -127,7 +128,7 @@ class ReasoningGym(Environment):
 def _rule(
     asked: bool | dict[str, Any], generator: str, options: dict[str, Any]
 ) -> Curriculum | None:
-    """The curriculum that is asked for. ValueError names what is wrong with it."""
+    """Return the configured curriculum. ValueError names what is wrong with it."""
     if asked is False or asked is None:
         return None
     if asked is not True and not isinstance(asked, dict):

@@ -51,7 +51,8 @@ class Records(GeneratedEnvironment):
         return rng.choice(SENTENCES).format(**answer), {"answer": answer}
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """The share of the record that is right; white space around the response does not count."""
+        """Return the share of the record that is right; white space around the response does not
+        count."""
         answer = prompt.info["answer"]
         try:
             found = json.loads(bounded(text))
@@ -64,10 +65,10 @@ class Records(GeneratedEnvironment):
         return Score(reward, {"json": 1.0, "exact": float(found == answer)})
 
     def gold(self, prompt: Prompt) -> str:
-        """The record in one line."""
+        """Return the record in one line."""
         return json.dumps(prompt.info["answer"])
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The record with an age that is one too large."""
+        """Return the record with an age that is one too large."""
         answer = prompt.info["answer"]
         return json.dumps({**answer, "age": answer["age"] + 1})

@@ -22,8 +22,8 @@ TEMPLATE = (
 
 
 def lcs_length(a: str, b: str) -> int:
-    """Length of the longest common subsequence of two strings, in O(len(a) * len(b) / word
-    size)."""
+    """Return the length of the longest common subsequence of two strings, in O(len(a) * len(b) /
+    word size)."""
     positions: dict[str, int] = {}
     for i, char in enumerate(a):
         positions[char] = positions.get(char, 0) | 1 << i
@@ -36,7 +36,7 @@ def lcs_length(a: str, b: str) -> int:
 
 
 def lcs_ratio(a: str, b: str) -> float:
-    """2 * LCS / (len(a) + len(b)), in [0, 1]; 1 only for equal strings (two empty ones
+    """Return 2 * LCS / (len(a) + len(b)), in [0, 1]; 1 only for equal strings (two empty ones
     included)."""
     return 2 * lcs_length(a, b) / (len(a) + len(b)) if a or b else 1.0
 
@@ -84,11 +84,11 @@ class ReverseText(GeneratedEnvironment):
             self.rows = SplitRows(name, self._text, path=path, test_path=test_path, seed=seed)
 
     def size(self, split: str = "train") -> int | None:
-        """The file's rows, or None for generated text."""
+        """Return the number of the file's rows, or None for generated text."""
         return None if self.rows is None else len(self.rows[split])
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Text number `index` of a split."""
+        """Return text number `index` of a split."""
         if self.rows is None:
             return super().prompt(index, split)
         self.rng(split, index)  # checks both
@@ -105,16 +105,17 @@ class ReverseText(GeneratedEnvironment):
         return text, {"answer": text[::-1]}
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """The longest-common-subsequence ratio; white space around the response does not count."""
+        """Return the longest-common-subsequence ratio; white space around the response does not
+        count."""
         response, answer = bounded(text).strip(), prompt.info["answer"]
         return Score(lcs_ratio(response, answer), {"exact": float(response == answer)})
 
     def gold(self, prompt: Prompt) -> str:
-        """The reversed text."""
+        """Return the reversed text."""
         return prompt.info["answer"]
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The reversed text without its first character."""
+        """Return the reversed text without its first character."""
         return prompt.info["answer"][1:]
 
     def _text(self, row: dict[str, Any], where: str) -> str | None:

@@ -107,7 +107,8 @@ class _Job:
     done: int = 0
 
     def settle(self, index: int, result: Result) -> None:
-        """Record a result. An error of responses that are scored together is of all of them."""
+        """Record a result. An error of responses that are scored together becomes the result of
+        each."""
         item = self.items[index]
         if item.size and isinstance(result, ScoreError):
             result = GroupScores((result,) * item.size)
@@ -119,14 +120,14 @@ class _Job:
         self.done += 1
 
     def take_back(self, held: deque[tuple[int, str]]) -> None:
-        """Items that their worker will not score go first in line."""
+        """Return the items that their worker will not score to the front of the queue."""
         self.pending.extendleft(index for index, _ in reversed(held))
         held.clear()
 
 
 class _Worker:
-    """One child process, and the items, as (index, id), that it holds. It starts until it says that
-    it is ready."""
+    """One child process, and the items, as (index, id), that it holds. It is starting until it
+    reports that it is ready."""
 
     def __init__(self, setup: bytes, pass_env: Mapping[str, str]) -> None:
         self.process = child.start("lowroll.envs.worker", subprocess.PIPE, pass_env)
@@ -148,7 +149,7 @@ class _Worker:
         return (not self.ready or bool(self.held)) and time.monotonic() > self.deadline
 
     def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
-        """Give it items, by index."""
+        """Send items to the worker, by index."""
         lines = []
         for index, item in chunk.items():
             self.held.append((index, secrets.token_hex(8)))
@@ -157,7 +158,7 @@ class _Worker:
         self.deadline = time.monotonic() + time_limit
 
     def write(self) -> None:
-        """Send what the pipe takes."""
+        """Write as much of the outbox as the pipe takes."""
         try:
             self.outbox = self.outbox[os.write(self.stdin.fileno(), self.outbox) :]
         except BlockingIOError:
@@ -166,7 +167,7 @@ class _Worker:
             self.outbox = b""  # its end is noticed on the reading side
 
     def read(self) -> list[bytes]:
-        """The reply lines that have arrived; sets `ended` at the end of the stream."""
+        """Return the reply lines that have arrived; sets `ended` at the end of the stream."""
         try:
             data = os.read(self.stdout.fileno(), 1 << 16)
         except BlockingIOError:
@@ -176,7 +177,8 @@ class _Worker:
         return lines
 
     def kill(self) -> str:
-        """End it and what it started, once; how it ended and the last that it printed."""
+        """Kill the worker and what it started, once. Returns how it ended and the last that it
+        printed."""
         if self.killed:
             return ""
         self.killed = True
@@ -194,7 +196,7 @@ class _Worker:
         return f"{how}: {words}" if words else how
 
     def ask_to_end(self) -> None:
-        """Tell its reaper, though a scorer may have stopped that one."""
+        """Send SIGTERM to its reaper, and SIGCONT, as a scorer may have stopped the reaper."""
         for number in (signal.SIGTERM, signal.SIGCONT):
             self.process.send_signal(number)
 
@@ -207,7 +209,8 @@ class _Worker:
 
 
 class ScorerPool:
-    """Scores responses in `num_workers` processes. A context manager; `close` ends the workers.
+    """A pool that scores responses in `num_workers` processes. A context manager; `close` ends the
+    workers.
 
     `env_specs` maps an environment's name to what `lowroll.envs.make` needs: (id, args, seed).
     Every worker has all of them, and the variables of this process's environment that `pass_env`
@@ -305,8 +308,8 @@ class ScorerPool:
         ]
 
     def _joined(self, items: Sequence[tuple[Prompt, str | list[Message]]]) -> list[_Item]:
-        """The items; the neighbours of one prompt are one where its environment scores responses
-        together."""
+        """Return the items; neighbours with the same prompt become one where its environment scores
+        responses together."""
         joined: list[_Item] = []
         for _, run in groupby(items, key=lambda item: id(item[0])):
             same = list(run)
@@ -357,8 +360,8 @@ class ScorerPool:
             ) from error
 
     def _exchange(self, job: _Job) -> None:
-        """One turn: hand out chunks, wait for a pipe or a deadline, take replies, replace who ended
-        or is late."""
+        """Run one iteration: hand out chunks, wait for a pipe or a deadline, take replies, replace
+        workers that ended or are late."""
         for worker in self._workers:
             if (
                 worker.ready
@@ -381,11 +384,11 @@ class ScorerPool:
                 self._replace(i)
 
     def _limit(self, item: _Item) -> float:
-        """Seconds for an item: the limit is of a response."""
+        """Return the seconds for an item: the time limit holds for each of its responses."""
         return self.time_limit * max(1, item.size)
 
     def _wait(self) -> None:
-        """Until a worker has something to say or takes more input, or the earliest deadline."""
+        """Wait until a worker sends a line or takes more input, or until the earliest deadline."""
         if any(worker.ended for worker in self._workers):
             return
         with selectors.DefaultSelector() as selector:
@@ -403,7 +406,7 @@ class ScorerPool:
                     key.data()
 
     def _take(self, worker: _Worker, line: bytes, job: _Job) -> bool:
-        """Take one reply line; False when it is the last that counts."""
+        """Process one reply line. Returns False when later lines of this worker do not count."""
         reply = _decode(line)
         if not worker.ready:
             if reply.get("ready") is not True:
@@ -491,7 +494,7 @@ def _decode(line: bytes) -> dict[str, Any]:
 
 
 def _result(reply: dict[str, Any], responds: bool) -> Result | None:
-    """A reply as a result; None when it is not one."""
+    """Return a reply as a result; None when it is not one."""
     reward, metrics, kind = reply.get("reward"), reply.get("metrics"), reply.get("error")
     extra = reply.get("extra")
     if extra is not None and not isinstance(extra, dict):
@@ -508,7 +511,7 @@ def _result(reply: dict[str, Any], responds: bool) -> Result | None:
 
 
 def _scores(reply: dict[str, Any], size: int) -> GroupScores | None:
-    """The scores of `size` responses; None when they are not these."""
+    """Return the scores of `size` responses; None when the reply does not hold them."""
     found = reply["scores"]
     if not isinstance(found, list) or len(found) != size:
         return None
@@ -518,7 +521,7 @@ def _scores(reply: dict[str, Any], size: int) -> GroupScores | None:
 
 
 def _bounded(said: str | list[Message]) -> str | list[Message]:
-    """A response or a conversation, of each text the end."""
+    """Return a response or a conversation with only the end of each text."""
     if isinstance(said, str):
         return bounded(said)
     return [

@@ -92,8 +92,8 @@ class SplitRows(Generic[T]):
         return self.train if split == "train" else self.test
 
     def at(self, split: str, index: int) -> int:
-        """The row number of task `index`: permuted anew in each epoch of the train split.
-        ValueError if it is empty."""
+        """Return the row number of task `index`: permuted anew in each epoch of the train split.
+        Raises ValueError if it is empty."""
         size = len(self[split])
         if size == 0:
             key = "path" if split == "train" else "test_path"
@@ -148,7 +148,7 @@ class SplitRows(Generic[T]):
         return parts
 
     def _tell_shared(self, rows: list[T], origin: str) -> None:
-        """Say how many of the test rows ask what train rows ask, where these are there to ask."""
+        """Log how many of the test rows ask the same as train rows, where these have been read."""
         if "_parts" not in self.__dict__:  # an evaluation alone reads none
             return
         test = set(map(_asked, rows))
@@ -174,8 +174,8 @@ def usable(
     convert: Callable[[dict[str, Any], str], T | None],
     origin: str,
 ) -> tuple[list[T], int]:
-    """The rows that `convert` takes, in their order, and how many it skips, which a line says.
-    ValueError when it takes none."""
+    """Return the rows that `convert` takes, in their order, and the number of those that it skips,
+    which is logged, too. Raises ValueError when it takes none."""
     converted = [convert(row, where) for where, row in rows]
     kept = [row for row in converted if row is not None]
     if not kept:

@@ -41,7 +41,7 @@ VERIFIERS = "verifiers/"
 
 
 def ids() -> list[str]:
-    """The ids of the built-in environments, without the generators of reasoning-gym."""
+    """Return the ids of the built-in environments, without the generators of reasoning-gym."""
     return sorted(TABLE)
 
 
@@ -67,8 +67,8 @@ def make(
 def construct(
     id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0
 ) -> Environment:
-    """Like `make`, but data is read only when a prompt is asked for: what a scoring worker
-    needs."""
+    """Build an environment like `make`, but read data only when a prompt is asked for: what a
+    scoring worker needs."""
     name, args = name or id, dict(args or {})
     file, class_name = split_file(id)
     if file is not None:
@@ -107,8 +107,8 @@ def construct(
 
 
 def split_file(id: str) -> tuple[Path | None, str | None]:
-    """("path/to/file.py:Class") -> (absolute path, "Class"); (None, None) for an id that names no
-    file."""
+    """Split "path/to/file.py:Class" into (absolute path, "Class"); (None, None) for an id that
+    names no file."""
     path, colon, class_name = id.partition(".py:")
     if colon:
         return Path(path + ".py").resolve(), class_name
@@ -116,7 +116,7 @@ def split_file(id: str) -> tuple[Path | None, str | None]:
 
 
 def own_file(cls: type[Environment]) -> str | None:
-    """The file of a user's own environment; None for the table's."""
+    """Return the file of a user's own environment; None for the table's."""
     module = sys.modules.get(cls.__module__)
     return None if cls.__module__.startswith("lowroll.") else getattr(module, "__file__", None)
 
@@ -185,7 +185,7 @@ def import_file(file: Path) -> ModuleType:
 
 
 def _limits(cls: type[Environment], args: dict[str, Any]) -> dict[str, Any]:
-    """The limits of a conversation, taken out of the arguments: every environment has them."""
+    """Take the limits of a conversation out of the arguments: every environment has them."""
     own = inspect.signature(cls).parameters
     return {key: args.pop(key) for key in LIMITS if key in args and key not in own}
 

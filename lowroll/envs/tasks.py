@@ -1,5 +1,5 @@
-"""The prompt of an environment at a position, checked: what comes from a user's code is named
-before it goes on."""
+"""The checked prompt of an environment at a position: errors of a user's code are named before they
+go on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lowroll.types import Prompt
 
 
 def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
-    """Task number `index` of a split. ValueError names the environment, and file and line or the
-    task, when its code raises or its prompt is not one: chat messages and JSON data, in valid
-    Unicode."""
+    """Return task number `index` of a split. ValueError names the environment, and file and line or
+    the task, when its code raises or its prompt is invalid: it must be chat messages and JSON data,
+    in valid Unicode."""
     with blamed(f"env {env.name!r}: prompt({index}, {split!r})", own_file(type(env))):
         prompt = env.prompt(index, split)
     if not isinstance(prompt, Prompt):

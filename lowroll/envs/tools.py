@@ -34,11 +34,13 @@ MALFORMED = "malformed"  # the id of a call that cannot be read; some templates 
 
 
 class ToolTimeout(BaseException):
-    """A call took too long. No Exception, so that no `except Exception` of a tool swallows it."""
+    """A call took too long. It is a BaseException, so that no `except Exception` of a tool swallows
+    it."""
 
 
 class Toolbox:
-    """Functions by name. call_seconds: what a call may take; most_output: characters of an answer.
+    """A set of functions by name. call_seconds: the time limit of a call; most_output: characters
+    of an answer.
 
     ValueError names a function that is none, or whose name another one has."""
 
@@ -63,13 +65,13 @@ class Toolbox:
 
     @cached_property
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """JSON schemas as chat templates show them. ValueError names a function and what its
+        """The JSON schemas as chat templates show them. ValueError names a function and what its
         signature or docstring lacks."""
         return tuple(_schema(function) for function in self.functions.values())
 
     def answer(self, said: Message) -> list[Message]:
-        """The results of a turn's calls, in order, then what is wrong with those that cannot be
-        read; empty when it calls nothing."""
+        """Return the results of a turn's calls, in order, then what is wrong with those that cannot
+        be read; empty when it calls nothing."""
         answers = [self._answer(call) for call in said.get("tool_calls", ())]
         for why in said.get("ill_formed", ()):
             text = f"error: this tool call cannot be read: {why}"
@@ -119,7 +121,8 @@ class _Refused(ValueError):
 
 
 def _texts(function: Function) -> set[str]:
-    """The parameters that may be a text, by their type hints; those without one are."""
+    """Return the parameters that may be a text, by their type hints; those without one are among
+    them."""
     hints = get_type_hints(function)
     names = inspect.signature(function).parameters
     return {name for name in names if _admits_text(hints.get(name, Any))}
@@ -144,8 +147,8 @@ async def _within(value: Any, seconds: float) -> Any:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Overtime in the block after so many seconds, where it runs Python in the main thread, as the
-    scoring workers do; elsewhere their own limit is the only one."""
+    """Raise ToolTimeout in the block after so many seconds, where it runs Python in the main
+    thread, as the scoring workers do; elsewhere their own limit is the only one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -163,7 +166,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def counts(messages: Sequence[Message]) -> dict[str, float]:
-    """Calls of a conversation, those that failed, and those that could not be read."""
+    """Count the calls of a conversation, those that failed, and those that could not be read."""
     calls = sum(len(said.get("tool_calls", ())) for said in messages)
     failed = sum(said.get("failed") == "call" for said in messages)
     ill_formed = sum(len(said.get("ill_formed", ())) for said in messages)
@@ -176,7 +179,7 @@ def counts(messages: Sequence[Message]) -> dict[str, float]:
 
 class ToolEnvironment(Environment):
     """An environment whose answers may call functions: `functions` of the class, or those that are
-    given. It ends with a turn that calls nothing, or after `max_turns` turns. Subclasses say
+    given. It ends with a turn that calls nothing, or after `max_turns` turns. Subclasses define
     `prompt` and `score`, which judges the last turn's text."""
 
     functions: Sequence[Function] = ()
@@ -208,16 +211,16 @@ class ToolEnvironment(Environment):
         return self.toolbox.schemas
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """The results of the last turn's calls; None when it makes none."""
+        """Return the results of the last turn's calls; None when it makes none."""
         return self.toolbox.answer(messages[-1]) or None
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
-        """The score of the last turn's text, with what was called as metrics."""
+        """Return the score of the last turn's text, with the counts of calls as metrics."""
         return with_counts(self.score(prompt, messages[-1]["content"]), messages)
 
 
 def with_counts(outcome: Outcome, messages: Sequence[Message]) -> Outcome:
-    """An outcome whose metrics say what was called, too."""
+    """Add the counts of calls to the metrics of an outcome."""
     if inspect.isawaitable(outcome):
         return _later(outcome, messages)
     score = as_score(outcome)

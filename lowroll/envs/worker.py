@@ -49,8 +49,7 @@ def limit_resources(memory_mb: int) -> None:
 
 
 def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any]:
-    """Score, or respond; every way in which an environment can fail becomes an error of a named
-    kind."""
+    """Score or respond, and turn every failure of an environment into an error of a named kind."""
     try:
         if what == "respond":
             return {"messages": answer(env, prompt, said)}
@@ -86,7 +85,7 @@ def _tell(reply: Callable[[dict[str, Any]], None], id: str, doing: str) -> None:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> int:
-    """Answer requests until their end; the return value is the exit status."""
+    """Answer requests until their end and return the exit status."""
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message).encode() + b"\n")

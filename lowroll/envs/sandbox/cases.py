@@ -1,4 +1,4 @@
-"""Hidden tests, what a program may use for them, and when what it gave is what was expected.
+"""The hidden tests, the resources that a program may use for them, and the comparison of outputs.
 
 Standard output is compared line by line, without the white space around lines and around the whole;
 two lines are equal as text, or when their words are. Words are text, so `11` is not `0011`, but where
@@ -58,7 +58,8 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Result:
-    """How one case went; `seconds` of wall clock, and of a crash the last that it said."""
+    """The result of one case; `seconds` is wall-clock time, `message` the end of the program's
+    standard error, or what is wrong with its result."""
 
     status: Status
     seconds: float = 0.0
@@ -72,17 +73,17 @@ class CaseResults:
     results: tuple[Result, ...]
 
     def count(self, status: Status) -> int:
-        """Cases that ended so."""
+        """Return the number of cases with this status."""
         return sum(result.status == status for result in self.results)
 
     @property
     def passed(self) -> int:
-        """Cases that passed."""
+        """The number of cases that passed."""
         return self.count("passed")
 
     @property
     def share(self) -> float:
-        """Passed cases of all, 0 to 1."""
+        """The share of cases that passed, 0 to 1."""
         return self.passed / len(self.results)
 
     @property
@@ -100,7 +101,7 @@ def is_right(case: Case, output: str, value: Any = None) -> bool:
 
 
 def same_text(expected: str, output: str) -> bool:
-    """Equality of two outputs."""
+    """Return whether two outputs are equal."""
     gold, lines = (
         [line.strip() for line in text.strip().splitlines()] for text in (expected, output)
     )
@@ -125,7 +126,7 @@ def _same_word(gold: str, word: str) -> bool:
 
 
 def same_value(expected: Any, value: Any) -> bool:
-    """Equality of two JSON values. A list is compared in order."""
+    """Return whether two JSON values are equal. A list is compared in order."""
     if isinstance(expected, bool) or isinstance(value, bool):
         return expected is value
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
@@ -146,7 +147,7 @@ def same_value(expected: Any, value: Any) -> bool:
 
 
 def _near(expected: float, value: float) -> bool:
-    """Only where one of them is no whole number, which is equal or is not."""
+    """Return whether two numbers are nearly equal; False for two integers, which must be equal."""
     if isinstance(expected, int) and isinstance(value, int):
         return False
     try:
@@ -156,5 +157,5 @@ def _near(expected: float, value: float) -> bool:
 
 
 def _as_text(output: Any) -> str:
-    """Expected output, which some data sets hold as a list of lines."""
+    """Return the expected output, which some data sets hold as a list of lines, as text."""
     return "\n".join(map(str, output)) if isinstance(output, list) else str(output)

@@ -59,8 +59,8 @@ MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, AARCH64)}
 
 
 def program() -> bytes | None:
-    """The filter for this machine, an array of `struct sock_filter`; None for a machine whose system
-    calls are not known here."""
+    """Return the filter for this machine, an array of `struct sock_filter`; None for a machine
+    whose system calls are not known here."""
     if platform.machine() not in MACHINES:
         return None
     architecture, calls = MACHINES[platform.machine()]

@@ -65,7 +65,7 @@ class SockFprog(ctypes.Structure):
 
 
 def prctl(option: int, value: int, more: Any = 0) -> None:
-    """OSError where the kernel refuses."""
+    """Call prctl(2). Raises OSError where the kernel refuses."""
     if libc.prctl(option, ctypes.c_ulong(value), more, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option} is refused")
 
@@ -114,7 +114,7 @@ def _has_network() -> bool:
 
 
 def be_the_program(request: dict[str, Any], case: dict[str, Any], pipes: tuple[int, ...]) -> None:
-    """In the child: bind its limits, run it, and end."""
+    """Set the limits in the child process, run the program, and end."""
     code = 1
     try:
         _take(pipes, case["fn_name"] is not None)
@@ -132,7 +132,8 @@ def be_the_program(request: dict[str, Any], case: dict[str, Any], pipes: tuple[i
 
 
 def _take(pipes: tuple[int, ...], is_function: bool) -> None:
-    """Its descriptors: 0, 1 and 2, and of a function case `RESULT`, while 1 leads nowhere."""
+    """Connect the descriptors 0, 1 and 2; for a function case also `RESULT`, and 1 to the null
+    device."""
     given, output, words = pipes
     os.dup2(given, 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY) if is_function else output, 1)
@@ -165,7 +166,7 @@ def _bind(limits: dict[str, float], lines: bytes) -> None:
 
 
 def _run(case: dict[str, Any]) -> int:
-    """Its exit status."""
+    """Run the program on a case and return its exit status."""
     sys.argv = [PROGRAM]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which an interpreter gets from `site`
     sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -209,7 +210,7 @@ def _end(code: int) -> None:
 
 
 class CaseWatch:
-    """One case from its start to its end: what it says, until it ends or may not go on."""
+    """A running case: collects its output until it ends or exceeds a limit."""
 
     def __init__(self, pid: int, output: int, words: int, limits: dict[str, float]) -> None:
         self.pid, self.output, self.words = pid, output, words
@@ -221,7 +222,8 @@ class CaseWatch:
         self.why = ""
 
     def watch(self) -> dict[str, Any]:
-        """The reply about this case. Afterwards nothing of it runs any more."""
+        """Wait for the case and return the reply about it. Afterwards none of its processes
+        runs."""
         end = os.pidfd_open(self.pid)
         waiting = {end, *self.said}
         while not self.why and end in waiting:
@@ -246,7 +248,7 @@ class CaseWatch:
         }
 
     def _read(self, pipe: int) -> bool:
-        """Take what is there; False at its end, or when nothing is."""
+        """Read what has arrived. Returns False at the end, or when there is nothing."""
         try:
             data = os.read(pipe, 1 << 16)
         except BlockingIOError:
@@ -266,7 +268,7 @@ class CaseWatch:
 
 
 def end_all(pid: int) -> tuple[int, float]:
-    """Kill every process but this one; status and CPU seconds of `pid`."""
+    """Kill every process but this one, and return the status and CPU seconds of `pid`."""
     if os.getpid() != 1:
         raise RuntimeError("only process 1 of a namespace may kill all others in it")
     found = (0, 0.0)
@@ -284,7 +286,7 @@ def end_all(pid: int) -> tuple[int, float]:
 
 
 def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Fork the program for one case, and watch it."""
+    """Fork the program for one case and return the reply about it."""
     given = os.memfd_create("stdin")
     if case["fn_name"] is None:
         with os.fdopen(os.dup(given), "wb") as file:
@@ -303,7 +305,7 @@ def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Take the request, say what came of its cases."""
+    """Read the request and report the result of each case."""
     missing = missing_walls()
     if missing:
         sys.exit(f"it isolates nothing, so no program is run: {'; '.join(missing)}")

@@ -39,14 +39,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def must(answer: int, what: str) -> None:
-    """OSError with what was asked for, when the kernel said no."""
+    """Raise OSError, with what was asked for, when a system call failed."""
     if answer < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2). Raises OSError when it fails."""
     answer = libc.mount(
         source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
     )
@@ -54,12 +54,13 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the one above it ends."""
+    """Make the kernel kill this process when its parent ends."""
     must(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
 def check_namespaces(outside: dict[str, str]) -> None:
-    """OSError when a namespace of this process is one of those (link by name in /proc/self/ns)."""
+    """Raise OSError when a namespace of this process is one of those (link by name in
+    /proc/self/ns)."""
     for name, link in outside.items():
         if os.readlink(f"/proc/self/ns/{name}") == link:
             raise OSError(f"the {name} namespace is the machine's own")
@@ -107,7 +108,7 @@ def bind(path: str) -> None:
 
 
 def protect(path: str) -> None:
-    """Read only, with all that is mounted below: no setuid, no devices."""
+    """Make a mount read-only, with all that is mounted below: no setuid, no devices."""
     wanted = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     answer = libc.syscall(
         MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(wanted), 32
@@ -119,7 +120,7 @@ def protect(path: str) -> None:
 
 
 def write_users(pid: int, user: int, group: int) -> None:
-    """Say who is who in the new user namespace of a process."""
+    """Write the user and group maps of the new user namespace of a process."""
     folder = Path(f"/proc/{pid}")
     if user == 0:
         folder.joinpath("uid_map").write_text(f"0 0 1\n{INSIDE} {OUTSIDE} 1\n")
@@ -131,7 +132,7 @@ def write_users(pid: int, user: int, group: int) -> None:
 
 
 def give_up_power(was_root: bool) -> None:
-    """Become the program's user, without a capability, now and later."""
+    """Switch to the program's user and drop all capabilities for good."""
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break  # there are no more
@@ -147,7 +148,7 @@ def give_up_power(was_root: bool) -> None:
 
 
 def main() -> int:
-    """Outside: the status of the child."""
+    """Start the child, write its user maps, and return its exit status."""
     plan = json.loads(sys.argv[1])
     user, group = os.geteuid(), os.getegid()
     die_with_parent()
@@ -167,7 +168,7 @@ def main() -> int:
 
 
 def _leave(outside: socket.socket, plan: dict[str, Any], was_root: bool) -> None:
-    """In the child: new namespaces, and process 1 in them."""
+    """Enter new namespaces in the child process, and start process 1 in them."""
     die_with_parent()
     must(libc.unshare(NAMESPACES), "unshare")
     outside.send(b"!")

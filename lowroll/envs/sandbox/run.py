@@ -25,7 +25,7 @@ MAX_SAID = 500  # characters of its own errors
 
 
 class SandboxError(RuntimeError):
-    """The sandbox failed, not the program."""
+    """A failure of the sandbox, not of the program."""
 
 
 def run_cases(
@@ -92,7 +92,7 @@ def _judged(case: Case, reply: dict[str, Any]) -> Result:
 
 
 class _Sandbox:
-    """One sandbox, for one program."""
+    """A sandbox for one program."""
 
     def __init__(self, here: walls.Walls, limits: SandboxLimits) -> None:
         self.limits, self.name = limits, here.name
@@ -116,7 +116,8 @@ class _Sandbox:
         self.deadline = time.monotonic() + START_LIMIT
 
     def ask(self, source: str, cases: Sequence[Case]) -> None:
-        """Wait until it stands, and give it the program and what goes into it: no more."""
+        """Wait until the sandbox is ready, and send it the program, its inputs and the limits,
+        nothing else."""
         if self._next() != {"ready": True}:
             raise SandboxError(f"{self.name}: {self._how_it_ended()}")
         lines = filter.program()
@@ -149,7 +150,7 @@ class _Sandbox:
         return reply
 
     def close(self) -> None:
-        """End it, and with it all that runs in it."""
+        """Kill the sandbox, and with it all that runs in it."""
         self.process.kill()
         self.process.wait(START_LIMIT)
         for pipe in (self.input, self.output, self.errors):
@@ -159,7 +160,7 @@ class _Sandbox:
         return next(self.lines, None)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """Its lines, until it ends or the deadline comes."""
+        """Yield the sandbox's reply lines, until it ends or the deadline comes."""
         data = bytearray()
         while select.select([self.output], [], [], self._seconds())[0]:
             piece = os.read(self.output.fileno(), 1 << 16)

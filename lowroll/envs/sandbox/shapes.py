@@ -36,15 +36,15 @@ PRELUDE = "\n".join(
 
 
 def last_block(text: str) -> str | None:
-    """The program in a response: the content of its last closed fenced block; None when there is
-    none."""
+    """Return the program in a response: the content of its last closed fenced block; None when
+    there is none."""
     found = FENCE.findall(text)
     return found[-1][1] if found else None
 
 
 def cases_of(row: dict[str, Any], where: str) -> list[Case]:
-    """The hidden tests of a row; several fields of tests are joined. ValueError names the field and
-    what is wrong, after `where` (a file and line)."""
+    """Return the hidden tests of a row; several fields of tests are joined. ValueError names the
+    field and what is wrong, after `where` (a file and line)."""
     cases: list[Case] = []
     for field in (*FIELDS, "private_test_cases"):
         if row.get(field) is not None:

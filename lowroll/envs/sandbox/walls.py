@@ -49,7 +49,7 @@ class Walls:
 
 
 def python() -> str:
-    """The interpreter itself, behind the links of virtual environments."""
+    """Return the path of the interpreter itself, behind the links of virtual environments."""
     return os.path.realpath(sys.executable)
 
 
@@ -85,7 +85,8 @@ NAMESPACES = Walls("namespaces", _jail)
 
 @cache
 def found() -> Walls:
-    """The walls of this machine. SandboxMissing, with what was tried and what helps."""
+    """Return the isolation that works on this machine. Raises SandboxMissing, with what was tried
+    and what helps."""
     if not sys.platform.startswith("linux") or filter.program() is None:
         raise SandboxMissing(
             "no sandbox for programs: it needs Linux on x86_64 or aarch64, and this is "
@@ -125,7 +126,7 @@ def _try(walls: Walls) -> str | None:
 
 
 def _advice() -> str:
-    """The line that gives this machine what it lacks."""
+    """Return what gives this machine the isolation that it lacks, a command where there is one."""
     if _reads("/proc/sys/kernel/unprivileged_userns_clone") == "0":
         return "sudo sysctl kernel.unprivileged_userns_clone=1"
     if _reads("/proc/sys/user/max_user_namespaces") == "0":

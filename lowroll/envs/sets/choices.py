@@ -26,10 +26,10 @@ CHOICE = re.compile(
 
 
 class Choices(HeldOut):
-    """Reward 1 when the last `Answer: X` names the right option, else 0."""
+    """Multiple choice: reward 1 when the last `Answer: X` names the right option, else 0."""
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """The question with its options; None when no option is said to be right."""
+        """Return the question with its options; None when no option is marked as right."""
         question = text_of(row, self.row, "question", where)
         options, gold = _apart(self, row, where) if self.row.shuffled else _given(self, row, where)
         if gold is None:
@@ -44,7 +44,7 @@ class Choices(HeldOut):
         return HeldOutTask(f"{question}\n\n{listed}", info)
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """1 or 0; `has_answer` is 1 when the response chose an option."""
+        """Return 1 or 0; `has_answer` is 1 when the response chose an option."""
         gold, chosen = prompt.info["answer"], choice(text, prompt.info["options"])
         if "beside" in prompt.info:
             gold = choice(prompt.info["beside"], prompt.info["options"])
@@ -52,23 +52,23 @@ class Choices(HeldOut):
         return Score(float(right), {"has_answer": float(chosen is not None)})
 
     def gold(self, prompt: Prompt) -> str:
-        """The right letter."""
+        """Return the right letter."""
         return f"Answer: {prompt.info['answer']}"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """The next letter."""
+        """Return the next letter."""
         place = LETTERS.index(prompt.info["answer"]) + 1
         return f"Answer: {LETTERS[place % prompt.info['options']]}"
 
 
 def choice(text: str, options: int) -> str | None:
-    """The letter of the last `Answer: X`; None when there is none, or it is no option's."""
+    """Return the letter of the last `Answer: X`; None when there is none, or it is no option's."""
     found = CHOICE.findall(bounded(text))
     return found[-1] if found and found[-1] in LETTERS[:options] else None
 
 
 def _given(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
-    """The options in the row's order and the place of the right one."""
+    """Return the options in the row's order and the place of the right one."""
     key = column(row, env.row, "options", where)
     raw, labels = row[key], list(LETTERS)
     if isinstance(raw, dict):  # ARC: {"text": [...], "label": [...]}
@@ -91,7 +91,7 @@ def _given(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], in
 
 
 def _apart(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
-    """The options shuffled by the question's text, and the place of the right one."""
+    """Return the options shuffled by the question's text, and the place of the right one."""
     correct = text_of(row, env.row, "correct", where)
     wrong = [str(row[key]).strip() for key in env.row.columns["wrong"] if row.get(key)]
     if not wrong:

@@ -18,7 +18,7 @@ from lowroll.types import Prompt
 
 @dataclass(frozen=True)
 class HeldOutTask:
-    """One usable row: what is asked, and what the scorer knows."""
+    """One usable row: the task, and the data for its scorer."""
 
     text: str
     info: dict[str, Any] = field(default_factory=dict)
@@ -61,16 +61,16 @@ class HeldOut(Environment):
         return usable(self.name, self.located(), self.convert, origin)[0]
 
     def located(self) -> Iterator[Located]:
-        """(place, row) of every row."""
+        """Return (place, row) of every row."""
         return read(self.row, self.test_path, self.split, self.subset)
 
     def size(self, split: str = "train") -> int:
-        """Usable rows of the test split; 0 of any other."""
+        """Return the number of usable rows of the test split; 0 for any other."""
         count = len(self.tasks)  # whatever is asked: bad data is an error at once
         return count if split == "test" else 0
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Question number `index` of the test split."""
+        """Return question number `index` of the test split."""
         self.rng(split, index)  # checks both
         if split != "test":
             raise ValueError(f"env {self.name!r}: is held out: it has no {split} split")

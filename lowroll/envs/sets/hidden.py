@@ -20,8 +20,8 @@ _SKIPPED = {_PROTO: 1, _FRAME: 8, _MEMOIZE: 0, 0x71: 1, 0x72: 4}  # opcode: byte
 
 
 def cases(column: str) -> list[dict[str, Any]]:
-    """The test cases of a column, each with `input`, `output` and `testtype` (stdin or functional).
-    ValueError says what is wrong with it."""
+    """Return the test cases of a column, each with `input`, `output` and `testtype` (stdin or
+    functional). ValueError says what is wrong with it."""
     if len(column) > MAX_ENCODED:
         raise ValueError(f"{len(column)} characters of test cases, more than {MAX_ENCODED}")
     plain = column.strip() or "[]"
@@ -36,7 +36,8 @@ def cases(column: str) -> list[dict[str, Any]]:
 
 
 def pickled_text(data: bytes) -> str:
-    """The text that a pickle of protocol 2 to 5 holds. ValueError for any that holds more."""
+    """Return the text that a pickle of protocol 2 to 5 holds. Raises ValueError for any that holds
+    more."""
     place, text = 0, None
     while place < len(data):
         opcode = data[place]

@@ -25,7 +25,7 @@ class Boxed(FinalAnswer, HeldOut):
     r"""The last `\boxed{}` of a response is its answer."""
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """The question, its final answer, and a worked solution where there is one."""
+        """Return the question, its final answer, and a worked solution where there is one."""
         question = text_of(row, self.row, "question", where)
         key = column(row, self.row, "answer", where)
         given = row[key] if isinstance(row[key], list) else [row[key]]

@@ -40,7 +40,7 @@ class Programs(HeldOut):
     """Reward 1 when the program passes every test case, else 0."""
 
     def located(self) -> Iterator[Located]:
-        """The rows of the files, each with its place. ValueError without a file."""
+        """Return the rows of the files, each with its place. Raises ValueError without a file."""
         paths = sorted(glob.glob(self.test_path or ""))
         if not all(path.endswith(".jsonl") for path in paths or [""]):
             raise ValueError(
@@ -58,7 +58,7 @@ class Programs(HeldOut):
                     place += len(line)
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """The problem with how it is to be answered; its cases stay in the file."""
+        """Return the problem with instructions for the answer; its cases stay in the file."""
         question = text_of(row, self.row, "question", where)
         starter = row.get(column(row, self.row, "starter", where)) or ""
         column(row, self.row, "private", where)
@@ -66,8 +66,8 @@ class Programs(HeldOut):
         return HeldOutTask(f"{question}\n\n{asked}", {"place": row[PLACE]})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """1 or 0, with the share of passed cases (`passed`). ValueError names a row whose cases
-        cannot be read."""
+        """Return 1 or 0, with the share of passed cases (`passed`). ValueError names a row whose
+        cases cannot be read."""
         from lowroll.envs.sandbox import SandboxLimits, last_block, run_cases
 
         source = last_block(bounded(text))
@@ -80,19 +80,19 @@ class Programs(HeldOut):
         return Score(float(verdict.all_passed), {"has_answer": 1.0, "passed": verdict.share})
 
     def gold(self, prompt: Prompt) -> str:
-        """The set has no solutions."""
+        """Raise NotImplementedError: the set has no solutions."""
         raise NotImplementedError
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Nor wrong ones."""
+        """Raise NotImplementedError: the set has no wrong solutions."""
         raise NotImplementedError
 
     def matching(self, prompt: Prompt, text: str) -> Prompt | None:
-        """Programs are not compared."""
+        """Return None: programs are not compared."""
         return None
 
     def _cases(self, prompt: Prompt) -> list[Case]:
-        """The test cases of a prompt's row, public ones first."""
+        """Return the test cases of a prompt's row, public ones first."""
         from lowroll.envs.sandbox import Case
 
         path, place = prompt.info["place"]
@@ -119,7 +119,7 @@ class Programs(HeldOut):
             raise ValueError(f"{where}: {error}") from None
 
     def _of(self, row: dict[str, Any], role: str) -> str:
-        """The text of a column, "" where it is not there."""
+        """Return the text of a column, "" where it is not there."""
         (key,) = self.row.columns[role]
         return row.get(key) or ""
 

@@ -67,8 +67,8 @@ _PROGRAM: Columns = {
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One row. `count` are the rows that the papers report, `path` is a hub id; `checked` says what
-    of it was seen working."""
+    """One set of the table. `count` is the number of rows that the papers report, `path` is a hub
+    id; `checked` says what of it was tested."""
 
     name: str
     title: str
@@ -242,15 +242,15 @@ SUITES = {
 
 
 def chosen(words: str) -> list[EvalSet]:
-    """The sets that `math7`, `gsm8k,aime24` and the like name, each once, in that order. ValueError
-    names an unknown word with the nearest known one."""
+    """Return the sets that `math7`, `gsm8k,aime24` and the like name, each once, in that order.
+    ValueError names an unknown word with the nearest known one."""
     listed = [word.strip() for word in words.split(",")]
     names = dict.fromkeys(name for word in listed for name in SUITES.get(word, (word,)))
     return [named(name) for name in names]
 
 
 def named(name: str) -> EvalSet:
-    """The set of this name. ValueError with the nearest known one."""
+    """Return the set of this name. ValueError names the nearest known one."""
     if name in SETS:
         return SETS[name]
     hint = nearest(name, [*SUITES, *SETS], repr)
