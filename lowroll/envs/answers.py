@@ -68,8 +68,8 @@ def boxed_answer(text: str, joined: bool = True) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, tuple[str, int] | None]]:
-    """(start, (content, end)) of each box that is in no other; None for one whose braces never
-    close."""
+    """Return (start, (content, end)) of each box that is in no other; None for one whose braces
+    never close."""
     closing = _closing_braces(text)
     boxes: list[tuple[int, tuple[str, int] | None]] = []
     end = 0
@@ -94,7 +94,7 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def _content(text: str, box: re.Match[str], closing: dict[int, int]) -> tuple[str, int] | None:
-    """(content, end) of a box."""
+    """Return (content, end) of a box."""
     found = None
     if text[box.end() : box.end() + 1] != "{":
         found = _bare(text, box.end())

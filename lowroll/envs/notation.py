@@ -270,7 +270,7 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 def quantity(text: str) -> Decimal | None:
-    """Return the exact value of a plain number: `1,234.50`, `4.5e33`, `4.5 \times 10^{33}`,
+    """Return the exact value of a plain number: `1,234.50`, `4.5e33`, `4.5 \\times 10^{33}`,
     `10^{-3}`; None if it is none."""
     if power := TEN.fullmatch(text):
         sign, digits, exponent = power[1], "1", power[2]

@@ -82,7 +82,7 @@ class Columns:
 def _find(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], where: str, what: str
 ) -> tuple[str | None, Any]:
-    """(column, value); (None, None) when none of the usual ones is there, or has a value."""
+    """Return (column, value); (None, None) when none of the usual ones is there, or has a value."""
     if named is not None:
         return named, _at(row, named, where, what)
     for name in usual:
@@ -96,7 +96,7 @@ def _find(
 
 
 def _at(row: Mapping[str, Any], path: str, where: str, what: str) -> Any:
-    """The value at a column, or at a dotted path inside one."""
+    """Return the value at a column, or at a dotted path inside one."""
     if path in row:
         return row[path]
     value: Any = row
@@ -126,7 +126,7 @@ def _prompt(value: Any, where: str) -> str | list[Message]:
 
 
 def _message(value: Any, where: str) -> Message:
-    """A chat message; what a role has beside its content stays, but for what is null."""
+    """Return a chat message; what a role has beside its content stays, but for what is null."""
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise ValueError(f"{where}: must be {{role, content}}, got {str(value)[:80]!r}")
     content = value.get("content")
@@ -152,8 +152,8 @@ def _message(value: Any, where: str) -> Message:
 
 
 def _said(value: Any, where: str) -> str | None:
-    """A demonstration: a text, or messages that end with the assistant's; None: messages without
-    one."""
+    """Return a demonstration: a text, or messages that end with the assistant's; None: messages
+    without one."""
     if isinstance(value, str):
         return value
     prompt = _prompt(value, where)
@@ -166,8 +166,8 @@ ODD = object()
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON data, null for a number that is none; ODD for what is no data, such as an
-    image."""
+    """Return a value as JSON data, null for a number that is none; ODD for what is no data, such as
+    an image."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, int, float)):

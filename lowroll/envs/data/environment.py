@@ -178,7 +178,7 @@ class Data(Environment):
         return f"\\boxed{{{perturb(prompt.info['answer'])}}}"
 
     def _task(self, row: dict[str, Any], where: str) -> DataTask | None:
-        """One row; None where what is to be judged by its answer has an empty one."""
+        """Return one row; None for an empty answer where the answer alone is judged."""
         task = self.columns.task(row, where)
         self._check_kind(task, where)
         if not self.is_graded or task.completion is not None and task.answer is None:

@@ -415,8 +415,8 @@ def _module(file: Path | None, home: str) -> ModuleType:
 
 
 def answer(text: str, answer: str | None = None) -> float:
-    r"""1 when the final answer of a response, in `\boxed{}` or after `####`, equals the gold one;
-    else 0."""
+    r"""Return 1 when the final answer of a response, in `\boxed{}` or after `####`, equals the gold
+    one; else 0."""
     if answer is None:
         raise ValueError("the row has no answer; give reward_funcs, or name its column")
     found = last_answer(bounded(text))

@@ -141,7 +141,8 @@ def _one_of(parts: Mapping[str, Any], source: DataSource) -> Any:
 
 @contextmanager
 def _library(where: str) -> Iterator[Any]:
-    """The package `datasets`; what it says of a data set that it cannot read becomes one line."""
+    """Yield the package `datasets`; its errors about a data set that it cannot read become one
+    line."""
     try:
         import datasets
     except ImportError as error:

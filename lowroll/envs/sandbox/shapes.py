@@ -111,12 +111,12 @@ def _arguments(value: Any, where: str) -> list[Any]:
 
 
 def _unwrapped(output: Any) -> Any:
-    """Results stand in a list of one in both data sets."""
+    """Take a result out of a list of one, in which both data sets hold it."""
     return output[0] if isinstance(output, list) and len(output) == 1 else output
 
 
 def _name(row: dict[str, Any]) -> str | None:
-    """LiveCodeBench's name of the function."""
+    """Return LiveCodeBench's name of the function."""
     metadata = row.get("metadata")
     if isinstance(metadata, str) and metadata.lstrip().startswith("{"):
         metadata = _json(metadata, "metadata")

@@ -22,7 +22,8 @@ from lowroll.types import Message, Score
 
 
 class Classic:
-    """An environment by id; a `Source`. ValueError says what it needs that is not here."""
+    """An environment by id; a `VerifiersSource`. ValueError names what it needs that is not
+    here."""
 
     def __init__(self, env_id: str, args: dict[str, Any]) -> None:
         self.env = vf.load_environment(env_id, **args)
@@ -37,7 +38,7 @@ class Classic:
         self.has_tools = bool(self.env.tool_defs)
 
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """Its tool definitions."""
+        """Return the environment's tool definitions."""
         kept = {"name", "description", "parameters"}
         return tuple(
             {"type": "function", "function": tool.model_dump(include=kept)}
@@ -45,7 +46,8 @@ class Classic:
         )
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
-        """The rows of its data sets; without one of evaluation they are all of training."""
+        """Return the rows of its data sets; without an evaluation set they all come from the
+        training set."""
         held_out = self.env.build_eval_dataset()
         if held_out is None:
             return map(dict, self.env.get_dataset()), False
@@ -53,15 +55,15 @@ class Classic:
         return map(dict, found if found is not None else ()), True
 
     def endless(self) -> bool:
-        """A data set has an end."""
+        """Return False: a data set has an end."""
         return False
 
     def key(self, task: Any) -> str:
-        """Its row."""
+        """Return the task's row as text."""
         return json.dumps(task, sort_keys=True, default=str)
 
     async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
-        """See `Source`."""
+        """Return the environment's messages, as `VerifiersSource.play` defines."""
         try:
             await self._run(task, _Script(turns, ends=False))
         except TurnPending as asked:
@@ -69,7 +71,7 @@ class Classic:
         return None
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
-        """See `Source`. ValueError for a reward function that raised."""
+        """Return the score of these turns. Raises ValueError for a reward function that raised."""
         state = await self._run(task, _Script(turns, ends=True))
         with _failures() as failed:
             await self.env.rubric.score_rollout(state)
@@ -85,7 +87,8 @@ class Classic:
 
 
 class _Script(Client):
-    """The client that says what was drawn. ends: at the end of it the conversation is too long."""
+    """A client that replays the turns that were drawn. ends: at the end of it the conversation is
+    too long."""
 
     def __init__(self, turns: list[Message], ends: bool) -> None:
         super().__init__(None)
@@ -93,7 +96,8 @@ class _Script(Client):
         self.told: list[Message] = []  # up to the last turn
 
     async def get_response(self, prompt: Any, *_: Any, **__: Any) -> Any:
-        """The next turn."""
+        """Return the next turn. Raises TurnPending, or OverlongPromptError (`ends`), when there is
+        none."""
         messages = [plain(one) for one in prompt]
         if messages[: len(self.told)] != self.told:
             raise ValueError(
@@ -118,18 +122,18 @@ class _Script(Client):
         raise NotImplementedError
 
     def setup_client(self, config: Any) -> Any:
-        """There is none."""
+        """Do nothing: there is no client to set up."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     to_native_tool = to_native_prompt = get_native_response = _unused
     raise_from_native_response = from_native_response = _unused
 
 
 def _calls(said: Message) -> list[dict[str, str]]:
-    """The calls of a turn; one that cannot be read has arguments that are no JSON, as a server's
-    would, which a ToolEnv answers."""
+    """Return the calls of a turn; one that cannot be read has arguments that are no JSON, as a
+    server's would, which a ToolEnv answers."""
     broken = [
         {"id": "malformed", "name": "malformed", "arguments": why}
         for why in said.get("ill_formed", ())

@@ -59,16 +59,16 @@ class Verifiers(Environment):
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:  # type: ignore[override]
-        """The environment's own."""
+        """The environment's own tools."""
         return self.source.tools()
 
     def size(self, split: str = "train") -> int | None:
-        """Its tasks in a split; None for those without an end."""
+        """Return the number of tasks in a split; None for those without an end."""
         return None if self._of(split).endless() else self.tasks(split).size()
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Task number `index` of a split; training goes through a data set in a fresh order each
-        time."""
+        """Return task number `index` of a split; training goes through a data set in a fresh order
+        each time."""
         self.rng(split, index)  # checks both
         place, size = index, self.size(split)
         if size == 0:
@@ -92,7 +92,8 @@ class Verifiers(Environment):
         return await source.play(task, _turns(prompt, messages))
 
     async def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """The environment's own judgement of all turns; with calls counted where it has tools."""
+        """Return the environment's own score of all turns; with calls counted where it has
+        tools."""
         task, source = self._task(prompt)
         score = await source.judge(task, _turns(prompt, messages))
         found = with_counts(score, messages) if source.has_tools else score
@@ -113,7 +114,7 @@ class Verifiers(Environment):
         raise NotImplementedError("an environment of verifiers says no wrong response")
 
     def tasks(self, split: str) -> _Tasks:
-        """The tasks of a split."""
+        """Return the tasks of a split."""
         if split not in self._tasks:
             source = self._of(split)
             found, own = source.tasks(split)
@@ -141,7 +142,7 @@ class Verifiers(Environment):
 
 
 class _Tasks:
-    """The tasks of a split, read as far as they were asked for."""
+    """The tasks of a split, read on demand."""
 
     def __init__(self, found: Any) -> None:
         self._rest = iter(found)
@@ -158,7 +159,7 @@ class _Tasks:
 
 
 def load(env_id: str, args: dict[str, Any]) -> VerifiersSource:
-    """The environment, by whichever interface its package is written for."""
+    """Load the environment, by whichever interface its package is written for."""
     import verifiers
 
     if hasattr(verifiers, "load_environment"):

@@ -10,8 +10,8 @@ from lowroll.types import Message, Score
 
 
 class TurnPending(BaseException):
-    """verifiers' loop asks the model for a turn that is not drawn yet: `messages` are what it says
-    before it. No Exception, so that no environment takes it for an error of its own."""
+    """verifiers' loop asks the model for a turn that is not drawn yet: `messages` are those before
+    it. It is a BaseException, so that no environment takes it for an error of its own."""
 
     def __init__(self, messages: list[Message]) -> None:
         super().__init__("a turn that is not drawn yet")
@@ -25,10 +25,11 @@ class VerifiersSource(Protocol):
     has_tools: bool
 
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """JSON schemas of the tools that the model may call."""
+        """Return the JSON schemas of the tools that the model may call."""
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
-        """The tasks of a split, and whether they are its own: otherwise a share is held out."""
+        """Return the tasks of a split, and whether they are its own: otherwise a share is held
+        out."""
 
     def endless(self) -> bool:
         """Return whether the tasks have no end."""
@@ -41,11 +42,11 @@ class VerifiersSource(Protocol):
         prompt); None when the exchange is over."""
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
-        """The score of these turns."""
+        """Return the score of these turns."""
 
 
 def refuse_missing(name: str, error: ImportError) -> ValueError:
-    """A package that is not there, and the line that installs it."""
+    """Return an error about a package that is not installed, with the line that installs it."""
     lacking = (error.name or "").partition(".")[0]
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
     if lacking == "verifiers":
@@ -62,7 +63,7 @@ def refuse_missing(name: str, error: ImportError) -> ValueError:
 
 
 def text_of(content: Any) -> str:
-    """A message's content as text. ValueError for images and the like."""
+    """Return a message's content as text. Raises ValueError for images and the like."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
@@ -72,7 +73,7 @@ def text_of(content: Any) -> str:
 
 
 def plain(message: Any) -> Message:
-    """A message of verifiers as the chat template has it."""
+    """Return a message of verifiers as the chat template has it."""
     given = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
     said: Message = {"role": given["role"], "content": text_of(given.get("content"))}
     said |= {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
@@ -96,7 +97,7 @@ def _arguments(text: str) -> Any:
 
 
 def calls_of(turn: Message) -> list[dict[str, str]]:
-    """The calls of a turn as verifiers has them."""
+    """Return the calls of a turn as verifiers has them."""
     return [
         {
             "id": call["id"],

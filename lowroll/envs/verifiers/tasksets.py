@@ -27,8 +27,8 @@ from lowroll.types import Message, Score
 
 
 class Tasksets:
-    """A taskset by id, with its environment; a `Source`. ValueError says what it needs that is not
-    here."""
+    """A taskset by id, with its environment; a `VerifiersSource`. ValueError names what it needs
+    that is not here."""
 
     def __init__(self, env_id: str, args: dict[str, Any]) -> None:
         config = _config(env_id, args)
@@ -65,11 +65,11 @@ class Tasksets:
             )
 
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """The toolsets' tools."""
+        """Return the toolsets' tools."""
         return self.box.schemas() if self.box is not None else ()
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
-        """All tasks: a taskset has no splits."""
+        """Return all tasks: a taskset has no splits."""
         return iter(self.env.taskset), False
 
     def endless(self) -> bool:
@@ -77,11 +77,11 @@ class Tasksets:
         return not self.env.taskset.bounded
 
     def key(self, task: Any) -> str:
-        """The task's own key."""
+        """Return the task's own key."""
         return str(task.key)
 
     async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
-        """See `Source`."""
+        """Return the environment's messages, as `VerifiersSource.play` defines."""
         try:
             await self._run(task, turns, scored=False)
         except TurnPending as asked:
@@ -89,7 +89,7 @@ class Tasksets:
         return None
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
-        """See `Source`. ValueError for a reward that was not computed."""
+        """Return the score of these turns. Raises ValueError for a reward that was not computed."""
         trace = await self._run(task, turns, scored=True)
         missing = [name for name, reward in trace.rewards.items() if reward is None]
         if missing or not trace.rewards:
@@ -101,7 +101,8 @@ class Tasksets:
         return Score(float(trace.reward), {**metrics, **scores})
 
     async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
-        """The trace of an episode that says these turns, and no more where it is scored."""
+        """Run an episode with these turns and return its trace. `scored`: it ends after them, and
+        is scored."""
         scripted = _ScriptedAgent(turns, self.box, ends=scored)
         episode = vf.Episode(env=EnvInfo(id=self.env.config.env_id), task=_described(task))
         agents = _Agents({self.agent_name: scripted})
@@ -140,7 +141,7 @@ class _Agents:
 
 
 class _ScriptedAgent:
-    """Stands for the agent. ends: a script at its end ends the exchange, as a limit would."""
+    """A stand-in for the agent. ends: a script at its end ends the exchange, as a limit would."""
 
     def __init__(self, turns: list[Message], box: _Box | None, ends: bool) -> None:
         self.turns, self.box, self.ends = iter(turns), box, ends
@@ -149,14 +150,14 @@ class _ScriptedAgent:
         self.task: Any = None
 
     async def run(self, task: Any) -> Any:
-        """One run of a prompted task."""
+        """Run a prompted task once and return its trace."""
         async with self.interaction(task) as talk:
             await talk.turn()
         return talk.trace
 
     @asynccontextmanager
     async def interaction(self, task: Any) -> AsyncIterator[_Talk]:
-        """An exchange, turn by turn."""
+        """Yield an exchange, to be run turn by turn."""
         self.task = task
         talk = _Talk(self, task)
         self.traces.append(talk.trace)
@@ -183,7 +184,7 @@ class _Talk:
             self._add(vf.SystemMessage(content=task.data.system_prompt))
 
     async def turn(self, message: Any = None) -> Any:
-        """A user's turn, and all that the agent does on it."""
+        """Add a user's turn and the agent's replies to it, and return these as a segment."""
         if not self.begun and message is None:
             message = self.task.data.prompt
         self.begun = True
