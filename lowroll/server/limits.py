@@ -212,13 +212,11 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     """Return the body of a request for this model, which is of this kind. Raises Refused."""
 
     def parse(data: bytes) -> B:
-        return parse_request(parse_json(data, state.limits.depth), kind)
+        return parse_request(parse_json(data, state.limits.depth), kind, state.check_model)
 
     state = request.app[STATE]
     data = await _read(request)
-    body = await state.in_worker(parse, data) if len(data) > LARGE_BODY else parse(data)
-    state.check_model(getattr(body, "model", None))
-    return body
+    return await state.in_worker(parse, data) if len(data) > LARGE_BODY else parse(data)
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:

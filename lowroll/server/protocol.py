@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -175,20 +175,17 @@ class SamplingFields(RequestBody):
     ignore_eos: bool = False
     seed: int | None = None
 
-    @field_validator("logit_bias")
-    @classmethod
-    def _check_ids(cls, bias: dict[str, float]) -> dict[str, float]:
-        for name in bias:
-            if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name):
-                raise ValueError(f"{name!r} is no token id")
-        return bias
+    def check(self) -> None:
+        super().check()
+        self.check_sampling()
 
-    @field_validator("stop")
-    @classmethod
-    def _check_stops(cls, stop: str | list[str]) -> str | list[str]:
-        if isinstance(stop, list) and len(stop) > MAX_STOPS:
-            raise ValueError(f"{len(stop)} strings; {MAX_STOPS} at most")
-        return stop
+    def check_sampling(self, where: str = "") -> None:
+        """Refuse token ids that are none and too many stops. where: before the name of a field."""
+        for name in self.logit_bias:
+            if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name):
+                raise wrong_field(f"{where}logit_bias", f"{name!r} is no token id")
+        if len(self.stop_strings) > MAX_STOPS:
+            raise wrong_field(f"{where}stop", f"{len(self.stop)} strings; {MAX_STOPS} at most")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -405,6 +402,10 @@ class GenerateRequest(GenerationFields):
     token_ids: TokenIds
     sampling_params: SamplingParams = SamplingParams()
 
+    def check(self) -> None:
+        super().check()
+        self.sampling_params.check_sampling("sampling_params.")
+
 
 class TokenizeRequest(ConversationFields):
     """The body of POST /tokenize."""
@@ -457,8 +458,14 @@ ROUTES: dict[str, type[RequestBody]] = {
 B = TypeVar("B", bound=RequestBody)
 
 
-def parse_request(tree: dict[str, Any], kind: type[B]) -> B:
-    """Return a body of this kind from its JSON. Raises Refused, which names the field."""
+def parse_request(
+    tree: dict[str, Any],
+    kind: type[B],
+    check_model: Callable[[str | None], None] = lambda name: None,
+) -> B:
+    """Return a body of this kind from its JSON. Raises Refused, which names the field.
+
+    check_model: refuses the name of a model, before fields are held against each other."""
     try:
         body = kind.model_validate(tree)
     except ValidationError as error:
@@ -466,6 +473,7 @@ def parse_request(tree: dict[str, Any], kind: type[B]) -> B:
             _check_names(kind, tree, "")
         raise _refusal(error) from None
     _check_extra(body, "")
+    check_model(getattr(body, "model", None))
     body.check()
     return body
 

@@ -220,3 +220,19 @@ def test_stop_is_a_string_or_several() -> None:
 
 def test_many_wrong_ids_are_refused_at_once() -> None:
     assert refused(CompletionRequest, {"prompt": [0.5] * 200_000}).param == "prompt[0]"
+
+
+def test_names_come_before_the_model_and_that_before_values() -> None:
+    """A misspelt field keeps its hint, and another model is a 404, whatever else is wrong."""
+    bad = {"logit_bias": {"x": 1}}
+    said = refused(CompletionRequest, {"promt": "a", **bad})
+    assert said.param == "promt" and "did you mean prompt" in str(said)
+
+    def unknown(name: str | None) -> None:
+        raise Refused("model: not served", "model", 404)
+
+    with pytest.raises(Refused) as caught:
+        parse_request({"prompt": "a", "model": "other", **bad}, CompletionRequest, unknown)
+    assert caught.value.status == 404
+    said = refused(GenerateRequest, {"token_ids": [5], "sampling_params": bad})
+    assert said.param == "sampling_params.logit_bias"
