@@ -442,7 +442,7 @@ def test_an_orchestrator_whose_settings_are_refused_was_never_ready(
     monkeypatch.setattr(Orchestration, "_pool", lambda *_: nullcontext(pool))
     monkeypatch.setattr(f"{module}.check_trainer", lambda *_: cfg)
     monkeypatch.setattr(f"{module}.check_engines", lambda *_: None)
-    monkeypatch.setattr(f"{module}.Batches", refuse)
+    monkeypatch.setattr(f"{module}.BatchSource", refuse)
     with pytest.raises(ValueError, match="chatty"):
         orchestrate(cfg)
     assert set(said) == {"", "meeting", "ended"}, "in another phase it is ready"
