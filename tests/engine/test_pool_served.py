@@ -125,7 +125,7 @@ def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
 
                 assert pool.generate(requests, stop) == two
                 victim.send(signal.SIGCONT)
-                assert eventually(lambda: healthy(pool) == 2, 60.0), pool.stats()
+                assert eventually(lambda: healthy(pool) == 2, 120.0), pool.stats()
             assert pool.stats().metrics()["perf/engine_handed_over"] > 0
 
 
@@ -153,7 +153,7 @@ def test_a_server_is_killed_or_stopped_time_and_again_and_no_request_is_lost(
                     port = victim.port
                     victim.close()
                     servers[servers.index(victim)] = Server(model, port)
-                assert eventually(lambda: healthy(pool) == 2, 60.0), pool.stats()
+                assert eventually(lambda: healthy(pool) == 2, 120.0), pool.stats()
             found = pool.stats().metrics()
             assert found["perf/engine_requests"] - before == 10 * times, "each was answered once"
             assert found["perf/engine_fenced"] >= times / 2
