@@ -271,6 +271,10 @@ class CompletionRequest(SamplingFields, GenerationFields, StructuredOutputFields
 
     def check(self) -> None:
         super().check()
+        if self.echo and not isinstance(
+            self.prompt, str
+        ):  # it is decoded before the engine sees it
+            _check_ids(self.prompt, "prompt")
         if self.best_of not in (None, self.n):
             raise wrong_field("best_of", f"{self.best_of} with n {self.n} is not supported")
         if self.packed:
@@ -431,9 +435,7 @@ class DetokenizeRequest(RequestBody):
     tokens: TokenIds
 
     def check(self) -> None:
-        for i, token in enumerate(self.tokens):
-            if not 0 <= token < 1 << 31:
-                raise wrong_field(f"tokens[{i}]", f"expected a token id, got {token}")
+        _check_ids(self.tokens, "tokens")
 
 
 # the client's names of the fields of an engine's request
@@ -489,6 +491,15 @@ def refuse_engine_error(error: ValueError, names: Mapping[str, str]) -> NoReturn
     field = names.get(match[1], match[1]) + match[2]
     code = "context_length_exceeded" if "over the model's context" in text else None
     raise wrong_field(field, text[match.end() :], code=code) from None
+
+
+def _check_ids(ids: Iterable[int | Text | TokenIds], where: str) -> None:
+    """Refuse numbers, also in lists, that are no token ids of any model."""
+    for i, one in enumerate(ids):
+        if isinstance(one, list):
+            _check_ids(one, f"{where}[{i}]")
+        elif isinstance(one, int) and not 0 <= one < 1 << 31:
+            raise wrong_field(f"{where}[{i}]", f"expected a token id, got {one}")
 
 
 def _check_extra(body: RequestBody, where: str) -> None:

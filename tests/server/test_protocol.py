@@ -236,3 +236,14 @@ def test_names_come_before_the_model_and_that_before_values() -> None:
     assert caught.value.status == 404
     said = refused(GenerateRequest, {"token_ids": [5], "sampling_params": bad})
     assert said.param == "sampling_params.logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [([-5], "prompt[0]"), ([5, 2**70], "prompt[1]"), ([[5], [7, 2**40]], "prompt[1][1]")],
+)
+def test_ids_of_a_prompt_that_is_echoed_are_token_ids(prompt: list[Any], param: str) -> None:
+    assert refused(CompletionRequest, {"prompt": prompt, "echo": True}).param == param
+    assert (
+        refused(CompletionRequest, {"prompt": ["a"], "echo": True, "best_of": 2}).param == "best_of"
+    )
