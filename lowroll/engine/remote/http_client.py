@@ -1,5 +1,7 @@
-"""HTTP to one server, on the asyncio loop of whoever uses it: every wait has a deadline and says what
-it waits for. `client` is the same for plain threads.
+"""HTTP to one server: every wait has a deadline and says what it waits for.
+
+`HttpClient` runs on the event loop of its user. `BlockingHttpClient` is the same for plain threads, with
+one thread and loop on which the requests of hundreds of rollouts run together.
 
 An address is `http://`, `https://`, or `unix:/path/of/a/socket`.
 """
@@ -24,6 +26,7 @@ MOST_JSON = 16 << 20  # bytes of an answer whose size nothing else bounds
 AGAIN = (429, 502, 503)  # the server has not begun: busy, or not there yet
 TRIES = 3
 PAUSE = 0.2  # seconds before the second try; twice as long before the third
+MARGIN = 5.0  # seconds that a waiting thread grants the loop beyond a request's own deadline
 DYING = 30  # tenths of a second in which a server that failed may end
 
 
@@ -243,11 +246,8 @@ async def happens_within(event: asyncio.Event, seconds: float) -> bool:
     return True
 
 
-MARGIN = 5.0  # seconds that a waiting thread grants the loop beyond a request's own deadline
-
-
 class BlockingHttpClient:
-    """A wire, and the thread that talks over it. token, concurrency, lost: as `Wire`'s."""
+    """An `HttpClient` and the thread that runs it. token, concurrency, lost: as there."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class RemoteEngine:
     """Requests in, rollouts with their own log-probs out, over HTTP. One thread calls everything.
 
     request_s: until the answer of one request that was sent, or of an update, in seconds; what
-    waits for a turn (`Client.concurrency`) has not begun. stream: tokens are read as they are
+    waits for a turn (`HttpClient.concurrency`) has not begun. stream: tokens are read as they are
     drawn, so that `so_far` and aborted requests have them; it costs the server and this process an
     event a token. ServerError (a RunFailed) says which request failed and why; then every request
     in flight is given up. `EngineLost` is one whose engine has ended.

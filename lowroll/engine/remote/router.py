@@ -79,11 +79,6 @@ class RequestRouter:
         assert found is not None, "no engine was met"
         return found
 
-    @property
-    def idle(self) -> bool:
-        """Return whether nothing is waiting or in flight."""
-        return not (self._waiting or self._flights)
-
     def abort(self, entry: QueuedRequest) -> None:
         """End a request; its group comes back with what is known of it: nothing."""
         if entry.ended:

@@ -170,7 +170,7 @@ BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
 
 
 class VllmServer:
-    """Made by `meet`. in_flight: whether requests go on while it takes weights."""
+    """A vLLM of a pool, made by `identify.connect_server`. in_flight: whether requests go on while it takes weights."""
 
     def __init__(
         self, http: HttpClient, found: ProbedVllm, dialect: VllmDialect, tied: bool
