@@ -5,6 +5,7 @@ Prompts are read in pieces, rows wait for room, and micro-batches are small, so 
 same neighbours on both sides. Rows are added to `exact.json`, of a GPU to `exact-gpu.json`.
 
     python -m bench.same_bits [--model smollm2] [--steps 200] [--device cpu] [--full] [--weights FORMAT]
+                              [--microbatch TOKENS]
     python -m bench.same_bits --device cuda --shape qwen2.5-7b --env reverse_text
 
 --shape: random weights of `bench.shapes` with the tokenizer and the vocabulary of --model.
@@ -57,7 +58,7 @@ def prove(args: argparse.Namespace, folder: Path) -> list[Row]:
             "max_steps": args.steps,
             "lora": not args.full,
             "learning_rate": 1e-6 if args.full else 1e-4,
-            "tokens_per_microbatch": 300,
+            "tokens_per_microbatch": args.microbatch,
         },
         "ckpt": {"interval": args.steps},
     }
@@ -92,6 +93,7 @@ def main() -> int:
         env="records",
         weights="int8_rotated",
         steps=200,
+        microbatch=300,
         full=False,
     )
     parser.add_argument("--shape", choices=SHAPES)

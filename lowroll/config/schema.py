@@ -103,7 +103,8 @@ class RolloutConfig(Section):
     weights: Weights = DEFAULT
     # true: a token's recorded log-prob is, bit for bit, what the learner computes before its update,
     # which multiplies in the rollouts' formats then (train.forward: aligned); on a CPU in float32. null:
-    # on a CPU, where they can: the engine, and a learner that is aligned. false: neither
+    # on a CPU, where they can: the engine, and a learner that is aligned; on a GPU both, beside an
+    # aligned LoRA learner of INT8 codes. false: neither
     exact: bool | None = None
     kv: KvConfig | None = None  # the cache's policy and dtype; null: every key, in the engine's own
     max_tokens: Count = 64  # a response's longest length, in tokens

@@ -27,6 +27,7 @@ tensors, in numpy.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,11 +101,19 @@ def captured(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGrap
     """A graph of what `run` launches, in the memory of `pool` (another graph's, or None for its own).
 
     Other threads may allocate, copy and wait for a stream meanwhile, as one does that receives
-    weights. None may wait for the whole device: CUDA refuses that, and the capture is lost.
+    weights. None may wait for the whole device: CUDA refuses that, and the capture is lost. So it is
+    where garbage is collected meanwhile and an engine is freed, since its cache waits for the device
+    (`kv.virtual_memory`): automatic collection is off until the capture ends.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        run()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            run()
+    finally:
+        if collects:
+            gc.enable()
     return graph
 
 

@@ -244,6 +244,18 @@ def test_a_run_has_no_mismatch(weights: str, lora: bool, model: Path, tmp_path: 
         assert record["mismatch/logp_diff_max"] == 0 and record["mismatch/weight_max"] == 1
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("weights", ["int8", "int8_rotated", "fp8"])
+def test_the_default(weights: str, lora: bool, model: Path, tmp_path: Path) -> None:
+    """Learners with an adapter and engines multiply INT8 codes exactly, as that is faster."""
+    tree = settings(model, tmp_path / "run", device=DEVICE, dtype="bfloat16")
+    tree["train"] |= {"max_steps": 3, "minibatches": 1, "lora": lora, "forward": "aligned"}
+    tree["rollout"] |= {"weights": weights}
+    records = read(train(tree).folder)
+    exact = all(record["mismatch/logp_diff_max"] == 0 for record in records)
+    assert exact == (lora and weights != "fp8")
+
+
 @pytest.mark.parametrize("format", ["bf16", "int8_rotated"])
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 def test_the_gradient_is_nearly_the_plain_one(format: str, adapter: bool, tmp_path: Path) -> None:
