@@ -1,8 +1,8 @@
 """The tables of docs/configuration.md: every key of lowroll's own file and of the Surogate document,
 from the schemas.
 
-The meaning of a key is the comment at its field, beside it or above it; a section that is a key
-stands before its own keys, with the first paragraph of its docstring.
+The meaning of a key of lowroll's own is the comment at its field, beside it or above it; a section
+that is a key stands before its own keys, with the first paragraph of its docstring.
 """
 
 from __future__ import annotations
@@ -136,24 +136,30 @@ def kind(annotation: Any) -> str:
         return "section"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    names = {int: "whole number", float: "number", str: "text", bool: "true, false"}
-    return names.get(annotation, "any value")
+    names = {int: "int", float: "float", str: "string", bool: "bool"}
+    return names.get(annotation, "any")
 
 
 def own() -> list[tuple[str, ...]]:
-    """The rows of lowroll's own keys: name, type, default, meaning."""
+    """Return the rows of lowroll's own keys: name, type, default, meaning."""
     from lowroll.config.schema import RunConfig
 
     return [
-        (f"`{key.name}`", kind(key.field.annotation), default(key.field), key.meaning)
+        (f"`{key.name}`", _type(key.field), default(key.field), key.meaning)
         for key in keys(RunConfig)
         if not (key.name.startswith("eval.env[].") and key.name != "eval.env[].id")
     ]
 
 
+def _type(field: FieldInfo) -> str:
+    """Return the type of a key, without the null that its default shows already."""
+    words = kind(field.annotation)
+    return words.removesuffix(", null") if field.default is None else words
+
+
 def of_file(file: str) -> list[tuple[str, ...]]:
-    """The rows of a file of the document: name, type, default, meaning, where it acts, and what
-    differs from the document, or why it is refused."""
+    """Return the rows of a file of the document: name, default, where it acts, and what differs from
+    the document, or why it is refused. A section has no row: its keys have one each."""
     from lowroll.config.surogate.read import MODELS
     from lowroll.config.surogate.table import TABLES
 
@@ -165,17 +171,8 @@ def of_file(file: str) -> list[tuple[str, ...]]:
         elif row is not None:
             acts, differs = ", ".join(f"`{name}`" for name in row.to), row.differs
         else:
-            acts, differs = "", ""  # a section: its keys follow
-        rows.append(
-            (
-                f"`{key.name}`",
-                kind(key.field.annotation),
-                default(key.field),
-                key.meaning,
-                acts,
-                differs,
-            )
-        )
+            continue
+        rows.append((f"`{key.name}`", default(key.field), acts, differs))
     return rows
 
 

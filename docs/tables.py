@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,7 +84,7 @@ def orch_keys() -> str:
 def _document_keys(file: str) -> str:
     from docs import keys
 
-    head = ("key", "type", "default", "meaning", "acts on", "what differs from the document")
+    head = ("key", "default", "acts on", "what differs from the document")
     return table(head, keys.of_file(file))
 
 
@@ -398,13 +398,55 @@ def _machine(record: Mapping[str, Any]) -> str:
 
 
 def _file(name: str, more: Sequence[Row] = ()) -> str:
-    """One file's rows, and more."""
+    """Return one file's rows and `more`, a table for each set of quantities that share subjects."""
     record = _stored(name)
-    body = table(
-        ("ours / the other", "unit", "ours", "the other", "ratio (spread)", "must be"),
-        [_comparison(row) for row in (*_rows(record), *more)],
-    )
-    return f"`{name}`, {_machine(record)}.\n\n{body}\n"
+    tables = "\n\n".join(_grids([*_rows(record), *more]))
+    return f"`{name}`, {_machine(record)}.\n\n{tables}\n"
+
+
+def _grids(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield tables of subjects by quantities. A row's name is `subject: quantity`; a name without a
+    quantity is a subject of its unit alone."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        subject, colon, quantity = row.name.rpartition(": ")
+        named = [quantity] * bool(colon) + [row.unit] * (row.unit not in quantity)
+        head = ", ".join(named)
+        cells.setdefault(subject or row.name, {})[head] = _cell(row)
+    while cells:
+        heads = dict.fromkeys(cells[next(iter(cells))])
+        while more := [
+            h for own in cells.values() if heads.keys() & own for h in own if h not in heads
+        ]:
+            heads |= dict.fromkeys(more)
+        subjects = [subject for subject, own in cells.items() if heads.keys() & own]
+        found = {subject: cells.pop(subject) for subject in subjects}
+        if len(heads) > len(found):
+            lines = [(head, *(found[s].get(head, "") for s in found)) for head in heads]
+            yield table(("", *found), lines)
+        else:
+            lines = [(s, *(found[s].get(head, "") for head in heads)) for s in found]
+            yield table(("", *heads), lines)
+
+
+BOUNDS = {
+    "ratio at least": "≥ {:g}×",
+    "ratio at most": "≤ {:g}×",
+    "ours at least": "≥ {:g}",
+    "ours at most": "≤ {:g}",
+}
+
+
+def _cell(row: Row) -> str:
+    """Return `ours / the other (who, if not always the same), ratio (spread) [bound]`."""
+    said = _number(row.ours)
+    if row.peer is not None:
+        said += f" / {_number(row.peer)}" + (f" ({row.against})" if row.against else "")
+    if row.ratio is not None:
+        said += f", {row.ratio:.2f}×"
+        if row.spread and row.spread[0] != row.spread[1]:
+            said += f" ({row.spread[0]:.2f}–{row.spread[1]:.2f})"
+    return said if row.must is None else f"{said} [{BOUNDS[row.goal].format(row.must)}]"
 
 
 def curves() -> str:
@@ -581,17 +623,6 @@ def _learnt() -> tuple[str, ...]:
         f"{reward['int4 naive']} (one clipped ratio); {reward['bf16']} with bfloat16 rollouts",
         "-",
     )
-
-
-def _comparison(row: Row) -> tuple[str, ...]:
-    spread, bound = row.spread, row.must
-    extent = f" ({spread[0]:.2f} to {spread[1]:.2f})" if spread and spread[0] != spread[1] else ""
-    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x{extent}"
-    must = "" if bound is None else f"{row.goal} {bound:g}"
-    if bound is not None and row.goal == "ratio at least":
-        must = f"{bound:g}x"
-    other = f"{_number(row.peer)} ({row.against})" if row.against else _number(row.peer)
-    return row.name, row.unit, _number(row.ours), other, ratio, must
 
 
 def _number(value: float | None) -> str:
