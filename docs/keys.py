@@ -159,11 +159,13 @@ def _type(field: FieldInfo) -> str:
 
 def of_file(file: str) -> list[tuple[str, ...]]:
     """Return the rows of a file of the document: name, default, where it acts, and what differs from
-    the document, or why it is refused. A section has no row: its keys have one each."""
+    the document, or why it is refused, once for keys that share it. A section has no row: its keys
+    have one each."""
     from lowroll.config.surogate.read import MODELS
     from lowroll.config.surogate.table import TABLES
 
     rows = []
+    before = ""
     for key in keys(MODELS[file]):
         row, refused = TABLES[file].get(key.name), only(key.field)
         if refused is not None:
@@ -172,7 +174,9 @@ def of_file(file: str) -> list[tuple[str, ...]]:
             acts, differs = ", ".join(f"`{name}`" for name in row.to), row.differs
         else:
             continue
-        rows.append((f"`{key.name}`", default(key.field), acts, differs))
+        said = "as above" if differs and differs == before else differs
+        rows.append((f"`{key.name}`", default(key.field), acts, said))
+        before = differs
     return rows
 
 
