@@ -512,18 +512,18 @@ def fidelity() -> str:
 NOT_RUN_HERE = "Nothing of this is stored in bench/baselines/ yet: run `python -m bench.fidelity`."
 
 
-def rooms() -> str:
-    """The import arrows of the package as a drawing; those that follow from others are left out."""
+def packages() -> str:
+    """Return the imports between packages as a drawing, without those that follow from others."""
     arrows = _arrows(ROOT / "lowroll")
     lines = ["```mermaid", "graph TD"]
-    for room, below in arrows.items():
+    for name, below in arrows.items():
         implied = {far for near in below for far in _below(near, arrows)}
-        lines += [f"  {room} --> {near}" for near in sorted(below - implied)]
+        lines += [f"  {name} --> {near}" for near in sorted(below - implied)]
     return "\n".join([*lines, "```"])
 
 
 def _arrows(package: Path) -> dict[str, set[str]]:
-    """The rooms, and what the files of each import of the others."""
+    """Return, for each package, the others that its files import."""
     homes = {path.relative_to(package): path for path in sorted(package.rglob("*.py"))}
     arrows: dict[str, set[str]] = {
         file.parts[0].removesuffix(".py"): set()
@@ -531,14 +531,14 @@ def _arrows(package: Path) -> dict[str, set[str]]:
         if not file.name.startswith("__") or len(file.parts) > 1
     }
     for file, path in homes.items():
-        room = file.parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())) if room in arrows else ():
-            arrows[room] |= {name for name in _imported(node) if name in arrows} - {room}
+        home = file.parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())) if home in arrows else ():
+            arrows[home] |= {name for name in _imported(node) if name in arrows} - {home}
     return arrows
 
 
 def _imported(node: ast.AST) -> list[str]:
-    """The rooms that an import statement names."""
+    """Return the packages that an import statement names."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
@@ -548,9 +548,9 @@ def _imported(node: ast.AST) -> list[str]:
     return [name.split(".")[1] for name in names if name.startswith("lowroll.")]
 
 
-def _below(room: str, arrows: Mapping[str, set[str]]) -> set[str]:
-    """Every room that the room reaches."""
-    return arrows[room] | {far for near in arrows[room] for far in _below(near, arrows)}
+def _below(name: str, arrows: Mapping[str, set[str]]) -> set[str]:
+    """Return every package that a package reaches."""
+    return arrows[name] | {far for near in arrows[name] for far in _below(near, arrows)}
 
 
 class Front(NamedTuple):
@@ -656,7 +656,7 @@ PARTS: dict[str, Callable[[], str]] = {
         fidelity,
         prices,
         front,
-        rooms,
+        packages,
     )
 }
 
