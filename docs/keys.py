@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Every key of a section and of those in it, in the order of the file."""
+    """Yield every key of a section and of those in it, in the order of the file."""
     said = meanings(model)
     for name, field in model.model_fields.items():
         inner, many = section(field.annotation)
@@ -49,7 +49,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 @cache
 def meanings(model: type[BaseModel]) -> dict[str, str]:
-    """The comment at each field of a class, and of those that it comes from."""
+    """Return the comment at each field of a class and of its bases."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if base is not BaseModel and isinstance(base, type) and issubclass(base, BaseModel):
@@ -87,13 +87,13 @@ def _comments(model: type[BaseModel]) -> dict[str, str]:
 
 
 def about(model: type[BaseModel]) -> str:
-    """The first paragraph of a section's docstring, without the file that it is of."""
+    """Return the first paragraph of a section's docstring, without the name of its file."""
     doc = " ".join((model.__doc__ or "").split("\n\n")[0].split())
     return doc.partition(": ")[2] if doc.startswith(("orch.yaml", "train.yaml")) else doc
 
 
 def section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The model in an annotation, and whether it is a list of such."""
+    """Return the model in an annotation, and whether it is a list of such."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     origin = get_origin(annotation)
@@ -106,7 +106,7 @@ def section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def default(field: FieldInfo) -> str:
-    """As YAML has it, in one line."""
+    """Return the default as YAML has it, in one line."""
     value = field.default
     if value is PydanticUndefined:
         return "(required)"
@@ -120,7 +120,7 @@ def default(field: FieldInfo) -> str:
 
 
 def kind(annotation: Any) -> str:
-    """A type in plain words."""
+    """Return the name of a type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = arguments[0]
@@ -181,7 +181,7 @@ def of_file(file: str) -> list[tuple[str, ...]]:
 
 
 def only(field: FieldInfo) -> Any:
-    """Why a key takes one value alone; None for any other key."""
+    """Return why a key takes one value alone; None for any other key."""
     from lowroll.config.section import Only
 
     return next((found for found in field.metadata if isinstance(found, Only)), None)

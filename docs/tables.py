@@ -34,12 +34,12 @@ def main() -> None:
 
 
 def pages() -> list[Path]:
-    """The files that may hold generated parts."""
+    """Return the files that may hold generated parts."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def filled(text: str) -> str:
-    """`text` with every generated part made anew. ValueError for a part that nobody makes."""
+    """Return `text` with every generated part made anew. ValueError for an unknown part."""
 
     def fill(match: re.Match[str]) -> str:
         if match[2] not in PARTS:
@@ -50,7 +50,7 @@ def filled(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
@@ -254,7 +254,7 @@ ON_GPU = ("decode", "kv", "train", "step", "memory", "server")
 
 
 def measured() -> str:
-    """The stored results of `make bench`, a table a file."""
+    """Return the stored results of `make bench`, file by file."""
     paths = [
         path
         for path in sorted((ROOT / "bench" / "baselines").glob("*.json"))
@@ -267,12 +267,12 @@ def measured() -> str:
 
 
 def gpu() -> str:
-    """Every row of `make bench-gpu`, a table a file."""
+    """Return every row of `make bench-gpu`, file by file."""
     return "\n".join(_file(name) for name in ON_GPU if _stored(name)) or NOT_RUN
 
 
 def gpus() -> str:
-    """What the commands for two and more GPUs stored, a table a file, with the rows' notes."""
+    """Return what the commands for two and more GPUs stored, with the rows' notes."""
     from bench.harness import Row
     from bench.learners import promised
 
@@ -289,7 +289,7 @@ def gpus() -> str:
 
 
 def scale() -> str:
-    """What `bench.scale` stored: a table a kind of engine, a line a number of engines."""
+    """Return what `bench.scale` stored: a table a kind of engine, a line a number of engines."""
     record = _stored("scale")
     if not record:
         return "Nothing of this is stored in bench/baselines/: run `python -m bench.scale`.\n"
@@ -310,8 +310,7 @@ SIZES = [2**i for i in range(10)]  # engines
 
 
 def targets() -> str:
-    """What the project holds itself to on one GPU, and what was measured, with the reason for what
-    was missed."""
+    """Return the targets on one GPU, what was measured, and the reason for what was missed."""
     from bench.targets import TARGETS
 
     records = {name: _stored(name) for name in ON_GPU}
@@ -346,8 +345,8 @@ def _target(
     must: Sequence[float | None],
     aim: Sequence[float | None],
 ) -> tuple[str, ...]:
-    """A line: the rows' values side by side, one verdict where they agree, and why a row was missed
-    or not run."""
+    """Return a line: the rows' values side by side, one verdict where they agree, and why a row was
+    missed or not run."""
     from bench.targets import reason
 
     def beside(values: Iterable[float | None]) -> str:
@@ -377,7 +376,7 @@ def _stored(name: str) -> dict[str, Any]:
 
 
 def _rows(record: Mapping[str, Any]) -> list[Row]:
-    """What is stored, with what is demanded of it now."""
+    """Return the stored rows with today's bounds."""
     from bench.harness import read_row
     from bench.targets import aimed
 
@@ -450,7 +449,7 @@ def _cell(row: Row) -> str:
 
 
 def curves() -> str:
-    """What `python -m bench.curves` stored: a line a variant, means over the seeds with their
+    """Return what `python -m bench.curves` stored: a line a variant, means over the seeds with their
     range."""
     from bench.curves import HEAD, summary
 
@@ -484,7 +483,7 @@ def cache_runs() -> str:
 
 
 def prices() -> str:
-    """What `python -m bench.formats` stored."""
+    """Return what `python -m bench.formats` stored."""
     from bench.formats import HEAD, cells
 
     record = json.loads((RESULTS / "formats.json").read_text())
@@ -496,7 +495,7 @@ def prices() -> str:
 
 
 def fidelity() -> str:
-    """What `python -m bench.fidelity` stored, a table a kind of device."""
+    """Return what `python -m bench.fidelity` stored, a table a kind of device."""
     from bench.fidelity import HEAD, read_table
 
     lines = []
@@ -554,7 +553,7 @@ def _below(name: str, arrows: Mapping[str, set[str]]) -> set[str]:
 
 
 class Front(NamedTuple):
-    """A row of the first screen: what was measured, and the stored rows that say it."""
+    """A row of the README: what was measured, and the stored rows that say it."""
 
     what: str
     against: str
@@ -598,7 +597,7 @@ FRONT = (
 
 
 def front() -> str:
-    """The six rows of the first screen: five of stored benchmarks, and the learning curves."""
+    """Return the six rows of the README: five of stored benchmarks, and the learning curves."""
     lines = []
     for entry in FRONT:
         stored = {row["name"]: row for row in _stored(entry.file)["rows"]}
@@ -612,7 +611,7 @@ def front() -> str:
 
 
 def _learnt() -> tuple[str, ...]:
-    """What 150 steps with INT4 rollouts leave of a model, corrected and not."""
+    """Return the row of 150 steps with INT4 rollouts, corrected and not."""
     from bench.curves import summary
 
     record = json.loads((RESULTS / "curves.json").read_text())
