@@ -465,7 +465,7 @@ def curves() -> str:
 
 
 def cache_runs() -> str:
-    """What `python -m bench.sparse` stored: a line an arm, means over its runs with their range."""
+    """Return what `python -m bench.sparse` stored: a line an arm, means over its runs with their range."""
     from bench.sparse import HEAD, summary
 
     record = json.loads((RESULTS / "sparse.json").read_text())
