@@ -1,8 +1,8 @@
 """The tables of docs/configuration.md: every key of lowroll's own file and of the Surogate document,
 from the schemas.
 
-The meaning of a key is the comment at its field, beside it or above it; a section that is a key
-stands before its own keys, with the first paragraph of its docstring.
+The meaning of a key of lowroll's own is the comment at its field, beside it or above it; a section
+that is a key stands before its own keys, with the first paragraph of its docstring.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Every key of a section and of those in it, in the order of the file."""
+    """Yield every key of a section and of those in it, in the order of the file."""
     said = meanings(model)
     for name, field in model.model_fields.items():
         inner, many = section(field.annotation)
@@ -49,7 +49,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 @cache
 def meanings(model: type[BaseModel]) -> dict[str, str]:
-    """The comment at each field of a class, and of those that it comes from."""
+    """Return the comment at each field of a class and of its bases."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if base is not BaseModel and isinstance(base, type) and issubclass(base, BaseModel):
@@ -87,13 +87,13 @@ def _comments(model: type[BaseModel]) -> dict[str, str]:
 
 
 def about(model: type[BaseModel]) -> str:
-    """The first paragraph of a section's docstring, without the file that it is of."""
+    """Return the first paragraph of a section's docstring, without the name of its file."""
     doc = " ".join((model.__doc__ or "").split("\n\n")[0].split())
     return doc.partition(": ")[2] if doc.startswith(("orch.yaml", "train.yaml")) else doc
 
 
 def section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The model in an annotation, and whether it is a list of such."""
+    """Return the model in an annotation, and whether it is a list of such."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     origin = get_origin(annotation)
@@ -106,7 +106,7 @@ def section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def default(field: FieldInfo) -> str:
-    """As YAML has it, in one line."""
+    """Return the default as YAML has it, in one line."""
     value = field.default
     if value is PydanticUndefined:
         return "(required)"
@@ -120,7 +120,7 @@ def default(field: FieldInfo) -> str:
 
 
 def kind(annotation: Any) -> str:
-    """A type in plain words."""
+    """Return the name of a type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = arguments[0]
@@ -136,28 +136,36 @@ def kind(annotation: Any) -> str:
         return "section"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    names = {int: "whole number", float: "number", str: "text", bool: "true, false"}
-    return names.get(annotation, "any value")
+    names = {int: "int", float: "float", str: "string", bool: "bool"}
+    return names.get(annotation, "any")
 
 
 def own() -> list[tuple[str, ...]]:
-    """The rows of lowroll's own keys: name, type, default, meaning."""
+    """Return the rows of lowroll's own keys: name, type, default, meaning."""
     from lowroll.config.schema import RunConfig
 
     return [
-        (f"`{key.name}`", kind(key.field.annotation), default(key.field), key.meaning)
+        (f"`{key.name}`", _type(key.field), default(key.field), key.meaning)
         for key in keys(RunConfig)
         if not (key.name.startswith("eval.env[].") and key.name != "eval.env[].id")
     ]
 
 
+def _type(field: FieldInfo) -> str:
+    """Return the type of a key, without the null that its default shows already."""
+    words = kind(field.annotation)
+    return words.removesuffix(", null") if field.default is None else words
+
+
 def of_file(file: str) -> list[tuple[str, ...]]:
-    """The rows of a file of the document: name, type, default, meaning, where it acts, and what
-    differs from the document, or why it is refused."""
+    """Return the rows of a file of the document: name, default, where it acts, and what differs from
+    the document, or why it is refused, once for keys that share it. A section has no row: its keys
+    have one each."""
     from lowroll.config.surogate.read import MODELS
     from lowroll.config.surogate.table import TABLES
 
     rows = []
+    before = ""
     for key in keys(MODELS[file]):
         row, refused = TABLES[file].get(key.name), only(key.field)
         if refused is not None:
@@ -165,22 +173,15 @@ def of_file(file: str) -> list[tuple[str, ...]]:
         elif row is not None:
             acts, differs = ", ".join(f"`{name}`" for name in row.to), row.differs
         else:
-            acts, differs = "", ""  # a section: its keys follow
-        rows.append(
-            (
-                f"`{key.name}`",
-                kind(key.field.annotation),
-                default(key.field),
-                key.meaning,
-                acts,
-                differs,
-            )
-        )
+            continue
+        said = "as above" if differs and differs == before else differs
+        rows.append((f"`{key.name}`", default(key.field), acts, said))
+        before = differs
     return rows
 
 
 def only(field: FieldInfo) -> Any:
-    """Why a key takes one value alone; None for any other key."""
+    """Return why a key takes one value alone; None for any other key."""
     from lowroll.config.section import Only
 
     return next((found for found in field.metadata if isinstance(found, Only)), None)

@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,12 +34,12 @@ def main() -> None:
 
 
 def pages() -> list[Path]:
-    """The files that may hold generated parts."""
+    """Return the files that may hold generated parts."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def filled(text: str) -> str:
-    """`text` with every generated part made anew. ValueError for a part that nobody makes."""
+    """Return `text` with every generated part made anew. ValueError for an unknown part."""
 
     def fill(match: re.Match[str]) -> str:
         if match[2] not in PARTS:
@@ -50,7 +50,7 @@ def filled(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
@@ -84,7 +84,7 @@ def orch_keys() -> str:
 def _document_keys(file: str) -> str:
     from docs import keys
 
-    head = ("key", "type", "default", "meaning", "acts on", "what differs from the document")
+    head = ("key", "default", "acts on", "what differs from the document")
     return table(head, keys.of_file(file))
 
 
@@ -254,7 +254,7 @@ ON_GPU = ("decode", "kv", "train", "step", "memory", "server")
 
 
 def measured() -> str:
-    """The stored results of `make bench`, a table a file."""
+    """Return the stored results of `make bench`, file by file."""
     paths = [
         path
         for path in sorted((ROOT / "bench" / "baselines").glob("*.json"))
@@ -267,12 +267,12 @@ def measured() -> str:
 
 
 def gpu() -> str:
-    """Every row of `make bench-gpu`, a table a file."""
+    """Return every row of `make bench-gpu`, file by file."""
     return "\n".join(_file(name) for name in ON_GPU if _stored(name)) or NOT_RUN
 
 
 def gpus() -> str:
-    """What the commands for two and more GPUs stored, a table a file, with the rows' notes."""
+    """Return what the commands for two and more GPUs stored, with the rows' notes."""
     from bench.harness import Row
     from bench.learners import promised
 
@@ -289,7 +289,7 @@ def gpus() -> str:
 
 
 def scale() -> str:
-    """What `bench.scale` stored: a table a kind of engine, a line a number of engines."""
+    """Return what `bench.scale` stored: a table a kind of engine, a line a number of engines."""
     record = _stored("scale")
     if not record:
         return "Nothing of this is stored in bench/baselines/: run `python -m bench.scale`.\n"
@@ -310,8 +310,7 @@ SIZES = [2**i for i in range(10)]  # engines
 
 
 def targets() -> str:
-    """What the project holds itself to on one GPU, and what was measured, with the reason for what
-    was missed."""
+    """Return the targets on one GPU, what was measured, and the reason for what was missed."""
     from bench.targets import TARGETS
 
     records = {name: _stored(name) for name in ON_GPU}
@@ -346,8 +345,8 @@ def _target(
     must: Sequence[float | None],
     aim: Sequence[float | None],
 ) -> tuple[str, ...]:
-    """A line: the rows' values side by side, one verdict where they agree, and why a row was missed
-    or not run."""
+    """Return a line: the rows' values side by side, one verdict where they agree, and why a row was
+    missed or not run."""
     from bench.targets import reason
 
     def beside(values: Iterable[float | None]) -> str:
@@ -377,7 +376,7 @@ def _stored(name: str) -> dict[str, Any]:
 
 
 def _rows(record: Mapping[str, Any]) -> list[Row]:
-    """What is stored, with what is demanded of it now."""
+    """Return the stored rows with today's bounds."""
     from bench.harness import read_row
     from bench.targets import aimed
 
@@ -398,17 +397,59 @@ def _machine(record: Mapping[str, Any]) -> str:
 
 
 def _file(name: str, more: Sequence[Row] = ()) -> str:
-    """One file's rows, and more."""
+    """Return one file's rows and `more`, a table for each set of quantities that share subjects."""
     record = _stored(name)
-    body = table(
-        ("ours / the other", "unit", "ours", "the other", "ratio (spread)", "must be"),
-        [_comparison(row) for row in (*_rows(record), *more)],
-    )
-    return f"`{name}`, {_machine(record)}.\n\n{body}\n"
+    tables = "\n\n".join(_grids([*_rows(record), *more]))
+    return f"`{name}`, {_machine(record)}.\n\n{tables}\n"
+
+
+def _grids(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield tables of subjects by quantities. A row's name is `subject: quantity`; a name without a
+    quantity is a subject of its unit alone."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        subject, colon, quantity = row.name.rpartition(": ")
+        named = [quantity] * bool(colon) + [row.unit] * (row.unit not in quantity)
+        head = ", ".join(named)
+        cells.setdefault(subject or row.name, {})[head] = _cell(row)
+    while cells:
+        heads = dict.fromkeys(cells[next(iter(cells))])
+        while more := [
+            h for own in cells.values() if heads.keys() & own for h in own if h not in heads
+        ]:
+            heads |= dict.fromkeys(more)
+        subjects = [subject for subject, own in cells.items() if heads.keys() & own]
+        found = {subject: cells.pop(subject) for subject in subjects}
+        if len(heads) > len(found):
+            lines = [(head, *(found[s].get(head, "") for s in found)) for head in heads]
+            yield table(("", *found), lines)
+        else:
+            lines = [(s, *(found[s].get(head, "") for head in heads)) for s in found]
+            yield table(("", *heads), lines)
+
+
+BOUNDS = {
+    "ratio at least": "≥ {:g}×",
+    "ratio at most": "≤ {:g}×",
+    "ours at least": "≥ {:g}",
+    "ours at most": "≤ {:g}",
+}
+
+
+def _cell(row: Row) -> str:
+    """Return `ours / the other (who, if not always the same), ratio (spread) [bound]`."""
+    said = _number(row.ours)
+    if row.peer is not None:
+        said += f" / {_number(row.peer)}" + (f" ({row.against})" if row.against else "")
+    if row.ratio is not None:
+        said += f", {row.ratio:.2f}×"
+        if row.spread and row.spread[0] != row.spread[1]:
+            said += f" ({row.spread[0]:.2f}–{row.spread[1]:.2f})"
+    return said if row.must is None else f"{said} [{BOUNDS[row.goal].format(row.must)}]"
 
 
 def curves() -> str:
-    """What `python -m bench.curves` stored: a line a variant, means over the seeds with their
+    """Return what `python -m bench.curves` stored: a line a variant, means over the seeds with their
     range."""
     from bench.curves import HEAD, summary
 
@@ -424,7 +465,7 @@ def curves() -> str:
 
 
 def cache_runs() -> str:
-    """What `python -m bench.sparse` stored: a line an arm, means over its runs with their range."""
+    """Return what `python -m bench.sparse` stored: a line an arm, means over its runs with their range."""
     from bench.sparse import HEAD, summary
 
     record = json.loads((RESULTS / "sparse.json").read_text())
@@ -442,7 +483,7 @@ def cache_runs() -> str:
 
 
 def prices() -> str:
-    """What `python -m bench.formats` stored."""
+    """Return what `python -m bench.formats` stored."""
     from bench.formats import HEAD, cells
 
     record = json.loads((RESULTS / "formats.json").read_text())
@@ -454,7 +495,7 @@ def prices() -> str:
 
 
 def fidelity() -> str:
-    """What `python -m bench.fidelity` stored, a table a kind of device."""
+    """Return what `python -m bench.fidelity` stored, a table a kind of device."""
     from bench.fidelity import HEAD, read_table
 
     lines = []
@@ -470,18 +511,18 @@ def fidelity() -> str:
 NOT_RUN_HERE = "Nothing of this is stored in bench/baselines/ yet: run `python -m bench.fidelity`."
 
 
-def rooms() -> str:
-    """The import arrows of the package as a drawing; those that follow from others are left out."""
+def packages() -> str:
+    """Return the imports between packages as a drawing, without those that follow from others."""
     arrows = _arrows(ROOT / "lowroll")
     lines = ["```mermaid", "graph TD"]
-    for room, below in arrows.items():
+    for name, below in arrows.items():
         implied = {far for near in below for far in _below(near, arrows)}
-        lines += [f"  {room} --> {near}" for near in sorted(below - implied)]
+        lines += [f"  {name} --> {near}" for near in sorted(below - implied)]
     return "\n".join([*lines, "```"])
 
 
 def _arrows(package: Path) -> dict[str, set[str]]:
-    """The rooms, and what the files of each import of the others."""
+    """Return, for each package, the others that its files import."""
     homes = {path.relative_to(package): path for path in sorted(package.rglob("*.py"))}
     arrows: dict[str, set[str]] = {
         file.parts[0].removesuffix(".py"): set()
@@ -489,14 +530,14 @@ def _arrows(package: Path) -> dict[str, set[str]]:
         if not file.name.startswith("__") or len(file.parts) > 1
     }
     for file, path in homes.items():
-        room = file.parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())) if room in arrows else ():
-            arrows[room] |= {name for name in _imported(node) if name in arrows} - {room}
+        home = file.parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())) if home in arrows else ():
+            arrows[home] |= {name for name in _imported(node) if name in arrows} - {home}
     return arrows
 
 
 def _imported(node: ast.AST) -> list[str]:
-    """The rooms that an import statement names."""
+    """Return the packages that an import statement names."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
@@ -506,13 +547,13 @@ def _imported(node: ast.AST) -> list[str]:
     return [name.split(".")[1] for name in names if name.startswith("lowroll.")]
 
 
-def _below(room: str, arrows: Mapping[str, set[str]]) -> set[str]:
-    """Every room that the room reaches."""
-    return arrows[room] | {far for near in arrows[room] for far in _below(near, arrows)}
+def _below(name: str, arrows: Mapping[str, set[str]]) -> set[str]:
+    """Return every package that a package reaches."""
+    return arrows[name] | {far for near in arrows[name] for far in _below(near, arrows)}
 
 
 class Front(NamedTuple):
-    """A row of the first screen: what was measured, and the stored rows that say it."""
+    """A row of the README: what was measured, and the stored rows that say it."""
 
     what: str
     against: str
@@ -556,7 +597,7 @@ FRONT = (
 
 
 def front() -> str:
-    """The six rows of the first screen: five of stored benchmarks, and the learning curves."""
+    """Return the six rows of the README: five of stored benchmarks, and the learning curves."""
     lines = []
     for entry in FRONT:
         stored = {row["name"]: row for row in _stored(entry.file)["rows"]}
@@ -570,7 +611,7 @@ def front() -> str:
 
 
 def _learnt() -> tuple[str, ...]:
-    """What 150 steps with INT4 rollouts leave of a model, corrected and not."""
+    """Return the row of 150 steps with INT4 rollouts, corrected and not."""
     from bench.curves import summary
 
     record = json.loads((RESULTS / "curves.json").read_text())
@@ -581,17 +622,6 @@ def _learnt() -> tuple[str, ...]:
         f"{reward['int4 naive']} (one clipped ratio); {reward['bf16']} with bfloat16 rollouts",
         "-",
     )
-
-
-def _comparison(row: Row) -> tuple[str, ...]:
-    spread, bound = row.spread, row.must
-    extent = f" ({spread[0]:.2f} to {spread[1]:.2f})" if spread and spread[0] != spread[1] else ""
-    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x{extent}"
-    must = "" if bound is None else f"{row.goal} {bound:g}"
-    if bound is not None and row.goal == "ratio at least":
-        must = f"{bound:g}x"
-    other = f"{_number(row.peer)} ({row.against})" if row.against else _number(row.peer)
-    return row.name, row.unit, _number(row.ours), other, ratio, must
 
 
 def _number(value: float | None) -> str:
@@ -625,7 +655,7 @@ PARTS: dict[str, Callable[[], str]] = {
         fidelity,
         prices,
         front,
-        rooms,
+        packages,
     )
 }
 

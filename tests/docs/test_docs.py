@@ -277,11 +277,12 @@ def test_the_benchmark_table_shows_what_was_stored(tmp_path: Path) -> None:
     (tmp_path / "bench/baselines").mkdir(parents=True)
     (tmp_path / "bench/baselines/engine.json").write_text(
         '{"date": "2026-01-02", "machine": {"cpu": "X", "threads": 2, "torch": "2.13", "transformers": "5.23"}, '
-        '"rows": [{"name": "demo", "unit": "tokens/s", "ours": 3000.4, "peer": 1000, "ratio": 3.0, '
+        '"rows": [{"name": "demo: rollout", "unit": "tokens/s", "ours": 3000.4, "peer": 1000, "ratio": 3.0, '
         '"spread": [2.9, 3.1], "must": 2.0}]}'
     )
     assert "2026-01-02: X, 2 threads" in made.measured()
-    assert "| demo | tokens/s | 3,000 | 1,000 | 3.00x (2.90 to 3.10) | 2x |" in made.measured()
+    assert "|  | rollout, tokens/s |" in made.measured()
+    assert "| demo | 3,000 / 1,000, 3.00× (2.90–3.10) [≥ 2×] |" in made.measured()
 
 
 def test_types_travel_with_the_package() -> None:

@@ -4,7 +4,7 @@ documented.
 Each file is a strict model of its own, so that an unknown key is an error with its line here too.
 `only(...)` marks a key that this program does not follow: it is accepted at its neutral values, and
 refused with the reason when it asks for more. `table.py` says where each of the others acts. The
-comments are the document's meaning of a key; docs/configuration.md shows them.
+comments are the document's meaning of a key.
 """
 
 from __future__ import annotations
