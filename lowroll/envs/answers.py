@@ -1,13 +1,12 @@
-r"""Final answers: where they stand in a response, and when two of them are equal.
+r"""Final answers: their place in a response, and their equality.
 
-Conventions: the number on the last valid `#### 72` line (GSM8K), or the content of the last
-`\boxed{...}` with balanced braces (MATH). A line is valid that holds one number and perhaps its name
-and unit, `#### x = 18 dollars`; a box inside of another is a part of it. There is no fallback to
-"the last number in the text": under RL a lenient extractor is a loophole.
+An answer is the number on the last valid `#### 72` line (GSM8K) or the content of the last balanced
+`\boxed{...}` (MATH). A valid line holds one number and perhaps its name and unit, `#### x = 18
+dollars`; a nested box is part of the outer one. There is no fallback to the last number in the
+text: under RL a lenient extractor is a loophole.
 
-Equality: the same number or the same text in one spelling (`notation`), else part by part
-(`forms`), and at last as expressions (`expressions`), which `costs` refuses by their size before
-anything is evaluated. What is left takes `MAX_SECONDS` of CPU time at most.
+Equality is tested by spelling (`notation`), then part by part (`forms`), and at last as expressions
+(`expressions`), whose size `costs` bounds. What is left takes at most `MAX_SECONDS` of CPU time.
 """
 
 from __future__ import annotations
@@ -24,21 +23,20 @@ HASH = re.compile(r"####[^\n]*")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 BARE = re.compile(r"[^\s$\\{}]+")
-# not of a difference, nor of a list
+# not in a difference or a list
 MINUS = re.compile(r"(?:(?:^|(?<![\d)}])\s|[$=(:{]|\\[(\[])-|[$=]\s*-\s*)$")
 JOINED = re.compile(r"(?:[-\s$,;&}]|\\[()]|\\text\s*\{|\\quad|\band\b|\bor\b|\b[A-Za-z]\s*=)*")
 JOINT = re.compile(r"[,;]|\band\b|\bor\b")
 
 
 def hash_answer(text: str) -> str | None:
-    """Return the number of the last line `#### number` (its name and its unit may stand beside it,
-    another number may not); None if there is none."""
+    """Return the number of the last line `#### number`, which may have a name and a unit; None if
+    there is none."""
     found = _last_line(plain(text))
     return None if found is None else found[1]
 
 
 def _last_line(text: str) -> tuple[int, str] | None:
-    """Return (start, number) of the last line with a number behind its `####`."""
     for line in reversed(list(HASH.finditer(text))):
         said = line[0].rpartition("####")[2]
         if len(said) <= MAX_ANSWER and (number := stated_number(said)) is not None:
@@ -47,11 +45,11 @@ def _last_line(text: str) -> tuple[int, str] | None:
 
 
 def boxed_answer(text: str, joined: bool = True) -> str | None:
-    r"""Return the content of the last `\boxed{...}` or `\boxed x` that is in no other; None when
-    there is none or its braces never close.
+    r"""Return the content of the last outer `\boxed{...}` or `\boxed x`; None when there is none or
+    its braces never close.
 
-    A minus sign in front of the box belongs to it, and where `joined`, so do the boxes that "and",
-    "or" or a comma join to it.
+    A minus sign in front belongs to it; where `joined`, so do boxes joined by "and", "or" or a
+    comma.
     """
     text = plain(text)
     boxes = _boxes(text)
@@ -68,8 +66,7 @@ def boxed_answer(text: str, joined: bool = True) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, tuple[str, int] | None]]:
-    """Return (start, (content, end)) of each box that is in no other; None for one whose braces
-    never close."""
+    """Return (start, (content, end)) of each outer box; None for one whose braces never close."""
     closing = _closing_braces(text)
     boxes: list[tuple[int, tuple[str, int] | None]] = []
     end = 0
@@ -82,7 +79,7 @@ def _boxes(text: str) -> list[tuple[int, tuple[str, int] | None]]:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return the position where each brace closes, by the position where it opens."""
+    """Map each opening brace's position to the closing one's."""
     opened: list[int] = []
     closing = {}
     for token in BRACES.finditer(text):
@@ -94,7 +91,6 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def _content(text: str, box: re.Match[str], closing: dict[int, int]) -> tuple[str, int] | None:
-    """Return (content, end) of a box."""
     found = None
     if text[box.end() : box.end() + 1] != "{":
         found = _bare(text, box.end())
@@ -111,7 +107,7 @@ def _bare(text: str, start: int) -> tuple[str, int] | None:
 
 
 def last_answer(text: str, joined: bool = True) -> str | None:
-    """Return the answer under whichever of the two conventions comes last in the text."""
+    """Return the answer under whichever convention comes last in the text."""
     text = plain(text)
     line, box = _last_line(text), boxed_answer(text, joined)
     if line is None or box is None:
@@ -120,24 +116,23 @@ def last_answer(text: str, joined: bool = True) -> str | None:
 
 
 def same_number(gold: str, answer: str) -> bool | None:
-    """Exact equality of two plain numbers (`1,234.50`, `$7`, `4.5e33`); None when one of them is
-    not one."""
+    """Return whether two plain numbers (`1,234.50`, `$7`, `4.5e33`) are exactly equal; None when
+    one of them is not one."""
     a, b = quantity(tidy(gold)), quantity(tidy(answer))
     return None if a is None or b is None else a == b
 
 
 class Unjudged(Exception):
-    """An answer that cannot be judged: no formula, too large to evaluate, or too long on the way.
-    It is wrong."""
+    """An answer that is no formula, too large to evaluate, or too slow; it is wrong."""
 
 
 def equal(gold: str, answer: str, ordered: bool = False) -> bool:
-    """Return whether `answer` (already extracted) equals the gold answer. `ordered`: the order of a
-    list without brackets counts.
+    """Return whether an extracted answer equals the gold answer, both LaTeX or plain text.
+    `ordered`: the order of a list without brackets counts.
 
-    Both sides may be LaTeX or plain text. Units and text beside a formula are not judged, and 50\\%
-    is both 50 and 0.5. Raises Unjudged when the answer is at fault; any other exception is the
-    fault of the gold answer or of this program.
+    Units and text beside a formula are not judged, and 50\\% is both 50 and 0.5. Raises Unjudged
+    when the answer is at fault; any other exception is the fault of the gold answer or of this
+    program.
     """
     gold, answer = gold.strip(), answer.strip()
     if gold == answer:
@@ -147,7 +142,7 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
     same = same_number(gold, answer)
     if same:
         return True
-    # sympy: only who compares formulas pays for it
+    # imports sympy: only for formulas
     from lowroll.envs import costs, expressions, forms
 
     try:
@@ -160,7 +155,7 @@ def equal(gold: str, answer: str, ordered: bool = False) -> bool:
 
 
 class _NoTimeoutWarning(logging.Filter):
-    """math-verify warns once that its time limits are off; that is on purpose here."""
+    """A filter of math-verify's warning that its time limits are off, as they are on purpose."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "Timeout is disabled" not in record.getMessage()

@@ -1,16 +1,15 @@
 """arithmetic: evaluate a generated expression step by step, on a scratchpad.
 
-A task is a random binary expression with all parentheses written, such as `(3 + 5) * 2`. The gold
-response reduces one operation a line, innermost and leftmost first, and ends with the answer:
+The gold response to an expression such as `(3 + 5) * 2` reduces one operation a line, innermost and
+leftmost first, and ends with the answer:
 
     3 + 5 = 8
     8 * 2 = 16
     #### 16
 
-Reward = (1 - format_weight) * right + format_weight * tidy, where `right` is 1 when the number
-after the last `####` is the value, and `tidy` is 1 when the lines before it are true statements `a
-op b = c`, as many as there are operations. Integers only: a division always has a divisor that
-divides.
+Reward = (1 - format_weight) * right + format_weight * tidy: `right` is 1 when the number after the
+last `####` is the value, `tidy` is 1 when the lines before it are as many true statements `a op b =
+c` as there are operations. All divisions are exact.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ STEP = re.compile(r"(-?\d{1,18}) ([-+*/]) (-?\d{1,18}) = (-?\d{1,18})")
 
 
 def apply(op: str, a: int, b: int) -> int | None:
-    """Return a op b in the integers; None for a division that is not exact."""
+    """Return a op b in the integers; None for an inexact division."""
     if op == "/":
         return a // b if b and a % b == 0 else None
     return a + b if op == "+" else a - b if op == "-" else a * b
@@ -71,7 +70,6 @@ class Arithmetic(GeneratedEnvironment):
         self.exact = format_weight == 0.0
 
     def task(self, rng: Random) -> tuple[str, dict[str, Any]]:
-        """Draw an expression; info holds its value and the lines of its reduction."""
         lines: list[str] = []
         text, value = self._expression(rng, rng.randint(*self.steps), lines)
         return text[1:-1], {"answer": str(value), "steps": lines}
@@ -94,7 +92,6 @@ class Arithmetic(GeneratedEnvironment):
         return f"({left} {op} {right})", result
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 for the right final number, with `format_weight` of it for a tidy scratchpad."""
         text = bounded(text)
         answer = hash_answer(text)
         right = float(answer is not None and same_number(prompt.info["answer"], answer) is True)
@@ -112,9 +109,7 @@ class Arithmetic(GeneratedEnvironment):
         )
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the scratchpad and the answer."""
         return "\n".join([*prompt.info["steps"], f"#### {prompt.info['answer']}"])
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the gold scratchpad with an answer that is one too large."""
         return "\n".join([*prompt.info["steps"], f"#### {int(prompt.info['answer']) + 1}"])

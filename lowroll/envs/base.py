@@ -1,16 +1,13 @@
 """The interface of an environment: a source of prompts and a scorer that can be checked.
 
-`prompt(index, split)` is a pure function of (arguments, seed, split, index), so a run that resumes,
-retries or re-dispatches sees the same task under the same index, and workers need no shared state.
-`score(prompt, text)` is pure too: it may raise (the worker pool turns that into a ScoreError, never
-into a reward of 0).
+`prompt(index, split)` is a pure function of (arguments, seed, split, index), so resumed or retried
+work sees the same task and workers share no state. `score(prompt, text)` is pure too; the worker
+pool turns an exception into a ScoreError, never into a reward of 0.
 
-Held-out tasks. A generated task belongs to the test split when the first byte of the SHA-256 of its
-text is below 64, a quarter of all tasks. Train and test are therefore disjoint whatever the seed
-and the index, also across runs.
+A generated task belongs to the test split when the first byte of the SHA-256 of its text is below
+64, so the splits are disjoint for every seed, index and run.
 
-`validate()` asks the two questions that a reward must answer before it trains anything: does the
-scorer accept its own gold answers, and does it reject them once they are perturbed?
+`validate()` checks that the scorer accepts its gold answers and rejects perturbed ones.
 """
 
 from __future__ import annotations
@@ -27,27 +24,25 @@ from lowroll.envs.outcome import InvalidScore, Outcome, Reply, judge
 from lowroll.types import Message, Prompt, Score
 
 SPLITS = ("train", "test")
-MAX_TEXT = 50_000  # characters of a response that a scorer looks at
+MAX_TEXT = 50_000  # characters of a response that are scored
 TEST_BYTES = 64  # of 256: the share of generated tasks that is held out
-MAX_DRAWS = 200  # a task space that gives none of a split in so many draws is too small
+MAX_DRAWS = 200  # draws without a task of the split before the task space counts as too small
 NUM_FAILURES = 5  # examples that a Validation keeps
 
 
 def bounded(text: str) -> str:
-    """Return the last `MAX_TEXT` characters of a response: the answer stands at the end, and a
-    scorer's work stays bounded."""
+    """Return the last `MAX_TEXT` characters of a response, where the answer stands."""
     return text[-MAX_TEXT:]
 
 
 def split_of(text: str) -> str:
-    """Return the split, "train" or "test", that a generated task with this text belongs to."""
+    """Return the split, "train" or "test", of a generated task with this text."""
     return "test" if hashlib.sha256(text.encode()).digest()[0] < TEST_BYTES else "train"
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Outcome of `Environment.validate`: of `count` tasks, how the scorer judged gold and perturbed
-    responses."""
+    """Outcome of `Environment.validate` over `count` tasks."""
 
     env: str
     split: str
@@ -59,26 +54,26 @@ class Validation:
 
     @property
     def ok(self) -> bool:
-        """True if every gold answer was accepted and every perturbed one rejected."""
+        """Return whether every gold answer was accepted and every perturbed one rejected."""
         return self.gold_accepted == self.perturbed_rejected == self.count - self.gold_missing
 
 
 class Environment(ABC):
-    """The base class of environments. Subclasses take their arguments as keywords beside `name` and
-    `seed`, and refuse bad ones."""
+    """The base class of environments. Subclasses take keywords beside `name` and `seed`, and refuse
+    bad ones."""
 
-    exact = False  # True: there are no partial rewards, so a perturbed answer must score 0
-    # of a response that takes longer than the pool's limit; None: that is an error
+    exact = False  # True: no partial rewards, so a perturbed answer must score 0
+    # the score of a response that exceeds the pool's time limit; None: an error
     overtaxed: Score | None = None
     together = False  # whether the responses to one prompt are scored by one `score_together`
-    # what a slow scorer says it is at, in its worker
+    # set by a worker: reports what a slow scorer is doing
     tell: Callable[[str], object] = staticmethod(lambda doing: None)
-    max_turns = 1  # of the assistant in one conversation; with 1 `respond` is never asked
-    # tokens of a whole conversation, its prompt included; None: as many as the run has room for
+    max_turns = 1  # of the assistant; with 1 `respond` is never called
+    # tokens of a whole conversation with its prompt; None: the run's limit
     max_sequence_tokens: int | None = None
-    # JSON schemas of the functions that the model may call, which its chat template shows it
+    # JSON schemas of callable functions, for the chat template
     tools: Sequence[dict[str, Any]] = ()
-    curriculum: Curriculum | None = None  # levels of its tasks; their `info` says "level"
+    curriculum: Curriculum | None = None  # levels of its tasks, as `info["level"]`
 
     def __init__(
         self, *, name: str, seed: int = 0, system: str | None = None, template: str = "{text}"
@@ -89,64 +84,59 @@ class Environment(ABC):
 
     @abstractmethod
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return task number `index` (0, 1, ...) of a split. Raises ValueError for a negative index
-        or a split without tasks."""
+        """Return task number `index` (0, 1, ...) of a split. ValueError for a negative index or a
+        split without tasks."""
 
     @abstractmethod
     def score(self, prompt: Prompt, text: str) -> Outcome:
-        """Judge the response `text` by a number or a Score; it may be async. Any exception becomes
-        a ScoreError."""
+        """Judge the response `text` by a number or a Score; may be async. Any exception becomes a
+        ScoreError."""
 
     def prepare(self) -> None:  # noqa: B027  # most have nothing to load
-        """Load what scoring needs and takes long, such as a reward model. Called once, in a worker,
-        before it is ready."""
+        """Load what is slow, such as a reward model; called once in a worker before it is ready."""
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> Reply:
-        """Return the environment's new messages (of a user, a tool or the system) to a conversation
-        whose last message is the assistant's, or None when the conversation is done. It may be
-        async.
+        """Return new messages (user, tool or system) for a conversation that ends with the
+        assistant's, or None when it is done; may be async.
 
-        A pure function of its arguments: a turn may be asked again after a restart, and in another
-        process. Whatever it raises becomes a ScoreError of this sample. `max_turns` bounds how often
-        it is asked."""
+        It must be pure: a turn may be asked again after a restart and in another process. Any
+        exception becomes a ScoreError of this sample. `max_turns` bounds how often it is asked.
+        """
         return None
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
-        """Judge a whole conversation, the prompt's messages first, like `score`, which by default
-        judges the last message of the assistant."""
+        """Judge a whole conversation, the prompt's messages first; by default the assistant's last
+        message."""
         said = [one for one in messages[len(prompt.messages) :] if one["role"] == "assistant"]
         return self.score(prompt, bounded(str(said[-1].get("content") or "")) if said else "")
 
     def score_together(
         self, prompt: Prompt, said: Sequence[str | list[Message]]
     ) -> Sequence[Score | InvalidScore]:
-        """Score several responses, or conversations, to one prompt together, for environments that
-        compare them (`together`). Returns one score each, in their order."""
+        """Score several responses or conversations of one prompt together, in order (`together`)."""
         raise NotImplementedError
 
     @abstractmethod
     def gold(self, prompt: Prompt) -> str:
-        """Return a response that deserves a reward of 1 (also the demonstration for SFT). Raises
-        NotImplementedError if unknown."""
+        """Return a response that deserves a reward of 1 (also the SFT demonstration), or raise
+        NotImplementedError."""
 
     @abstractmethod
     def perturbed(self, prompt: Prompt) -> str:
-        """Return a wrong response, as near to the gold one as possible. Raises NotImplementedError
-        if none is known."""
+        """Return a wrong response close to the gold one, or raise NotImplementedError."""
 
     def matching(self, prompt: Prompt, text: str) -> Prompt | None:
-        """Return the task whose right answer is that of the response `text`, by which majorities
-        are counted. None where the answers of two responses are not compared."""
+        """Return the task whose right answer is that of `text`, for majority votes; None where
+        answers are not compared."""
         return None
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of tasks in a split; None when they are generated without end, 0 when
-        there is no such split."""
+        """Return the number of tasks in a split; None when endless, 0 when there is no such split."""
         return None
 
     def rng(self, split: str, index: int, draw: int = 0) -> Random:
-        """Return the random generator of one draw of one task. Raises ValueError for an unknown
-        split or a negative index."""
+        """Return the random generator of one draw of a task. ValueError for an unknown split or a
+        negative index."""
         if split not in SPLITS:
             raise ValueError(f"env {self.name!r}: split must be 'train' or 'test', got {split!r}")
         if index < 0:
@@ -154,7 +144,6 @@ class Environment(ABC):
         return Random(f"{type(self).__name__}/{self.seed}/{split}/{index}/{draw}")
 
     def ask(self, text: str, index: int, split: str, info: dict[str, Any]) -> Prompt:
-        """Wrap a task's text in the template and the system message."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": self.template.replace("{text}", text)})
         return Prompt(id=f"{split}/{index}", env=self.name, messages=messages, info=info)
@@ -162,8 +151,7 @@ class Environment(ABC):
     def validate(self, count: int = 64, split: str = "train") -> Validation:
         """Score the gold and the perturbed response of the first `count` tasks of a split.
 
-        A scorer that raises counts as a failure. Runs in this process: without the time limits of
-        the worker pool.
+        A scorer that raises counts as a failure. Runs in this process, without time limits.
         """
         size = self.size(split)
         count = count if size is None else min(count, size)
@@ -193,23 +181,20 @@ class Environment(ABC):
     def _reward_or_error(self, prompt: Prompt, text: str) -> float | str:
         try:
             return judge(self, prompt, text).reward
-        except (
-            Exception
-        ) as error:  # validate reports what a scorer does; it does not stop at the first bad task
+        except Exception as error:  # failures of a scorer are reported
             return f"{type(error).__name__}: {error}"
 
 
 class GeneratedEnvironment(Environment):
-    """An endless environment: `task` draws, `prompt` keeps the first draw that belongs to the
-    split."""
+    """An endless environment: `prompt` keeps the first drawn `task` of the split."""
 
     @abstractmethod
     def task(self, rng: Random) -> tuple[str, dict[str, Any]]:
-        """Draw one task: its text, and the JSON data that the scorer will need."""
+        """Draw a task: its text, and the JSON data for the scorer."""
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return task number `index` of a split. Raises ValueError when the arguments leave the
-        split without tasks."""
+        """Return task number `index` of a split. ValueError when the arguments leave the split
+        without tasks."""
         for draw in range(MAX_DRAWS):
             text, info = self.task(self.rng(split, index, draw))
             if split_of(text) == split:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def blamed(what: str, file: str | None) -> Iterator[None]:
-    """Turn an exception that code of `file` raises in the block into a ValueError with the message
-    `file:line: what: ...`. Without a file (None) the exception passes unchanged."""
+    """Turn an exception raised by code of `file` in the block into a ValueError `file:line: what:
+    ...`. With None it passes unchanged."""
     try:
         yield
     except Exception as error:
@@ -20,8 +20,8 @@ def blamed(what: str, file: str | None) -> Iterator[None]:
 
 
 def place(error: BaseException, file: str) -> str:
-    """Return `file:line` of the last line of `file` on the way to the error; for a SyntaxError, the
-    line that is wrong."""
+    """Return `file:line` of the innermost line of `file` in the traceback; for a SyntaxError, the
+    wrong line."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"{file}:{error.lineno}"
     lines = [
@@ -33,8 +33,7 @@ def place(error: BaseException, file: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return a text such as `KeyError: 'answer'`; for an error that carries a sentence of its own
-    (ValueError) the sentence alone."""
+    """Return a text such as `KeyError: 'answer'`; for a ValueError its message alone."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     if type(error) is ValueError and text:
         return text

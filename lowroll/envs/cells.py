@@ -1,12 +1,10 @@
-"""Files for the values that a notebook or script puts into its settings (an environment class, a
-reward function, rows), so that the scoring workers can read them.
+"""Files for values that a notebook or script puts into its settings (an environment class, a reward
+function, rows), for the scoring workers.
 
-Workers are fresh processes that know nothing of a notebook, and nothing is pickled. So the text of
-the class or function is written to a file, with the text of the functions and classes of the
-notebook that it uses, imports of what comes from modules, and plain constants. What has no such
-text (an open client, a tensor, a lambda) is refused by name: make it in __init__, or in the
-function. Rows become a file of JSON lines. Not seen is what is changed in a class or constant after
-its cell has run and without its name in the class's text.
+Workers are fresh processes and nothing is pickled, so the text of the class or function is written
+to a file, with the functions, classes, imports and plain constants that it uses. Values without
+such text (an open client, a tensor, a lambda) are refused by name. Rows become JSON lines. A class
+or constant changed after its cell ran, without its name in the class's text, goes unnoticed.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ ROWS = ("data", "path", "test_path")  # keys whose values may be rows
 
 @dataclass(frozen=True)
 class CellReference:
-    """The id or path that stands for a value in the settings, and the file to write for it."""
+    """The id or path of a value in the settings, and the file to write for it."""
 
     id: str
     file: Path | None = None
@@ -46,8 +44,8 @@ class CellReference:
 
 
 def replaced(tree: Any, write: Callable[[Any], str]) -> Any:
-    """Return a configuration in which `write(value)` replaces every Environment class (as `id`, or
-    alone in its place), every function, and rows at the keys that may hold them."""
+    """Return a configuration with `write(value)` in place of Environment classes (as `id` or
+    alone), functions, and rows at their keys."""
     if isinstance(tree, Mapping):
         found = {key: _value(str(key).rpartition(".")[2], tree[key], write) for key in tree}
         return {"name": tree["id"].__name__, **found} if _is_environment(tree.get("id")) else found
@@ -77,10 +75,10 @@ def _is_environment(value: object) -> bool:
 
 
 def named(value: Any, folder: Path) -> CellReference:
-    """Return the id of an environment class or function, or the path of rows, with the file that it
-    needs in `folder`, whose name has a digest of its text, so that no other one is replaced.
+    """Return the id of a class or function, or the path of rows, with the file it needs in
+    `folder`, named by a digest of its text.
 
-    ValueError when it has no text, uses what has none, or cannot be found by its name.
+    ValueError when it has no text, uses something without text, or cannot be found by name.
     """
     if not callable(value):
         return _as_rows(value, folder)
@@ -90,7 +88,6 @@ def named(value: Any, folder: Path) -> CellReference:
 
 
 def _as_definition(value: Any, folder: Path) -> CellReference:
-    """Return the reference of a class or function, which has a name of its own."""
     if not isinstance(value, type):
         _refuse_nameless(value)
         module = sys.modules.get(value.__module__)
@@ -103,8 +100,8 @@ def _as_definition(value: Any, folder: Path) -> CellReference:
 
 
 def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tuple[Path, str | None]:
-    """Return the file of a class or function, and None; for one of a notebook or script, the file
-    that it needs in `folder` and the text to write there."""
+    """Return the file of a class or function and None; for one of a notebook or script, the file in
+    `folder` and the text to write."""
     if value.__module__ != MAIN:
         return Path(inspect.getfile(value)).resolve(), None
     text = source(value)
@@ -112,8 +109,8 @@ def as_file(value: type[Environment] | types.FunctionType, folder: Path) -> tupl
 
 
 def _as_object(value: Callable[..., Any], folder: Path) -> CellReference:
-    """Return the reference of a callable object: by its name in a module, or for a partial function
-    by its parts."""
+    """Return the reference of a callable object: its name in a module, or a partial function's
+    parts."""
     function = value.func if isinstance(value, functools.partial) else None
     if (home := _holder(value)) is not None:
         module, name = home
@@ -137,8 +134,7 @@ def _as_object(value: Callable[..., Any], folder: Path) -> CellReference:
 
 
 def _holder(value: object) -> tuple[types.ModuleType, str] | None:
-    """Return (module, name) of a global that holds an object; the main module comes last, for what
-    it imports has a home elsewhere."""
+    """Return (module, name) of a global that holds an object, the main module last."""
     modules = sorted(sys.modules.items(), key=lambda item: item[0] == MAIN)
     for _, module in modules:
         if isinstance(module, types.ModuleType):
@@ -149,8 +145,7 @@ def _holder(value: object) -> tuple[types.ModuleType, str] | None:
 
 
 def _object_source(name: str) -> str:
-    """Return the text of a module with an object that the main module made, and all that it
-    uses."""
+    """Return the module text of an object made in the main module, with all that it uses."""
     parts: dict[str, str] = {}
     known = vars(sys.modules[MAIN])
     text = _assignment(name)
@@ -162,7 +157,6 @@ def _object_source(name: str) -> str:
 
 
 def _partial_source(value: Any) -> str:
-    """Return the text of a module with a partial function under the function's own name."""
     function, parts = value.func, {"functools": "import functools as functools"}
     name = function.__name__
     given = [*map(repr, value.args), *(f"{key}={value.keywords[key]!r}" for key in value.keywords)]
@@ -182,7 +176,7 @@ def _partial_source(value: Any) -> str:
 
 
 def _assignment(name: str) -> str:
-    """Return the last statement of the main module that gives a name at its top level."""
+    """Return the last top-level statement of the main module that assigns a name."""
     file = getattr(sys.modules[MAIN], "__file__", None)
     for held in dict.fromkeys([*([file] if file else []), *reversed(linecache.cache)]):
         lines = linecache.getlines(held)
@@ -196,7 +190,6 @@ def _assignment(name: str) -> str:
 
 
 def _targets(node: ast.stmt) -> list[str]:
-    """Return the names that an assignment gives; none for any other statement."""
     found = node.targets if isinstance(node, ast.Assign) else []
     if isinstance(node, ast.AnnAssign) and node.value is not None:
         found = [node.target]
@@ -209,7 +202,7 @@ def _file(folder: Path, name: str, text: str, suffix: str) -> Path:
 
 
 def _refuse_nameless(value: Any) -> None:
-    """Raise ValueError for an object that a worker could not find again."""
+    """Raise ValueError for an object that a worker could not find."""
     if not isinstance(value, types.FunctionType):
         raise ValueError(
             f"reward_funcs: {value!r} is no function of its own, and workers find functions by name; "
@@ -236,7 +229,6 @@ def _refuse_nameless(value: Any) -> None:
 
 
 def _as_rows(value: Any, folder: Path) -> CellReference:
-    """Return the reference of rows, of a list or a data set, as JSON lines."""
     if hasattr(value, "to_dict") and hasattr(value, "iterrows"):  # a frame of pandas
         value = value.to_dict("records")
     if not isinstance(value, Iterable):
@@ -254,15 +246,13 @@ def _as_rows(value: Any, folder: Path) -> CellReference:
 
 
 def source(value: type[Environment] | types.FunctionType) -> str:
-    """Return the text of a module with the class or function and all that it uses."""
+    """Return the module text of a class or function with all that it uses."""
     parts: dict[str, str] = {}
     _collect(value.__name__, value, value.__name__, parts)
     return _module_text(value.__name__, parts, _has_annotations(value))
 
 
 def _has_annotations(value: type | types.FunctionType) -> bool:
-    """Return whether the class or function was written under `from __future__ import
-    annotations`."""
     return any(
         found.__code__.co_flags & __future__.annotations.compiler_flag
         for found in (value, *vars(value).values())
@@ -281,12 +271,12 @@ def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
 
 
 def _collect(name: str, value: object, user: str, parts: dict[str, str]) -> None:
-    """Add the definition of `name`, after the definitions that it needs."""
+    """Add the definition of `name` after those that it needs."""
     if name in parts:
         return
     if getattr(value, "__module__", None) == MAIN and isinstance(value, type | types.FunctionType):
         text = _text(value)
-        parts[name] = ""  # it may use itself
+        parts[name] = ""  # allows recursion
         known = vars(sys.modules[MAIN])
         for needed in _globals(text):
             if needed in known and (
@@ -334,8 +324,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _text(value: type | types.FunctionType) -> str:
-    """Return the text of a class or function of the main module. Raises ValueError when it was not
-    kept."""
+    """Return the text of a main-module class or function; ValueError when it was not kept."""
     if isinstance(value, types.FunctionType):
         functions = [value]
     else:
@@ -365,7 +354,7 @@ def _text(value: type | types.FunctionType) -> str:
 def _statements(text: str) -> list[ast.stmt]:
     try:
         return ast.parse(text).body
-    except SyntaxError:  # not Python, such as a cell of magic commands
+    except SyntaxError:  # such as a cell of magic commands
         return []
 
 
@@ -378,7 +367,7 @@ def _definitions(text: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFu
 
 
 def _globals(text: str) -> list[str]:
-    """Return the names that a text takes from the module around it."""
+    """Return the names that a text takes from its module."""
 
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
         top = table.get_type() == "module"

@@ -1,19 +1,18 @@
 """chain: carry a running sum through many rounds of a table that the prompt gives once.
 
 A task is a table of amounts, a start, a modulus and a number of rounds, such as `a=3 b=7 from 5 mod
-10, 2 rounds`. The gold response adds the amounts in turn, writes the sum after each, numbers its
-rounds, and ends with the last sum:
+10, 2 rounds`. The gold response writes the sum after each amount, numbers its rounds, and ends with
+the last sum:
 
     1: a8 b5
     2: a8 b5
     #### 5
 
-The response never repeats an amount, so each of its sums needs the sum before and the table in the
-prompt: who forgets either is wrong from there on. A table whose total had a factor in common with
-the modulus would come back to its start early, and is not drawn.
+Each sum needs the sum before and the table in the prompt. A total that shares a factor with the
+modulus would cycle early and is not drawn.
 
-Reward = (1 - step_weight) * right + step_weight * prefix, where `right` is 1 when the number after
-the last `####` is the last sum, and `prefix` is the share of the sums before the first wrong one.
+Reward = (1 - step_weight) * right + step_weight * prefix: `right` is 1 when the number after the
+last `####` is the last sum, `prefix` is the share of sums before the first wrong one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TEMPLATE = (
     "{text}\nAdd the amounts in turn, round by round. Write a line for each round, such as "
     "1: a8 b5, with every new sum after its letter, and then the last sum after ####."
 )
-MAX_SUMS = 5000  # a gold response has to fit what a scorer looks at
+MAX_SUMS = 5000  # bounded by what a scorer reads
 SUM = re.compile(r"([a-z])(\d{1,4})")
 
 
@@ -81,7 +80,6 @@ class Chain(GeneratedEnvironment):
         self.exact = step_weight == 0.0
 
     def task(self, rng: Random) -> tuple[str, dict[str, Any]]:
-        """Draw a table; info holds all sums in turn and the last one."""
         amounts = [0]
         while gcd(sum(amounts), self.modulus) != 1:
             amounts = [rng.randint(0, self.max_amount) for _ in self.letters]
@@ -97,8 +95,6 @@ class Chain(GeneratedEnvironment):
         return text, {"answer": str(total), "sums": sums}
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 for the right last sum, with `step_weight` of it for the right sums before the
-        first wrong one."""
         text = bounded(text)
         answer = hash_answer(text)
         right = float(answer is not None and same_number(prompt.info["answer"], answer) is True)
@@ -116,11 +112,10 @@ class Chain(GeneratedEnvironment):
         return min(len(sums), len(found))
 
     def gold(self, prompt: Prompt) -> str:
-        """Return all rounds and the last sum."""
         return self.written(prompt.info["sums"])
 
     def written(self, sums: list[int]) -> str:
-        """Write a response with these sums, right or wrong."""
+        """Return a response with these sums."""
         width = len(self.letters)
         lines = [
             f"{first // width + 1}: "
@@ -130,6 +125,5 @@ class Chain(GeneratedEnvironment):
         return "\n".join([*lines, f"#### {sums[-1]}"])
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return all rounds and an answer that is one too large."""
         chain = self.gold(prompt).rpartition("####")[0]
         return f"{chain}#### {int(prompt.info['answer']) + 1}"

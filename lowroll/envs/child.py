@@ -1,8 +1,6 @@
-"""Child processes of this package: same interpreter, few environment variables, one fixed hash
-seed, a process group.
+"""Child processes: same interpreter, few environment variables, a fixed hash seed, a process group.
 
-The hash seed orders Python's sets of strings. With it fixed, a child does the same in every run and
-in every worker.
+The hash seed orders sets of strings, so a child behaves the same in every run and worker.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ SET_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 PR_SET_PDEATHSIG = 1
-FEW = 8  # children that any machine may be asked for
-A_CORE = 64  # children a core holds: most of those who wait for a judge sleep
+FEW = 8  # children that any machine may start
+A_CORE = 64  # children a core holds: most wait for a judge
 CHILD_MB = 64  # memory of one that has imported sympy
-CHILD_FILES = 4  # descriptors that it takes here
+CHILD_FILES = 4  # file descriptors of one
 
 
 def start(
@@ -38,7 +36,7 @@ def start(
     """Run `python -m module <pid of this process>` with pipes for input and output, as leader of a
     new session.
 
-    Of this process's environment it sees `machine.KEEP_ENV` and `pass_env` alone: no other keys or tokens.
+    It sees only `machine.KEEP_ENV` and `pass_env` of the environment: no keys or tokens.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -54,20 +52,20 @@ def start(
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send `number` to this child process when its parent dies, though it hangs in
-    C code or is stopped.
+    """Make the kernel send `number` to this child when its parent dies, even if it hangs in C code
+    or is stopped.
 
-    The parent is the thread that started it, so that one must live as long as the child is needed.
+    The parent is the thread that started it, which must outlive the child.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before prctl
         os._exit(1)
 
 
 def private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return (requests, replies) in the child process. Output of other code goes to standard error,
-    and its input is empty."""
+    """Return (requests, replies) in the child; other output goes to standard error, and other input
+    is empty."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
@@ -76,8 +74,8 @@ def private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
-    """Return these variables of this process's environment. Raises ValueError for one that is not
-    set, or that a child has its own value of."""
+    """Return these variables of the environment. ValueError for one that is not set, or that a
+    child sets itself."""
     for name in variables:
         if name not in os.environ:
             raise ValueError(f"{who}: the environment variable {name} is not set")
@@ -87,8 +85,7 @@ def named(variables: Sequence[str], who: str = "pass_env") -> dict[str, str]:
 
 
 def check_count(workers: int) -> None:
-    """Raise ValueError, with the arithmetic, when this machine cannot hold so many scoring
-    workers."""
+    """Raise ValueError when this machine cannot hold so many workers."""
     cores, files = (
         len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         _open_files(),

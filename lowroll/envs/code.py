@@ -1,12 +1,11 @@
 """code: programs in Python, judged by hidden tests in a sandbox.
 
-The last fenced block of a response is run on each test of its row: standard input and output, or
-calls of a function. Reward: the share of tests that it passes, or with `reward: all` 1 when it
-passes all, else 0.
+The last fenced block of a response runs on each test of its row: standard input and output, or
+function calls. Reward: the share of passed tests, or with `reward: all` 1 only when all pass.
 
-A row has its task in `question`, `problem`, `prompt`, `question_content` or `description`, its tests
-in one of the shapes of `sandbox.shapes`, and perhaps `starter_code` and a solution (`solution`,
-`solutions`, `canonical_solution`), which is its gold answer.
+A row has its task in `question`, `problem`, `prompt`, `question_content` or `description`, tests in
+a shape of `sandbox.shapes`, and perhaps `starter_code` and a gold `solution`, `solutions` or
+`canonical_solution`.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class CodeTask:
 
 
 class Code(Environment):
-    """Numbers beside the reward: `passed` (share of tests), `all_passed`, `timeouts` and `crashes`
-    (shares), `compile_error`, `has_program`."""
+    """Programs scored by hidden tests; metrics: `passed` (share of tests), `all_passed`, `timeouts`
+    and `crashes` (shares), `compile_error`, `has_program`."""
 
     def __init__(
         self,
@@ -91,20 +90,17 @@ class Code(Environment):
         walls.found()
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of usable rows of the split."""
         return len(self.rows[split])
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return task number `index` of a split; its info holds the tests."""
-        self.rng(split, index)  # checks both
+        self.rng(split, index)  # validates both
         row = self.rows.at(split, index)
         task = self.rows[split][row]
         tests = [[case.input, case.output, case.fn_name] for case in task.cases[: self.max_cases]]
         return self.ask(task.question, index, split, {"tests": tests, "row": row, "split": split})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return the share of tests that the response's program passes, or whether it passes all.
-        Raises SandboxError when the sandbox itself failed."""
+        """Score by the passed tests. SandboxError when the sandbox itself failed."""
         program = last_block(bounded(text))
         if program is None or not program.strip():
             return Score(0.0, _metrics(None))
@@ -115,11 +111,10 @@ class Code(Environment):
         return Score(reward, _metrics(verdict))
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the row's solution. Raises NotImplementedError for a row without one."""
         return f"```python\n{self._solution(prompt)}\n```"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the solution, with one more line of output, or another result."""
+        """Return the solution with another line of output or another result."""
         name = prompt.info["tests"][0][2]
         solution = self._solution(prompt)
         owner = "Solution." if "class Solution" in solution else ""
@@ -159,7 +154,7 @@ def _metrics(verdict: CaseResults | None) -> dict[str, float]:
 
 
 def task_of(row: dict[str, Any], where: str) -> CodeTask:
-    """Read one row. ValueError names file and line of a row without a task or without tests."""
+    """Read one row. ValueError names file and line of a row without a task or tests."""
     question = next((row[key] for key in QUESTION_FIELDS if row.get(key)), None)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(
@@ -184,7 +179,7 @@ def task_of(row: dict[str, Any], where: str) -> CodeTask:
 
 
 def _solution_of(row: dict[str, Any]) -> str:
-    """Return the first solution of a row: text, a list, or the JSON text of one; "" without any."""
+    """Return a row's first solution (text, list, or JSON text of one), or ""."""
     value = next((row[key] for key in SOLUTION_FIELDS if row.get(key)), "")
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:

@@ -1,8 +1,8 @@
-r"""Limits on the size of an answer: what exceeds them is refused before anything is evaluated.
+r"""Limits on the size of an answer, checked before evaluation.
 
-`refuse_text` looks at the text, for what the parser itself evaluates (binomials, determinants) or
-follows too deep. `refuse_tree` looks at the unevaluated tree: the logarithm of every number in it,
-and what no final answer consists of.
+`refuse_text` checks what the parser itself evaluates (binomials, determinants) or nests too deep;
+`refuse_tree` checks the unevaluated tree: the logarithm of each number, and what no final answer
+contains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sympy
 MAX_BITS = 100_000  # of a number
 MAX_ARGUMENT = 10_000  # of a function that the parser evaluates
 MAX_DEPTH = 20  # of braces and brackets
-MAX_BARS = 16  # of absolute values, which the parser guesses at
+MAX_BARS = 16  # of absolute values, whose nesting the parser guesses
 MAX_ROWS, MAX_ENTRIES = 4, 64  # of a determinant, of a matrix
 
 EAGER = re.compile(r"\\(binom|Gamma|gcd|lcm|operatorname)(?![A-Za-z])")
@@ -36,15 +36,14 @@ class Costly(ValueError):
 
 
 class AnswerTimeout(BaseException):
-    """The CPU time for an answer is over. It is a BaseException, so that no handler in between
+    """A signal that the CPU time for an answer is over; a BaseException, so that no handler
     swallows it."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise AnswerTimeout after so much CPU time of this process, and again after each such time.
-    Works in the main thread only: others cannot be interrupted, nor can one long operation of C
-    code."""
+    """Raise AnswerTimeout after so much CPU time of this process, repeatedly. It works in the main
+    thread only, and cannot interrupt one long operation of C code."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -62,7 +61,6 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def refuse_text(text: str) -> None:
-    """Raise Costly for a text that must not reach the parser."""
     depth = 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
@@ -93,8 +91,8 @@ def refuse_text(text: str) -> None:
 
 
 def refuse_tree(tree: object, unfinished: bool = False) -> None:
-    """Raise Costly for a tree with a number too large, or with a sum, an integral or a limit,
-    unless `unfinished`."""
+    """Raise Costly for a tree with a too large number, or (unless `unfinished`) a sum, an integral
+    or a limit."""
     if isinstance(tree, sympy.MatrixBase):
         for entry in tree:
             refuse_tree(entry, unfinished)
@@ -106,13 +104,13 @@ def refuse_tree(tree: object, unfinished: bool = False) -> None:
 
 
 def _bits(tree: object) -> float:
-    """Return a rough upper bound of |log2| of the numbers that the evaluation of a tree meets."""
+    """Return a rough upper bound of |log2| of the numbers met in evaluating a tree."""
     if isinstance(tree, sympy.Rational):
         return log2(max(abs(int(tree.p)), 1)) + log2(int(tree.q))
     if isinstance(tree, sympy.Float):
         return abs(float(sympy.log(abs(tree), 2).evalf(5))) + 1 if tree else 1
     if not isinstance(tree, (sympy.Basic, sympy.MatrixBase)) or not getattr(tree, "args", ()):
-        return 2  # symbols stand for small numbers
+        return 2  # symbols take small numbers
     bits = [_bits(part) for part in tree.args]
     if isinstance(tree, (sympy.Pow, sympy.MatPow)):
         if not bits[0]:
@@ -129,7 +127,6 @@ def _bits(tree: object) -> float:
 
 
 def _bound(tree: object, bits: float) -> float:
-    """Return an upper bound of a tree's absolute value."""
     if isinstance(tree, sympy.Rational):
         return abs(int(tree.p)) / int(tree.q) if bits < 1000 else inf
     return 2.0**bits if bits < 1000 else inf

@@ -1,14 +1,11 @@
 """Difficulty that follows the measured reward.
 
-An environment with a curriculum has tasks of `levels` levels. Its position p asks for task
-p // levels of level p % levels, so that `prompt` stays a pure function, and the test split, whose
-positions come one after the other, holds all levels alike. Which level the training prompts are
-drawn from is state of the run: it lies in the ledger, and so in every checkpoint.
+Position p is task p // levels of level p % levels, so `prompt` stays pure and the test split holds
+all levels alike. The training level is part of the run's ledger and checkpoints.
 
-The rule. After each batch the groups of the present level are counted, with their mean rewards. Once
-they are `window` or more, the level goes up by one if their mean is at least `raise_at`, down by one
-if it is at most `lower_at`, and the count begins anew. Groups of another level, which were drawn
-before it changed, count nowhere.
+Groups of the current level and their mean rewards are counted. Once they are `window` or more, the
+level goes up if their mean is at least `raise_at`, down if it is at most `lower_at`, and the count
+restarts. Groups drawn for another level are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Curriculum:
     """The levels of an environment and the rule that moves between them. levels: their number;
-    start: the first one, from 0."""
+    start: the first, from 0."""
 
     levels: int
     start: int = 0
@@ -47,21 +44,19 @@ class Curriculum:
             )
 
     def position(self, number: int, level: int) -> int:
-        """Return the environment's position of task `number` of a level."""
         return number * self.levels + level
 
 
 @dataclass(frozen=True)
 class LevelProgress:
-    """The present level, and the groups that were counted in it: how many, and the sum of their mean
-    rewards."""
+    """The current level, and the number and summed mean rewards of its counted groups."""
 
     level: int
     groups: int = 0
     total: float = 0.0
 
     def after(self, rule: Curriculum, means: Sequence[float]) -> LevelProgress:
-        """Return the progress after a batch whose groups of this level have these mean rewards."""
+        """Return the progress after a batch with these mean rewards of this level's groups."""
         groups, total = self.groups + len(means), self.total + sum(means)
         if groups < rule.window:
             return LevelProgress(self.level, groups, total)
@@ -70,7 +65,7 @@ class LevelProgress:
 
     @classmethod
     def of(cls, state: Any) -> LevelProgress:
-        """Read the progress from its JSON form. Raises ValueError that names the field."""
+        """Read the progress from JSON; ValueError names the field."""
         if not isinstance(state, Mapping) or set(state) != set(cls.__dataclass_fields__):
             raise ValueError(f"ledger.levels: expected {sorted(cls.__dataclass_fields__)}")
         for name in ("level", "groups"):

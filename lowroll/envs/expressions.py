@@ -1,10 +1,9 @@
-r"""Expressions: from LaTeX to trees (latex2sympy), and when two trees are equal.
+r"""Equality of expressions, parsed from LaTeX (latex2sympy).
 
-Rational numbers are compared exactly. Other expressions are evaluated to `DIGITS` digits at points
-that hang on the names of their variables alone: two of them that agree at all points, positive and
-negative, are equal (J. Schwartz, "Fast probabilistic algorithms for verification of polynomial
-identities", 1980). Nothing is simplified, which is what takes long. What cannot be evaluated so
-(sets, logic) goes to math-verify.
+Rational numbers are compared exactly. Others are evaluated to `DIGITS` digits at points that depend
+only on the names of their variables, positive and negative: agreement at all means equality (J.
+Schwartz, "Fast probabilistic algorithms for verification of polynomial identities", 1980). Nothing
+is simplified, which could take long. Sets and logic go to math-verify.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from lowroll.envs.notation import repeating, ungrouped
 log = logging.getLogger(__name__)
 
 DIGITS = 60  # of a value at a point
-DIGITS_ALONE = 240  # of a value without variables, which has no other point
-AGREE = 2 / 3  # of the digits: two equal values differ in the last ones alone
-ROUNDED = 6  # significant digits of a decimal that may stand for a number that no decimal is
+DIGITS_ALONE = 240  # of a value without variables, which has one point alone
+AGREE = 2 / 3  # of the digits: equal values differ only in the last ones
+ROUNDED = 6  # significant digits of a decimal that may stand for an irrational number
 POINTS = 3
 CONFIG = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
 )
-# the parser takes it for a function
+# which the parser takes for a function
 GAMMA = re.compile(r"\\(gamma(?![A-Za-z])|Gamma(?![A-Za-z])(?!\s*\())")
-ENERGY = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")  # E_1 is no number of Euler's
-# and 3(\frac12) no mixed number
+ENERGY = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")  # E_1 is not Euler's number
+# and 3(\frac12) is no mixed number
 FACTOR = re.compile(
     r"((?<![A-Za-z\\])[A-Za-z]\s*\^\s*(?:\{[^{}-]*\}|\w)|"  # x^2(y+1) is no function of y+1,
     r"(?<![_^\d.])\d+(?:\.\d+)?)\s*\("
@@ -50,15 +49,15 @@ MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)")
 
 
 class GoldError(Exception):
-    """A gold answer that cannot be read in the time for it."""
+    """A gold answer that cannot be read in time."""
 
 
 def equal(gold: str, answer: str) -> bool:
     """Return whether two formulas are equal.
 
-    A gold answer that is too large to evaluate equals only what is written alike; one that is no
-    formula equals nothing here. Raises what the parser raises for an answer that is no formula, and
-    Costly for one that is too large.
+    A gold answer too large to evaluate equals only its own spelling; one that is no formula equals
+    nothing here. The parser's errors for an answer that is no formula pass through; Costly for one
+    too large.
     """
     fold = _fold(gold, answer)
     tree = _gold_tree(gold, fold)
@@ -77,10 +76,10 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
-    """Return the sign of the constant by which two equations, as (left, right), or inequalities
-    differ; None if none does.
+    """Return the sign of the constant by which two equations (left, right) or inequalities differ;
+    None without one.
 
-    An equation of numbers alone, `12 = 2^2 \\cdot 3`, is one that is written alike.
+    An equation of numbers alone, `12 = 2^2 \\cdot 3`, must be spelled alike.
     """
     fold = _fold(" ".join(gold), " ".join(answer))
     golds = [_gold_tree(side, fold) for side in gold]
@@ -104,8 +103,7 @@ def proportion(gold: Sequence[str], answer: Sequence[str]) -> float | None:
 
 
 def _fold(gold: str, answer: str) -> bool:
-    """Return whether the case of letters can be ignored: neither text has a letter in both cases,
-    as in R - r."""
+    """Return whether case can be ignored: neither text has a letter in both cases."""
     for text in (gold, answer):
         letters = set(re.sub(r"\\[A-Za-z]+", "", text)) - set("eEiI")
         if any(letter.isupper() and letter.lower() in letters for letter in letters):
@@ -114,13 +112,13 @@ def _fold(gold: str, answer: str) -> bool:
 
 
 def _gold_tree(text: str, fold: bool) -> Any:
-    """Return the tree of a gold answer; None when it is no formula. Raises GoldError when it takes
-    too long to find out."""
+    """Return the tree of a gold answer; None when it is no formula. GoldError when parsing takes
+    too long."""
     try:
         return _tree(text, fold)
     except AnswerTimeout as error:
         raise GoldError(f"the gold answer takes too long to read: {text[:80]!r}") from error
-    except Exception as error:  # the parser has no class of its own for texts that it cannot read
+    except Exception as error:  # the parser raises no class of its own
         log.debug("gold answer %r is compared as text: %s", text, error)
         return None
 
@@ -138,11 +136,10 @@ def _tree(text: str, fold: bool) -> Any:
 
 
 class _Reader(_Latex2Sympy):
-    """latex2sympy with a number parser of its own: latex2sympy's is sympy's `sympify`, an
-    `eval`."""
+    """latex2sympy with its own number parser instead of sympy's `sympify`, an `eval`."""
 
     def parse_number(self, text: str) -> Any:
-        """Return an integer, or a decimal as a Float. Raises ValueError for anything else."""
+        """Return an integer, or a decimal as a Float; ValueError for anything else."""
         text = text.replace(",", "")
         if text.isascii() and text.isdigit():
             return sympy.Integer(int(text))
@@ -150,12 +147,11 @@ class _Reader(_Latex2Sympy):
 
 
 def _unfinished(tree: Any) -> bool:
-    """Return whether a tree holds a sum, a product, an integral or a limit."""
     return isinstance(tree, sympy.Basic) and tree.has(*UNFINISHED)
 
 
 def exact(tree: Any) -> Fraction | None:
-    """Return the value of a tree of rational numbers; None for any other tree."""
+    """Return the exact value of a tree of rational numbers; None for others."""
     if isinstance(tree, sympy.Rational):
         return Fraction(int(tree.p), int(tree.q))
     if isinstance(tree, sympy.Float):
@@ -185,7 +181,7 @@ def exact(tree: Any) -> Fraction | None:
 
 
 def same_tree(a: Any, b: Any) -> bool:
-    """Return whether two trees are written alike, up to the order of summands and factors."""
+    """Return whether two trees are spelled alike, up to the order of summands and factors."""
     return a == b or _ordered(a) == _ordered(b)
 
 
@@ -199,7 +195,7 @@ def _ordered(tree: Any) -> Any:
 
 
 def compare(a: Any, b: Any) -> bool | None:
-    """Return whether two trees are equal; None when numbers cannot tell."""
+    """Return whether two trees are equal; None when numbers cannot decide."""
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
         if a.shape != b.shape:
             return False
@@ -227,14 +223,13 @@ def compare(a: Any, b: Any) -> bool | None:
 
 
 def _ratio(a: Any, b: Any) -> float | None:
-    """Return the sign of the constant, not 0, by which `a` is a multiple of `b`; None when it is
-    none."""
+    """Return the sign of the nonzero constant a / b; None without one."""
     ratios = []
     for u, v in _values(a, b):
         if u is None or v is None:
             continue
         if _zero(u) or _zero(v):
-            return None  # an equation that always holds says nothing
+            return None  # an equation that always holds
         ratios.append(u / v)
     if len(ratios) < 2 or any(_agree(ratio, ratios[0]) is not True for ratio in ratios[1:]):
         return None
@@ -242,8 +237,8 @@ def _ratio(a: Any, b: Any) -> float | None:
 
 
 def begins(text: str, number: str) -> bool:
-    """Return whether a decimal is the beginning of a number that has no finite decimal form:
-    0.666666 or 0.666667 for 2/3."""
+    """Return whether a decimal begins or rounds a number without finite decimals: 0.666666 or
+    0.666667 for 2/3."""
     if DECIMAL.fullmatch(text) is None:
         return False
     tree = _tree(number, True)
@@ -252,8 +247,8 @@ def begins(text: str, number: str) -> bool:
 
 
 def rounds_to(text: str, tree: Any, cut: bool = False) -> bool:
-    """Return whether a decimal is the correct rounding of a number that has no finite decimal form:
-    0.333333 for 1/3. `cut`: it may also be rounded towards zero."""
+    """Return whether a decimal is the correct rounding of a number without finite decimals:
+    0.333333 for 1/3. `cut`: rounding towards zero counts too."""
     if DECIMAL.fullmatch(text) is None or len(text.replace(".", "").lstrip("-0")) < ROUNDED:
         return False
     value = exact(tree)
@@ -280,7 +275,7 @@ def _is_decimal(value: Fraction) -> bool:
 
 
 def verified(gold: Any, answer: Any) -> bool:
-    """Return whether math-verify takes two trees for equal, where numbers cannot tell."""
+    """Return whether math-verify takes two trees for equal."""
     if any(
         isinstance(tree, sympy.Basic) and tree.has(sympy.nan, sympy.zoo) for tree in (gold, answer)
     ):
@@ -293,7 +288,6 @@ def verified(gold: Any, answer: Any) -> bool:
 
 
 def _values(a: Any, b: Any) -> list[tuple[Any, Any]]:
-    """Return the values of two trees at each point; None where there is none."""
     a = _evaluable(a)
     b = _evaluable(b)
     names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols} - {"i"})
@@ -307,7 +301,7 @@ def _values(a: Any, b: Any) -> list[tuple[Any, Any]]:
 
 
 def _coordinate(name: str, point: int) -> Any:
-    """Return a rational between 1/4 and 4 in absolute value, positive at the first point."""
+    """Return a rational of absolute value 1/4 to 4, positive at the first point."""
     rng = Random(f"{name}/{point}")
     value = sympy.Rational(rng.randrange(25_000, 400_000), 100_003)
     if point and rng.random() < 0.5:
@@ -316,8 +310,8 @@ def _coordinate(name: str, point: int) -> Any:
 
 
 def _evaluable(tree: Any) -> Any:
-    """Return the tree with decimals as fractions, and with functions without a meaning, and
-    derivatives, as variables."""
+    """Return the tree with decimals as fractions, and unknown functions and derivatives as
+    variables."""
     unknown = {part: sympy.Symbol(str(part)) for part in tree.atoms(AppliedUndef, sympy.Derivative)}
     decimals = {part: sympy.Rational(str(part)) for part in tree.atoms(sympy.Float)}
     if not unknown and not decimals:
@@ -326,8 +320,7 @@ def _evaluable(tree: Any) -> Any:
 
 
 def _value(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
-    """Return the number that a tree is at a point, a complex one included; None when it is none, or
-    not finite."""
+    """Return a tree's (possibly complex) value at a point; None when undefined or infinite."""
     at = {}
     for symbol in tree.free_symbols:
         at[symbol] = sympy.I if symbol.name == "i" else point[symbol.name]
@@ -344,7 +337,7 @@ def _value(tree: Any, point: Mapping[str, Any], digits: int) -> Any:
 
 
 def _zero(value: Any) -> bool:
-    """Return whether a value is 0, or lost all its digits when it was evaluated."""
+    """Return whether a value is 0 or lost all its digits."""
     return all(part == 0 or part.is_Float and part._prec < 60 for part in value.as_real_imag())
 
 

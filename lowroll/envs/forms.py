@@ -1,12 +1,11 @@
-r"""The form of a final answer (a list, a set, a tuple or interval, a union, a relation, one
-expression), and equality.
+r"""The form of a final answer (list, set, tuple or interval, union, relation, expression), and
+equality.
 
-Forms are compared part by part: brackets must be the same, tuples keep their order, lists and sets
-count how often a part occurs. `x \ge 3` and `\{x | x \ge 3\}` are the interval `[3,\infty)`, `1 \pm
-\sqrt 2` is a list of two. Two numbers are no point: `1,2` is not `(1,2)`, but `x=1, y=2` is. An
-implication, `4 \implies x=5`, is no value, neither 4 nor 5: it equals another with equal sides. Of
-`\frac13 \approx 0.33` the value is what stands before the sign. The parts that have no parts
-themselves are compared as text, as numbers, as words, and at last as expressions.
+Forms are compared part by part: brackets must match, tuples keep their order, lists and sets are
+multisets. `x \ge 3` and `\{x | x \ge 3\}` are the interval `[3,\infty)`; `1 \pm \sqrt 2` is a list
+of two. `1,2` is not the point `(1,2)`, but `x=1, y=2` is. An implication, `4 \implies x=5`, equals
+only another with equal sides. `\frac13 \approx 0.33` has the value before the sign. Parts without
+parts are compared as text, numbers, words, and at last expressions.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lowroll.envs.notation import (
     words,
 )
 
-MAX_PARTS = 40  # of a list whose order is free
+MAX_PARTS = 40  # of an unordered list
 TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\[A-Za-z]+|.", re.DOTALL)
 COMMA = re.compile(r"[,;]")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -51,17 +50,17 @@ CONSTANT = re.compile(
 
 @dataclass(frozen=True)
 class Form:
-    """The structure of an answer: its kind and its parts."""
+    """The kind and parts of an answer."""
 
     kind: str  # "list", "set", "tuple", "union", "implication", "relation" or "leaf"
     parts: tuple[str, ...]
     signs: str = ""  # the brackets of a tuple, the operators of a relation or implication
-    name: str = ""  # the variable that an inequality or an assignment is about
+    name: str = ""  # the variable of an inequality or assignment
 
 
 def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """Cut a text at the separators outside of all brackets, and return the pieces and these; uncut
-    when its brackets do not match."""
+    """Cut a text at separators outside of all brackets; return pieces and separators, or the uncut
+    text if brackets do not match."""
     cut = []
     separators = []
     start = 0
@@ -82,8 +81,7 @@ def pieces(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]
 
 
 def wrapped(text: str) -> tuple[str, str] | None:
-    """Return (brackets, inside) of a text that stands in one pair of brackets; None for any
-    other."""
+    """Return (brackets, inside) of a text in one pair of brackets, or None."""
     depth = 0
     for token in TOKEN.finditer(text):
         sign = token[0]
@@ -99,7 +97,6 @@ def wrapped(text: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=4096)
 def form(text: str) -> Form:
-    """Return the form of a tidy text."""
     text = text.strip()
     if (pair := wrapped(text)) is not None:
         found = _bracketed(*pair)
@@ -135,18 +132,17 @@ def _bracketed(brackets: str, inside: str) -> Form | None:
 
 
 def _is_interval(found: Form) -> bool:
-    """Return whether a relation bounds a variable."""
     return found.kind == "tuple" and bool(found.name)
 
 
 def _values(text: str, braces: bool = False) -> tuple[str, ...]:
-    """Return the parts of a list, both values of those with a sign."""
+    """Return the parts of a list, both values of a sign."""
     return tuple(part for piece in _listed(text, braces) for part in _signs(piece))
 
 
 def _listed(text: str, braces: bool) -> list[str]:
-    """Return the parts of a list. A comma between digits belongs to a number where other commas
-    have spaces behind them."""
+    """Split a list. A comma between digits belongs to a number if other commas are followed by
+    spaces."""
     if not braces and quantity(without_unit(ASSIGNED.sub("", text))[0]) is not None:
         return [text]
     spaced = re.search(r",\s", text) is not None
@@ -168,8 +164,8 @@ def _signs(text: str) -> list[str]:
 
 
 def _relation(text: str) -> Form | None:
-    """Return a relation; an interval when it bounds one variable by numbers, or says of what set it
-    is a member."""
+    """Return a relation, or the interval of one that bounds a variable by numbers or states its
+    membership in a set."""
     sides, operators = pieces(text, RELATION)
     sides = [side.strip() for side in sides]
     if not operators or not all(sides):
@@ -269,7 +265,7 @@ def _same_form(gold: Form, answer: Form, ordered: bool) -> bool:
 
 
 def _are_coordinates(parts: tuple[str, ...]) -> bool:
-    """Return whether each of the parts is about a name of its own, as in `x=1, y=2`."""
+    """Return whether each part assigns another name, as in `x=1, y=2`."""
     names = [form(part).name for part in parts]
     return all(names) and len(set(names)) == len(names)
 
@@ -279,8 +275,8 @@ def _pairwise(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 
 def _unordered(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
-    """Return whether two lists have equal parts, each equally often, in any order. Raises
-    ValueError when more than MAX_PARTS parts are left to compare."""
+    """Return whether two lists are equal multisets. ValueError when more than MAX_PARTS parts are
+    left to compare."""
     if len(gold) != len(answer):
         return False
     left = list(answer)
@@ -302,8 +298,8 @@ def _unordered(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
 
 
 def _same_relation(gold: Form, answer: Form) -> bool:
-    """Return whether two relations, or a relation and a value, are equal: `x = 5` equals 5, and so
-    does `2 + 3 = 5`, but `4 = 5` does not."""
+    """Return whether two relations, or a relation and a value, are equal: `x = 5` and `2 + 3 = 5`
+    equal 5, `4 = 5` does not."""
     if answer.kind != "relation":
         if not gold.name or not _is_equation_and_value(gold, answer):
             return False
@@ -331,14 +327,13 @@ def _is_equation_and_value(relation: Form, other: Form) -> bool:
 
 
 def _said(equation: Form) -> list[str]:
-    """Return the values that an equation gives its name: its last side, and the numbers before
-    it."""
+    """Return the values of an equation's name: its last side, and the numbers before it."""
     sides = equation.parts[bool(equation.name) :]
     return [side for side in sides[:-1] if CONSTANT.fullmatch(side)] + [sides[-1]]
 
 
 def _upwards(relation: Form) -> Form:
-    r"""Return the relation with `<` and `\leq` alone, where it has `>` and `\geq` alone."""
+    r"""Return a relation of `>` and `\geq` turned into `<` and `\leq`."""
     signs = relation.signs.split()
     if not all(sign in FLIPPED and sign not in BELOW for sign in signs):
         return relation
@@ -381,8 +376,7 @@ def same_leaf(gold: str, answer: str) -> bool:
 
 
 def _begins(text: str, other: str) -> bool:
-    r"""Return whether a text such as `0.6666667\ldots` is the beginning of a number that has no
-    finite decimal form."""
+    r"""Return whether a text such as `0.6666667\ldots` begins a number without finite decimals."""
     if not text.endswith(DOTS) or DOTS in other:
         return False
     from lowroll.envs import expressions
@@ -401,7 +395,7 @@ def same_value(gold: str, answer: str, shift: int = 0) -> bool:
             return True
         if len(readings(gold)) == len(readings(answer)) == 1:
             return False
-    # imports sympy: only environments that compare formulas pay for it
+    # imports sympy: only for formulas
     from lowroll.envs import expressions
 
     golds = list(readings(gold))

@@ -1,18 +1,15 @@
-"""Items of one reasoning-gym generator by number, and their scores: in this process, or in a child.
+"""Numbered items of one reasoning-gym generator, and their scores, in this process or a child.
 
-A generator is a list of items that its seed determines. An item's number is (split, draw, index):
-block `index // BLOCK` of the list seeded by (seed, split, draw, block). Several generators walk
-over sets of strings, so that their items also depend on Python's hash seed, which is random in most
-processes. There a child process with a fixed hash seed makes the items, the same in every run; in
-the scoring workers, whose hash seed is the same, no child is needed.
+A generator is a list of items determined by its seed. An item's number is (split, draw, index):
+block `index // BLOCK` of the list seeded by (seed, split, draw, block). Some generators iterate
+over sets of strings, so their items depend on Python's hash seed: a child process with a fixed one
+makes the items, unless this process is such a child (a scoring worker).
 
-A level of difficulty is an option like any other, `curriculum_level`: reasoning-gym's own curriculum of
-the generator, with all its attributes at that level, says what it stands for; of a composite each
-part's own. Levels whose options the generator itself refuses are left out, and counting goes on.
+The option `curriculum_level` is a level of reasoning-gym's own curriculum; a composite applies it
+to each part. Levels whose options the generator refuses are skipped.
 
-Some of the scorers evaluate the response as Python or sympy source. For those the answer must be a
-sentence of a small language (`LANGUAGES`) in which nothing but the task's own functions can be
-called; anything else is wrong, unread.
+Some scorers evaluate the response as Python or sympy source: there an answer outside a small
+language (`LANGUAGES`), which can call only the task's own functions, is wrong, unread.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from lowroll.envs import child
 from lowroll.types import nearest
 
 LEVEL = "curriculum_level"
-BLOCK = 256  # items of one list: some generators prepare data for each item at construction
+BLOCK = 256  # items of one list: some generators prepare data for each at construction
 CHILD_LIMIT = 60.0  # seconds for a child to answer
 KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed child
 
@@ -44,7 +41,7 @@ LISTS = re.compile(r"[\w\s,'\"\[\]-]*")
 SUMS = re.compile(r"[\d\s()+*/.-]*")
 FUNCTIONS = "exp|log|sqrt|sin|cos|tan|cot|sec|csc|asin|acos|atan|sinh|cosh|tanh|erf|Abs|pi"
 FORMULAS = re.compile(rf"(?>\d++(?:\.\d*+)?|\b(?:{FUNCTIONS}|[A-Za-z])\b|[\s()+*/^-])*+")
-LANGUAGES = {  # generators whose scorer evaluates the answer, and what it may consist of
+LANGUAGES = {  # for generators whose scorer evaluates the answer: its allowed parts
     "string_insertion": LISTS,
     "spiral_matrix": LISTS,
     "binary_matrix": LISTS,
@@ -61,35 +58,35 @@ def _same_numbers(answer: str, item: dict[str, Any]) -> bool:
     return sorted(map(int, re.findall(r"\d{1,18}", answer))) == sorted(item["metadata"]["numbers"])
 
 
-# what a scorer of version 0.1.25 forgets to ask
+# checks that scorers of version 0.1.25 lack
 DEMANDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {
-    # it takes bool("False") for True
+    # its scorer takes bool("False") for True
     "game_of_life_halting": lambda answer, item: answer == item["answer"],
-    "puzzle24": _same_numbers,  # it takes 24 out of any four numbers
+    "puzzle24": _same_numbers,  # its scorer accepts 24 from any four numbers
 }
 
 
 class ItemSource(Protocol):
-    """The interface of both kinds of generator. An item's number is (split, draw, index)."""
+    """The interface of both kinds of generator; an item's number is (split, draw, index)."""
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
-        """Return (question, stored answer) of an item."""
+        """Return (question, stored answer)."""
 
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
-        """Return the generator's reward for an answer to the item."""
+        """Return the generator's reward for an answer."""
 
 
 def levels(name: str, options: dict[str, Any]) -> int:
-    """Return the number of levels of a generator's curriculum; for a composite, of the part that
-    has most. Raises ValueError for one that has none, or an option that the curriculum moves."""
+    """Return the number of levels of a generator's curriculum (a composite: of its longest part).
+    ValueError for one without, or an option that the curriculum sets."""
     if sys.flags.hash_randomization:
         return int(_server.ask(name, options, 0, "levels"))
     return _num_levels(name, options)
 
 
 def source(name: str, options: dict[str, Any], seed: int) -> ItemSource:
-    """Return the items of generator `name`. Raises ValueError for an unknown generator or option,
-    or a missing package."""
+    """Return the items of a generator. ValueError for an unknown generator or option, or a missing
+    package."""
     if sys.flags.hash_randomization:
         return RemoteGenerator(name, options, seed)
     return Generator(name, options, seed)
@@ -101,7 +98,7 @@ class Generator:
     def __init__(self, name: str, options: dict[str, Any], seed: int) -> None:
         self.name, self.options, self.seed = name, _checked(name, options), seed
         self._list = lru_cache(maxsize=8)(self._make_list)
-        # a group's responses are scored in a row
+        # a group's responses are scored consecutively
         self._item = lru_cache(maxsize=64)(self._make_item)
         try:
             self._list("train", 0, 0)
@@ -111,13 +108,13 @@ class Generator:
     def _make_list(self, split: str, draw: int, block: int) -> Any:
         from reasoning_gym import create_dataset
 
-        # numpy takes no larger one
+        # numpy's limit
         seed = random.Random(f"{self.seed}/{split}/{draw}/{block}").getrandbits(31)
         return create_dataset(self.name, seed=seed, size=BLOCK, **self.options)
 
     def _make_item(self, split: str, draw: int, index: int) -> dict[str, Any]:
         state = random.getstate()
-        # a few generators draw from the global stream
+        # a few generators use the global stream
         random.seed(f"{self.seed}/{split}/{draw}/{index}")
         try:
             return self._list(split, draw, index // BLOCK)[index % BLOCK]
@@ -125,15 +122,13 @@ class Generator:
             random.setstate(state)
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
-        """Return (question, stored answer) of an item."""
         item = self._item(split, draw, index)
         return item["question"], item["answer"]
 
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
-        """Return the generator's reward, and 0 for an answer outside of its language or its
-        task."""
+        """Return the generator's reward; 0 for an answer outside its language or task."""
         item = self._item(split, draw, index)
-        # a composite tells whose item it is
+        # a composite names the item's generator
         maker = item["metadata"].get("source_dataset", self.name)
         language, demand = LANGUAGES.get(maker), DEMANDS.get(maker)
         if answer != item["answer"] and (
@@ -147,35 +142,32 @@ class Generator:
 
 
 class RemoteGenerator:
-    """A generator in the child process that all generators of this process share."""
+    """A generator in the child process that this process's generators share."""
 
     def __init__(self, name: str, options: dict[str, Any], seed: int) -> None:
         self.key = (name, options, seed)
         _server.ask(*self.key, "check")
 
     def item(self, split: str, draw: int, index: int) -> tuple[str, str | None]:
-        """Return (question, stored answer) of an item."""
         question, answer = _server.ask(*self.key, "item", split, draw, index)
         return question, answer
 
     def score(self, split: str, draw: int, index: int, answer: str) -> float:
-        """Return the generator's reward."""
         return float(_server.ask(*self.key, "score", split, draw, index, answer))
 
 
 class _Server:
-    """The child process: started at the first request, and again after it has been late or has
-    died."""
+    """The child process, started at the first request and again after it is late or dies."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        # the child dies with the thread that started it
+        # the child dies with its starting thread
         self.starter: ThreadPoolExecutor | None = None
 
     def ask(self, *words: Any) -> Any:
-        """Send one request and return its reply. Raises ValueError with the child's reason;
-        TimeoutError after `CHILD_LIMIT` seconds."""
+        """Send one request and return its reply. ValueError with the child's reason; TimeoutError
+        after `CHILD_LIMIT` seconds."""
         with self.lock:
             if self.process is None:
                 self.starter = ThreadPoolExecutor(1, thread_name_prefix="generator-starter")
@@ -184,7 +176,7 @@ class _Server:
                 ).result(CHILD_LIMIT)
             try:
                 reply = self._exchange(self.process, json.dumps(words).encode() + b"\n", words[0])
-            except BaseException:  # what it would still say belongs to no later request
+            except BaseException:  # a late reply must not answer a later request
                 self.stop()
                 raise
         if "failed" in reply:
@@ -211,7 +203,6 @@ class _Server:
         return json.loads(line)
 
     def stop(self) -> None:
-        """End the child, if there is one."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate(timeout=KILL_LIMIT)
@@ -270,7 +261,7 @@ def _num_levels(name: str, options: dict[str, Any]) -> int:
 
 
 def _at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
-    """Return the options of a level; above the last one, those of the last."""
+    """Return the options of a level, at most the last."""
     own = {key: value for key, value in options.items() if key != LEVEL}
     if name == "composite":
         parts = [
@@ -290,8 +281,8 @@ def _at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=128)
 def _steps(name: str) -> list[dict[str, Any]]:
-    """Return the options that each level of a generator's curriculum sets. Raises ValueError for an
-    unknown generator and for one without a curriculum."""
+    """Return the options that each level sets. ValueError for an unknown generator or one without a
+    curriculum."""
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
     if name not in DATASETS:
@@ -330,8 +321,8 @@ def _generator(key: str) -> Generator:
 
 
 def main() -> None:
-    """Run the child process. A request line is [name, options, seed, verb, arguments...], the verb
-    "check", "levels", "item" or "score"; one reply each."""
+    """Run the child: a request line [name, options, seed, verb, arguments...] with the verb
+    "check", "levels", "item" or "score" has one reply."""
     child.die_with(int(sys.argv[1]))
     requests, replies = child.private_streams()
     for line in requests:
@@ -346,7 +337,7 @@ def main() -> None:
                 reply["result"] = (
                     generator.item(*arguments) if verb == "item" else generator.score(*arguments)
                 )
-        except Exception as error:  # the other side raises it
+        except Exception as error:  # raised on the other side
             reply["failed"] = (
                 str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             )

@@ -1,7 +1,7 @@
 """gsm8k: grade-school word problems (Cobbe et al. 2021, "Training Verifiers to Solve Math Word
 Problems").
 
-A response ends in `#### number`; `\\boxed{number}` counts too, and the last of them decides.
+The last `#### number` or `\\boxed{number}` of a response decides.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from lowroll.envs.problems import Problems
 
 
 class GSM8K(Problems):
-    """Rows {question, answer}: the answer is a worked solution that ends in `#### number`."""
+    """Rows {question, answer} with worked solutions that end in `#### number`."""
 
     hashes = True
     default_template = (

@@ -3,8 +3,8 @@
 
     user 1-9    assistant 5    user higher    assistant 7        found at the second of its turns
 
-The reward is 1 for the number, less `turn_cost` for each guess before; a miss gets `near` times its
-nearness, 1 - |guess - number| / width, and what is no number nothing.
+The reward is 1 for the number, less `turn_cost` for each earlier guess; a miss gets `near` times
+its nearness, 1 - |guess - number| / width; anything else 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUMBER = re.compile(r"\s*(\d{1,9})\s*")
 
 
 class Guess(GeneratedEnvironment):
-    """A number of 1..`most`, drawn from a range of `width` numbers that the task names."""
+    """A number of 1..`most`, from a range of `width` numbers that the task names."""
 
     def __init__(
         self,
@@ -47,14 +47,13 @@ class Guess(GeneratedEnvironment):
         self.exact = near == 0.0
 
     def task(self, rng: Random) -> tuple[str, dict[str, Any]]:
-        """Draw a range; the number in it stands in info alone."""
         low = rng.randint(1, self.most - self.width + 1)
         number = rng.randint(low, low + self.width - 1)
-        # many tasks have one range, and belong to one split: what is held out are ranges
+        # tasks with the same range share a split: ranges are held out
         return f"{low}-{low + self.width - 1}", {"answer": str(number)}
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """Answer a wrong guess with a hint; None when the number was guessed."""
+        """Answer a wrong guess with a hint; None after the right one."""
         guess, number = guessed(messages[-1]["content"]), int(prompt.info["answer"])
         if guess == number:
             return None
@@ -65,14 +64,13 @@ class Guess(GeneratedEnvironment):
         return [{"role": "user", "content": hint}]
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """Score a conversation by the last guess and the number of guesses before it."""
+        """Score by the last guess and the number of guesses before it."""
         said = [one["content"] for one in messages if one["role"] == "assistant"]
         found = self.score(prompt, said[-1])
         cost = self.turn_cost * (len(said) - 1) if found.metrics["found"] else 0.0
         return Score(found.reward - cost, {**found.metrics, "guesses": float(len(said))})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 for the number alone, `near` times its nearness for another one."""
         guess, number = guessed(text), int(prompt.info["answer"])
         if guess == number:
             return Score(1.0, {"found": 1.0})
@@ -80,15 +78,12 @@ class Guess(GeneratedEnvironment):
         return Score(self.near * nearness, {"found": 0.0})
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the number."""
         return str(prompt.info["answer"])
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the next number."""
         return str(int(prompt.info["answer"]) + 1)
 
 
 def guessed(text: str) -> int | None:
-    """Return the number that a text is; None for any other text."""
     found = NUMBER.fullmatch(text)
     return int(found[1]) if found else None

@@ -1,10 +1,8 @@
-r"""The notation of a final answer: one spelling of what is written in many, before anything is
-compared.
+r"""The notation of a final answer: one spelling before any comparison.
 
-`plain` gives characters that look alike one spelling: minus signs, spaces, digits of any width.
-`tidy` also takes away what carries no meaning (dollars, fonts, colours, spacing, a full stop) and
-what cannot be seen. The readers below take a tidy text apart: `quantity` reads a plain number,
-`without_unit` cuts what stands behind one, `stated_number` reads a line that holds one number.
+`plain` unifies characters that look alike: minus signs, spaces, digits of any width. `tidy` also
+removes what is invisible or without meaning (dollars, fonts, colours, spacing, a full stop). The
+readers below take tidy text.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ SIGNS = str.maketrans(
         "£": "",
         "€": "",
         "¥": "",
-        # of no width: joiners, byte order marks, directions of writing
+        # invisible: joiners, byte order marks, directions of writing
         **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\ufeff", ""),
         **dict.fromkeys("\u200e\u200f\u202a\u202b\u202c\u202d\u202e", ""),
         **dict.fromkeys("\u2066\u2067\u2068\u2069", ""),
@@ -97,7 +95,7 @@ SPELLINGS = [
     (re.compile(pattern), by)
     for pattern, by in (
         (r"(?:\s|~)+", " "),
-        (r"(?<!\\)\\[()\[\]]|\\?\$", ""),  # the delimiters of formulas, dollars
+        (r"(?<!\\)\\[()\[\]]|\\?\$", ""),  # formula delimiters and dollars
         (r"(^|[:=])\s*(\*\*|__|`)(.+?)\2", r"\1 \3"),  # bold and code in Markdown
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
         (rf"\\(?:{UNSEEN})\s*{BRACED}", ""),
@@ -178,20 +176,20 @@ NUMERAL = re.compile(
 SCALE = re.compile(
     rf"(?<=[\d}})])\s*(?:\\text\{{)?\s*({'|'.join(SCALES)})s?\s*\}}?$", re.IGNORECASE
 )
-# words that say something of the number before them
+# words that modify the number before them
 COUNTING = (
     "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
     "(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
 )
 NO_UNITS = rf"and|or|nor|xor|not|but|if|is|are|was|plus|minus|divided|half|{COUNTING}"
-# without a space between: 5orsix
+# without a space: 5orsix
 NOT_GLUED = rf"(?!(?i:and|or|xor|not|but|over|plus|minus|versus)|[A-Za-z]*(?i:{COUNTING})\b)"
 COUNTED_IN = re.compile(
     rf"\s*(?:({'|'.join(SCALES)})s?\b(?:\s*\\text\{{([^{{}}]*)\}})?)", re.IGNORECASE
 )
 LABEL = rf"\\text\{{(?![^{{}}]*(?i:\b(?:{NO_UNITS})\b))[^{{}}\d,]*\}}"
 SHORT = "cm|mm|km|dm|nm|kg|mg|ml|mL|ft|yd|mi|lb|oz|hr|am|pm|Hz|sq|cu|kW|eV|Pa"
-# a word that stands apart, or a long one
+# a separate word, or a long one
 COUNTED = rf"(?<=[\s/])[A-Za-z]{{3,}}+|(?<!\s){NOT_GLUED}[A-Za-z]{{5,}}+"
 WORD = (
     rf"(?<![A-Za-z\\])(?:[ck]?m/[sh]|{SHORT}|"
@@ -210,7 +208,7 @@ NAME = re.compile(
     r"\\[A-Za-z]+(?![A-Za-z\s]*\{)(?:\s*[A-Z]+)?)"
     r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?\s*(?:\^\{(?:\\prime)+\})?\s*(?:\([A-Za-z,\s]*\))?"
 )
-# the units of a line that holds one number, and so no variables
+# units of a line with one number and no variables
 GLUED = rf"(?:{SI}|l|C|F|{SHORT}|{NOT_GLUED}[A-Za-z]{{5,}})(?![A-Za-z])"
 APART = rf"(?:{SI}|l|a|C|F|[A-Za-z][A-Za-z'.-]+)(?![A-Za-z])"
 POWERED = r"(?:\s*\^\s*\{?-?[1-9]\}?)?"
@@ -222,7 +220,7 @@ COUNTS = re.compile(
 
 
 def plain(text: str) -> str:
-    """Return a text in one spelling of characters that look alike, or that cannot be seen."""
+    """Return a text with one spelling of characters that look alike, without invisible ones."""
     if text.isascii():
         return text
     text = FRACTIONS.sub(_fraction, text)
@@ -237,7 +235,7 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def unboxed(text: str) -> str:
-    """Return the content of a text that is a box; any other text unchanged."""
+    """Return the content of a box; any other text unchanged."""
     while (inner := BOXED.fullmatch(text)) is not None:
         text = inner[1][1:-1].strip()
     return text
@@ -253,16 +251,16 @@ def tidy(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Return a tidy text without spaces, labels and the braces of single signs: equal ones are
-    equal answers."""
+    """Return a tidy text without spaces, labels and braces of single signs; equal results are equal
+    answers."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text)
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    r"""Return (letter, what it stands for or "") of `(B)`, `B.`, `\text{(B)} 12`; None for no
-    choice, or more than one."""
+    r"""Return (letter, its text or "") of `(B)`, `B.`, `\text{(B)} 12`; None unless there is
+    exactly one choice."""
     found = CHOICE.fullmatch(text)
     if found is None or re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])|,|\\neq|[=<>+^]", found[2]):
         return None
@@ -270,8 +268,8 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 def quantity(text: str) -> Decimal | None:
-    """Return the exact value of a plain number: `1,234.50`, `4.5e33`, `4.5 \\times 10^{33}`,
-    `10^{-3}`; None if it is none."""
+    """Return the exact value of a plain number, `1,234.50`, `4.5e33`, `4.5 \\times 10^{33}`,
+    `10^{-3}`, or None."""
     if power := TEN.fullmatch(text):
         sign, digits, exponent = power[1], "1", power[2]
     elif (found := NUMBER.fullmatch(text)) is not None:
@@ -282,14 +280,12 @@ def quantity(text: str) -> Decimal | None:
 
 
 def ungrouped(text: str) -> str:
-    """Return a plain number without the commas or spaces between its thousands; any other text
-    unchanged."""
+    """Return a plain number without separators of thousands; any other text unchanged."""
     return re.sub(r"(?<=\d)[, ](?=\d{3})", "", text) if NUMBER.fullmatch(text) else text
 
 
 def readings(text: str) -> list[str]:
-    """Return the formulas that a text may mean: `2e-3` is a power of ten, or twice Euler's number
-    less three."""
+    """Return the formulas a text may mean: `2e-3` is a power of ten, or 2e - 3."""
     power = POWER.sub(r"(\1\\cdot 10^{\2})", text)
     return [power, re.sub("([eE])", r"\1 ", text)] if EULER.fullmatch(text) else [power]
 
@@ -309,8 +305,7 @@ def repeating(text: str) -> str:
 
 
 def scaled(text: str) -> tuple[str, int]:
-    """Return a quantity and the power of ten that a percent sign or a word such as million stands
-    for."""
+    """Return a quantity and the power of ten of a percent sign or a word such as million."""
     if text.endswith("%"):
         return text[:-1].strip(), -2
     if (found := SCALE.search(text)) is not None:
@@ -319,8 +314,8 @@ def scaled(text: str) -> tuple[str, int]:
 
 
 def without_unit(text: str) -> tuple[str, str]:
-    r"""Return (quantity, powers) of a text such as `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units
-    are not judged, but 2 is not 3."""
+    r"""Return (quantity, powers) of `3\text{ cm}^2`, `10 dollars`, `90^\circ`: units are not
+    judged, their powers are."""
     found = UNIT.search(text) if not SCALE.search(text) else None
     rest = text[: found.start()].strip() if found is not None else ""
     if found is None or not rest or OPERATOR.search(rest):
@@ -329,8 +324,8 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def stated_number(text: str) -> str | None:
-    """Return the number of a line such as `x = 1,000 dollars` or `5 million`, which is 5e6; None
-    for a line that says more, or less, than one number and its unit."""
+    """Return the number of a line such as `x = 1,000 dollars` or `5 million`; None unless it says
+    exactly one number and its unit."""
     name, equals, rest = tidy(text).rpartition("=")
     if equals and NAME.fullmatch(name.strip()) is None:
         return None
@@ -349,7 +344,7 @@ def stated_number(text: str) -> str | None:
 
 
 def clock(text: str) -> tuple[int, int, str] | None:
-    """Return (hour, minute, "a", "p" or "") of `1:58 am` and `5am`; None for anything else."""
+    """Return (hour, minute, "a", "p" or "") of `1:58 am` and `5am`, or None."""
     found = CLOCK.fullmatch(text)
     if found is None or not (found[2] or found[3]) or int(found[2] or 0) > 59:
         return None
@@ -357,8 +352,8 @@ def clock(text: str) -> tuple[int, int, str] | None:
 
 
 def numeral(text: str) -> tuple[str, str] | None:
-    """Return (digits, base) of `52_{8}`; None for anything else, and so for a letter with an index,
-    `2x_1`. `tidy` writes numerals of base ten without it."""
+    """Return (digits, base) of `52_{8}`; None for anything else, such as `2x_1`. `tidy` removes
+    base ten."""
     found = NUMERAL.fullmatch(text)
     if found is None:
         return None
@@ -372,8 +367,8 @@ def numeral(text: str) -> tuple[str, str] | None:
 
 
 def words(text: str, beside_words: bool = False) -> str | None:
-    r"""Return a text of words, `\text{East}` and `no solution`, in one spelling; None when it may
-    be a formula, as a short one without a label may, except beside words."""
+    r"""Return words such as `\text{East}` and `no solution` in one spelling; None when it may be a
+    formula, as a short unlabelled text may, except beside words."""
     label = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     said = label[1] if label else text
     letters = r"[A-Za-z]{2}" if label or beside_words else r"[A-Za-z]{4}"

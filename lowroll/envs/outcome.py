@@ -1,5 +1,5 @@
-"""The values that an environment may return, and their conversion: a scorer returns a number, a
-Score, or an awaitable of one; `respond` returns messages, None, or an awaitable of them."""
+"""Values that an environment may return, and their conversion: a number, a Score or an awaitable of
+one; from `respond` messages, None or an awaitable."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 Outcome = Score | float | Awaitable[Score | float]
 Reply = list[Message] | None | Awaitable[list[Message] | None]
 
-MAX_REWARD = 1e6  # a reward beyond it is a bug of the scorer
+MAX_REWARD = 1e6  # a larger reward is a scorer's bug
 MAX_NAME = 100  # characters of a metric's name
 MAX_METRICS = 100  # numbers beside a reward
 MAX_ANSWER = 500_000  # characters of an environment's messages, as JSON
-ANSWERING = ("user", "tool", "system", "developer", "function")  # roles that an environment has
+ANSWERING = ("user", "tool", "system", "developer", "function")  # roles of its messages
 
 
 class InvalidScore(ValueError):
-    """A scorer returned a value that is no score."""
+    """A returned value that is no score."""
 
 
 class Inapplicable(InvalidScore):
-    """No reward function applies to a response, which is no failure. `metrics` and `extra` are the
-    values that were logged beside."""
+    """A response to which no reward function applies, which is no failure; `metrics` and `extra`
+    were logged beside."""
 
     def __init__(
         self, message: str, metrics: dict[str, float], extra: dict[str, Any] | None
@@ -44,11 +44,11 @@ class Inapplicable(InvalidScore):
 
 
 class ScorerFailed(Exception):
-    """An exception that a scorer's code raised, with its place, in words."""
+    """An exception of a scorer's code, with its place."""
 
 
 class InvalidReply(InvalidScore):
-    """An environment answered with values that are no messages."""
+    """A reply that is no list of messages."""
 
 
 class Judging(Protocol):
@@ -62,11 +62,11 @@ class Judging(Protocol):
 
 
 def judge(env: Judging, prompt: Prompt, said: str | list[Message]) -> Score:
-    """Return the score of a response, or of a whole conversation. InvalidScore says what was
-    returned instead; what the scorer raises passes through.
+    """Return the score of a response or a whole conversation. InvalidScore names a wrong return
+    value; the scorer's exceptions pass through.
 
-    An `async def score` runs on an event loop that lives as long as this process, so that it may
-    keep a client open.
+    An `async def score` runs on one event loop for the process's life, so that it may keep a client
+    open.
     """
     if isinstance(said, str):
         return as_score(awaited(env.score(prompt, said)))
@@ -74,14 +74,12 @@ def judge(env: Judging, prompt: Prompt, said: str | list[Message]) -> Score:
 
 
 def answer(env: Judging, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-    """Return the environment's answer to a conversation; None: it is done. Raises InvalidReply,
-    which names what was returned instead of messages; what the environment raises passes
-    through."""
+    """Return the environment's answer to a conversation; None: it is done. InvalidReply names a
+    wrong return value; other exceptions pass through."""
     return as_messages(awaited(env.respond(prompt, messages)))
 
 
 def awaited(value: Any) -> Any:
-    """Return a value, or the result of an awaitable."""
     if not inspect.isawaitable(value):
         return value
     thread, runner = _loop()
@@ -90,9 +88,8 @@ def awaited(value: Any) -> Any:
 
 @cache
 def _loop() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
-    """Return an event loop and a thread of its own for it: a notebook has a loop in the main thread
-    already."""
-    import asyncio  # only who waits pays for it
+    """Return an event loop in its own thread; a notebook's main thread has one already."""
+    import asyncio  # imported only to wait
 
     return ThreadPoolExecutor(1, thread_name_prefix="async-scorer"), asyncio.Runner()
 
@@ -102,8 +99,7 @@ async def _result(value: Awaitable[Any]) -> Any:
 
 
 def as_score(value: object) -> Score:
-    """Return a number or a Score as a Score of finite floats. Raises InvalidScore for anything
-    else."""
+    """Return a number or a Score as a Score of finite floats; InvalidScore for anything else."""
     if isinstance(value, Real):
         value = Score(float(value))
     if not isinstance(value, Score):
@@ -127,7 +123,7 @@ def as_score(value: object) -> Score:
 
 
 def as_messages(value: object) -> list[Message] | None:
-    """Return the messages of an environment as JSON data. Raises InvalidReply for anything else."""
+    """Return an environment's messages as JSON data; InvalidReply for anything else."""
     if value is None:
         return None
     if not isinstance(value, list) or not value:
@@ -147,7 +143,7 @@ def as_messages(value: object) -> list[Message] | None:
             )
     try:
         text = json.dumps(value, allow_nan=False)
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidReply(f"respond returned messages that are no JSON data: {error}") from None
     if len(text) > MAX_ANSWER:
@@ -161,7 +157,7 @@ def as_messages(value: object) -> list[Message] | None:
 
 
 def as_number(what: str, value: object) -> float:
-    """Return a finite float. InvalidScore names a value that is none."""
+    """Return a finite float; InvalidScore names a value that is none."""
     if not isinstance(value, Real):
         raise InvalidScore(f"{what} is {_show(value)}; it must be a number")
     if not math.isfinite(value):
@@ -170,7 +166,7 @@ def as_number(what: str, value: object) -> float:
 
 
 def metric_name(key: object) -> str:
-    """Return a name that a metric may have. Raises InvalidScore for any other."""
+    """Return a valid metric name; InvalidScore for any other."""
     if not isinstance(key, str) or not key.isprintable() or not 0 < len(key) <= MAX_NAME:
         raise InvalidScore(
             f"a metric is named {_show(key)}; it must be text of 1 to {MAX_NAME} printable "
@@ -180,7 +176,7 @@ def metric_name(key: object) -> str:
 
 
 def _show(value: object) -> str:
-    """Return a value's text for an error: how it prints, and its type."""
+    """Return a value's repr and type for an error."""
     try:
         text = repr(value)
     except Exception as error:

@@ -1,8 +1,7 @@
-"""The output that a scoring worker prints: its beginning goes to the log, its end into the message
-of a crash, and the rest is dropped.
+"""The output of a scoring worker: its beginning goes to the log, its end into the message of a
+crash.
 
-It comes through a pipe that is read whenever the pool waits, so that a scorer may print as much as
-it likes.
+The pool reads the pipe whenever it waits, so a scorer may print without limit.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ PIECE = 1 << 16
 
 
 def readable(text: str, secrets: Mapping[str, str]) -> str:
-    """Return text for an error or a log: the values of `secrets` replaced by their names, and
-    nothing that is no Unicode."""
+    """Return printable Unicode for an error or a log, the values of `secrets` replaced by their
+    names."""
     for name, value in secrets.items():
         text = text.replace(value, f"${name}") if value else text
     return text.encode("utf-8", "backslashreplace").decode()
@@ -34,12 +33,12 @@ class Output:
     def __init__(self, pipe: IO[bytes], secrets: Mapping[str, str]) -> None:
         self.pipe, self.secrets = pipe, secrets
         os.set_blocking(pipe.fileno(), False)
-        self.ended = False  # nobody has the other end any more
-        self._room = MAX_LOGGED  # bytes that the log still takes
+        self.ended = False  # end of file
+        self._room = MAX_LOGGED  # bytes left for the log
         self._line = self._end = b""
 
     def read(self) -> bool:
-        """Read what has arrived. Returns False when that is nothing."""
+        """Read what has arrived; return False for nothing."""
         try:
             data = os.read(self.pipe.fileno(), PIECE)
         except BlockingIOError:
@@ -55,7 +54,7 @@ class Output:
 
     def close(self) -> str:
         """Read the rest, close the pipe and return the end of the output."""
-        for _ in range((1 << 20) // PIECE):  # as much as a pipe may hold
+        for _ in range((1 << 20) // PIECE):  # bounded by a pipe's capacity
             if not self.read():
                 break
         self._log(self._line)

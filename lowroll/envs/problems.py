@@ -1,9 +1,8 @@
-r"""Word and competition problems with a final answer, from rows of a data set. GSM8K and MATH are
-its two dialects.
+r"""Problems with a final answer, from rows of a data set; GSM8K and MATH are dialects.
 
-The fields are found by name: the question in `question`, `problem` or `prompt`; the gold answer in
-`answer`, `final_answer` or `solution`, after `####`, in the last `\boxed{}`, between dollars, or as
-it stands. A row without a gold answer is skipped and counted.
+The question is in `question`, `problem` or `prompt`; the gold answer in `answer`, `final_answer` or
+`solution`, after `####`, in the last `\boxed{}`, between dollars, or the whole field. A row without
+a gold answer is skipped and counted.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 QUESTION_FIELDS = ("question", "problem", "prompt")
 ANSWER_FIELDS = ("answer", "final_answer", "solution")
-# GSM8K's annotations, <<48/2=24>>, are not meant to be imitated
+# GSM8K's annotations, <<48/2=24>>, must not be imitated
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 UNIT = re.compile(r"\\(?:text|mbox|mathrm)\b")
 DOLLARS = re.compile(r"\$([^$]*)\$[.,;]?")
@@ -38,8 +37,7 @@ ORDER = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """One usable row: the question, the final answer, and a worked solution that ends in it ("" if
-    none)."""
+    """A usable row: question, final answer, and a worked solution ("" if none)."""
 
     question: str
     answer: str
@@ -47,10 +45,9 @@ class Problem:
 
 
 class FinalAnswer(Environment):
-    """Reward 1 when the response's final answer equals the gold answer, else 0.
+    """Reward 1 when the final answer equals the gold answer, else 0.
 
-    Its numbers: `has_answer`, and `unjudged` where there is a final answer that cannot be judged,
-    which is wrong.
+    Metrics: `has_answer`, and `unjudged` for a final answer that cannot be judged and is wrong.
     """
 
     exact = True
@@ -59,11 +56,9 @@ class FinalAnswer(Environment):
 
     @abstractmethod
     def solution(self, prompt: Prompt) -> str:
-        """Return the data set's worked solution; "" where there is none."""
+        """Return the data set's worked solution, or ""."""
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 or 0. A response without a final answer is wrong, and so is one that cannot be
-        judged."""
         return judged(prompt, text, self.hashes)
 
     def gold(self, prompt: Prompt) -> str:
@@ -72,7 +67,6 @@ class FinalAnswer(Environment):
         return solution if ends_in(solution, answer, self.hashes) else self.state(answer)
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the gold answer with one digit changed."""
         return self.state(perturb(prompt.info["answer"]))
 
     def state(self, answer: str) -> str:
@@ -109,13 +103,11 @@ class Problems(FinalAnswer):
         )
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of usable rows of the split."""
         return len(self.rows[split])
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return problem number `index` of a split, in a fresh order each epoch of the train
-        split."""
-        self.rng(split, index)  # checks both
+        """Return a problem, in a fresh order each epoch of the train split."""
+        self.rng(split, index)  # validates both
         row = self.rows.at(split, index)
         problem = self.rows[split][row]
         return self.ask(
@@ -131,7 +123,6 @@ class Problems(FinalAnswer):
         )
 
     def matching(self, prompt: Prompt, text: str) -> Prompt | None:
-        """Return the same task with the answer of `text` as its gold answer."""
         return replace(prompt, info={**prompt.info, "beside": bounded(text)})
 
     def solution(self, prompt: Prompt) -> str:
@@ -139,14 +130,14 @@ class Problems(FinalAnswer):
 
 
 def ends_in(solution: str, answer: str, hashes: bool) -> bool:
-    """Return whether a worked solution states this answer at its end: behind ####, or in a box."""
+    """Return whether a worked solution ends in this answer: behind ####, or in a box."""
     stated = last_answer(solution) if hashes else boxed_answer(solution)
     return stated == answer or (stated is not None and bool(same_number(answer, stated)))
 
 
 def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
-    """Return 1 when the response's final answer equals the gold one, else 0. `beside` of the
-    prompt's info is a response whose answer takes the gold one's place."""
+    """Return 1 when the final answers are equal, else 0. `info["beside"]` is a response whose
+    answer replaces the gold one."""
 
     def stated(response: str) -> str | None:
         response = bounded(response)
@@ -167,7 +158,7 @@ def judged(prompt: Prompt, text: str, hashes: bool) -> Score:
 
 
 def problem_of(row: dict[str, Any], where: str) -> Problem | None:
-    """Read one row; None when its gold answer is empty. ValueError names the file and line of a row
+    """Read a row; None when its gold answer is empty. ValueError names file and line of a row
     without fields."""
     question = next((row[key] for key in QUESTION_FIELDS if key in row), None)
     if not isinstance(question, str) or not question.strip():
@@ -183,8 +174,8 @@ def problem_of(row: dict[str, Any], where: str) -> Problem | None:
 
 
 def final_answer(raw: str) -> str:
-    """Return the gold answer inside an answer field: after ####, in the last box, between dollars,
-    or the whole field."""
+    """Return the gold answer of an answer field: after ####, in the last box, between dollars, or
+    all of it."""
     if "####" in raw:
         return GROUPED.sub("", raw.rpartition("####")[2].strip())
     if "\\boxed" in raw:
@@ -195,8 +186,7 @@ def final_answer(raw: str) -> str:
 
 
 def perturb(answer: str) -> str:
-    """Return a near miss: the last digit (before a unit, which is not judged) changed, or an x
-    added to a text."""
+    """Return a near miss: the last digit before any unit changed, or an x added to text."""
     digits = list(re.finditer(r"\d", UNIT.split(answer)[0])) or list(re.finditer(r"\d", answer))
     if not digits:
         head, brace, tail = answer.rpartition("}")
@@ -207,7 +197,7 @@ def perturb(answer: str) -> str:
 
 
 def as_text(value: Any, where: str) -> str:
-    """Return an answer field as text: a string, a number (27.0 is 27), or a list of such."""
+    """Return an answer field (string, number or list of such) as text."""
     if isinstance(value, list):
         return ", ".join(as_text(item, where) for item in value)
     if isinstance(value, float) and value.is_integer():

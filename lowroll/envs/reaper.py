@@ -1,12 +1,11 @@
-"""The reaper of a scoring worker: a process between the pool and the worker that never runs a
-scorer's code.
+"""The reaper of a scoring worker: a process between pool and worker that never runs a scorer's
+code.
 
-What a scorer leaves behind, even a process that forked twice and began a session of its own,
-becomes the reaper's child (a subreaper, on Linux). It all ends when the worker ends, when the pool
-asks (SIGTERM), and when the pool's process dies. The user's own process is left as it is: no other
-child of it is touched.
+As a subreaper (Linux) it adopts every process that a scorer leaves behind, even a double fork in
+its own session. All of them end when the worker ends, when the pool sends SIGTERM, and when the
+pool's process dies; other children of the user's process are untouched.
 
-The reaper ends as the worker did, by the same status or signal.
+The reaper exits with the worker's status or signal.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from lowroll.envs import child
 
 PR_SET_CHILD_SUBREAPER = 36
-END_LIMIT = 3.0  # seconds for the kernel to end what is killed
+END_LIMIT = 3.0  # seconds for killed processes to end
 HEARD = (signal.SIGCHLD, signal.SIGTERM)
 
 
@@ -42,7 +41,7 @@ def fork_worker(parent: int) -> None:
         child.die_with(reaper)
         return
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # the pool hears the end of the worker by the end of its pipes
+    for stream in (0, 1, 2):  # the worker alone holds the pool's pipes, whose end marks its own
         os.dup2(null, stream)
     status = _watch(worker)
     _end_all(worker)
@@ -50,8 +49,7 @@ def fork_worker(parent: int) -> None:
 
 
 def _watch(worker: int) -> int:
-    """Wait until the worker has ended and return its status. Orphans of a scorer are reaped
-    meanwhile."""
+    """Wait for the worker and return its status, reaping orphans meanwhile."""
     while True:
         if signal.sigwait(HEARD) == signal.SIGTERM:
             os.kill(worker, signal.SIGKILL)
@@ -61,7 +59,7 @@ def _watch(worker: int) -> int:
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return (pid, status) of a child that has ended; None when there is none."""
+    """Return (pid, status) of an ended child, or None."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -70,8 +68,7 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _end_all(worker: int) -> None:
-    """Kill what the worker left: its group, then every process below this one until none is
-    left."""
+    """Kill the worker's group, then every descendant until none is left."""
     _kill(-worker)
     deadline = time.monotonic() + END_LIMIT
     while time.monotonic() < deadline:
@@ -86,7 +83,7 @@ def _end_all(worker: int) -> None:
 
 
 def _kill(pid: int) -> None:
-    """Send SIGKILL to a process, or to the group -pid; one that has ended already is ignored."""
+    """Send SIGKILL to a process or the group -pid, if it still exists."""
     try:
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -94,13 +91,13 @@ def _kill(pid: int) -> None:
 
 
 def _below(root: int) -> Iterator[int]:
-    """Yield the processes that descend from `root`; none where there is no /proc."""
+    """Yield the descendants of `root`; none without /proc."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
-            continue  # it ended while we looked
+            continue  # it ended meanwhile
         if state != "Z":
             parents.setdefault(int(parent), []).append(int(entry.parent.name))
     found = list(parents.get(root, ()))

@@ -1,12 +1,11 @@
 """Every generator of reasoning-gym (an optional package), by name: "reasoning-gym/chain_sum" and a
 hundred more.
 
-Task `index` is the first of the draws (split, 0, index), (split, 1, index), ... whose question's
-hash lies in the split. The scorer makes the item anew from those numbers, so whatever a generator
-keeps in it never crosses a pipe; a digest proves that it made the same one.
+Task `index` is the first draw (split, 0, index), (split, 1, index), ... whose question's hash lies
+in the split. The scorer remakes the item from those numbers and checks its digest, so no item data
+crosses a pipe.
 
-`curriculum: true`, or a mapping of `envs.curriculum.Curriculum`'s settings: the level of difficulty
-follows the reward.
+`curriculum: true`, or settings of `envs.curriculum.Curriculum`, let difficulty follow the reward.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ OPPOSITES = {"True": "False", "False": "True"}
 
 
 class ReasoningGym(Environment):
-    """One generator; further arguments are its own options. The response's last
-    <answer>...</answer> is scored."""
+    """One generator with its own options; the response's last <answer>...</answer> is scored."""
 
     def __init__(
         self,
@@ -52,23 +50,22 @@ class ReasoningGym(Environment):
             raise ValueError(f"env {name!r}: {error}") from error
 
     def items(self, level: int | None) -> ItemSource:
-        """Return the items of a level; None: of the options as they are."""
+        """Return the items of a level; None: of the plain options."""
         if level not in self._at_level:
             options = self.options if level is None else {**self.options, LEVEL: level}
             self._at_level[level] = source(self.generator, options, self.seed)
         return self._at_level[level]
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return question number `index` of a split. Raises ValueError when the generator has too
-        few different questions."""
-        self.rng(split, index)  # checks both
+        """Return a question; ValueError when the generator has too few different ones."""
+        self.rng(split, index)  # validates both
         number, level = index, None
         if self.curriculum is not None:
             number, level = divmod(index, self.curriculum.levels)
         items = self.items(level)
         for draw in range(MAX_DRAWS):
             question, answer = items.item(split, draw, number)
-            # an empty answer is a slip of the generator
+            # an empty answer is a generator's slip
             if split_of(question) == split and answer != "":
                 info: dict[str, Any] = {
                     "item": [split, draw, number],
@@ -82,8 +79,8 @@ class ReasoningGym(Environment):
         )
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return the generator's own reward, in [0, 1]; 0 without an answer tag. Raises ValueError
-        if it makes another item."""
+        """Return the generator's reward in [0, 1]; 0 without an answer tag. ValueError if it makes
+        another item."""
         level = prompt.info.get("level")
         metrics = {} if level is None else {"level": float(level)}
         found = ANSWER.findall(bounded(text))
@@ -100,13 +97,11 @@ class ReasoningGym(Environment):
         return Score(reward, {"has_answer": 1.0} | metrics)
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the stored answer. Raises NotImplementedError for the few generators that store
-        none."""
         return f"<answer>{self._answer(prompt)}</answer>"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the stored answer with its first number changed, by far if it is a decimal; or
-        negated; or its first half."""
+        """Return the stored answer with its first number changed (far, if a decimal), negated, or
+        cut in half."""
         answer = self._answer(prompt)
         if answer in OPPOSITES:
             return f"<answer>{OPPOSITES[answer]}</answer>"
@@ -128,7 +123,7 @@ class ReasoningGym(Environment):
 def _rule(
     asked: bool | dict[str, Any], generator: str, options: dict[str, Any]
 ) -> Curriculum | None:
-    """Return the configured curriculum. ValueError names what is wrong with it."""
+    """Return the configured curriculum; ValueError names what is wrong."""
     if asked is False or asked is None:
         return None
     if asked is not True and not isinstance(asked, dict):

@@ -3,9 +3,9 @@
     Karla, 65, is from Dublin. Write this as JSON with the keys name, age and city.
     {"name": "Karla", "age": 65, "city": "Dublin"}
 
-Reward = (1 + right) / (1 + keys) of a response that is one JSON object, with `right` the keys whose
-value is right and `keys` those that were asked for, or those that it has where they are more; 0 of
-any other text, such as one with a fence or a word around it. 1 is the record exactly.
+Reward = (1 + right) / (1 + keys) of a response that is one JSON object: `right` counts keys with
+the right value, `keys` the larger of those asked for and those present; 0 for any other text, such
+as a fenced one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Records(GeneratedEnvironment):
         super().__init__(name=name, seed=seed, system=system, template=template)
 
     def task(self, rng: Random) -> tuple[str, dict[str, Any]]:
-        """Draw a person and a sentence; info holds the record."""
         answer = {
             "name": rng.choice(NAMES),
             "age": rng.randint(18, 80),
@@ -51,8 +50,6 @@ class Records(GeneratedEnvironment):
         return rng.choice(SENTENCES).format(**answer), {"answer": answer}
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return the share of the record that is right; white space around the response does not
-        count."""
         answer = prompt.info["answer"]
         try:
             found = json.loads(bounded(text))
@@ -65,10 +62,8 @@ class Records(GeneratedEnvironment):
         return Score(reward, {"json": 1.0, "exact": float(found == answer)})
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the record in one line."""
         return json.dumps(prompt.info["answer"])
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the record with an age that is one too large."""
         answer = prompt.info["answer"]
         return json.dumps({**answer, "age": answer["age"] + 1})

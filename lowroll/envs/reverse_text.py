@@ -1,9 +1,9 @@
 """reverse-text: write the text backwards, character by character.
 
-Reward = 2 * LCS(response, target) / (len(response) + len(target)), where LCS is the length of the
-longest common subsequence: 1 exactly for the target, dense below it, and no gain from padding. LCS
-is computed bit-parallel (Hyyro 2004, "Bit-parallel LCS-length computation revisited"): one
-big-integer addition for each character of the response.
+Reward = 2 * LCS(response, target) / (len(response) + len(target)), LCS the length of the longest
+common subsequence: 1 only for the target, dense below, no gain from padding. LCS is bit-parallel
+(Hyyro 2004, "Bit-parallel LCS-length computation revisited"): one big-integer addition for each
+character of the response.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ TEMPLATE = (
 
 
 def lcs_length(a: str, b: str) -> int:
-    """Return the length of the longest common subsequence of two strings, in O(len(a) * len(b) /
-    word size)."""
+    """Return the LCS length of two strings in O(len(a) * len(b) / word size)."""
     positions: dict[str, int] = {}
     for i, char in enumerate(a):
         positions[char] = positions.get(char, 0) | 1 << i
@@ -36,8 +35,7 @@ def lcs_length(a: str, b: str) -> int:
 
 
 def lcs_ratio(a: str, b: str) -> float:
-    """Return 2 * LCS / (len(a) + len(b)), in [0, 1]; 1 only for equal strings (two empty ones
-    included)."""
+    """Return 2 * LCS / (len(a) + len(b)), in [0, 1]; 1 only for equal strings, empty ones included."""
     return 2 * lcs_length(a, b) / (len(a) + len(b)) if a or b else 1.0
 
 
@@ -45,8 +43,7 @@ class ReverseText(GeneratedEnvironment):
     """Generated words (`min_words`..`max_words` of `min_len`..`max_len` characters of `alphabet`),
     or texts of a file.
 
-    `path` and `test_path` name JSONL files whose `field` holds the text; characters are then the
-    file's.
+    `path` and `test_path` name JSONL files whose `field` holds the text.
     """
 
     def __init__(
@@ -84,19 +81,16 @@ class ReverseText(GeneratedEnvironment):
             self.rows = SplitRows(name, self._text, path=path, test_path=test_path, seed=seed)
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of the file's rows, or None for generated text."""
         return None if self.rows is None else len(self.rows[split])
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return text number `index` of a split."""
         if self.rows is None:
             return super().prompt(index, split)
-        self.rng(split, index)  # checks both
+        self.rng(split, index)  # validates both
         text = self.rows[split][self.rows.at(split, index)]
         return self.ask(text, index, split, {"answer": text[::-1]})
 
     def task(self, rng: Random) -> tuple[str, dict[str, Any]]:
-        """Draw the words."""
         words = [
             "".join(rng.choices(self.alphabet, k=rng.randint(*self.lengths)))
             for _ in range(rng.randint(*self.words))
@@ -105,17 +99,13 @@ class ReverseText(GeneratedEnvironment):
         return text, {"answer": text[::-1]}
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return the longest-common-subsequence ratio; white space around the response does not
-        count."""
         response, answer = bounded(text).strip(), prompt.info["answer"]
         return Score(lcs_ratio(response, answer), {"exact": float(response == answer)})
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the reversed text."""
         return prompt.info["answer"]
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the reversed text without its first character."""
         return prompt.info["answer"][1:]
 
     def _text(self, row: dict[str, Any], where: str) -> str | None:

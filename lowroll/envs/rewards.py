@@ -1,8 +1,8 @@
-"""The scorer pool: persistent worker processes that are killed and replaced when a scorer hangs,
-bloats or crashes.
+"""The scorer pool: persistent worker processes that are replaced when a scorer hangs, bloats or
+crashes.
 
-A reward is computed or it is an error, never a 0 that stands for "could not score", unless the
-environment says so (`overtaxed`: the score of a response that is too much work to judge):
+An item gets a reward or an error, never a 0 for "could not score", unless the environment scores
+what exceeds the limit (`overtaxed`):
 
     kind       what happened to the item                          the worker
     exception  the scorer raised                                  goes on
@@ -12,22 +12,18 @@ environment says so (`overtaxed`: the score of a response that is too much work 
     memory     it went over `memory_limit_mb` of address space    is replaced
     crash      the process ended under it                         is replaced
 
-Only the item in hand gets the error; what its worker still had to do goes to another. Where an
-environment scores the responses to one prompt together (`Environment.together`), they are one item,
-and its limit is theirs added up. A limit that cannot kill is no limit: a hung scorer under a mere
-`wait(timeout)` keeps its worker, and a few of them starve the pool.
+Only the current item gets the error; the worker's other items go to another worker. Responses that
+are scored together (`Environment.together`) are one item with their summed limit. A late worker is
+killed, as a mere timeout would leave it hung.
 
-Concurrency. `score` is one loop over the workers' pipes (`select`): it sends a chunk to each idle
-worker, and waits for the next reply or the next deadline, whichever comes first. A worker holds one
-chunk at a time and answers item by item, so the clock starts anew with each item. Callers in
-several threads are served one after the other. Messages are JSON; nothing that a worker says can
-run code here. Workers see no environment variables beyond `machine.KEEP_ENV` and those that the pool
-is told to pass, whose values are taken out of what they say. What they print is `output`'s.
+`score` is one loop over the workers' pipes (`select`): it sends a chunk to each idle worker and
+waits for the next reply or deadline. A worker answers its chunk item by item, and each item
+restarts the clock. Calls from several threads are served in turn. Messages are JSON; workers see
+only `machine.KEEP_ENV` and the passed variables, whose values are masked in their output
+(`output`). A scorer's leftover processes end with its worker (`reaper`).
 
-What a scorer leaves running ends with its worker, whoever its parent is by then (`reaper`).
-
-An item goes out with a random id, and its reply must carry it. Another line on that pipe, as of a
-scorer that writes to all descriptors, ends the worker; it is never somebody's reward.
+An item has a random id that its reply must carry; any other line, as from a scorer that writes to
+all descriptors, ends the worker and is never a reward.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ from lowroll.types import Message, Prompt, RunFailed, Score, ScoreError
 
 START_LIMIT = 60.0  # seconds for a worker to import its environments
 KILL_LIMIT = 5.0  # seconds for the kernel to reap a killed worker
-MAX_CHUNK = 32  # items a worker holds at a time
+MAX_CHUNK = 32  # items in a worker's chunk
 MAX_REPLY = 1 << 20  # bytes of a reply line; a longer one is a crash
 MAX_MESSAGE = 500  # characters of an error's message
 Spec = tuple[str, dict[str, Any], int]
@@ -63,14 +59,14 @@ Spec = tuple[str, dict[str, Any], int]
 
 @dataclass(frozen=True)
 class EnvironmentReply:
-    """The messages of an environment in reply to a conversation; None: it is done."""
+    """An environment's messages for a conversation; None: it is done."""
 
     messages: list[Message] | None
 
 
 @dataclass(frozen=True)
 class GroupScores:
-    """The scores of several responses to one prompt."""
+    """The scores of responses to one prompt."""
 
     scores: tuple[Score | ScoreError, ...]
 
@@ -80,15 +76,15 @@ Result = Score | ScoreError | EnvironmentReply | GroupScores
 
 @dataclass(frozen=True)
 class _Item:
-    """One unit of work of a worker. size: the number of responses, where they are scored together;
-    0: a single response or conversation."""
+    """One unit of work. size: the number of responses scored together; 0: a single response or
+    conversation."""
 
     prompt: Prompt
     encoded: bytes
     size: int = 0
 
     def named(self, result: Score | ScoreError) -> Score | ScoreError:
-        """Return the result; the message of an error names the environment and the prompt."""
+        """Return the result; an error's message names environment and prompt."""
         if isinstance(result, Score):
             return result
         whose = f"env {self.prompt.env!r}, {self.prompt.id}"
@@ -97,8 +93,7 @@ class _Item:
 
 @dataclass
 class _Job:
-    """One call of `score` or `respond`: items, their results so far, the indices that no worker
-    holds."""
+    """One call of `score` or `respond`: items, results, and indices that no worker holds."""
 
     items: list[_Item]
     results: list[Result | None]
@@ -107,8 +102,7 @@ class _Job:
     done: int = 0
 
     def settle(self, index: int, result: Result) -> None:
-        """Record a result. An error of responses that are scored together becomes the result of
-        each."""
+        """Record a result; an error of responses scored together becomes each one's."""
         item = self.items[index]
         if item.size and isinstance(result, ScoreError):
             result = GroupScores((result,) * item.size)
@@ -120,14 +114,13 @@ class _Job:
         self.done += 1
 
     def take_back(self, held: deque[tuple[int, str]]) -> None:
-        """Return the items that their worker will not score to the front of the queue."""
+        """Return unscored items to the front of the queue."""
         self.pending.extendleft(index for index, _ in reversed(held))
         held.clear()
 
 
 class _Worker:
-    """One child process, and the items, as (index, id), that it holds. It is starting until it
-    reports that it is ready."""
+    """A child process and its items (index, id); it is starting until it reports ready."""
 
     def __init__(self, setup: bytes, pass_env: Mapping[str, str]) -> None:
         self.process = child.start("lowroll.envs.worker", subprocess.PIPE, pass_env)
@@ -138,18 +131,17 @@ class _Worker:
         os.set_blocking(self.stdout.fileno(), False)
         self.held: deque[tuple[int, str]] = deque()
         self.overtaxed: dict[str, Score] = {}
-        self.doing = ""  # what its environment says it is at, of the item in hand
+        self.doing = ""  # its environment's report on the current item
         self.ready = self.ended = self.killed = False
         self.outbox, self.inbox = setup, b""
         self.deadline = time.monotonic() + START_LIMIT
 
     @property
     def late(self) -> bool:
-        """True if the deadline of its start or of the item in hand has passed."""
+        """Return whether the deadline of its start or current item has passed."""
         return (not self.ready or bool(self.held)) and time.monotonic() > self.deadline
 
     def hand(self, chunk: dict[int, bytes], time_limit: float) -> None:
-        """Send items to the worker, by index."""
         lines = []
         for index, item in chunk.items():
             self.held.append((index, secrets.token_hex(8)))
@@ -164,10 +156,10 @@ class _Worker:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self.outbox = b""  # its end is noticed on the reading side
+            self.outbox = b""  # its end shows on the reading side
 
     def read(self) -> list[bytes]:
-        """Return the reply lines that have arrived; sets `ended` at the end of the stream."""
+        """Return the reply lines that arrived; set `ended` at the end of the stream."""
         try:
             data = os.read(self.stdout.fileno(), 1 << 16)
         except BlockingIOError:
@@ -177,17 +169,16 @@ class _Worker:
         return lines
 
     def kill(self) -> str:
-        """Kill the worker and what it started, once. Returns how it ended and the last that it
-        printed."""
+        """Kill the worker and its processes, once; return how it ended and its last output."""
         if self.killed:
             return ""
         self.killed = True
-        if self.ended and self._wait(0.5):  # one that ended by itself has a status to tell
+        if self.ended and self._wait(0.5):  # let it report its own exit status
             status = self.process.returncode
         else:
             self.ask_to_end()
             if not self._wait(KILL_LIMIT):
-                self.process.kill()  # the reaper itself does not answer
+                self.process.kill()  # the reaper does not answer
             status = self.process.wait(KILL_LIMIT)
         self.stdin.close()
         self.stdout.close()
@@ -196,7 +187,7 @@ class _Worker:
         return f"{how}: {words}" if words else how
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM to its reaper, and SIGCONT, as a scorer may have stopped the reaper."""
+        """Send SIGTERM to its reaper, and SIGCONT, in case a scorer stopped it."""
         for number in (signal.SIGTERM, signal.SIGCONT):
             self.process.send_signal(number)
 
@@ -209,13 +200,12 @@ class _Worker:
 
 
 class ScorerPool:
-    """A pool that scores responses in `num_workers` processes. A context manager; `close` ends the
-    workers.
+    """A pool that scores responses in `num_workers` processes; a context manager.
 
-    `env_specs` maps an environment's name to what `lowroll.envs.make` needs: (id, args, seed).
-    Every worker has all of them, and the variables of this process's environment that `pass_env`
-    names. ValueError for one that is not set, and for more workers than the machine holds;
-    RunFailed, with the reason, when a worker cannot build its environments.
+    `env_specs` maps an environment's name to (id, args, seed) for `lowroll.envs.make`. Every worker
+    has all environments, and the environment variables of `pass_env`. ValueError for a variable
+    that is not set, and for more workers than the machine holds; RunFailed when a worker cannot
+    build its environments.
     """
 
     def __init__(
@@ -237,7 +227,7 @@ class ScorerPool:
         self._pass_env = child.named(pass_env)
         self.names = frozenset(env_specs)
         self.time_limit, self.memory_limit_mb = time_limit, memory_limit_mb
-        self.replaced = 0  # workers replaced so far
+        self.replaced = 0
         self._together: frozenset[str] = frozenset()  # environments that score responses together
         setup = {
             "specs": {name: list(spec) for name, spec in env_specs.items()},
@@ -245,8 +235,8 @@ class ScorerPool:
         }
         self._setup = json.dumps(setup).encode() + b"\n"
         self._lock = threading.Lock()
-        # Linux kills a worker with the *thread* that started it, so all are started by one that
-        # lives with the pool.
+        # Linux kills a worker with the *thread* that started it, so the starting thread lives as
+        # long as the pool.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="scorer-starter")
         self._workers: list[_Worker] = []
         try:
@@ -264,7 +254,7 @@ class ScorerPool:
         self.close()
 
     def close(self) -> None:
-        """Kill the workers. Bounded; may be called twice."""
+        """Kill the workers; bounded and idempotent."""
         for worker in self._workers:
             if not worker.killed:
                 worker.ask_to_end()
@@ -278,12 +268,11 @@ class ScorerPool:
         items: Sequence[tuple[Prompt, str | list[Message]]],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Score | ScoreError]:
-        """Score (prompt, response) pairs, and (prompt, messages) of whole conversations; the results
-        are in their order. `on_progress(done, total)` tells of some.
+        """Score (prompt, response) and (prompt, messages) pairs in order; `on_progress(done,
+        total)` reports.
 
-        ValueError, before anything is scored, for a prompt of an environment that the pool does not
-        have, or whose `info` is not JSON. Of each text the last `base.MAX_TEXT` characters are
-        looked at.
+        ValueError, before any scoring, for a prompt of an unknown environment, or whose `info` is
+        not JSON. Only the last `base.MAX_TEXT` characters of each text count.
         """
         found = self._ask("score", self._joined(items), on_progress)
         scores: list[Score | ScoreError] = []
@@ -297,8 +286,8 @@ class ScorerPool:
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]
     ) -> list[list[Message] | None | ScoreError]:
-        """Return the environments' replies to (prompt, messages), in their order; None: that
-        conversation is done. Errors and limits are those of `score`."""
+        """Return the environments' replies to (prompt, messages), in order; None: that conversation
+        is done. Errors and limits are those of `score`."""
         encoded = [_Item(prompt, self._encode(prompt, "respond", said)) for prompt, said in items]
         found = self._ask("respond", encoded, None)
         return [
@@ -308,8 +297,8 @@ class ScorerPool:
         ]
 
     def _joined(self, items: Sequence[tuple[Prompt, str | list[Message]]]) -> list[_Item]:
-        """Return the items; neighbours with the same prompt become one where its environment scores
-        responses together."""
+        """Return the items; neighbours of one prompt are joined where its environment scores
+        together."""
         joined: list[_Item] = []
         for _, run in groupby(items, key=lambda item: id(item[0])):
             same = list(run)
@@ -338,7 +327,7 @@ class ScorerPool:
                     self._exchange(job)
                     if on_progress is not None and job.done > before:
                         on_progress(job.done, len(items))
-            finally:  # an interrupted call must not leave half-done chunks behind
+            finally:  # an interrupted call must leave no chunks behind
                 for i, worker in enumerate(self._workers):
                     if worker.held:
                         self._replace(i)
@@ -360,8 +349,8 @@ class ScorerPool:
             ) from error
 
     def _exchange(self, job: _Job) -> None:
-        """Run one iteration: hand out chunks, wait for a pipe or a deadline, take replies, replace
-        workers that ended or are late."""
+        """Hand out chunks, wait for a pipe or a deadline, take replies, replace ended or late
+        workers."""
         for worker in self._workers:
             if (
                 worker.ready
@@ -384,11 +373,11 @@ class ScorerPool:
                 self._replace(i)
 
     def _limit(self, item: _Item) -> float:
-        """Return the seconds for an item: the time limit holds for each of its responses."""
+        """Return an item's limit: that of each of its responses, summed."""
         return self.time_limit * max(1, item.size)
 
     def _wait(self) -> None:
-        """Wait until a worker sends a line or takes more input, or until the earliest deadline."""
+        """Wait for a readable or writable pipe, or the earliest deadline."""
         if any(worker.ended for worker in self._workers):
             return
         with selectors.DefaultSelector() as selector:
@@ -406,7 +395,7 @@ class ScorerPool:
                     key.data()
 
     def _take(self, worker: _Worker, line: bytes, job: _Job) -> bool:
-        """Process one reply line. Returns False when later lines of this worker do not count."""
+        """Process one reply line; return False when this worker's later lines do not count."""
         reply = _decode(line)
         if not worker.ready:
             if reply.get("ready") is not True:
@@ -431,7 +420,7 @@ class ScorerPool:
             _scores(reply, size) if size and "scores" in reply else _result(reply, job.responds)
         )
         if result is None or not worker.held or reply.get("id") != worker.held[0][1]:
-            worker.ended = True  # it does not speak the protocol: treated as a crash
+            worker.ended = True  # a protocol violation counts as a crash
             return False
         if isinstance(result, ScoreError):
             result = replace(result, message=self._said(result.message))
@@ -447,8 +436,7 @@ class ScorerPool:
         return True
 
     def _give_up(self, worker: _Worker, job: _Job) -> None:
-        """Kill a worker that has ended or is late: the item in hand is an error, the others go
-        back."""
+        """Kill an ended or late worker: its current item is an error, the others go back."""
         late = not worker.ended
         how = worker.kill()
         if not worker.ready:
@@ -473,7 +461,6 @@ class ScorerPool:
         return replace(result, message=self._said(result.message))
 
     def _said(self, text: object) -> str:
-        """Return a worker's message as readable text of at most MAX_MESSAGE characters."""
         return readable(str(text), self._pass_env)[:MAX_MESSAGE]
 
     def _start(self) -> _Worker:
@@ -494,7 +481,6 @@ def _decode(line: bytes) -> dict[str, Any]:
 
 
 def _result(reply: dict[str, Any], responds: bool) -> Result | None:
-    """Return a reply as a result; None when it is not one."""
     reward, metrics, kind = reply.get("reward"), reply.get("metrics"), reply.get("error")
     extra = reply.get("extra")
     if extra is not None and not isinstance(extra, dict):
@@ -511,7 +497,7 @@ def _result(reply: dict[str, Any], responds: bool) -> Result | None:
 
 
 def _scores(reply: dict[str, Any], size: int) -> GroupScores | None:
-    """Return the scores of `size` responses; None when the reply does not hold them."""
+    """Return the scores of `size` responses, or None."""
     found = reply["scores"]
     if not isinstance(found, list) or len(found) != size:
         return None

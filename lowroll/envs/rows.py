@@ -1,13 +1,12 @@
-"""The train and test rows of a data set: of a file, a folder, or a data set of the Hugging Face hub
-(`lowroll.envs.data.rows`).
+"""Train and test rows of a data set: a file, a folder, or a hub data set
+(`lowroll.envs.data.rows`), read when first asked for.
 
 The train split is read in a fresh seeded permutation each epoch, without end; the test split in
-file order. Rows are read when first asked for. A bad line is an error that names file and line; a
-row without a gold answer is skipped, counted and reported once.
+file order. A bad line is an error that names file and line; a row without a gold answer is skipped,
+counted and reported once.
 
-The test rows are those of `test_path`, or another split of the same data set. Where there is
-neither, a share `held_out` of the train rows is kept for them, chosen by the digests of the rows:
-equal rows fall on the same side, whatever their order.
+Test rows come from `test_path` or another split of the data set; else a share `held_out` of the
+train rows is kept, chosen by digests, so that equal rows fall on the same side.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class SplitRows(Generic[T]):
-    """The rows of the train and test splits, each converted by `convert(row, where)`; None means:
-    skip this row. `more`: fields of both sources (`subset`, `revision`, `streaming`, `rows`)."""
+    """Train and test rows, each converted by `convert(row, where)`; None skips a row. `more`:
+    fields of both sources (`subset`, `revision`, `streaming`, `rows`)."""
 
     def __init__(
         self,
@@ -70,12 +69,10 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def train(self) -> list[T]:
-        """The usable rows of the train split, in file order."""
         return self._parts[0]
 
     @cached_property
     def test(self) -> list[T]:
-        """The usable rows of the test split, in file order."""
         source = self._test_source
         if source is None:
             return self._parts[1]
@@ -85,15 +82,15 @@ class SplitRows(Generic[T]):
 
     @property
     def is_held_out(self) -> bool:
-        """True if the test rows are a share of the train split's."""
+        """Return whether the test rows are a share of the train split's."""
         return self.held_out > 0 and self._test_source is None
 
     def __getitem__(self, split: str) -> list[T]:
         return self.train if split == "train" else self.test
 
     def at(self, split: str, index: int) -> int:
-        """Return the row number of task `index`: permuted anew in each epoch of the train split.
-        Raises ValueError if it is empty."""
+        """Return the row number of task `index`, permuted anew in each train epoch. ValueError if
+        the split is empty."""
         size = len(self[split])
         if size == 0:
             key = "path" if split == "train" else "test_path"
@@ -109,7 +106,7 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def _test_source(self) -> DataSource | None:
-        """The source of the test rows; None: they are among the train split's."""
+        """Return the source of the test rows; None: part of the train split's."""
         train, test = self.sources["train"], self.sources["test"]
         if test is not None or train is None:
             return test
@@ -118,7 +115,7 @@ class SplitRows(Generic[T]):
 
     @cached_property
     def _parts(self) -> tuple[list[T], list[T]]:
-        """The usable rows of the train split, and those of them that are held out."""
+        """Return the usable rows of the train split, and the held-out ones."""
         source = self.sources["train"]
         if source is None:
             return [], []
@@ -148,8 +145,8 @@ class SplitRows(Generic[T]):
         return parts
 
     def _tell_shared(self, rows: list[T], origin: str) -> None:
-        """Log how many of the test rows ask the same as train rows, where these have been read."""
-        if "_parts" not in self.__dict__:  # an evaluation alone reads none
+        """Log how many test rows ask the same as train rows, if those have been read."""
+        if "_parts" not in self.__dict__:  # an evaluation alone reads no train rows
             return
         test = set(map(_asked, rows))
         shared = test.intersection(map(_asked, self.train))
@@ -174,8 +171,8 @@ def usable(
     convert: Callable[[dict[str, Any], str], T | None],
     origin: str,
 ) -> tuple[list[T], int]:
-    """Return the rows that `convert` takes, in their order, and the number of those that it skips,
-    which is logged, too. Raises ValueError when it takes none."""
+    """Return the rows that `convert` takes and the number skipped, which is logged. ValueError when
+    none is left."""
     converted = [convert(row, where) for where, row in rows]
     kept = [row for row in converted if row is not None]
     if not kept:
@@ -193,12 +190,11 @@ def usable(
 
 
 def _asked(row: object) -> str:
-    """Return the text of a converted row's task: the row if it is a text, else its question or its
-    prompt."""
+    """Return the text of a row's task: the row itself, its question or its prompt."""
     asked = getattr(row, "question", getattr(row, "prompt", row))
     return asked if isinstance(asked, str) else json.dumps(asked, default=vars)
 
 
 def _digest(row: object) -> bytes:
-    """Return a digest of a converted row that does not depend on the order of its keys."""
+    """Return a digest of a row, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(row, sort_keys=True, default=vars).encode()).digest()

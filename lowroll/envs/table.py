@@ -1,7 +1,7 @@
-"""The table of environments: an id, and the class that it names.
+"""The table of environments by id.
 
 An id is one of the table, "reasoning-gym/<generator>", "verifiers/<name>", "set/<name>", or
-"path/to/file.py" (or "path/to/file.py:Class"), a user's own subclass of Environment. Naming a file
+"path/to/file.py" ("path/to/file.py:Class"), a user's own subclass of Environment. Naming a file
 runs its code, here and in the scoring workers, so `make` announces it.
 """
 
@@ -41,7 +41,7 @@ VERIFIERS = "verifiers/"
 
 
 def ids() -> list[str]:
-    """Return the ids of the built-in environments, without the generators of reasoning-gym."""
+    """Return the ids of the built-in environments, without reasoning-gym's generators."""
     return sorted(TABLE)
 
 
@@ -51,24 +51,24 @@ def make(
     """Build an environment and load its data. `name` (default: the id) tells two uses of one id
     apart.
 
-    ValueError names an unknown id or argument with the nearest known one, a missing file, a bad row
-    by file and line, or a missing optional package.
+    ValueError names an unknown id or argument with the nearest known one, a missing file, a bad
+    row, or a missing optional package.
     """
     file, _ = split_file(id)
     if file is not None:
         logger.warning("environment %s runs the code of %s", name or id, file)
     env = construct(id, name=name, args=args, seed=seed)
     with blamed(f"env {env.name!r}", own_file(type(env))):
-        env.size("train")  # reads the data, so that a bad file is an error now
-        _ = env.tools  # as is a function that cannot be described
+        env.size("train")  # a bad file is an error now
+        _ = env.tools  # so is a function without a schema
     return env
 
 
 def construct(
     id: str, *, name: str | None = None, args: dict[str, Any] | None = None, seed: int = 0
 ) -> Environment:
-    """Build an environment like `make`, but read data only when a prompt is asked for: what a
-    scoring worker needs."""
+    """Build an environment like `make`, but read data only for the first prompt, as a scoring
+    worker needs."""
     name, args = name or id, dict(args or {})
     file, class_name = split_file(id)
     if file is not None:
@@ -107,8 +107,8 @@ def construct(
 
 
 def split_file(id: str) -> tuple[Path | None, str | None]:
-    """Split "path/to/file.py:Class" into (absolute path, "Class"); (None, None) for an id that
-    names no file."""
+    """Split "path/to/file.py:Class" into (absolute path, "Class"); (None, None) for an id without a
+    file."""
     path, colon, class_name = id.partition(".py:")
     if colon:
         return Path(path + ".py").resolve(), class_name
@@ -116,7 +116,7 @@ def split_file(id: str) -> tuple[Path | None, str | None]:
 
 
 def own_file(cls: type[Environment]) -> str | None:
-    """Return the file of a user's own environment; None for the table's."""
+    """Return the file of a user's own environment, or None."""
     module = sys.modules.get(cls.__module__)
     return None if cls.__module__.startswith("lowroll.") else getattr(module, "__file__", None)
 
@@ -167,14 +167,14 @@ def _lacks(file: Path, cls: type[Environment]) -> str:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Run a user's own file. ValueError names its line that fails."""
+    """Run a user's own file; ValueError names the line that fails."""
     if (folder := str(file.parent)) not in sys.path:
-        sys.path.append(folder)  # last, so that modules beside the file are found and hide none
+        sys.path.append(folder)  # last: its neighbours are found and hide no modules
     key = f"lowroll_env_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(key, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[key] = module  # dataclasses look their module up while the file is being run
+    sys.modules[key] = module  # dataclasses look up their module while the file runs
     try:
         with blamed("it cannot be imported", str(file)):
             spec.loader.exec_module(module)
@@ -185,7 +185,7 @@ def import_file(file: Path) -> ModuleType:
 
 
 def _limits(cls: type[Environment], args: dict[str, Any]) -> dict[str, Any]:
-    """Take the limits of a conversation out of the arguments: every environment has them."""
+    """Take the limits of a conversation out of the arguments."""
     own = inspect.signature(cls).parameters
     return {key: args.pop(key) for key in LIMITS if key in args and key not in own}
 
@@ -211,7 +211,7 @@ def _check_args(cls: type[Environment], id: str, args: dict[str, Any]) -> None:
         if key in args:
             raise ValueError(f"env {id!r}: {key!r} stands beside args, not among them")
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return  # the class checks them itself
+        return  # the class checks them
     for key in args:
         if key not in parameters:
             known = [p for p in parameters if p not in ("name", "seed")]

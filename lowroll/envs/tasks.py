@@ -1,5 +1,4 @@
-"""The checked prompt of an environment at a position: errors of a user's code are named before they
-go on."""
+"""The checked prompt of an environment, with named errors of a user's code."""
 
 from __future__ import annotations
 
@@ -13,9 +12,8 @@ from lowroll.types import Prompt
 
 
 def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
-    """Return task number `index` of a split. ValueError names the environment, and file and line or
-    the task, when its code raises or its prompt is invalid: it must be chat messages and JSON data,
-    in valid Unicode."""
+    """Return a task; ValueError names the environment, and file and line or the task, when its code
+    raises or its prompt is not chat messages and JSON data in valid Unicode."""
     with blamed(f"env {env.name!r}: prompt({index}, {split!r})", own_file(type(env))):
         prompt = env.prompt(index, split)
     if not isinstance(prompt, Prompt):
@@ -38,8 +36,7 @@ def prompt_at(env: Environment, index: int, split: str = "train") -> Prompt:
 
 
 def _odd(value: object) -> str | None:
-    """Describe a part of a value that JSON would change: a key that is no text, a tuple. None if
-    there is none."""
+    """Describe a part that JSON would change (a key that is no text, a tuple), or return None."""
     if isinstance(value, tuple):
         return f"the tuple {str(value)[:60]}"
     if (

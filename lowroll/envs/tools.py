@@ -1,11 +1,9 @@
 """Python functions that a model may call while it answers.
 
-A function's JSON schema comes from its signature, type hints and docstring, by
-`transformers.utils.get_json_schema`. What the model calls is read from its text by
-`lowroll.tool_calls`, where the tokenizer is; here calls are made and answered. Whatever goes wrong
-with a call is an answer to the model: an unknown name, wrong arguments, an exception, too long a
-time, a call that cannot be read. Functions run in the scoring workers, whose limits of memory and
-time hold for them too, and should answer the same to the same arguments: a turn may be asked again.
+Schemas come from signatures, type hints and docstrings (`transformers.utils.get_json_schema`);
+`lowroll.tool_calls` parses calls where the tokenizer is. Every failure is an answer to the model:
+an unknown name, wrong arguments, an exception, a timeout, an unreadable call. Functions run in the
+scoring workers under their limits, and should be deterministic, as a turn may be asked again.
 """
 
 from __future__ import annotations
@@ -30,19 +28,19 @@ Function = Callable[..., Any]
 CALL_SECONDS = 5.0
 MOST_OUTPUT = 2000  # characters of an answer
 MOST_TURNS = 8
-MALFORMED = "malformed"  # the id of a call that cannot be read; some templates want 9 characters
+MALFORMED = "malformed"  # the id of an unreadable call; some templates want 9 characters
 
 
 class ToolTimeout(BaseException):
-    """A call took too long. It is a BaseException, so that no `except Exception` of a tool swallows
+    """A call that took too long; a BaseException, so that no `except Exception` of a tool swallows
     it."""
 
 
 class Toolbox:
-    """A set of functions by name. call_seconds: the time limit of a call; most_output: characters
-    of an answer.
+    """Functions by name. call_seconds: a call's time limit; most_output: characters of an answer.
 
-    ValueError names a function that is none, or whose name another one has."""
+    ValueError names a non-function or a duplicate name.
+    """
 
     def __init__(
         self,
@@ -65,13 +63,12 @@ class Toolbox:
 
     @cached_property
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """The JSON schemas as chat templates show them. ValueError names a function and what its
-        signature or docstring lacks."""
+        """Return the JSON schemas for chat templates; ValueError names a function and what it
+        lacks."""
         return tuple(_schema(function) for function in self.functions.values())
 
     def answer(self, said: Message) -> list[Message]:
-        """Return the results of a turn's calls, in order, then what is wrong with those that cannot
-        be read; empty when it calls nothing."""
+        """Return the results of a turn's calls, in order, then errors of unreadable ones."""
         answers = [self._answer(call) for call in said.get("tool_calls", ())]
         for why in said.get("ill_formed", ()):
             text = f"error: this tool call cannot be read: {why}"
@@ -86,7 +83,7 @@ class Toolbox:
             text, failed = f"error: {name} took longer than {self.call_seconds:g} s", "call"
         except _Refused as error:
             text, failed = f"error: {error}", "call"
-        except (Exception, SystemExit) as error:  # a tool's own: the model may do better
+        except (Exception, SystemExit) as error:  # the tool's failure is an answer
             text, failed = f"error: {type(error).__name__}: {error}", "call"
         return self._message(name, call["id"], text, failed)
 
@@ -94,7 +91,7 @@ class Toolbox:
         if len(text) > self.most_output:
             left_out = len(text) - self.most_output
             text = f"{text[: self.most_output]}... ({left_out} more characters)"
-        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+        text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates
         said: Message = {"role": "tool", "tool_call_id": id, "content": text}
         if name is not None:
             said["name"] = name
@@ -121,8 +118,7 @@ class _Refused(ValueError):
 
 
 def _texts(function: Function) -> set[str]:
-    """Return the parameters that may be a text, by their type hints; those without one are among
-    them."""
+    """Return the parameters that may be text by their type hints, or have none."""
     hints = get_type_hints(function)
     names = inspect.signature(function).parameters
     return {name for name in names if _admits_text(hints.get(name, Any))}
@@ -137,7 +133,7 @@ def _admits_text(hint: Any) -> bool:
 
 
 async def _within(value: Any, seconds: float) -> Any:
-    import asyncio  # only who waits pays for it
+    import asyncio  # imported only to wait
 
     try:
         return await asyncio.wait_for(value, seconds)
@@ -147,8 +143,8 @@ async def _within(value: Any, seconds: float) -> Any:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise ToolTimeout in the block after so many seconds, where it runs Python in the main
-    thread, as the scoring workers do; elsewhere their own limit is the only one."""
+    """Raise ToolTimeout after so many seconds in the main thread's Python code, as in scoring
+    workers; elsewhere only the worker's limit holds."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -166,7 +162,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def counts(messages: Sequence[Message]) -> dict[str, float]:
-    """Count the calls of a conversation, those that failed, and those that could not be read."""
+    """Count a conversation's calls: all, failed, unreadable."""
     calls = sum(len(said.get("tool_calls", ())) for said in messages)
     failed = sum(said.get("failed") == "call" for said in messages)
     ill_formed = sum(len(said.get("ill_formed", ())) for said in messages)
@@ -178,9 +174,9 @@ def counts(messages: Sequence[Message]) -> dict[str, float]:
 
 
 class ToolEnvironment(Environment):
-    """An environment whose answers may call functions: `functions` of the class, or those that are
-    given. It ends with a turn that calls nothing, or after `max_turns` turns. Subclasses define
-    `prompt` and `score`, which judges the last turn's text."""
+    """An environment whose answers may call functions (the class's or given ones), until a turn
+    calls nothing or after `max_turns` turns. Subclasses define `prompt` and `score` of the last
+    turn's text."""
 
     functions: Sequence[Function] = ()
 
@@ -198,7 +194,7 @@ class ToolEnvironment(Environment):
     ) -> None:
         super().__init__(name=name, seed=seed, system=system, template=template)
         self.max_turns = max_turns
-        # plain functions of a class body are no methods here
+        # functions in the class body are not methods
         own = [inspect.unwrap(f) for f in (self.functions if functions is None else functions)]
         try:
             self.toolbox = Toolbox(own, call_seconds, most_output)
@@ -207,7 +203,6 @@ class ToolEnvironment(Environment):
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:  # type: ignore[override]
-        """The functions' JSON schemas."""
         return self.toolbox.schemas
 
     def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
@@ -215,12 +210,11 @@ class ToolEnvironment(Environment):
         return self.toolbox.answer(messages[-1]) or None
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Outcome:
-        """Return the score of the last turn's text, with the counts of calls as metrics."""
+        """Score the last turn's text, with counts of calls as metrics."""
         return with_counts(self.score(prompt, messages[-1]["content"]), messages)
 
 
 def with_counts(outcome: Outcome, messages: Sequence[Message]) -> Outcome:
-    """Add the counts of calls to the metrics of an outcome."""
     if inspect.isawaitable(outcome):
         return _later(outcome, messages)
     score = as_score(outcome)

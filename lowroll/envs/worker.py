@@ -1,18 +1,16 @@
-"""The scoring worker: a child process that scores and answers in JSON lines. `ScorerPool` starts
-and kills it.
+"""The scoring worker: a child process of `ScorerPool` that scores and answers in JSON lines.
 
-Protocol, one JSON object a line. In: first {"specs", "memory_limit_mb"}, then {"items": [{"id",
-"prompt", "ask", "said"}]}: ask "score" is of a response (text) or of a whole conversation
-(messages), "together" of a list of them, "respond" is what the environment says to messages. Out:
-{"ready": true, "overtaxed": scores by environment, "together": environments} or {"failed": why},
-then one line an item, in order: {"id", "reward", "metrics"}, {"id", "scores": [...]}, {"id",
-"messages"} (null: done) or {"id", "error", "message"}; before it may come {"id", "doing"}, which a
-timeout quotes. Replies leave through a private file descriptor, so a scorer that prints does not
-disturb them. The id is a secret of the pool and this loop: who writes to that descriptor without it
-is not heard. A copy of this process that a scorer forked and let go on ends here.
+In: first {"specs", "memory_limit_mb"}, then {"items": [{"id", "prompt", "ask", "said"}]}: ask
+"score" is of a response (text) or a conversation (messages), "together" of a list of them,
+"respond" asks for the environment's reply to messages. Out: {"ready": true, "overtaxed": scores by
+environment, "together": environments} or {"failed": why}, then one line an item, in order: {"id",
+"reward", "metrics"}, {"id", "scores": [...]}, {"id", "messages"} (null: done) or {"id", "error",
+"message"}; {"id", "doing"} may precede it, for a timeout's message. Replies use a private file
+descriptor, so a scorer may print. The id is secret to the pool and this loop: other writers to the
+descriptor are ignored. A forked copy of this process ends here.
 
-Above it stands a reaper (`reaper`), which ends what a scorer leaves behind. The worker dies with
-the process that started it: the kernel tells the reaper (Linux), or it reads the end of its input.
+Its reaper (`reaper`) ends a scorer's leftovers. The worker dies with its parent: the kernel tells
+the reaper (Linux), or its input ends.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from lowroll.envs.reaper import fork_worker
 from lowroll.envs.table import construct, own_file
 from lowroll.types import Prompt, Score
 
-MAX_FILE_MB = 64  # a scorer may not fill the disk
-MAX_MESSAGE = 100_000  # characters of an error; the pool shows the beginning
+MAX_FILE_MB = 64  # a scorer must not fill the disk
+MAX_MESSAGE = 100_000  # characters of an error, which the pool shortens
 
 
 def limit_resources(memory_mb: int) -> None:
@@ -49,7 +47,7 @@ def limit_resources(memory_mb: int) -> None:
 
 
 def ask(env: Environment, prompt: Prompt, what: str, said: Any) -> dict[str, Any]:
-    """Score or respond, and turn every failure of an environment into an error of a named kind."""
+    """Score or respond; every failure of an environment becomes an error of a named kind."""
     try:
         if what == "respond":
             return {"messages": answer(env, prompt, said)}
@@ -85,7 +83,7 @@ def _tell(reply: Callable[[dict[str, Any]], None], id: str, doing: str) -> None:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> int:
-    """Answer requests until their end and return the exit status."""
+    """Answer requests until their end; return the exit status."""
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message).encode() + b"\n")
@@ -99,7 +97,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
         }
         for env in envs.values():
             env.prepare()
-    except Exception as error:  # reported to the pool, which raises it
+    except Exception as error:  # the pool raises it
         reply({"failed": blame.describe(error)})
         return 1
     reply(
@@ -119,12 +117,11 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
                 os._exit(0)
             reply({"id": item["id"]} | found)
             if found.get("error") == "memory":
-                return 1  # what is left of this process is not to be trusted
+                return 1  # this process is no longer trustworthy
     return 0
 
 
 def main() -> int:
-    """Serve until the end of the input."""
     fork_worker(int(sys.argv[1]))
     return serve(*child.private_streams())
 

@@ -1,17 +1,15 @@
-"""Kernels: what a decode step and a training step do on a GPU, fused.
+"""Fused kernels of a decode step and a training step.
 
-Every public function takes tensors and works on every device. For CUDA tensors it launches one or
-two kernels, in Triton or CUDA C++; elsewhere it is a few lines of plain torch, which are the
-definition and what the tests compare with. A launch depends on shapes alone, allocates its outputs
-alone and never waits for the device, so all of them can be captured in a graph; none adds floats
-atomically, so all of them repeat bit for bit.
+Every public function works on every device: for CUDA tensors it launches one or two kernels, in
+Triton or CUDA C++; elsewhere it is plain torch, which is the definition that tests compare with. A
+launch depends on shapes alone, allocates only its outputs and never waits for the device, so CUDA
+graphs can capture it; no float is added atomically, so results repeat bit for bit.
 
-Which kernel runs is asked as `supports` (`support`); `dispatch` lists them by product, and `lowroll
-doctor` prints the list. A file has the function that others call first, plain torch next, and its
-Triton kernels (`_what_kernel`, and what they share) last. CUDA sources lie beside the file that
-launches them.
+`supports` functions say whether a kernel can run (`support`); `dispatch` lists kernels by product.
+A file holds its entry function first, plain torch next, and Triton kernels last; CUDA sources lie
+beside the file that launches them.
 
-Words, the same in every file:
+Terms:
 
     row       the vector of one token or one sequence: M, T or B of them in a matrix of activations
     channel   an out feature: one row of a weight matrix, N of them; quantize/, which knows one matrix

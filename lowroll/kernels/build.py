@@ -1,10 +1,9 @@
-"""Sources of this package that are compiled on first use, and called through ctypes.
+"""Sources of this package that are compiled on first use and called through ctypes.
 
-A library lies in a folder of the user's own (`$XDG_CACHE_HOME/lowroll/kernels` or
-`~/.cache/lowroll/kernels`, mode 0700), under a name that is the digest of the source, its headers,
-the compiler and the options. It is made beside its name and moved there, so that processes that
-build at once do not meet. No torch headers take part: a build takes seconds, and a library fits
-every version of torch.
+A library lies in `$XDG_CACHE_HOME/lowroll/kernels` (or `~/.cache/lowroll/kernels`, mode 0700) under
+the digest of its source, headers, compiler and options. It is built beside its name and moved
+there, so concurrent builds are safe. Without torch headers, a build takes seconds and fits every
+version of torch.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ def pointer(t: Tensor | None) -> int | None:
 def library(
     source: Path, headers: Sequence[Path], compiler: Path, flags: list[str], deadline_s: float
 ) -> ctypes.CDLL:
-    """The shared library of a source, built when the cache does not hold it.
+    """Return the shared library of a source, built unless cached.
 
-    flags: with those that make it a shared library. RuntimeError when the compiler fails (with the
-    first lines that it says) or takes too long; PermissionError when the folder belongs to someone
-    else.
+    flags: with those that make it a shared library. RuntimeError when the compiler fails (with its
+    first lines) or takes too long; PermissionError when another user owns the folder.
     """
     folder = cache_folder()
     version = run([str(compiler), "--version"], source.name, deadline_s)
@@ -52,7 +50,7 @@ def library(
 
 
 def cache_folder() -> Path:
-    """The user's folder of libraries. PermissionError when another user owns it."""
+    """Return the user's folder of libraries. PermissionError when another user owns it."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(root) / "lowroll" / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -4,10 +4,9 @@
                mix(w) = v ^ (v >> 29),  v = (w ^ (w >> 32)) * -7046029254386353131       (2^64 / golden ratio, odd)
     amax       max_i |x_i|, NaN where there is one: the largest bits without the sign, as whole numbers
 
-Shifts are arithmetic. A model has some hundred weights, and a launch for each (or a dozen, as in
-plain torch) would take longer than reading them: a program reads one block of one tensor, which it
-finds through a table of addresses. Sums and maxima are of integers, so their order does not matter
-and the results are the CPU's, bit for bit.
+Shifts are arithmetic. A launch for each tensor would take longer than reading it, so a program
+reads one block of one tensor, found through a table of addresses. Sums and maxima are of integers:
+their order does not matter, and CPU and GPU agree bit for bit.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from torch import Tensor
 from lowroll.kernels.launch import jit, tl, triton_supports
 
 GOLDEN = -7046029254386353131
-BLOCK_BYTES = 1 << 18  # what one program reads
+BLOCK_BYTES = 1 << 18  # read by one program
 STEP_BYTES = 1 << 14  # of it at a time
 _CPU_WORDS = 1 << 20  # words of one step in plain torch
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """One int64 of every tensor's bytes in row-major order, the same on every device. Waits for
-    each device once."""
+    """Return one int64 of every tensor's bytes in row-major order, the same on every device. Waits
+    for each device once."""
     found: dict[int, int] = {}
     for mine in _together(tensors, lambda t: t.device):
         found.update(
@@ -38,10 +37,10 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def amax(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest |value| of every tensor: float32 [1] where the tensor is; NaN for one with a NaN,
-    0 for an empty one.
+    """Return the largest |value| of every tensor: float32 [1] on its device; NaN for one with a
+    NaN, 0 for an empty one.
 
-    bfloat16, float16 and float32, on any devices. Nobody waits.
+    bfloat16, float16 and float32, on any devices, without a wait.
     """
     found: dict[int, Tensor] = {}
     for mine in _together(tensors, lambda t: (t.device, t.dtype)):
@@ -62,7 +61,6 @@ def finite(extents: Sequence[Tensor]) -> list[bool]:
 
 
 def _together(tensors: Sequence[Tensor], key: Callable[[Tensor], Any]) -> Iterator[list[int]]:
-    """Indices of the tensors that share a key."""
     for one in dict.fromkeys(map(key, tensors)):
         yield [i for i, t in enumerate(tensors) if key(t) == one]
 
@@ -85,8 +83,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _extent(tensor: Tensor) -> Tensor:
-    """Return the largest |value| by the two extremes, which a NaN takes over: one pass and no
-    copy."""
+    """Return the largest |value| by the two extremes, which propagate NaN: one pass, no copy."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     low, high = tensor.aminmax()
@@ -97,7 +94,6 @@ def _extent(tensor: Tensor) -> Tensor:
 
 
 def _checksums(tensors: list[Tensor]) -> Tensor:
-    """Return the checksums of tensors on one device, int64."""
     if not triton_supports(tensors[0]):
         return torch.stack([_checksum(t) for t in tensors])
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
@@ -106,7 +102,6 @@ def _checksums(tensors: list[Tensor]) -> Tensor:
 
 
 def _amax(tensors: list[Tensor]) -> Tensor:
-    """Return the largest |value| of each tensor, of one device and dtype, in that dtype."""
     if not triton_supports(tensors[0]):
         return torch.stack([_extent(t) for t in tensors])
     whole = {2: torch.int16, 4: torch.int32}[tensors[0].itemsize]
@@ -116,7 +111,7 @@ def _amax(tensors: list[Tensor]) -> Tensor:
 
 
 def _sweep(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
-    """Launch `kernel` with one program a block. Blocks of all tensors lie one after the other."""
+    """Launch `kernel` with one program a block; blocks of all tensors are numbered in a row."""
     tensors = [_aligned(t) for t in tensors]
     counts = torch.tensor([-(-t.nbytes // BLOCK_BYTES) for t in tensors])
     firsts = (counts.cumsum(0) - counts).tolist()
@@ -138,7 +133,7 @@ def _sweep(kernel: Any, tensors: list[Tensor], out: Tensor) -> None:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Row-major, and at an address from which 16 bytes can be read at once."""
+    """Return the tensor in row-major order at an address aligned to 16 bytes."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -148,8 +143,8 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 @jit
 def _block(table, owner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """(the tensor of this program, the address of its integers, how many they are, the first of the
-    block)."""
+    """Return the program's tensor, the address of its integers, their number, and the first of the
+    block."""
     tensor = tl.load(owner + tl.program_id(0))
     integer: tl.constexpr = tl.int64 if SIZE == 8 else tl.int32 if SIZE == 4 else tl.int16
     values = tl.multiple_of(tl.load(table + 3 * tensor).to(tl.pointer_type(integer)), 16)
@@ -165,8 +160,7 @@ def _mix(word):
 
 @jit
 def _last_word(table, tensor):
-    """The word that the last bytes of a tensor fill in part, with zeros behind them; 0 when there
-    is none."""
+    """Return the word that a tensor's last bytes fill in part, zero-padded; 0 when there is none."""
     size, lane = tl.load(table + 3 * tensor + 1), tl.arange(0, 8)
     at = size // 8 * 8 + lane
     byte = tl.load(

@@ -1,5 +1,4 @@
-"""The host's C++ compiler: how sources for CPUs of this package are compiled (`build`), and the
-threads that they run on, which are torch's own."""
+"""The host's C++ compiler, and calls of its libraries on torch's own threads."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from lowroll.kernels.support import YES, Support, no
 log = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent
-# Sums are what the source says: nothing is fused that it does not fuse.
+# Sums are computed as the source says, without fused operations of the compiler's.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-mavx2", "-mfma", "-mf16c", "-shared", "-fPIC"]
 DEADLINE_S = 120  # of a build
 NO_COMPILER = no("no C++ compiler in $CXX or on the PATH (c++, g++, clang++)")
@@ -29,14 +28,14 @@ NO_CPU = no("runs on a CPU")
 
 @cache
 def compiler() -> Path | None:
-    """$CXX, c++, g++ or clang++, the first of them that there is."""
+    """Return the first that exists of $CXX, c++, g++ and clang++."""
     found = map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))
     return next((Path(path) for path in found if path), None)
 
 
 def library(source: Path) -> ctypes.CDLL:
-    """The shared library of a source. RuntimeError when there is no compiler, and the errors of
-    `build.library`."""
+    """Return the shared library of a source. RuntimeError when there is no compiler, and the errors
+    of `build.library`."""
     path = compiler()
     if path is None:
         raise RuntimeError(f"{source.name}: {NO_COMPILER.why_not}")
@@ -58,8 +57,8 @@ def _function(source: Path, name: str) -> Callable[..., None]:
 
 @cache
 def supports(source: Path, otherwise: str) -> Support:
-    """Does this CPU run the source, and is there a compiler that makes its library? Where that
-    fails, a warning says what happens `otherwise`."""
+    """Return whether this CPU runs the source and a compiler can build it. Where that fails, a
+    warning says what happens `otherwise`."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return no("needs a CPU with AVX2")
     if team() is None:
@@ -76,7 +75,8 @@ def supports(source: Path, otherwise: str) -> Support:
 
 @cache
 def team() -> ctypes.c_void_p | None:
-    """libgomp's call that runs a function on torch's own threads; None in a torch without it."""
+    """Return libgomp's call that runs a function on torch's own threads; None in a torch without
+    it."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
     except (AttributeError, OSError, TypeError):

@@ -1,11 +1,7 @@
 """The kernels of every product, the fastest first, and which of them run on a device.
 
-The functions of this room choose for each call, by asking the kernels in this order whether they
-support its operands (`support`). Here the same order is written down for people: what a kernel
-takes, and what a device must have for it. `lowroll doctor` prints it.
-
-A new kernel is asked in its product's function and gets a line here; tests/kernels hold the two
-together.
+Product functions ask their kernels in this order whether they support the operands (`support`);
+this table states the order for `lowroll doctor`, and tests/kernels hold the two together.
 """
 
 from __future__ import annotations
@@ -27,8 +23,8 @@ from lowroll.kernels.support import YES, Support, cuda_supports, no
 
 
 class Kernel(NamedTuple):
-    """`name` is that of its file, or of torch's function. It takes only calls that `takes` tells;
-    "" is every call that the kernels before it leave."""
+    """A kernel, named by its file or torch's function, and the calls that it takes; "" is every
+    call left by the kernels before it."""
 
     name: str
     language: str  # CUDA C++, C++, Triton, oneDNN or torch
@@ -51,10 +47,10 @@ def _cuda(
     only: bool = False,
     within_triton: bool = False,
 ) -> Kernel:
-    """Return the kernel of a CUDA source. within_triton: it runs only where Triton's kernels do."""
+    """Return the kernel of a CUDA source. within_triton: only where Triton's kernels run."""
 
     def supports_device(device: torch.device) -> Support:
-        """Return the kernel's own answer, but build nothing for it."""
+        """Return the kernel's own answer without building anything."""
         if within_triton and not (found := triton_supports_device(device)):
             return found
         return cuda_supports(device, capability, only) and nvcc.supports_device(device)
@@ -202,7 +198,7 @@ PRODUCTS: dict[str, tuple[Kernel, ...]] = {
 
 
 def answers(product: str, device: torch.device) -> list[DeviceSupport]:
-    """The kernels of a product in order, up to the one that takes every call that is left."""
+    """Return the kernels of a product in order, up to the one that takes every remaining call."""
     found: list[DeviceSupport] = []
     for kernel in PRODUCTS[product]:
         support = _asked(kernel, device)
@@ -215,5 +211,5 @@ def answers(product: str, device: torch.device) -> list[DeviceSupport]:
 def _asked(kernel: Kernel, device: torch.device) -> Support:
     try:
         return kernel.supports_device(device)
-    except RuntimeError as error:  # a device without free memory, or in trouble
+    except RuntimeError as error:  # no free memory on the device, or another fault
         return no(f"asking the device failed: {str(error).splitlines()[0]}")

@@ -1,4 +1,4 @@
-"""nvcc: how CUDA C++ sources of this package are compiled (`build`)."""
+"""nvcc: the compiler of this package's CUDA sources (`build`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_NVCC = no("no nvcc in $CUDA_HOME, on the PATH or in /usr/local/cuda")
 
 @cache
 def compiler() -> Path | None:
-    """nvcc of `$CUDA_HOME`, the PATH or /usr/local/cuda; None where there is none."""
+    """Return nvcc of `$CUDA_HOME`, the PATH or /usr/local/cuda, or None."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = [Path(home) / "bin/nvcc"] if home else []
     if on_path := shutil.which("nvcc"):
@@ -39,7 +39,7 @@ def compiler() -> Path | None:
 
 
 def version() -> str:
-    """Return the release that nvcc states; "" where it states none."""
+    """Return nvcc's release, or ""."""
     nvcc = compiler()
     if nvcc is None:
         return ""
@@ -52,7 +52,6 @@ def version() -> str:
 
 
 def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]:
-    """nvcc's options for devices of that capability."""
     chip = f"{capability[0]}{capability[1]}" + ("a" if capability[0] == 9 else "")
     return [
         "-std=c++17",
@@ -65,8 +64,8 @@ def options(capability: tuple[int, int], macros: Mapping[str, str]) -> list[str]
 
 
 def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]) -> ctypes.CDLL:
-    """The shared library of a source for devices of that capability. RuntimeError when there is no
-    nvcc, and the errors of `build.library`."""
+    """Return the shared library of a source for devices of that capability. RuntimeError when there
+    is no nvcc, and the errors of `build.library`."""
     nvcc = compiler()
     if nvcc is None:
         raise RuntimeError(f"{source.name}: {NO_NVCC.why_not}")
@@ -75,8 +74,8 @@ def library(source: Path, capability: tuple[int, int], macros: Mapping[str, str]
 
 
 def supports(make: Callable[[], object], otherwise: str) -> Support:
-    """Is there an nvcc, and does it make the library? Where it fails, a warning says what happens
-    `otherwise`."""
+    """Return whether there is an nvcc that makes the library. Where it fails, a warning says what
+    happens `otherwise`."""
     if compiler() is None:
         return NO_NVCC
     try:
@@ -89,8 +88,8 @@ def supports(make: Callable[[], object], otherwise: str) -> Support:
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    """Does nvcc compile for this device? It is tried on a source without kernels, in a second or
-    two, and nothing is kept."""
+    """Return whether nvcc compiles for this device, by a trial of a second or two on a source
+    without kernels."""
     if not (found := cuda_supports(device)):
         return found
     nvcc = compiler()

@@ -1,12 +1,9 @@
-"""Can this kernel run here, and if not, why not?
+"""The answer of `supports` functions: yes, or no with the reason.
 
-The question is asked as `supports`, everywhere: of a kernel's module for the operands of one call
-(`gemv.supports(x, w)`: device, dtype, shape), and of a device, for what does not depend on a call
-(`paged.supports_device(...)`: capability, compiler; asked once, then remembered). The answer is
-true or false, and a false one knows its reason. `dispatch` lists the kernels of each product with
-their answers.
+A kernel's `supports` asks about the operands of one call (device, dtype, shape); `supports_device`
+asks, once, about capability and compiler.
 
-Answers are made once: asking before every launch costs what the comparisons cost.
+Answers are made once, so asking before every launch costs only the comparisons.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ NO_GRADIENT = no("has no gradient")
 def cuda_supports(
     device: torch.device, least: tuple[int, int] = (0, 0), only: bool = False
 ) -> Support:
-    """Is it a CUDA device of compute capability `least` or later, or of that one `only`?"""
+    """Return whether the device is CUDA of compute capability `least` or later, or `only` that one."""
     if device.type != "cuda":
         return NO_CUDA
     found = torch.cuda.get_device_capability(device)

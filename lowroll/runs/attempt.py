@@ -36,14 +36,14 @@ from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
 log = logging.getLogger(__name__)
 
 
-# the numbers of a last step that stand in the short form of a result, as far as it has them
+# numbers of the last step in the short form of a result, if recorded
 _TOLD = ("reward/mean", "sft/loss", "mismatch/kl_k3", "rollout/length_mean", "optim/grad_norm")
 
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """A finished (or politely interrupted) run. `ended`: why it finished before its last step.
-    `signal`: the number of the one that interrupted it, else 0. Its repr is three lines."""
+    """A finished or interrupted run. `ended`: why it finished before its last step. `signal`: the
+    number of the signal that interrupted it, else 0."""
 
     folder: Path
     records: list[Record]
@@ -52,17 +52,16 @@ class RunResult:
 
     @property
     def model(self) -> Path:
-        """The trained model, or adapter, as a Hugging Face folder; there once the run has finished."""
+        """Return the folder of the trained model or adapter, once the run has finished."""
         return self.folder / FINAL
 
     @property
     def metrics(self) -> Record:
-        """The record of the last step; {} before there is one."""
+        """Return the record of the last step; {} before the first."""
         return self.records[-1] if self.records else {}
 
     @property
     def interrupted(self) -> bool:
-        """Return whether a signal ended the run before its last step."""
         return bool(self.signal)
 
     def __repr__(self) -> str:
@@ -104,12 +103,11 @@ def attempt(
     overwrite: bool = False,
     alone: bool = True,
 ) -> Iterator[RunFolder]:
-    """Own `output_dir` for one launch of a command. Everything that is logged in the block goes to
-    its log file.
+    """Own `output_dir` for one launch of a command, and log to its log file.
 
-    ValueError, before anything is changed, when the folder cannot be used so; RunLockedError when
-    another process has it. With `resume`, a run goes on there; with `overwrite`, what it made is
-    replaced when the new one begins. alone: as `RunFolder`.
+    ValueError, before any change, when the folder cannot be used so; RunLockedError when another
+    process has it. `resume` continues a run there; `overwrite` replaces what it made once the new
+    one begins. alone: as `RunFolder`.
     """
     if resume and overwrite:
         raise ValueError(
@@ -119,7 +117,7 @@ def attempt(
     hub.check(cfg.push_to_hub)
     folder = RunFolder(cfg, command, alone)
     if not (folder.path / LOCK).exists():
-        folder.check(resume, overwrite)  # a folder that no run has touched is not even given a lock
+        folder.check(resume, overwrite)  # an untouched folder is not even locked
     with own(folder.path) as lock:
         folder.check(resume, overwrite)
         folder.settle()
@@ -136,12 +134,12 @@ def attempt(
 def drive(
     steps: StepRunner, first: int, last: int, every: int, show: Callable[[Record], str], stop: Stop
 ) -> int:
-    """Make the steps `first` to `last`, with a checkpoint `every` so many, and finish; or stop when
-    asked to, with a checkpoint. `show` puts a record into words. Returns the signal that ended it
+    """Make the steps `first` to `last`, with a checkpoint `every` so many, and finish, or stop with
+    a checkpoint when asked to. `show` puts a record into words. Return the signal that ended it
     early, else 0.
 
-    The record of a step comes first: a process that dies before its checkpoint makes it again, and
-    none is left out.
+    A step's record precedes its checkpoint: a process that dies between repeats the step, and none
+    is left out.
     """
     for step in range(first, last + 1):
         try:
@@ -166,8 +164,8 @@ def drive(
 
 
 def own(folder: Path) -> RunLock:
-    """Return the lock of a folder. RunLockedError names its holder, ValueError why nobody can lock
-    it."""
+    """Return the lock of a folder. RunLockedError names its holder, ValueError why it cannot be
+    locked."""
     try:
         return RunLock(folder)
     except OSError as error:
@@ -175,8 +173,7 @@ def own(folder: Path) -> RunLock:
 
 
 class LogFile(logging.FileHandler):
-    """A log that cannot be written costs one line, and no run. What is held back is written when
-    that works again."""
+    """A log whose write failures cost one warning and no run; withheld lines are written later."""
 
     _told = False
 
@@ -188,7 +185,6 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
 
     def close(self) -> None:
-        """Give the file back."""
         try:
             super().close()
         except OSError as error:
@@ -205,14 +201,13 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def log_file(folder: Path, attempt: int, name: str = "attempt") -> Iterator[None]:
-    """Write everything that is logged in the block to logs/<name>_N.log, and warnings to the
-    terminal too."""
+    """Write all log messages to logs/<name>_N.log, and warnings to the terminal too."""
     (folder / LOGS).mkdir(exist_ok=True)
     file = LogFile(folder / LOGS / f"{name}_{attempt}.log", encoding="utf-8")
     terminal = logging.StreamHandler()
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal.setLevel(logging.WARNING)
-    terminal.addFilter(lambda record: not record.exc_info)  # the one that catches an error shows it
+    terminal.addFilter(lambda record: not record.exc_info)  # whoever catches an error shows it
     root = logging.getLogger("lowroll")
     before = root.level
     root.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""The half of a run that makes batches: prompts, rollouts, scores, evaluations. No torch.
+"""The batch-making half of a run: prompts, rollouts, scores, evaluations.
 
     batches.before(1, 0)      evaluation of the policy that the run begins with, if it asks for one
     batches.step(n, n - 1)    a batch on the channel, drawn from version n - 1
@@ -39,15 +39,13 @@ class BatchEngine(EvaluationEngine, Protocol):
     """The engine that batches are drawn from, local or remote."""
 
     @property
-    def kv(self) -> CachePolicy:
-        """Return the policy that decides which keys the engine's cache keeps."""
-        ...
+    def kv(self) -> CachePolicy: ...
 
     def stats(self) -> EngineStats: ...
 
 
 class RunEnvironments:
-    """The environments that a run trains on, and those that it is evaluated on."""
+    """The environments of training and of evaluation."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.envs = environments.make(cfg.env, cfg.seed)
@@ -57,9 +55,9 @@ class RunEnvironments:
 
 
 class BatchSource:
-    """The producer of a run's batches; see the top of the file. cfg: with the size of the engine's
-    cache. Scoring workers end with `stack`. rollout_log, weights, journal: as `Orchestrator`'s.
-    alone: in one process with the learner."""
+    """The producer of a run's batches. cfg: with the cache's size filled in. Scoring workers end
+    with `stack`. rollout_log, weights, journal: as `Orchestrator`'s. alone: in one process with the
+    learner."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class BatchSource:
         alone: bool = True,
     ) -> None:
         self.alone = alone
-        self._seen: EngineStats | None = None  # when the batch before was full
+        self._seen: EngineStats | None = None  # when the previous batch was full
         self.more: Callable[[Batch], Mapping[str, float]] = lambda _: {}  # of whoever has this half
         self.cfg = cfg
         self.spec = spec
@@ -106,18 +104,17 @@ class BatchSource:
         )
 
     def watch(self, phase: PhaseProgress, note: Callable[[str], object]) -> None:
-        """Report progress within a step, and what is worth a line."""
+        """Report progress within a step through callbacks."""
         self.orchestrator.on_phase = self.evaluations.on_phase = phase
         self.evaluations.on_note = note
 
     def enter(self, step: int) -> None:
-        """Go over to the settings of the step's stage."""
+        """Apply the settings of the step's stage."""
         if self.stages.enter(step):
             now = orchestrator.settings(self.stages.now, self.spec, self.alone, self._own)
             self.orchestrator.enter(now)
 
     def step(self, step: int, version: int) -> Batch:
-        """Make the batch of a step and send it."""
         self.enter(step)
         return self.orchestrator.step(step, version)
 
@@ -139,16 +136,16 @@ class BatchSource:
         return self.orchestrator.state()
 
     def _clear_engine(self) -> None:
-        """Give up what is in flight, where evaluations are to have the engine alone; with noise they
-        must, since they draw without it."""
+        """Drop what is in flight where evaluations need the engine alone, as with noise, without
+        which they draw."""
         if self.cfg.eval.cancel_inflight_rollouts_on_eval or self.cfg.noise is not None:
             self.orchestrator.recall()
 
     def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
-        """Go on after a step. resumed: somebody asked for it, so that what `ckpt`, `buffer` and
-        `eval` say of a resumption holds. ValueError names what is not of this run's plan, and a
+        """Continue after a step. resumed: the user asked for it, so the resumption settings of
+        `ckpt`, `buffer` and `eval` apply. ValueError names what is not of this run's plan, and a
         state of another step."""
-        stated = state.get("step", step)  # the oldest states do not say it
+        stated = state.get("step", step)  # the oldest states lack it
         if stated != step:
             raise ValueError(f"orchestrator state: it is of step {stated}, and not of step {step}")
         self.enter(step)
@@ -163,8 +160,7 @@ class BatchSource:
             self.evaluations.resumed(step + 1)
 
     def described(self, batch: Batch) -> dict[str, float]:
-        """Describe how the rollouts of a batch were drawn and, where a policy bounds their caches,
-        what that saves."""
+        """Describe how a batch was drawn and what a bounded cache saves."""
         stats, kv = self.rollouts.stats(), self.rollouts.kv
         drawn = {"rollout/weight_bits": stats.weight_bits}
         if self._seen is not None:
@@ -187,8 +183,7 @@ class BatchSource:
 
 
 def _turns(sample: Sample) -> list[tuple[int, int]]:
-    """Return the tokens of a sample's prompt and of its response; of a conversation, of each
-    turn."""
+    """Return (prompt tokens, response tokens) of a sample, or of each turn."""
     asked, rollout = len(sample.prompt_ids), sample.rollout
     if rollout.turns is None:
         return [(asked, len(rollout.token_ids))]

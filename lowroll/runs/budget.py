@@ -1,13 +1,12 @@
-"""`rollout.weights: {max_kl: ...}`: from a budget to the format of each layer, once a run.
+"""`rollout.weights: {max_kl: ...}`: from a budget to a format for each layer, once a run.
 
     rollout_weights.json    in the run folder: the budget, which layers have which format, what was
                             measured, and what was chosen again in the course of the run (`again`)
 
-The search (`weights.budget`) measures on responses that the dense model draws to the first prompts
-of the run's environments, by the run's seed; where there are none, to PROMPTS. A run that goes on
-reads its file, so that its layers keep their formats; what was chosen later a checkpoint holds
-(`trainer.guard`). From there the settings name a mixed format
-(`quant.mixed`), as any other; config.yaml keeps what the user wrote.
+The search (`weights.budget`) measures on the dense model's responses to the first prompts of the
+run's environments, else to PROMPTS. A resumed run reads its file; checkpoints hold later choices
+(`trainer.guard`). Settings then name a mixed format (`quant.mixed`); config.yaml keeps what the
+user wrote.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 8
 RESPONSE_TOKENS = 48  # at most, of each
-SAMPLES, LONG_TOKENS = 8, 128  # to each prompt, and of each, where a rounding is calibrated
+SAMPLES, LONG_TOKENS = 8, 128  # responses to each prompt and their tokens, for calibrated rounding
 TEXT_TOKENS = 128  # of each piece of a text
-PROMPT_TOKENS = 1024  # at most, of each prompt before what a policy has said
+PROMPT_TOKENS = 1024  # at most, of each prompt before a response
 NAMED = 8  # layers that a report names
 PROMPTS = (
     "Write a short story about a lighthouse.",
@@ -66,12 +65,12 @@ PROMPTS = (
 
 
 def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool) -> RunConfig:
-    """Return a run's settings with a format in the place of a budget: of the run's file when it
-    goes on, else searched for and written there. ValueError for a file that is not this budget's."""
+    """Return a run's settings with a format in place of a budget, from the run's file or a new
+    search. ValueError for a file of another budget."""
     cfg, path = home.cfg, home.path / FILE
     if not is_budget(cfg.rollout.weights):
         if path.is_file() and not resume:
-            _read(path)  # of an earlier run, which this one replaces
+            _read(path)  # of an earlier run, to be replaced
             path.unlink()
         if cfg.rollout.weights == STORED and not cfg.train.lora:
             tell(
@@ -81,7 +80,7 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
         return with_weights(cfg, named(cfg.rollout.weights, cfg, compute, chat))
     if not (resume and (path.is_file() or home.has_steps())):
         if path.exists():
-            _read(path)  # of an earlier run; what is not is not written over
+            _read(path)  # refuses to overwrite another kind of file
         found = search(cfg, compute, dense_model(cfg, compute), chat)
         text = _text(cfg.rollout.weights, found)
         home.space.write(path, lambda: write_file(path, text.encode()))
@@ -90,8 +89,8 @@ def settle(home: RunFolder, compute: Compute, chat: ChatTokenizer, resume: bool)
 
 
 def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
-    """Return the settings of a run that has begun, with the formats of its file. ValueError when it
-    is missing, damaged or of another budget."""
+    """Return the settings of a begun run with the formats of its file. ValueError when it is
+    missing, damaged or of another budget."""
     budget = cfg.rollout.weights
     if not is_budget(budget):
         return with_weights(cfg, stored(cfg, compute.dtype) if budget == STORED else budget)
@@ -107,7 +106,6 @@ def settled(cfg: RunConfig, folder: Path, compute: Compute) -> RunConfig:
 
 
 def _refuse_others(weights: object, cfg: RunConfig, compute: Compute) -> None:
-    """Raise ValueError for formats of other layers than the model has."""
     model = models.outline("model", cfg.model, compute)
     sizes = {name: prod(linear.weight.shape) for name, linear in model.linears()}
     found: dict[str, object] = {}
@@ -122,8 +120,7 @@ def _refuse_others(weights: object, cfg: RunConfig, compute: Compute) -> None:
 
 
 def named(weights: str, cfg: RunConfig, compute: Compute, chat: ChatTokenizer) -> str:
-    """Return the format that `weights` stands for; of a budget after a search on responses to the
-    prompts of the settings."""
+    """Return the format of `weights`; a budget is searched on responses to the settings' prompts."""
     if not is_budget(weights):
         return stored(cfg, compute.dtype) if weights == STORED else weights
     cfg = with_weights(cfg, weights)
@@ -139,8 +136,8 @@ def of_model(
     dtype: torch.dtype | None = None,
     text: Path | None = None,
 ) -> str:
-    """Return the format that `weights` stands for; of a budget after a search for a model of no
-    run. text: what to measure on (`calibration_sequences`), in the place of responses to PROMPTS."""
+    """Return the format of `weights` for a model without a run. text: what to measure on
+    (`calibration_sequences`); default: responses to PROMPTS."""
     if not is_budget(weights):
         return weights
     cfg = from_mapping({"model": str(source), "rollout": {"weights": weights}})
@@ -161,9 +158,9 @@ def of_model(
 def again(
     home: RunFolder, budget: str, model: Transformer, samples: Sequence[Sample], step: int
 ) -> tuple[str, dict[str, dict[str, int]]] | None:
-    """Search once more, for the weights that a learner has after a step, on what the policy has
-    said in it, and note the result in the run's file. Return the format's name and the layers of
-    each format; None when there is nothing to measure on, or nothing keeps the budget any more."""
+    """Search again with the learner's weights after a step, on its responses, and note the result
+    in the run's file. Return the format's name and the layers of each format; None without samples,
+    or when nothing keeps the budget."""
     seen = _calibration(samples)
     if not seen.sequences:
         log.warning("guard: step %d: no response to measure on; the formats stay", step)
@@ -190,7 +187,7 @@ def again(
 
 
 def cut(home: RunFolder, step: int) -> None:
-    """Forget the choices that a run made after the step that it goes on from."""
+    """Forget choices made after the step from which the run continues."""
     path = home.path / FILE
     if not (is_budget(home.cfg.rollout.weights) and path.is_file()):
         return
@@ -201,7 +198,6 @@ def cut(home: RunFolder, step: int) -> None:
 
 
 def _up_to(kept: Mapping[str, object], step: int) -> list[dict[str, object]]:
-    """Return the later choices in a file, of steps up to one."""
     found = kept.get("again", [])
     if not isinstance(found, list):
         return []
@@ -215,8 +211,7 @@ def _write(home: RunFolder, kept: Mapping[str, object]) -> None:
 
 
 def _calibration(samples: Sequence[Sample]) -> Calibration:
-    """Return the beginnings of a policy's responses, of each group in turn, behind the ends of the
-    prompts."""
+    """Return the beginnings of responses, of each group in turn, after the ends of their prompts."""
     said = [sample for sample in samples if sample.group >= 0 and sample.rollout.token_ids]
     said.sort(key=lambda sample: sample.rollout.behavior.sample)
     pairs = [
@@ -227,7 +222,7 @@ def _calibration(samples: Sequence[Sample]) -> Calibration:
 
 
 def stored(cfg: RunConfig, dtype: torch.dtype) -> str:
-    """Return the low-bit format of the run's model folder, whose dense layers have `dtype`.
+    """Return the low-bit format of the run's model folder, whose dense layers have `dtype`;
     ValueError for a dense one."""
     held = hf.exact_format(resolve(cfg.model, weights=False), dtype)
     if held is None and hf.exact_format(resolve(cfg.model, weights=False), torch.float32):
@@ -244,7 +239,6 @@ def stored(cfg: RunConfig, dtype: torch.dtype) -> str:
 
 
 def with_weights(cfg: RunConfig, weights: str) -> RunConfig:
-    """Return the same settings with other rollout weights."""
     if weights == cfg.rollout.weights:
         return cfg
     rollout = cfg.rollout.model_copy(update={"weights": weights})
@@ -252,8 +246,7 @@ def with_weights(cfg: RunConfig, weights: str) -> RunConfig:
 
 
 def refuse_model(cfg: RunConfig) -> None:
-    """Raise ValueError for a model whose layers no budget can choose formats for. Reads no
-    weights."""
+    """Raise ValueError for a model whose layers take no chosen formats, without reading weights."""
     models.refuse_adapter("model", cfg.model)
     folder = resolve(cfg.model, weights=False)
     if (spec := read_spec(folder)).num_experts:
@@ -270,7 +263,7 @@ def refuse_model(cfg: RunConfig) -> None:
 
 
 def dense_model(cfg: RunConfig, compute: Compute) -> Transformer:
-    """Return the run's model as its weights are rounded. ValueError as `refuse_model`."""
+    """Return the run's model before rounding; ValueError as `refuse_model`."""
     refuse_model(cfg)
     model = hf.load(cfg.model, compute.device, compute.dtype).requires_grad_(False)
     if cfg.train.uaq_scale is not None:
@@ -285,8 +278,7 @@ def search(
     chat: ChatTokenizer,
     calibration: Calibration | None = None,
 ) -> Allocation:
-    """Search the formats of a dense model's layers for the budget of the settings. calibration: the
-    text, where it is given."""
+    """Search formats of a dense model's layers for the settings' budget. calibration: given text."""
     with phases() as on_phase:
         if calibration is None:
             on_phase("budget: draw", 0, 1)
@@ -300,8 +292,7 @@ def search(
 
 
 def answers(source: str | Path, model: Transformer, device: torch.device) -> list[list[int]]:
-    """Return what a dense model of no run says to PROMPTS, several times to each: text to calibrate
-    on."""
+    """Return several responses of a dense model to each of PROMPTS, as calibration text."""
     cfg = from_mapping(
         {"model": str(source), "rollout": {"weights": OWN, "max_tokens": LONG_TOKENS}}
     )
@@ -324,8 +315,8 @@ def draw(
     n: int = 1,
     most: int = RESPONSE_TOKENS,
 ) -> Calibration:
-    """Return `n` responses of the dense model with each of their prompts: `texts`, or those of the
-    run's environments. most: tokens of a response."""
+    """Return `n` responses of the dense model to each prompt: `texts`, or those of the run's
+    environments. most: tokens of a response."""
     asked = first_requests(cfg, model.spec, chat, texts, NUM_PROMPTS, n)
     longest = max(len(one.prompt_ids) for one in asked)
     most = max(1, min(most, cfg.rollout.max_tokens, model.spec.max_position - longest))
@@ -341,7 +332,7 @@ def draw(
     with closing(engine):
         groups = engine.generate(requests)
     del engine
-    gc.collect()  # the engine and its scheduler hold each other
+    gc.collect()  # engine and scheduler reference each other
     rows = [(one.request.prompt_ids, drawn.token_ids) for one in groups for drawn in one.rollouts]
     if not any(response for _, response in rows):
         raise ValueError("rollout.weights: the model says nothing that a KL could be measured on")
@@ -355,7 +346,7 @@ def _room(request: Request, page_size: int) -> int:
 
 
 def report(budget: str, found: Allocation) -> list[str]:
-    """Return what a search has found, for people."""
+    """Return a search's result for people."""
     total = sum(found.sizes.values())
     shares: dict[str, int] = {}
     for layer, name in found.assignment.items():
@@ -391,7 +382,7 @@ def _found(found: Allocation) -> dict[str, object]:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return what a file holds. ValueError when it is none of ours."""
+    """Return a file's content; ValueError when it is not one of ours."""
     if not path.is_file():
         raise ValueError(
             f"{path}: missing; the run cannot go on with the formats that it began with"

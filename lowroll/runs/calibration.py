@@ -1,10 +1,9 @@
-"""The texts that are measured on before a run: calibration text as token ids, for `weights.awq`,
-`weights.gptq` and `weights.budget`, and the first requests of a run.
+"""Calibration text as token ids, for `weights.awq`, `weights.gptq` and `weights.budget`, and the
+first requests of a run.
 
-A `.jsonl` file holds one document a line, `{"text": "..."}` or `{"messages": [...]}` (through the
-chat template); each gives its first `length` tokens. So do the responses that `lowroll eval` keeps
-and the samples that a run writes: what a policy says itself is the text that its rollouts will see.
-Any other file is one plain text, cut into pieces of `length`.
+A `.jsonl` file holds a document a line, `{"text": "..."}` or `{"messages": [...]}` (through the
+chat template), cut to `length` tokens; so do responses of `lowroll eval` and samples of a run. Any
+other file is plain text, cut into pieces of `length`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lowroll.orchestrator.source import draw_at
 from lowroll.runs.build import environments, orchestrator, prompts
 from lowroll.types import Request
 
-_CHARACTERS_PER_TOKEN = 32  # of a plain text no more is read than could be needed
+_CHARACTERS_PER_TOKEN = 32  # bounds how much plain text is read
 
 
 def calibration_sequences(
@@ -78,8 +77,8 @@ def _from_lines(path: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
 
 
 def _drawn(row: dict[str, Any]) -> list[list[Any]] | None:
-    """Return the conversations in a line of `lowroll eval`'s responses (`runs.responses`), or of a
-    run's samples; None: it is neither. A line that says something else about them has none."""
+    """Return the conversations of a line of `lowroll eval`'s responses or a run's samples (possibly
+    none); None for other lines."""
     prompt, responses = row.get("prompt"), row.get("responses")
     if row.get("kind") in ("asked", "scored", "batch"):
         return []
@@ -114,8 +113,8 @@ def first_requests(
     num_prompts: int,
     n: int,
 ) -> list[Request]:
-    """Return requests of the run's own sampling, but for what cuts its distribution: for `texts`,
-    what a user says, or for the first prompts of its environments."""
+    """Return requests of the run's own sampling without truncation, for `texts` or the first
+    prompts of its environments."""
     drawn = orchestrator.sampling(cfg)
     sampling = replace(drawn, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, min_tokens=0)
     if texts:

@@ -21,8 +21,8 @@ State = dict[str, Any]
 
 
 class Checkpointing:
-    """The checkpoints of one run. With `resume`, `found` is the one that it goes on from;
-    ValueError when that is another run's."""
+    """The checkpoints of one run. With `resume`, `found` is the one to continue; ValueError when it
+    is another run's."""
 
     def __init__(self, home: RunFolder, resume: bool) -> None:
         self.home = home
@@ -33,19 +33,18 @@ class Checkpointing:
         self._seconds: dict[str, float] = {}
 
     def identify(self, base: str, beside: Mapping[str, str] | None = None) -> None:
-        """Say what the run begins with: the digest of its weights, and what it reads beside them. A
-        run that goes on must have the same."""
+        """Set the digest of the initial weights and of other inputs, which a resumed run must
+        share."""
         self.base = base
         self.inputs = self.home.inputs | dict(beside or {})
 
     @property
     def cache_tokens(self) -> int | None:
-        """The KV cache that the run began with; None when there is nothing to go on from."""
+        """Return the KV cache size that the run began with, or None."""
         return None if self.found is None else self.found.meta["cache_tokens"]
 
     def take(self) -> Checkpoint | None:
-        """Return the checkpoint to go on from, once; None when the run ended before its first
-        one."""
+        """Return the checkpoint to continue, once; None when there was none."""
         saved, self.found = self.found, None
         if saved is None:
             log.warning("the run ended before its first checkpoint; it begins again with step 1")
@@ -62,8 +61,8 @@ class Checkpointing:
         ranks: Ranks = ALONE,
         **meta: object,
     ) -> None:
-        """Keep what `capture()` gives, the state after `step`, in one atomic folder; nothing when
-        that is done already. ranks: of which each has its share; without them it is all here."""
+        """Save the state of `capture()` after `step` in one atomic folder, unless it is saved
+        already. ranks: those that hold shares of it."""
         if self._newest == step:
             return
         began = time.monotonic()
@@ -81,6 +80,6 @@ class Checkpointing:
         log.info("checkpoint of step %d", step)
 
     def seconds(self) -> dict[str, float]:
-        """Return `time/checkpoint` of the one that was saved since the last call, else {}."""
+        """Return `time/checkpoint` of a save since the last call, else {}."""
         seconds, self._seconds = self._seconds, {}
         return seconds

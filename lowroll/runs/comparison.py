@@ -1,5 +1,4 @@
-"""The numbers of an evaluation, side by side: what each engine solved, and by how much it differs
-from the first. No torch."""
+"""The numbers of an evaluation, compared between engines."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ AVERAGE = "average"
 
 @dataclass(frozen=True)
 class EngineAnswers:
-    """The answers of one engine (`about`) to one environment. `won`: whether the most frequent
-    answer to each example is right, None where none was counted."""
+    """One engine's answers to one environment. `won`: whether each example's majority answer is
+    right, None where not counted."""
 
     env: str
     about: dict[str, str]
@@ -30,13 +29,13 @@ class EngineAnswers:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of solved responses of each example with a score, by its id."""
+        """Return each example's share of solved responses, by id."""
         return {one.id: fmean(one.solved) for one in self.examples if one.solved}
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the rows as a table for people: (head, cells). Shares are in percent; a column that
-    says nothing is left out."""
+    """Return the rows as a table for people: (head, cells), shares in percent, without empty
+    columns."""
     about = [key for key in ("weights", "kv", "server", "model") if any(key in row for row in rows)]
     several = any((row.get("n") or 1) > 1 for row in rows)
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -103,8 +102,7 @@ def _difference(row: dict[str, Any]) -> str:
 
 
 def rows_of(measured: Sequence[EngineAnswers], seed: int = 0) -> list[dict[str, Any]]:
-    """Return a row for each engine and environment and, where there are several environments, one
-    of their average.
+    """Return a row for each engine and environment, and an average over several environments.
 
     Keys: env, what answered, examples, n (responses to each), reward, pass_at_1 with its interval
     (low, high), avg_at_k, pass_at_k and maj_at_k with k = n, pass_at (by k), length_mean in tokens,
@@ -159,7 +157,6 @@ def _row(one: EngineAnswers, seed: int) -> dict[str, Any]:
 
 
 def _pass_at(examples: Sequence[Example], k: int) -> float | None:
-    """Return pass@k over the examples of which k responses could be scored."""
     solved = [one.solved for one in examples if len(one.solved) >= k]
     if not solved:
         return None
@@ -167,14 +164,12 @@ def _pass_at(examples: Sequence[Example], k: int) -> float | None:
 
 
 def _powers(n: int) -> list[int]:
-    """Return 1, 2, 4, ... and n."""
     return sorted({n, *(1 << power for power in range(n.bit_length()))})
 
 
 def _average(
     side: Sequence[EngineAnswers], rows: Sequence[dict[str, Any]], seed: int
 ) -> dict[str, Any]:
-    """Return the mean over environments, each as heavy as any other."""
     low, high = interval([list(one.shares.values()) for one in side], seed)
     row: dict[str, Any] = {"env": AVERAGE, **side[0].about}
     for name in ("examples", "env_failed", "left_out", "seconds"):
@@ -188,8 +183,7 @@ def _average(
 def _against(
     side: Sequence[EngineAnswers], base: Sequence[EngineAnswers] | None, seed: int
 ) -> dict[str, float]:
-    """Return the difference to the first engine, over the examples that both have a score of; {}
-    for the first engine."""
+    """Return the difference to the first engine over examples that both scored; {} for the first."""
     if base is None:
         return {}
     sets = []

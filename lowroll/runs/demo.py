@@ -11,8 +11,8 @@ minutes on two cores.
 4. Measure the INT8 and the dense engines on the same requests, in turns: on this model, and on
    layers of a size at which low precision pays.
 
-Every number that is printed is measured in the run. The exit code is 1 unless the held-out reward
-rose by `MIN_GAIN` as sampled and by `MIN_GREEDY_GAIN` of the most likely responses.
+All printed numbers are measured in the run. The exit code is 1 unless the held-out reward rose by
+`MIN_GAIN` as sampled and by `MIN_GREEDY_GAIN` greedily.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from lowroll.runs.grpo import run
 from lowroll.runs.sft import warm_start
 from lowroll.types import Request
 
-MARK = ".lowroll-demo"  # the file that says that a folder is the demo's, to be replaced
+MARK = ".lowroll-demo"  # marks a folder as the demo's, which may be replaced
 MIN_GAIN = 0.15
 MIN_GREEDY_GAIN = 0.03
 HELD_OUT = 256
-SHARPER = 0.5  # a temperature at which sampling the warm start alone gains as much as some training
+SHARPER = 0.5  # a temperature at which the warm start gains as much as by some training
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% "
@@ -80,8 +80,8 @@ CONFIG: dict[str, Any] = {
     "use_cache": True,
 }
 
-# Six layers of Qwen2.5-0.5B, with a small vocabulary: large enough for low precision to pay, small
-# enough for a laptop.
+# Six layers of Qwen2.5-0.5B with a small vocabulary: large enough for low precision to pay on a
+# laptop.
 LARGER: dict[str, Any] = {
     **CONFIG,
     "hidden_size": 896,
@@ -133,8 +133,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def build_tokenizer() -> Any:
-    """Build a byte-level tokenizer (a token a byte) with a chat template, as transformers knows
-    it."""
+    """Build a byte-level tokenizer with a chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -168,7 +167,7 @@ def build_model(folder: Path, seed: int, config: Mapping[str, Any]) -> Path:
 
 
 def settings(folder: Path, seed: int, device: str) -> RunConfig:
-    """Return the settings of the demo's run, as a user's YAML file would say it."""
+    """Return the settings of the demo's run."""
     return from_mapping(
         {
             **SETTINGS,
@@ -198,8 +197,8 @@ def held_out(
     temperature: float,
     count: int | None = None,
 ) -> float:
-    """Return the mean reward on held-out prompts: of the policy as it samples (1.0), or of its most
-    likely responses (0.0). count: of the prompts; None: what the settings say."""
+    """Return the mean reward on `count` held-out prompts (None: as the settings say), as sampled
+    (1.0) or greedy (0.0)."""
     (env,) = environments.make(cfg.env, cfg.seed).values()
     sampling = replace(orchestrator.eval_sampling(cfg), temperature=temperature)
     with environments.scorer(cfg, cfg.env) as scorer, phases() as on_phase:
@@ -243,8 +242,7 @@ def engine_speed(
 
 def larger_speed(cfg: RunConfig, formats: tuple[str, ...]) -> tuple[float, dict[str, float]]:
     """Measure layers of a real size with random weights: return their parameters in millions, and
-    the median tokens a second of each format on 64 sequences, 8 a prompt, as in a batch of
-    rollouts."""
+    each format's median tokens a second on 64 sequences, 8 a prompt."""
     compute, prompts, length, new = Compute.of(cfg), 8, 16, 8
     master = initialize(Transformer(spec_from_config(LARGER)), cfg.seed).to(compute.device)
     engines = {
@@ -287,13 +285,12 @@ def _tokens_per_second(engine: Engine, requests: list[Request]) -> float:
 
 
 def main(output_dir: str = "outputs/demo", seed: int = 0, device: str = "auto") -> int:
-    """Run the demo; returns the exit code. What an earlier demo made in the folder is replaced, and
-    nothing else.
+    """Run the demo and return the exit code; only an earlier demo in the folder is replaced.
 
-    ValueError when the folder holds other things and no demo, or when something is in the way.
+    ValueError when the folder holds something else.
     """
-    # One thread: a model this small gains a third from a second one, and loses most of its speed to
-    # it when another process wants the core (docs/LOG.md).
+    # A second thread gains a third at this size, and loses much when another process wants the core
+    # (docs/LOG.md).
     torch.set_num_threads(1)
     console = Console()
     began = time.monotonic()
@@ -383,8 +380,8 @@ def clear(folder: Path, cfg: RunConfig) -> None:
 
 
 def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
-    """Return held-out rewards of a model folder by the rollouts' engine, by the fp32 engine, and of
-    the rollouts' sharpened policy: T = 0.5 and greedy."""
+    """Return held-out rewards by the rollouts' engine, by the fp32 engine, and sharpened: T = 0.5
+    and greedy."""
     compute, chat = Compute.of(cfg), models.tokenizer(model)
     master = hf.load(model, compute.device, compute.dtype)
     dense = engines.make(cfg, compute, master, chat, "fp32")
@@ -441,7 +438,6 @@ def summary(
 
 
 def _speeds(console: Console, what: str, speed: Mapping[str, float]) -> None:
-    """Print one line: INT8 against the fastest dense format."""
     dense = max(rate for name, rate in speed.items() if name != "int8")
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in speed.items())
     console.print(

@@ -59,7 +59,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def settings(folder: Path, seed: int, device: str) -> RunConfig:
-    """Return the settings of the demo's run, as a user's YAML file would say it."""
+    """Return the settings of the demo's run."""
     return from_mapping(
         {
             **SETTINGS,
@@ -91,10 +91,9 @@ def answers(cfg: RunConfig, model: Path) -> list[tuple[str, str]]:
 
 
 def main(output_dir: str = "outputs/demo-real", seed: int = 0, device: str = "auto") -> int:
-    """Run the demo; returns the exit code. What an earlier demo made in the folder is replaced, and
-    nothing else.
+    """Run the demo and return the exit code; only an earlier demo in the folder is replaced.
 
-    ValueError when the folder holds other things and no demo, or when the model was not fetched.
+    ValueError when the folder holds something else, or the model was not fetched.
     """
     console = Console()
     began = time.monotonic()

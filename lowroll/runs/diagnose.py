@@ -1,8 +1,7 @@
 """`lowroll diagnose`: where the gap between the rollouts and the learner comes from, on one batch
 of tokens.
 
-Tokens are drawn once. Their log-probs are then taken at points on the way from the engine that drew
-them to the learner that would learn from them:
+Tokens are drawn once, and their log-probs taken at points from the engine to the learner:
 
     decode    recorded by the engine while it drew them, a token at a time, under its KV cache
     prefill   the engine's weights again, a whole sequence at a time, without any cache
@@ -12,32 +11,25 @@ them to the learner that would learn from them:
     dense     the learner's forward on its own weights; with `train.forward: fp8` or `nvfp4` beside other
               rollouts the forward in that format, under its name
 
-and every step of the way has one cause:
+Each step has one cause:
 
     decode -> prefill      kv where the cache has thrown keys away or rounds them, else as the next
     prefill -> aligned     rounding where the format rounds activations, else kernels
     aligned -> quantized   rounding
     quantized -> dense     weights (where the format leaves activations alone, from aligned)
 
-Rounding is a cause of its own because it amplifies: two computations of the same product in another
-order differ by 1e-7, which flips codes of the next layer's activations, which flip more. After some
-layers decode, prefill and the learner have independent rounding errors, and are as far apart as each
-is from activations that are not rounded. No looser dtype and no order of sums explains that, and no
-tolerance mends it: only smaller rounding errors, or the same bits on both sides. On models without
-outliers the first is near nothing, and so is the rest.
+Rounding amplifies: another order of sums differs by 1e-7, which flips activation codes, which flip
+more in later layers, until the rounding errors of both sides are independent. Only smaller rounding
+errors or the same bits on both sides mend it.
 
-Nothing of the cache is behind `prefill`: a prompt that attended to rounded keys while the tokens
-were drawn attends to exact ones there. What decoding adds by another order of sums goes with kv, and
-is small beside it. A policy that has evicted nothing of these responses is not to blame.
+`prefill` uses no cache, so a prompt attends to exact keys there; decoding's other order of sums
+counts as kv and is small. A policy that evicted nothing is not blamed.
 
-A run is synchronous: it draws every batch from the version that learns from it, so `staleness` is
-0, and the newest checkpoint is what engine and learner both hold.
+`staleness` is 0: engine and learner hold the newest checkpoint.
 
-In kl_k1, mean(from - to), the causes add up to the whole exactly, with signs; a cause's share is
-its mean |from - to| over the sum of all, which has no signs to cancel. The tokens are those of
-`decode`, so k3 estimates a KL divergence for the whole alone, and is a size for the parts. Rollouts
-are drawn without a truncated sampler and from clean norms: both are known distributions and not
-what is looked for.
+In kl_k1, mean(from - to), the causes add up exactly, with signs; a cause's share is its mean |from
+- to| over the sum of all. The tokens are those of `decode`, so k3 estimates a KL divergence for the
+whole alone. Rollouts are drawn without truncation and from clean norms.
 """
 
 from __future__ import annotations
@@ -83,7 +75,7 @@ ADVICE = {
     "kv": "the cache forgets or rounds what the learner sees; correction auto pays for it (sparse "
     "where keys are dropped)",
 }
-# of rounding, where engine and learner round alike once the learner rounds
+# causes of rounding that an aligned learner removes
 ALIGNABLE = (
     "the engine rounds activations and the learner does not; correction auto pays for it, and "
     "train.forward aligned makes it vanish"
@@ -101,7 +93,7 @@ _NUMBERS = ("kl_k1", "kl_k3", "logp_diff_mean", "logp_diff_max", "ess")
 
 @dataclass(frozen=True)
 class MismatchPart:
-    """One step of the way: its cause, its ends, and how far they are apart (names as in
+    """One step: its cause, its ends, and their distance (names as in
     `objectives.mismatch.mismatch`)."""
 
     cause: str
@@ -118,7 +110,7 @@ class MismatchPart:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The parts, the whole, and what they say in a line."""
+    """The parts, the whole, and their reading."""
 
     model: str
     format: str
@@ -128,12 +120,11 @@ class Diagnosis:
     notes: tuple[str, ...] = field(default=())
 
     def share(self, cause: str) -> float:
-        """Return a cause's share of the summed mean |dlogp|."""
         return sum(part.share for part in self.parts if part.cause == cause)
 
     @property
     def reading(self) -> str:
-        """Name the largest cause, and what to do about it."""
+        """Return the largest cause and its remedy."""
         if max(part.logp_diff_max for part in (*self.parts, self.whole)) < NEGLIGIBLE:
             return (
                 f"engine and learner agree: no token differs by {NEGLIGIBLE:g} nats or more, so "
@@ -149,7 +140,6 @@ class Diagnosis:
         return told + ("." + TOO_FAR.format(kl=self.whole.kl_k3) if is_low_bit else "")
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data: everything above, the causes' shares and the reading."""
         return asdict(self) | {
             "shares": {cause: self.share(cause) for cause in CAUSES},
             "reading": self.reading,
@@ -159,11 +149,10 @@ class Diagnosis:
 def attribute(
     log_probs: Mapping[str, Tensor], segments: Tensor, blames_kv: bool = False
 ) -> tuple[tuple[MismatchPart, ...], MismatchPart]:
-    """Return the parts and the whole from the log-probs [N] at every point, in order (see the top).
+    """Return the parts and the whole from the log-probs [N] at every point, in order.
 
-    segments: the sequence of every token. blames_kv: the cache behind `decode` threw keys away or
-    rounds them; one that did neither has a part of 0. A point `quantized` says that the format rounds
-    activations.
+    segments: each token's sequence. blames_kv: the cache dropped or rounds keys; otherwise its part
+    is 0. A point `quantized` says that the format rounds activations.
     """
     arithmetic = "rounding" if "quantized" in log_probs else "kernels"
     first = "kv" if blames_kv else arithmetic
@@ -255,11 +244,11 @@ class DrawnSequences:
 
     sequences: list[list[int]]
     prompt_lens: list[int]
-    points: dict[str, Tensor]  # decode, prefill
+    points: dict[str, Tensor]
 
     @property
     def responses(self) -> list[tuple[int, int]]:
-        """Return the lengths of each prompt and its response."""
+        """Return (prompt length, response length) of each sequence."""
         return [
             (length, len(ids) - length)
             for ids, length in zip(self.sequences, self.prompt_lens, strict=True)
@@ -267,7 +256,7 @@ class DrawnSequences:
 
     @property
     def segments(self) -> Tensor:
-        """Return the sequence of every token, [N]."""
+        """Return each token's sequence, [N]."""
         sizes = torch.tensor([size for _, size in self.responses])
         return torch.arange(len(sizes)).repeat_interleave(sizes)
 
@@ -300,9 +289,8 @@ def learner_points(
     temperature: float,
     forward: str = "dense",
 ) -> dict[str, Tensor]:
-    """Return the learner's points on the way from an engine in `format` (see the top), in order:
-    log-probs [N]. The model is aligned with the engine afterwards. forward: the learner's
-    (`train.forward`)."""
+    """Return the learner's points for an engine in `format`, in order: log-probs [N]. The model is
+    aligned with the engine afterwards. forward: the learner's (`train.forward`)."""
 
     def scored() -> Tensor:
         return torch.cat(score(model, drawn.sequences, drawn.prompt_lens, temperature)).cpu()
@@ -316,9 +304,7 @@ def learner_points(
         last = scored()
     codes = [linear.aligned for _, linear in model.linears() if linear.aligned is not None]
     if any(get_format(one.format).rounds_activations for one in codes):
-        if (
-            own == "dense" and model.weight_format is not None
-        ):  # a base of LoRA: it is what is shared
+        if own == "dense" and model.weight_format is not None:  # the base of LoRA is shared
             points["quantized"] = last
         else:
             with aligned.dequantized(model):
@@ -330,7 +316,7 @@ def _align(model: Transformer, format: str) -> None:
     """Let the learner's forward run in the engine's arithmetic."""
     base = model.weight_format
     if base not in (None, format) and get_format(format).dense:
-        # LoRA whose guard fell back: the engine has the values of the base, as the plain forward
+        # LoRA after a guard's fallback: the engine has the base's values
         aligned.realign(model, format)
     else:
         aligned.align(model, format)
@@ -345,7 +331,6 @@ def _settled(cfg: RunConfig, run: Path | None, compute: Compute, chat: ChatToken
 
 
 def _checkpoint(run: Path | None) -> Checkpoint | None:
-    """Return the newest checkpoint of a run; None when it has none yet."""
     store = Store((run or Path()) / "checkpoints")
     steps = store.steps() if run is not None else []
     return store.load(steps[-1], only=("model",)) if steps else None
@@ -359,7 +344,7 @@ def _weights(held: Checkpoint, cfg: RunConfig, weights: str) -> str:
 
 
 def _cache_notes(able: Capabilities, evictions: float) -> list[str]:
-    """Describe the properties of the cache that cause the part `kv`."""
+    """Describe the cache's properties that cause `kv`."""
     notes: list[str] = []
     if able.kv.budget is not None:
         notes.append(

@@ -1,5 +1,5 @@
-"""Evaluation on held-out prompts by `lowroll eval`: of one model in several weight formats and under
-several caches, or of what a server serves."""
+"""Evaluation on held-out prompts by `lowroll eval`, of a model in several formats and caches, or of
+a server."""
 
 from __future__ import annotations
 
@@ -52,17 +52,16 @@ def evaluate(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """Return one row an environment, format and cache, with its numbers (`comparison.rows_of`);
-    where there are several environments, also their average.
+    """Return one row an environment, format and cache (`comparison.rows_of`), and their average
+    over environments.
 
     `weights` are formats or budgets; "dense" is the run's own dtype. Without any they are dense and
     rollout.weights or, where that is not set, the low-bit format that the model holds. `kv` are
-    caches; without any they are dense and rollout.kv. All see the same prompts and the same seeds,
-    caches that keep every key first: the first one's tokens are the size of all. A run with stages
-    is evaluated at the lengths of its last one. `each` has the responses to an example of single
-    environments, by name, beside eval.rollouts_per_example. What is drawn is kept in `out`, from
-    where an evaluation that was killed goes on, with a page of what failed. lowroll's own engine
-    answers, also for a run whose rollouts are vLLM's; `evaluate_server` asks another.
+    caches; without any they are dense and rollout.kv. All see the same prompts and seeds; the first
+    unbounded cache sets everyone's size. A staged run uses the lengths of its last stage. `each`
+    has responses to an example by environment, beside eval.rollouts_per_example. Results go to
+    `out`, from which a killed evaluation continues. lowroll's own engine answers, even for a run
+    with vLLM; `evaluate_server` asks another.
     """
     weights = weights or list(dict.fromkeys(["dense", _rollouts(cfg)]))
     cfg = engines.with_engine(cfg.resolved().at(cfg.train.max_steps), "native")
@@ -71,7 +70,7 @@ def evaluate(
     caches = sorted(distinct.values(), key=lambda cache: cache.evicts)
     compute = Compute.of(cfg)
     chat = models.chat_of(cfg)
-    distinct_weights: dict[str, str] = {}  # two words may come to one format
+    distinct_weights: dict[str, str] = {}  # two names may mean one format
     for word in weights:
         name = budget.named(word, cfg, compute, chat)
         distinct_weights.setdefault(compute.format(name), name)
@@ -89,7 +88,7 @@ def evaluate(
             cfg = engines.with_cache(cfg, engine.stats().cache_tokens)  # the same for all
             most = min(prompts.longest(_under(cfg, one), model.spec) for one in caches)
             for line in prompts.check(cfg, model.spec, chat, envs, "test"):
-                if line not in told:  # engines of other formats leave as much room
+                if line not in told:  # once for engines with equal room
                     log.warning("%s", line)
                     told.add(line)
             about = {"weights": compute.format(name), "kv": cache.name}
@@ -107,8 +106,8 @@ def evaluate_server(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """Return the rows of what a server serves, with its address and the model's name; drawn as
-    `evaluate` draws. ValueError when its context leaves no room for a response."""
+    """Return the rows of a served model, drawn as `evaluate` draws. ValueError when its context has
+    no room for a response."""
     cfg = cfg.resolved().at(cfg.train.max_steps)
     context = server.engine.capabilities.context_length
     most = context - cfg.rollout.max_tokens
@@ -130,8 +129,8 @@ def evaluate_server(
 def place(
     cfg: RunConfig, each: Mapping[str, int], given: Path | None, server: Server | None = None
 ) -> Iterator[Path]:
-    """Lock the folder of an evaluation, and yield it: the given one, or that of the model and how
-    it is asked. RunLockedError when it is in use."""
+    """Lock and yield the folder of an evaluation: the given one, or that of the model and its
+    settings. RunLockedError when it is in use."""
     if given is None and server is None:
         given = folder_of(cfg, each, resolve(cfg.model))
     elif given is None and server is not None:
@@ -143,7 +142,7 @@ def place(
 
 @dataclass(frozen=True)
 class _Asker:
-    """The questions that every engine of an evaluation is asked, and the folder of the answers."""
+    """The questions of an evaluation for every engine, and the folder of answers."""
 
     cfg: RunConfig
     chosen: tuple[EnvConfig, ...]
@@ -161,8 +160,8 @@ class _Asker:
         limits: tuple[int, int],
         about: Mapping[str, str],
     ) -> list[EngineAnswers]:
-        """Return the answers of an engine, which `about` names, to every environment. limits:
-        tokens of a prompt, and of a whole conversation."""
+        """Return the answers of an engine, named by `about`, to every environment. limits: tokens
+        of a prompt, and of a conversation."""
         prompts.check_turns(chat, self.envs)
         return [self._ask(env, engine, chat, limits, about) for env in self.envs.values()]
 
@@ -218,7 +217,6 @@ class _Asker:
         return EngineAnswers(env.name, dict(about), found, won, time.monotonic() - began, left_out)
 
     def _environment(self, name: str) -> dict[str, Any]:
-        """Return the id and arguments of an environment."""
         (one,) = (env for env in self.chosen if default_name(env) == name)
         return {"id": one.id, "args": dict(one.args)}
 
@@ -237,12 +235,10 @@ def _finished(cfg: RunConfig, measured: Sequence[EngineAnswers], out: Path | Non
 
 
 def _under(cfg: RunConfig, kv: KvConfig) -> RunConfig:
-    """Return the same settings with another cache."""
     return cfg.model_copy(update={"rollout": cfg.rollout.with_kv(kv)})
 
 
 def _rollouts(cfg: RunConfig) -> str:
-    """Return the format of the rollouts."""
     if cfg.rollout.weights == STORED:  # a dense model may stand in the place of the run's folder
         return hf.exact_format(resolve(cfg.model), Compute.of(cfg).dtype) or OWN
     if "weights" in cfg.rollout.model_fields_set:

@@ -1,15 +1,14 @@
-"""The export of models: a dense model quantized into a folder, and a run's checkpoint as a folder.
+"""The export of models: a quantized folder of a dense model, and a run's checkpoint as a folder.
 
     quantize_folder    dense folder -> low-bit folder in a rollout format
     export_run         run folder -> merged   one dense model with the learner's logits
                                      adapter  the LoRA adapter, in PEFT's format
                                      rollout  what the engine samples from, bit for bit (rung P10)
 
-`rollout` holds the very codes that the engine multiplied with after that step, without noise. Of a
-LoRA run it is the adapter, with the quantized base that it rides on in the folder `base` inside.
-`merged` adds the adapter to the base that it was trained on, which are the dequantized weights:
-adding it to the dense model of before gives another policy. How far such a policy is from the
-learner (`PolicyGap`) is measured on the rollouts that the run has logged.
+`rollout` holds the codes that the engine used after that step, without noise; of a LoRA run it is
+the adapter, with its quantized base in the folder `base`. `merged` adds the adapter to the
+dequantized base it was trained on; the original dense model gives another policy. `PolicyGap`
+measures a policy's distance from the learner on the run's logged rollouts.
 
 An adapter folder may take the place of the run: it states its base (`model.base`).
 """
@@ -58,8 +57,7 @@ _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class PolicyGap:
-    """The distance of a policy from the learner, in nats a token, on `tokens` tokens that the run
-    has drawn."""
+    """The distance of a policy from the learner, in nats a token, over `tokens` drawn tokens."""
 
     tokens: int
     logp_diff: float  # mean |difference of log-probs|
@@ -74,7 +72,7 @@ class PolicyGap:
 
 @dataclass(frozen=True)
 class Exported:
-    """A folder that was written. Bytes are those of the weight files."""
+    """A written folder; bytes are those of its weight files."""
 
     folder: Path
     format: str  # of the linear weights
@@ -93,12 +91,11 @@ def quantize_folder(
     transform: Callable[[Transformer], object] | None = None,
     device: torch.device | str = "cpu",
 ) -> Exported:
-    """Quantize the linear weights of a dense model (a folder or hub id) into the new folder `out`.
+    """Quantize a dense model's linear weights (a folder or hub id) into the new folder `out`.
 
-    transform: changes the loaded dense model in place before it is quantized (calibration).
-    Everything else keeps the dtype of the folder. ValueError, before anything is written, for an
-    unknown or dense format, a model that is quantized or an adapter already, and sizes that the
-    format's blocks do not fit; FileExistsError for `out`.
+    transform: changes the loaded model in place first (calibration). Other tensors keep their
+    dtype. ValueError, before any writing, for an unknown or dense format, a quantized model or
+    adapter, and unfit sizes; FileExistsError for `out`.
     """
     if get_format(format).dense:
         raise ValueError(f"format: {format} is dense; choose a low-bit format")
@@ -117,12 +114,12 @@ def quantize_folder(
 
 
 def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = None) -> Exported:
-    """Write the newest checkpoint of a run folder (or that of `step`) as the new folder `out`;
-    `kind` is one of KINDS.
+    """Write a run's newest checkpoint, or that of `step`, as the new folder `out`; `kind` is one of
+    KINDS.
 
-    ValueError, before anything is written, for a folder that holds no run, another kind, an adapter
-    of a run that trains all weights, or a model that is not the one that the run began with.
-    FileNotFoundError when there is no such checkpoint, FileExistsError for `out`.
+    ValueError, before any writing, for a folder without a run, an unknown kind, an adapter of a run
+    that trains all weights, or another model than the run began with. FileNotFoundError when there
+    is no such checkpoint, FileExistsError for `out`.
     """
     if kind not in KINDS:
         raise ValueError(f"--as: {kind!r} is not one of {', '.join(KINDS)}")
@@ -170,11 +167,11 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
 def publish_adapter(
     cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None, step: int
 ) -> PolicyGap | None:
-    """Publish a learner's adapter after `step` as the new folder `out`, with its gap on the model
-    that it names in the card.
+    """Publish a learner's adapter after `step` as the new folder `out`, with its gap on the named
+    model in the card.
 
-    batch: what the gap is measured on. None when there is nothing to measure: no batch, a base that
-    is the model as it is, or no room on the device for a second model.
+    batch: what the gap is measured on. None without a batch, for an unchanged base, or without
+    device memory for a second model.
     """
     scale = cfg.train.uaq_scale or 1.0
     source = resolve(cfg.model)
@@ -196,9 +193,8 @@ def publish_adapter(
 
 
 def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> PolicyGap | None:
-    """Measure the gap of an adapter folder on a model folder, from the learner. A measurement may
-    not cost the folder: None, with a line in the log, when there is no memory for a second
-    model."""
+    """Measure the gap of an adapter folder on a model folder; None, with a log line, without memory
+    for a second model."""
     needs = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
     free = free_memory(model.device)
     try:
@@ -236,8 +232,7 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
 
 
 def _learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer, Compute]:
-    """Load the learner as it was after the checkpoint's step, on the CPU in the dtype that the run
-    had."""
+    """Load the learner after the checkpoint's step, on the CPU in the run's dtype."""
     cfg = cfg.model_copy(update={"device": "cpu"})
     supervised = saved.meta.get("command") == "sft"
     first = Compute.of(cfg)
@@ -252,9 +247,8 @@ def _learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer,
 
 
 def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
-    """Return the newest rollouts that a run has logged up to a step, of each group in turn, as many
-    of them as hold `most` tokens; None when there are none. A file that cannot be read is logged,
-    and the one before is taken."""
+    """Return the newest logged rollouts up to a step, of each group in turn, at most `most` tokens;
+    None without any. An unreadable file is logged, and an earlier one is used."""
     batch = None
     paths = [path for made, path in rollout_files(run / "rollouts") if made <= step]
     for path in reversed(paths):
@@ -267,8 +261,8 @@ def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
 
 
 def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
-    """Return a batch with as many of its rollouts as hold `most` tokens, of each group in turn,
-    none that was dropped; None where there are none."""
+    """Return a batch's rollouts of up to `most` tokens, of each group in turn, without dropped
+    ones; None without any."""
     kept: list[Sample] = []
     left = most
     learned = [sample for sample in batch.samples if sample.group >= 0]
@@ -281,7 +275,6 @@ def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
 
 
 def _scores(model: Transformer, batch: Batch) -> Tensor:
-    """Return the log-probs of the responses under a model's dense forward, without noise."""
     sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
     prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
     with aligned.suspended(model), noise.muted(model):
@@ -298,8 +291,7 @@ def _gap(learner: Tensor, policy: Tensor) -> PolicyGap:
 def _save_merged(
     model: Transformer, out: Path, source: Path, batch: Batch | None = None
 ) -> PolicyGap | None:
-    """Save the learner as one dense model; return how far it is from the learner, whose sums are
-    rounded to the model's dtype."""
+    """Save the learner as one dense model; return its gap, due to rounded sums."""
     if batch is None:
         hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
         return None
@@ -309,8 +301,8 @@ def _save_merged(
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:
-    """Save the engine's model; an adapter lies outside and its base in the folder `base` inside.
-    Return what another tool cannot do with it."""
+    """Save the engine's model; an adapter's base goes to the folder `base` inside. Return what
+    another tool cannot do with it."""
     adapters = {name: linear.adapter for name, linear in rollout.linears()}
     if all(adapter is None for adapter in adapters.values()):
         hf.save(rollout, out, tokenizer_from=source)
@@ -347,7 +339,7 @@ def _format_of(model: Transformer) -> str:
 
 
 def absent(out: str | Path) -> Path:
-    """Return the path of a folder to write. FileExistsError when there is something."""
+    """Return the path of a folder to write; FileExistsError if it exists."""
     out = Path(out)
     if out.is_symlink() or out.exists():
         raise FileExistsError(f"{out}: exists already; name a new folder")
@@ -355,7 +347,6 @@ def absent(out: str | Path) -> Path:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype that a folder's config.json names, else float32."""
     config = read_config(folder)
     name = str(config.get("dtype") or config.get("torch_dtype"))
     return _STORED.get(name.removeprefix("torch."), torch.float32)

@@ -1,5 +1,5 @@
-"""The files that an evaluation leaves in its folder beside the responses: `results.json`, the rows
-of its table, and `failures.html`, a page of what was not solved. No torch."""
+"""Files of an evaluation beside its responses: `results.json`, the table's rows, and
+`failures.html`, the unsolved examples."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from lowroll.types import Score, ScoreError
 RESULTS = "results.json"
 PAGE = "failures.html"
 FOLDER = Path("outputs/eval")
-# settings that do not say how a response is drawn
+# settings that do not affect responses
 _ASIDE = ("output_dir", "name", "env", "train", "loss", "advantage", "ckpt", "score", "eval")
 
 
 def folder_of(
     cfg: RunConfig, each: Mapping[str, int], model: Path | None, server: str | None = None
 ) -> Path:
-    """Return the folder of an evaluation's responses where none is given: the same model, asked the
-    same way, has the same folder, and goes on there. `model` is its folder; another file in it, or
-    a newer one, is another model."""
+    """Return the default folder of an evaluation: the same model and settings share it and
+    continue. Another or newer file in the model's folder makes it another model."""
     files: list[list[Any]] = []
     if model is not None:
         entries = sorted(os.scandir(model), key=lambda entry: entry.name)
@@ -45,7 +44,7 @@ def folder_of(
 def leave(
     out: Path, cfg: RunConfig, measured: Sequence[EngineAnswers], rows: Sequence[dict[str, Any]]
 ) -> None:
-    """Write both files, whole or not at all."""
+    """Write both files, each atomically."""
     write_file(out / RESULTS, json.dumps({"rows": rows}, indent=1).encode())
     drawn = cfg.eval
     facts = [
@@ -60,7 +59,6 @@ def leave(
 
 
 def _failures(measured: Sequence[EngineAnswers]) -> dict[str, list[Failure]]:
-    """Return, by set, the examples that some engine did not always solve."""
     found: dict[str, list[Failure]] = {}
     for name in dict.fromkeys(one.env for one in measured):
         sides = [one for one in measured if one.env == name]
@@ -89,14 +87,14 @@ def _attempt(side: EngineAnswers, example: Example) -> Attempt:
 
 
 def _said(response: ExampleResponse) -> str:
-    """Return a response's text, or all turns of a conversation behind its prompt."""
+    """Return a response's text, or all turns after the prompt."""
     if response.messages is None:
         return response.text
     return transcript(response.messages)
 
 
 def _note(response: ExampleResponse) -> str:
-    """Return why a response is not solved, as far as that is known."""
+    """Return why a response is not solved, if known."""
     score = response.score
     if isinstance(score, ScoreError):
         return f"no score: {score.kind}: {score.message}"

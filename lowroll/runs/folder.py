@@ -1,13 +1,12 @@
-"""The folder of a run: the files that a run makes there, those that it leaves alone, and how a run
-begins, goes on and is saved.
+"""The folder of a run: its files, and how a run begins, continues and is saved.
 
     config.yaml     the settings; its first line says which command's run the folder holds
     about.json, metrics.jsonl, rollouts/, offending/, checkpoints/, final/, logs/, environments/, .lock, report.html
     rollout_weights.json    of a run whose rollout.weights is a budget
 
-Nothing that a run did not make is removed or written over. Files are a run's by their names, in a
-folder whose config.yaml a run wrote; checkpoints and final/ by their manifests. What is in the way
-is refused at the start.
+Only a run's own files are removed or overwritten: they are recognised by name in a folder whose
+config.yaml a run wrote, checkpoints and final/ by their manifests. Anything in the way is refused
+at the start.
 """
 
 from __future__ import annotations
@@ -67,17 +66,16 @@ _STEP = re.compile(r"step_[0-9]{6,}")
 
 
 def goes_on(cfg: RunConfig) -> bool:
-    """Return whether the settings ask for a resumption (`ckpt.resume_step`): of a checkpoint, or of
-    the newest one, where a run has begun."""
+    """Return whether `ckpt.resume_step` asks for a resumption and a run has begun."""
     asked = cfg.ckpt.resume_step
     return asked is not None and (asked >= 0 or RunFolder(cfg, "grpo").made_by() is not None)
 
 
 class RunFolder:
-    """`output_dir` of a configuration, for the runs of a command: grpo or sft. alone: one process
-    makes the run; else the rollouts are the orchestrator's (`runs.roles`)."""
+    """`output_dir` of a configuration, for runs of a command, grpo or sft. alone: one process makes
+    the run; else the orchestrator has the rollouts (`runs.roles`)."""
 
-    verified = False  # whether somebody has just verified the checkpoint that is asked for
+    verified = False  # whether the requested checkpoint was just verified
 
     def __init__(self, cfg: RunConfig, command: str, alone: bool = True) -> None:
         self.alone = alone
@@ -99,7 +97,7 @@ class RunFolder:
 
     @cached_property
     def inputs(self) -> dict[str, str]:
-        """Return what the run reads beside its settings and weights (`identity.read_by`)."""
+        """Return the inputs beside settings and weights (`identity.read_by`)."""
         return identity.read_by(self.cfg, self.command)
 
     @cached_property
@@ -109,7 +107,7 @@ class RunFolder:
     # -- whose it is -------------------------------------------------------------------------------
 
     def made_by(self) -> str | None:
-        """Return the command whose run is here; None when none has begun."""
+        """Return the command whose run is here, or None."""
         written = self.path / CONFIG
         if written.is_file():
             with written.open(encoding="utf-8", errors="replace") as file:
@@ -121,7 +119,7 @@ class RunFolder:
         return next((str(meta.get("command", "grpo")) for meta in metas if "config" in meta), None)
 
     def has_steps(self) -> bool:
-        """Return whether the run that is here has made a step, or has ended."""
+        """Return whether the run here has made a step or ended."""
         metrics = self.path / METRICS_FILE
         return (
             bool(self.store.steps())
@@ -132,8 +130,8 @@ class RunFolder:
         )
 
     def check(self, resume: bool = False, overwrite: bool = False) -> None:
-        """Raise ValueError when the folder cannot be used so, naming what is in the way. Nothing is
-        changed."""
+        """Raise ValueError, naming what is in the way, when the folder cannot be used so; nothing
+        is changed."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir: {self.path} is not a folder")
         there = next(
@@ -194,7 +192,7 @@ class RunFolder:
                 yield foreign
 
     def _refuse_own_inputs(self) -> None:
-        """Raise ValueError for a run that would begin with the removal of what it reads."""
+        """Raise ValueError for a run that would remove what it reads."""
         goes = [
             path.resolve()
             for path in (self.store.folder, self.final, *(self.path / name for name in BATCHES))
@@ -212,20 +210,20 @@ class RunFolder:
     # -- beginning and going on --------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Finish what an attempt that died was putting in place or removing."""
+        """Finish what a dead attempt was replacing or removing."""
         settle_folder(self.final)
         self.store.clean()
 
     def keep(self, texts: Mapping[Path, str]) -> None:
-        """Write the files of environments that a notebook or script named, unless they are here."""
+        """Write files of environments from a notebook or script, unless they exist."""
         for path, text in texts.items():
             if not path.exists():
                 path.parent.mkdir(exist_ok=True)
                 self.space.write(path, partial(write_file, path, text.encode()))
 
     def begin(self, about: Mapping[str, str], again: bool = False) -> None:
-        """Begin a run: what an earlier one made goes, then what describes this one is written.
-        again: of a run with roles that had no checkpoint yet, whose batches stay."""
+        """Begin a run: remove an earlier one's files, then write what describes this one. again: of
+        a run with roles without a checkpoint, whose batches stay."""
         if again and not self.alone:
             Recorder(self.path).truncate(0)
         else:
@@ -242,9 +240,9 @@ class RunFolder:
         self._track(0)
 
     def find(self) -> Checkpoint | None:
-        """Return the newest checkpoint; None when there is none, and the run begins again.
+        """Return the newest checkpoint; None when the run begins again.
 
-        ValueError when the run, or what it read, is not that of the configuration.
+        ValueError when the run, or its inputs, are not those of the configuration.
         """
         key, steps = self.length
         try:
@@ -273,13 +271,13 @@ class RunFolder:
 
     @property
     def _asked(self) -> int | None:
-        """Return the step whose checkpoint was asked for; None means the newest. A role that is
-        started again goes on from where it was."""
+        """Return the requested checkpoint's step; None means the newest. A restarted role continues
+        where it was."""
         asked = self.cfg.ckpt.resume_step
         return None if asked == -1 or not self.alone else asked
 
     def _written(self) -> dict[str, Any]:
-        """Return the settings in config.yaml. ValueError when they cannot be read."""
+        """Return the settings in config.yaml; ValueError when unreadable."""
         path = self.path / CONFIG
         try:
             written = yaml.safe_load(path.read_bytes())
@@ -301,16 +299,15 @@ class RunFolder:
         return identity.FOR_SIGNAL if ended else ()
 
     def check_base(self, saved: Checkpoint, base: str) -> None:
-        """Raise ValueError unless the digest of the model's weights is that of the run's
-        beginning."""
+        """Raise ValueError unless the weights' digest is that of the run's beginning."""
         if saved.meta["base"] != base:
             raise ValueError(
                 f"model: the weights of {self.cfg.model} are not those that the run began with"
             )
 
     def resume(self, step: int, about: Mapping[str, str]) -> None:
-        """Go on after the checkpoint of a step: what came after it goes, and the settings are those
-        of now."""
+        """Continue after the checkpoint of a step: remove later files, and apply the current
+        settings."""
         for words in computed_otherwise(self.path, about):
             log.warning(
                 "resumed elsewhere, so not bit for bit as the run would have gone on: %s", words
@@ -319,21 +316,20 @@ class RunFolder:
         gone = [self.recorder.truncate, self.store.truncate]
         if self.alone:
             gone.insert(1, partial(truncate_rollouts, self.path / "rollouts"))
-            self._clear_roles()  # the orchestrator's state is in the checkpoint
+            self._clear_roles()  # the checkpoint holds the orchestrator's state
         for later_gone in gone:
             self.space.write(self.path, partial(later_gone, step))
         self._write_config()
         self._track(step)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> Record:
-        """Write the record of a step, of a run that has begun or gone on; returns it."""
+        """Write and return the record of a step."""
         record = self.space.write(self.recorder.path, lambda: self.recorder.write(step, metrics))
         if self.trackers is not None:
             self.trackers.log(step, record)
         return record
 
     def close(self) -> None:
-        """Tell trackers that the attempt ends."""
         if self.trackers is not None:
             self.trackers.close()
 
@@ -342,10 +338,9 @@ class RunFolder:
         self.trackers = Trackers(self.cfg.track, run)
 
     def keep_batch(self, name: str, batch: Batch) -> Path:
-        """Write a batch into the folder `name`, one of BATCHES; returns its file.
+        """Write a batch into the folder `name`, one of BATCHES; return its file.
 
-        What caches dropped is left out of `rollouts`, which has a file of every step: it is many
-        times what people read there, and no step is learnt from its file.
+        `rollouts`, written at every step for people, leaves out what caches dropped.
         """
         folder = self.path / name
         if name == "rollouts":
@@ -361,8 +356,8 @@ class RunFolder:
         parts: int = 1,
         share: Callable[[Path], object] | None = None,
     ) -> None:
-        """Keep a checkpoint, with the settings and the command beside `meta`. parts, share: as
-        `Store.save`'s."""
+        """Keep a checkpoint, with settings and command beside `meta`. parts, share: as
+        `Store.save`."""
         meta = {"config": self._settings, "command": self.command, **meta}
         self.space.write(
             self.store.path(step),
@@ -370,7 +365,7 @@ class RunFolder:
         )
 
     def publish(self, write: Callable[[Path], object]) -> None:
-        """Put the folder that `write(path)` publishes in the place of final/."""
+        """Replace final/ by the folder that `write(path)` publishes."""
         self.space.write(self.final, lambda: replace_folder(self.final, write))
         self.published = True
 
@@ -382,8 +377,8 @@ class RunFolder:
         self.space.write(path, lambda: write_file(path, (mark + self._settings).encode()))
 
     def _clear_roles(self) -> None:
-        """Remove what the roles of a run left to each other: batches, evaluations, the ledger and
-        broadcast weights."""
+        """Remove what roles left to each other: batches, evaluations, the ledger and broadcast
+        weights."""
         orchestrator = self.path / "orchestrator"
         spool = orchestrator / "spool"
         for path in spool.iterdir() if spool.is_dir() else ():
@@ -399,11 +394,10 @@ class RunFolder:
                 remove_published(path, broadcasts)
 
     def _clear(self) -> None:
-        """Remove what a run made, but for its logs and environments, and the settings: they go
-        last, when others take their place."""
+        """Remove a run's files except logs, environments and settings, which go last."""
         if self.made_by() is None:
             return
-        # first: a run with a checkpoint has all that it made, until the last one goes
+        # first: a run with a checkpoint has all its files
         self.store.truncate(-1)
         damaged = self.store.folder / DAMAGED
         for path in [*(damaged.iterdir() if damaged.is_dir() else ()), self.final]:

@@ -5,11 +5,8 @@ async level 0.
         orchestrator.step(step)      rollouts of policy version step - 1, scored, on the channel
         trainer.step()               learns from them, and publishes version `step` into the engine
 
-The run folder holds config.yaml, metrics.jsonl (a record a step), rollouts/ (every token, log-prob
-and reward), checkpoints/, logs/, report material, and final/ (the trained model or adapter). A
-checkpoint holds both halves, the learner's and the orchestrator's, in one commit, so a resumed run
-repeats the uninterrupted one bit for bit; with rollouts of vLLM it goes on from the same state, and
-draws other tokens (docs/usage.md).
+A checkpoint holds both halves in one commit, so a resumed run repeats the uninterrupted one bit for
+bit; with vLLM it continues from the same state but draws other tokens (docs/usage.md).
 """
 
 from __future__ import annotations
@@ -55,17 +52,17 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
 ) -> RunResult:
-    """Train as a YAML file, a nested mapping of the same keys or a RunConfig says; returns the run
-    folder and its records. overrides: dotted keys, {"train.max_steps": 20}.
+    """Train as a YAML file, a nested mapping or a RunConfig says; return the run folder and its
+    records. overrides: dotted keys, {"train.max_steps": 20}.
 
-    In Python the `id` of an environment may be a class, `reward_funcs` may be functions, also of a
-    notebook's cell, and `data` may be rows: see `lowroll.envs.cells`.
+    In Python an environment's `id` may be a class, `reward_funcs` functions, and `data` rows: see
+    `lowroll.envs.cells`.
 
-    ValueError names what is wrong with the configuration, the model, the data or the run folder,
-    before training starts. A folder that holds a run with steps is refused; with `resume`, its
-    newest undamaged checkpoint is continued; with `overwrite`, what it made is replaced, and
-    nothing else. SIGINT, SIGTERM and SIGHUP finish the step, write a checkpoint and return. A run
-    for which dynamic sampling finds nothing to learn from any more finishes early.
+    ValueError, before training, names what is wrong with configuration, model, data or folder. A
+    folder with a begun run is refused; `resume` continues its newest undamaged checkpoint;
+    `overwrite` replaces only what it made. SIGINT, SIGTERM and SIGHUP finish the step, write a
+    checkpoint and return. A run without a learning signal left under dynamic sampling finishes
+    early.
     """
     cfg, texts = configuration.read(config, overrides or {})
     resume = resume or goes_on(cfg)
@@ -144,7 +141,7 @@ class Run:
     def _planner(
         self, cfg: RunConfig, outline: Transformer, chat: ChatTokenizer, tasks: RunEnvironments
     ) -> Planner:
-        """Build the planner of the run's memory, before anything of the run is loaded."""
+        """Build the memory planner before anything is loaded."""
         uncached = engines.with_cache(cfg, None)
         works = engines.workloads(uncached, outline.spec, chat, tasks.envs, tasks.held_out)
         beside = {
@@ -154,7 +151,7 @@ class Run:
         return Planner.now(self.compute, outline, works, beside)
 
     def watch(self, view: LiveView, stop: Stop) -> None:
-        """Report progress within a step to a live view, and respect a request to stop."""
+        """Report progress to a live view, and respect a request to stop."""
 
         def phase(name: str, done: int, total: int) -> None:
             view.phase(name, done, total)
@@ -169,16 +166,16 @@ class Run:
         self.stop, view.asked_to_stop = stop, stop
 
     def begin(self) -> int:
-        """Start a new run: write what describes it. Returns the first step."""
+        """Write what describes a new run; return the first step."""
         self.learner.drawn = self.batches.state()
         self.home.begin(self.learner.about())
         return 1
 
     def resume(self) -> int:
-        """Continue from the newest undamaged checkpoint. Returns the next step; ValueError when it
-        is another run's.
+        """Continue from the newest undamaged checkpoint and return the next step; ValueError when
+        it is another run's.
 
-        A run that ended before its first checkpoint begins again.
+        A run without a checkpoint begins again.
         """
         saved = self.learner.restore()
         if saved is None:
@@ -203,14 +200,14 @@ class Run:
         self.learner.checkpoint(step)
 
     def drop(self, step: int) -> None:
-        """Save a checkpoint of the step before one that was begun and not finished."""
+        """Save a checkpoint before a step that was begun and not finished."""
         self.learner.enter(step - 1)
         self.checkpoint(step - 1)
 
     def end(self, reason: NoSignal) -> None:
         """Finish before the last step."""
         step = self.learner.made
-        self.learner.enter(step)  # the step that could not be made may have begun a stage
+        self.learner.enter(step)  # the failed step may have begun a stage
         self.finish(step)
         log.warning(
             "the run ends after step %d of %d: %s. Resumed, it goes on with dapo.no_signal go_on, "
@@ -221,8 +218,8 @@ class Run:
         )
 
     def finish(self, step: int) -> None:
-        """Save the last checkpoint, that of `step`, and the trained model (or adapter) as a Hugging
-        Face folder."""
+        """Save the last checkpoint, of `step`, and the trained model or adapter as a Hugging Face
+        folder."""
         self.batches.orchestrator.recall()
         if unjudged := self.batches.orchestrator.errors.unjudged():
             log.warning(unjudged)

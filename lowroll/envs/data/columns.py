@@ -1,14 +1,14 @@
 """The columns of a row: the prompt, the gold answer, the demonstration.
 
-A column that is named is taken; `reward_model.ground_truth` is a key inside a column. Those that
-are not named are found in the usual shapes:
+A named column is taken (`reward_model.ground_truth` is a key inside one); others are found by their
+usual names:
 
     prompt        prompt, question, problem, messages, query, instruction: a text, or chat messages
     answer        reward_model.ground_truth, answer, expected_answer, final_answer, ground_truth,
                   solution
     completion    completion, response, or the last message of messages: what `lowroll sft` learns
 
-so rows of TRL, verl (with its data_source and extra_info), DAPO, GSM8K and MATH need no mapping.
+so rows of TRL, verl, DAPO, GSM8K and MATH need no mapping.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class DataTask:
-    """One row, read: the prompt as a text or as chat messages (without those of a demonstration),
-    what is right, and all its columns as JSON data."""
+    """A parsed row: the prompt as text or chat messages (without a demonstration's), the answer,
+    and all columns as JSON data."""
 
     prompt: str | list[Message]
-    answer: Any = None  # as it stands in the row; None: the row has none
+    answer: Any = None  # None: the row has none
     completion: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns to take; None: the first of the usual ones that a row has."""
+    """The columns to take; None: the first usual one of the row."""
 
     prompt: str | None = None
     answer: str | None = None
     completion: str | None = None
 
     def task(self, row: Mapping[str, Any], where: str) -> DataTask:
-        """Read one row. ValueError names its place, a column that is not there or holds something
-        else, and the columns that it has."""
+        """Parse a row. ValueError names its place, the missing or invalid column, and the columns
+        it has."""
         name, asked = _find(row, self.prompt, PROMPTS, where, "prompt")
         if name is None:
             if null := [key for key in PROMPTS if key in row]:
@@ -82,7 +82,7 @@ class Columns:
 def _find(
     row: Mapping[str, Any], named: str | None, usual: Sequence[str], where: str, what: str
 ) -> tuple[str | None, Any]:
-    """Return (column, value); (None, None) when none of the usual ones is there, or has a value."""
+    """Return (column, value); (None, None) when no usual column has a value."""
     if named is not None:
         return named, _at(row, named, where, what)
     for name in usual:
@@ -96,7 +96,6 @@ def _find(
 
 
 def _at(row: Mapping[str, Any], path: str, where: str, what: str) -> Any:
-    """Return the value at a column, or at a dotted path inside one."""
     if path in row:
         return row[path]
     value: Any = row
@@ -126,11 +125,11 @@ def _prompt(value: Any, where: str) -> str | list[Message]:
 
 
 def _message(value: Any, where: str) -> Message:
-    """Return a chat message; what a role has beside its content stays, but for what is null."""
+    """Return a chat message with its other fields, except null ones."""
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise ValueError(f"{where}: must be {{role, content}}, got {str(value)[:80]!r}")
     content = value.get("content")
-    if isinstance(content, list):  # parts, as multimodal data has them
+    if isinstance(content, list):  # multimodal parts
         kinds = [part.get("type", "text") for part in content if isinstance(part, Mapping)]
         if len(kinds) < len(content) or set(kinds) - {"text"}:
             raise ValueError(f"{where}: only text can be asked, got parts of {sorted(set(kinds))}")
@@ -152,8 +151,7 @@ def _message(value: Any, where: str) -> Message:
 
 
 def _said(value: Any, where: str) -> str | None:
-    """Return a demonstration: a text, or messages that end with the assistant's; None: messages
-    without one."""
+    """Return a demonstration: text, or messages that end with the assistant's; None without one."""
     if isinstance(value, str):
         return value
     prompt = _prompt(value, where)
@@ -166,8 +164,8 @@ ODD = object()
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON data, null for a number that is none; ODD for what is no data, such as
-    an image."""
+    """Return a value as JSON data, null for a non-finite number; ODD for anything else, such as an
+    image."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, int, float)):

@@ -1,7 +1,7 @@
 """data: rows of any data set, scored by reward functions of your own.
 
-The reward of a response is the weighted sum of what the functions say, each a number of its own
-beside it. Without functions it is `answer`: 1 when the final answer is the gold one.
+The reward is the weighted sum of the functions' values, each a metric of its own. The default
+function is `answer`: 1 when the final answer is the gold one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from lowroll.types import Prompt, Score
 
 logger = logging.getLogger(__name__)
 
-NUMBER = re.compile(r":\d+$|\[\d+\]$")  # of a row, behind its source
-Said = str | list[Message]  # a response, or what was said after the prompt
+NUMBER = re.compile(r":\d+$|\[\d+\]$")  # a row's number after its source
+Said = str | list[Message]  # a response, or the messages after the prompt
 
 
 class Data(Environment):
-    """Prompts of `path`, a file, folder or hub id (`lowroll.envs.data.rows.DataSource`), by its columns
-    (`lowroll.envs.data.columns`), and `reward_funcs` (`lowroll.envs.data.functions`)."""
+    """Prompts from the columns of `path` (file, folder or hub id), scored by `reward_funcs`."""
 
     def __init__(
         self,
@@ -88,19 +87,18 @@ class Data(Environment):
             rows=rows,
         )
         self._looked = False
-        self._kinds: dict[str, tuple[str, str]] = {}  # of prompts, and of which row, by source
+        self._kinds: dict[str, tuple[str, str]] = {}  # kind of prompts and first row, by source
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of usable rows of the split. Raises ValueError when a function takes a
-        name that is no column."""
+        """Return the number of usable rows. ValueError when a function takes a name that is no
+        column."""
         size = len(self.rows[split])
         if size and not self._looked:
             self._look(self.rows[split][0])
         return size
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return row number `index` of a split, in a fresh order each epoch of the train split."""
-        self.rng(split, index)  # checks both
+        self.rng(split, index)  # validates both
         row = self.rows.at(split, index)
         task = self.rows[split][row]
         if isinstance(task.prompt, str):
@@ -124,26 +122,23 @@ class Data(Environment):
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
     def prepare(self) -> None:
-        """Load the reward models."""
         for function in self.functions:
             function.prepare()
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return the weighted sum of the functions' rewards, each a metric of its own."""
         (found,) = self.score_together(prompt, [text])
         if isinstance(found, InvalidScore):
             raise found
         return found
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """Score a conversation like `score`, by all messages after the prompt."""
+        """Score by all messages after the prompt."""
         (found,) = self.score_together(prompt, [messages])
         if isinstance(found, InvalidScore):
             raise found
         return found
 
     def score_together(self, prompt: Prompt, said: Sequence[Said]) -> list[Score | InvalidScore]:
-        """Return the scores of several responses to one prompt, which a function may compare."""
         log = Logged(len(said), [function.name for function in self.functions])
         asked = PromptResponses(
             prompt.messages if prompt.info["chat"] else prompt.messages[-1]["content"],
@@ -162,7 +157,7 @@ class Data(Environment):
         return [self._sum(i, [rewards[i] for rewards in found], log) for i in range(len(said))]
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the demonstration of the row, or its answer where that alone is judged."""
+        """Return the row's demonstration, or its answer where that alone is judged."""
         task = self.rows[prompt.info["split"]][prompt.info["row"]]
         if task.completion is not None:
             return task.completion
@@ -172,13 +167,12 @@ class Data(Environment):
         return raw if "####" in raw or "\\boxed" in raw else f"\\boxed{{{_gold(task.answer)}}}"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the gold answer with one digit changed."""
         if not self.is_graded or "answer" not in prompt.info:
             raise NotImplementedError("reward functions say nothing of a response that is wrong")
         return f"\\boxed{{{perturb(prompt.info['answer'])}}}"
 
     def _task(self, row: dict[str, Any], where: str) -> DataTask | None:
-        """Return one row; None for an empty answer where the answer alone is judged."""
+        """Return a row; None for an empty answer where the answer alone is judged."""
         task = self.columns.task(row, where)
         self._check_kind(task, where)
         if not self.is_graded or task.completion is not None and task.answer is None:
@@ -196,9 +190,8 @@ class Data(Environment):
         return task if _gold(task.answer) else None
 
     def _check_kind(self, task: DataTask, where: str) -> None:
-        """Raise ValueError for a row whose prompt is of another kind than the first one's of its
-        source: functions get texts where prompts are texts, and messages where they are
-        messages."""
+        """Raise ValueError unless all prompts of a source are texts, or all are messages: functions
+        get the same kind."""
         kind = "a text" if isinstance(task.prompt, str) else "chat messages"
         source = NUMBER.sub("", where)
         first, place = self._kinds.setdefault(source, (kind, where))
@@ -218,12 +211,11 @@ class Data(Environment):
             logger.warning("env %s: its reward functions are the code of %s", self.name, file)
 
     def _named(self, task: DataTask) -> dict[str, Any]:
-        """Return the columns of a row, and its answer by the names that functions have for it."""
+        """Return a row's columns, and its answer under the functions' names for it."""
         given = {} if task.answer is None else {"answer": task.answer, "ground_truth": task.answer}
         return given | task.columns
 
     def _wanted(self, task: DataTask) -> dict[str, Any]:
-        """Return the columns that at least one function takes."""
         named = self._named(task)
         taken = [function.columns for function in self.functions]
         if any(columns is None for columns in taken):
@@ -231,7 +223,6 @@ class Data(Environment):
         return {key: named[key] for key in named if any(key in (c or ()) for c in taken)}
 
     def _in_template(self, messages: list[Message]) -> list[Message]:
-        """Put the last message of the user into the template."""
         last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
         if last is None or self.template == "{text}":
             return list(messages)
@@ -250,7 +241,7 @@ class Data(Environment):
 
 
 def _gold(answer: Any) -> str:
-    """Return the final answer inside the value of a column."""
+    """Return the final answer inside a column's value."""
     if isinstance(answer, list):
         return ", ".join(filter(None, map(_gold, answer)))
     if isinstance(answer, float) and answer.is_integer():

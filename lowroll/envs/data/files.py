@@ -1,8 +1,7 @@
-"""The rows of files that the standard library reads (JSON lines, JSON, CSV), and of parquet.
+"""Rows of JSON lines, JSON, CSV and parquet files.
 
-Each row comes with where it stands: `file:line` in JSON lines and CSV, `file[3]` (counted from 0)
-elsewhere. ValueError names it when a row is none, and nothing of a file is run: no scripts, no
-pickle.
+Each row has its place: `file:line` in JSON lines and CSV, `file[3]` (from 0) elsewhere. ValueError
+names an invalid row; nothing of a file is run.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ NEEDS_DATASETS = "needs the package 'datasets' (pip install 'lowroll[data]')"
 
 
 def no_text(error: UnicodeEncodeError) -> str:
-    """Describe what is wrong with a string that UTF-8 cannot hold."""
     return f"a lone surrogate ({ascii(error.object[error.start])[1:-1]}) is no text"
 
 
 def read_jsonl(path: str) -> Iterator[Located]:
-    """Yield ("file:line", object) for every non-empty line. ValueError names the line that is not a
-    JSON object, or whose text is not Unicode."""
+    """Yield ("file:line", object) for every non-empty line. ValueError names a line that is no JSON
+    object or not Unicode."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -37,8 +35,8 @@ def read_jsonl(path: str) -> Iterator[Located]:
 
 
 def read_json(path: str) -> Iterator[Located]:
-    """Return the objects of a JSON list, also of one in an object of a single list (`{"data":
-    [...]}`); a file of JSON lines is read as such, whatever it is called."""
+    """Return the objects of a JSON list, or of the only list in an object (`{"data": [...]}`); JSON
+    lines are recognised under any name."""
     text = Path(path).read_bytes()
     first, _, more = text.strip().partition(b"\n")
     if first.startswith(b"{") and first.endswith(b"}") and more.startswith(b"{"):
@@ -56,8 +54,7 @@ def read_json(path: str) -> Iterator[Located]:
 
 
 def read_csv(path: str) -> Iterator[Located]:
-    """Yield the rows of a CSV file (of a .tsv one, between tabs) under its first line; all values
-    are text."""
+    """Yield the rows of a CSV (.tsv: tab-separated) file under its header, all values as text."""
     csv.field_size_limit(LONGEST_CELL)
     with open(path, encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
@@ -78,7 +75,7 @@ def read_csv(path: str) -> Iterator[Located]:
 
 
 def read_parquet(path: str) -> Iterator[Located]:
-    """Yield the rows of a parquet file, read in pieces."""
+    """Yield the rows of a parquet file, read in batches."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

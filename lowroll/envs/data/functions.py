@@ -1,24 +1,21 @@
-"""Reward functions: plain Python functions of responses, and how they are called.
+"""Reward functions: plain Python functions of responses, and their calls.
 
-A function with a parameter `completions` is asked about several responses to one prompt at once, as
-in TRL, and returns as many rewards:
+A function with a parameter `completions` gets all responses to one prompt, as in TRL, and returns
+as many rewards:
 
     def brevity(completions, **columns) -> list[float]: ...
 
-Any other is asked about one response, and returns one reward:
+Any other gets one response and returns one reward:
 
     def right(text, answer) -> float: ...
     def right(rollout) -> float: ...        # a Response, which has all of it
 
-Both take what they want by name: `prompts` or `prompt`, and every column of the data. A completion
-is a text where the prompt is one, and a list of messages where the prompt is chat messages. None is
-"does not apply": the function counts neither for nor against that response. Either may be `async`,
-and is then awaited beside the other async ones; either may be a callable object, such as a
-`functools.partial`, that a file holds under a name.
+Both take `prompts` or `prompt` and any column by name. A completion is text, or a list of messages
+where the prompt is chat messages. None means "does not apply". Functions may be `async` (awaited
+together) or callable objects that a file holds under a name.
 
-A function of completions may take the rest of what TRL gives: `completion_ids`, `trainer_state`
-(with `global_step` and `max_steps`), `log_extra(column, values)`, whose values are kept with the
-samples, and `log_metric(name, value)`, a metric beside those of the functions.
+A function of completions may also take TRL's `completion_ids`, `trainer_state` (`global_step`,
+`max_steps`), `log_extra(column, values)`, kept with the samples, and `log_metric(name, value)`.
 """
 
 from __future__ import annotations
@@ -53,24 +50,24 @@ from lowroll.envs.outcome import (
 from lowroll.envs.table import import_file, split_file
 from lowroll.types import nearest
 
-ANSWER = "answer"  # the function that comes along: is the final answer the gold one?
-TEXTS = ("text", "solution_str")  # names of a response's text; the second is verl's
+ANSWER = "answer"  # the built-in function: is the final answer the gold one?
+TEXTS = ("text", "solution_str")  # a response's text; the second name is verl's
 ONE = (*TEXTS, "completion", "prompt", "rollout")
-# what a function of several responses is given beside columns, as TRL calls it
+# TRL's arguments beside columns
 OF_ROLLOUTS = ("completion_ids", "trainer_state")
 LOGS = ("log_extra", "log_metric")
 SEVERAL = ("completions", "prompts", *OF_ROLLOUTS, *LOGS)
-NO_COLUMNS = ("prompt", "completion")  # of a row, which TRL does not pass to **columns
-MAX_EXTRA = 500_000  # characters of what is logged about the responses to one prompt
-SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))  # names of what was answered
+NO_COLUMNS = ("prompt", "completion")  # not passed to **columns, as in TRL
+MAX_EXTRA = 500_000  # characters logged about the responses to one prompt
+SAID = frozenset((*TEXTS, "completion", "rollout", "completions"))  # names of the response
 UNKNOWN_HERE = dict.fromkeys((*OF_ROLLOUTS, *LOGS), "only functions of completions are given it")
 UNKNOWN_HERE["environments"] = "TRL's environments are not passed here"
 
 
 @dataclass(frozen=True)
 class Response:
-    """The argument of a function with one `rollout` parameter. `columns`: the row, and its `answer`
-    under that name. `messages`: all messages after the prompt."""
+    """The argument of a function's `rollout` parameter. `columns` is the row with `answer`;
+    `messages` are those after the prompt."""
 
     text: str
     prompt: str | list[Message]
@@ -80,7 +77,7 @@ class Response:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run: the steps that are done, and their total number (0: unknown)."""
+    """The run's progress: finished steps and their total (0: unknown)."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -92,7 +89,7 @@ class TrainerState:
 class Logged:
     """The values that functions log about the responses to one prompt.
 
-    Metrics may not have a name in `names`. Raises InvalidScore for a value that cannot be kept.
+    Metrics must not have a name in `names`. InvalidScore for a value that cannot be kept.
     """
 
     def __init__(self, count: int, names: Sequence[str]) -> None:
@@ -103,15 +100,15 @@ class Logged:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The mean of each metric."""
+        """Return the mean of each metric."""
         return {name: sum(found) / len(found) for name, found in self._metrics.items()}
 
     def extra(self, i: int) -> dict[str, Any] | None:
-        """Return the logged columns of one response; None when there are none."""
+        """Return the logged columns of one response, or None."""
         return {name: self.columns[name][i] for name in self.columns} or None
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keep a value for each response with its sample."""
+        """Keep one value for each response with its sample."""
         column = metric_name(column)
         if column in self.columns:
             raise InvalidScore(f"log_extra: {column!r} was logged before")
@@ -130,7 +127,7 @@ class Logged:
         self.columns[column] = found
 
     def log_metric(self, name: str, value: float) -> None:
-        """Take a number into the mean of a metric."""
+        """Add a number to the mean of a metric."""
         if metric_name(name) in self.names:
             raise InvalidScore(f"log_metric: {name!r} is the name of a reward function")
         if name == "mean":
@@ -144,8 +141,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class PromptResponses:
-    """The responses to one prompt, as functions see them, and the values that functions log about
-    them."""
+    """The responses to one prompt, as functions see them, and what functions log."""
 
     prompt: str | list[Message]
     said: Sequence[list[Message]]
@@ -156,17 +152,17 @@ class PromptResponses:
 
     @property
     def texts(self) -> list[str]:
-        """The last message of each response as text."""
+        """Return each response's last message as text."""
         return [str(messages[-1].get("content") or "") for messages in self.said]
 
     @property
     def completions(self) -> list[Any]:
-        """Texts where the prompt is one, else lists of messages."""
+        """Return texts where the prompt is text, else lists of messages."""
         return self.texts if isinstance(self.prompt, str) else [list(one) for one in self.said]
 
 
 class RewardFunction:
-    """A function, found by its name. `columns`: those that it takes; None: all of the row's."""
+    """A named function. `columns`: those it takes; None: all."""
 
     def __init__(self, name: str, function: Callable[..., Any], file: str | None) -> None:
         self.name, self.function, self.file = name, function, file
@@ -176,7 +172,7 @@ class RewardFunction:
         unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
         if odd := [str(p) for p in parameters if p.kind in unnamed]:
             raise ValueError(f"{self.where}: {odd[0]} must be a parameter that can be named")
-        self.wanted = {p.name: p.default is p.empty for p in named}  # name: must it be given?
+        self.wanted = {p.name: p.default is p.empty for p in named}  # name: is it required?
         self.is_of_several = "completions" in self.wanted
         self.takes = tuple(
             name
@@ -191,14 +187,13 @@ class RewardFunction:
 
     @property
     def where(self) -> str:
-        """ "rewards.py:3: reward 'brevity'"."""
+        """Return a place such as "rewards.py:3: reward 'brevity'"."""
         code = getattr(_inner(self.function), "__code__", None)
         line = f"{self.file}:{code.co_firstlineno}: " if self.file and code else ""
         return f"{line}reward {self.name!r}"
 
     @property
     def columns(self) -> frozenset[str] | None:
-        """The columns that it takes."""
         return None if self.takes_rest else frozenset(self.wanted) - frozenset(self.own)
 
     def check(self, columns: Sequence[str]) -> None:
@@ -213,33 +208,30 @@ class RewardFunction:
                 )
 
     def prepare(self) -> None:
-        """Do nothing: there is nothing to load."""
+        """Do nothing."""
 
     @property
     def is_async(self) -> bool:
-        """True if the function must be awaited."""
         return inspect.iscoroutinefunction(_inner(self.function))
 
     def rewards(self, asked: PromptResponses) -> list[float | None]:
-        """Return one reward for each response. Raises InvalidScore for another return value and
-        ScorerFailed for what the function raises; both name it, its file and line."""
+        """Return one reward a response. InvalidScore for another return value, ScorerFailed for an
+        exception; both name function, file and line."""
         found = [self._call(known) for known in self._calls(asked)]
         return self._read(found, len(asked.said))
 
     async def later(self, asked: PromptResponses) -> list[float | None]:
-        """Return the rewards like `rewards`, of an async function."""
+        """Return the rewards of an async function."""
         found = await gathered([self._await(known) for known in self._calls(asked)])
         return self._read(found, len(asked.said))
 
     def _calls(self, asked: PromptResponses) -> list[dict[str, Any]]:
-        """Return the arguments of each call: one call for all responses, or one for each
-        response."""
+        """Return the arguments of each call: one for all responses, or one each."""
         if self.is_of_several:
             return [self._of_several(asked)]
         return [self._of_one(asked, i) for i in range(len(asked.said))]
 
     def _read(self, found: list[Any], count: int) -> list[float | None]:
-        """Read the rewards from what the calls returned."""
         if self.is_of_several:
             (returned,) = found
             if hasattr(returned, "tolist"):  # an array or a tensor
@@ -321,9 +313,9 @@ class RewardFunction:
 
 
 async def gathered(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results of calls that run concurrently. Raises the first error once all have
-    ended, so that none goes on during the next responses."""
-    import asyncio  # only who waits pays for it
+    """Return the results of concurrent calls. The first error is raised once all have ended, so
+    none overlaps the next responses."""
+    import asyncio  # imported only to wait
 
     found = await asyncio.gather(*calls, return_exceptions=True)
     for one in found:
@@ -337,8 +329,8 @@ def rewards_of(
     asked: PromptResponses,
     tell: Callable[[str], object],
 ) -> list[list[float | None]]:
-    """Return the rewards of each function. Async functions are awaited together at the end, as in
-    TRL; `tell` receives the names of the functions that are about to run."""
+    """Return the rewards of each function. Async ones are awaited together at the end, as in TRL;
+    `tell` receives the names of functions about to run."""
     found: dict[str, list[float | None]] = {}
     waiting = [f for f in functions if isinstance(f, RewardFunction) and f.is_async]
     for function in functions:
@@ -353,9 +345,9 @@ def rewards_of(
 
 
 def load(ids: Sequence[str]) -> list[RewardFunction | RewardModel]:
-    """Return the functions that ids name: `rewards.py:brevity`, `package.module:brevity`, a folder
-    or hub id of a reward model, or `answer`. A file is run once. Raises ValueError for one that
-    cannot be found, and for two of one name."""
+    """Return the functions of ids: `rewards.py:brevity`, `package.module:brevity`, a reward model's
+    folder or hub id, or `answer`. A file runs once. ValueError for a missing function or a
+    duplicate name."""
     modules: dict[str, ModuleType] = {}
     found = [_load(id, modules) for id in ids]
     names = [function.name for function in found]
@@ -393,7 +385,7 @@ def _load(id: str, modules: dict[str, ModuleType]) -> RewardFunction | RewardMod
 
 
 def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the code that runs: of a partial its function, of an object its `__call__`."""
+    """Return the code that runs: a partial's function, an object's `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
     if not hasattr(function, "__code__") and not hasattr(function, "__wrapped__"):
@@ -415,8 +407,7 @@ def _module(file: Path | None, home: str) -> ModuleType:
 
 
 def answer(text: str, answer: str | None = None) -> float:
-    r"""Return 1 when the final answer of a response, in `\boxed{}` or after `####`, equals the gold
-    one; else 0."""
+    r"""Return 1 when the final answer, in `\boxed{}` or after `####`, equals the gold one; else 0."""
     if answer is None:
         raise ValueError("the row has no answer; give reward_funcs, or name its column")
     found = last_answer(bounded(text))

@@ -1,9 +1,9 @@
-"""Reward models: sequence classifiers of transformers with one output, a folder or a model of the
-Hugging Face hub, as TRL reads them.
+"""Reward models: transformers' sequence classifiers with one output, from a folder or the hub, as
+in TRL.
 
-The text is the prompt with the completion behind it, in the model's own chat template where they are
-messages; its reward is the one logit. Weights are safetensors, and no code of a model is run. A
-worker loads the model before it is ready, so its memory limit must have room for it.
+The reward is the logit of the prompt with the completion, in the model's chat template for
+messages. Weights are safetensors; no code of a model runs. A worker loads the model before it is
+ready, within its memory limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 
 
 class AnsweredPrompt(Protocol):
-    """A prompt and what was said after it, once for each response."""
+    """A prompt and its responses."""
 
     @property
     def prompt(self) -> str | list[Message]: ...
@@ -34,12 +34,12 @@ class AnsweredPrompt(Protocol):
 
 
 def is_model(id: str) -> bool:
-    """Return whether an id can be that of a reward model: a folder, or `owner/name` of the hub."""
+    """Return whether an id can name a reward model: a folder, or `owner/name` of the hub."""
     return Path(id).expanduser().is_dir() or re.fullmatch(HUB_NAME, id) is not None
 
 
 class RewardModel:
-    """A reward function that is a model. ValueError for one that cannot be loaded."""
+    """A reward function that is a model; ValueError when it cannot be loaded."""
 
     file: str | None = None  # it has no code
     columns: frozenset[str] | None = frozenset()  # and takes none
@@ -55,19 +55,17 @@ class RewardModel:
 
     @property
     def where(self) -> str:
-        """The name of the model in error messages."""
         return f"reward model {self.id!r}"
 
     def check(self, columns: Sequence[str]) -> None:
         """Do nothing: a reward model takes no columns."""
 
     def prepare(self) -> None:
-        """Load the model. Raises ValueError where its weights have no head of one output."""
+        """Load the model; ValueError where its weights have no head of one output."""
         if self._loaded is None:
             self._loaded = self._load()
 
     def rewards(self, asked: AnsweredPrompt) -> list[float | None]:
-        """Return one reward for each response."""
         self.prepare()
         assert self._loaded is not None
         model, tokenizer = self._loaded
@@ -102,13 +100,13 @@ class RewardModel:
             raise ValueError(f"{self.where}: its weights lack {missing[0]}")
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        # the last token that is no padding is the one whose logit counts
+        # the logit of the last token that is not padding counts
         model.config.pad_token_id = tokenizer.pad_token_id
         return model.eval().requires_grad_(False), tokenizer
 
 
 def _folder(id: str) -> Path:
-    """Return the folder of a model; one of the hub is downloaded unless it is on this machine."""
+    """Return the folder of a model, downloaded from the hub if needed."""
     folder = Path(id).expanduser()
     if folder.is_dir():
         return folder
@@ -120,7 +118,7 @@ def _folder(id: str) -> Path:
             found = snapshot_download(id, allow_patterns=FILES, local_files_only=True)
         except LocalEntryNotFoundError:
             found = snapshot_download(id, allow_patterns=FILES)
-    except Exception as error:  # the hub's errors are many; the user needs one line
+    except Exception as error:  # the hub's errors are many; users need one line
         said = printable((str(error).splitlines() or [""])[0])
         raise ValueError(
             f"reward_funcs: {id!r} is no folder, and the hub could not deliver it "
@@ -130,7 +128,6 @@ def _folder(id: str) -> Path:
 
 
 def _check(id: str, folder: Path) -> None:
-    """Raise ValueError for a folder that cannot be a reward model."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:

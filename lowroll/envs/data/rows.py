@@ -1,11 +1,12 @@
-"""The rows of a data set, wherever it lies: files (JSON lines, JSON, CSV, parquet; a pattern such
-as `data/train-*.parquet` is all that match), a folder that `datasets` saved, a folder of data files,
-or a data set of the Hugging Face hub.
+"""The rows of a data set: files (JSON lines, JSON, CSV, parquet; patterns such as
+`data/train-*.parquet`), a folder saved by `datasets`, a folder of data files, or a hub data set.
 
     read("rows.jsonl")
     read({"path": "openai/gsm8k", "subset": "main", "split": "test", "streaming": True})
 
-Files, JSON and CSV, need no package; the others need `datasets`. No loading script is run.
+Parquet, folders and the hub need `datasets`.
+
+No loading script is run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 
 @dataclass(frozen=True)
 class DataSource:
-    """One split of a data set. A file is one split, whatever `split` says."""
+    """One split of a data set; a file is one split under any name."""
 
     path: str  # a file, a pattern of files, a folder or a hub id
     split: str = "train"
@@ -42,9 +43,9 @@ class DataSource:
 
 
 def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return the rows of a split. spec: a path, or the keys of a `DataSource`; keys for the use of
-    the rows (`prompt`, `answer`, ...) may stand beside. ValueError names the file and the row that
-    is invalid, and a data set that cannot be read."""
+    """Return the rows of a split. spec: a path, or keys of a `DataSource`, among keys for the use
+    of the rows (`prompt`, `answer`, ...). ValueError names the invalid file and row, or the
+    unreadable data set."""
     keys = [field.name for field in fields(DataSource)]
     given: Mapping[str, Any] = {"path": spec} if isinstance(spec, str) else spec
     source = DataSource(**{key: given[key] for key in keys if given.get(key) is not None})
@@ -52,12 +53,11 @@ def read(spec: str | Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def located(source: DataSource) -> Iterator[Located]:
-    """Return (place, row) for each row of a split."""
     return islice(_all(source), source.rows)
 
 
 def missing(path: str) -> str:
-    """Explain why there can be no data at a path; return "" if there may be."""
+    """Explain why there is no data at a path; "" if there may be."""
     kinds = ", ".join(READERS)
     if is_hub_id(path) or Path(path).is_dir():
         return ""
@@ -70,7 +70,7 @@ def missing(path: str) -> str:
 
 
 def is_hub_id(path: str) -> bool:
-    """Return whether a path names a data set of the hub: `owner/name`, and no local path."""
+    """Return whether a path is a hub id `owner/name` and not a local path."""
     return (
         re.fullmatch(HUB_NAME, path) is not None
         and not path.endswith(tuple(READERS))
@@ -79,7 +79,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def splits(source: DataSource) -> list[str]:
-    """Return the names of the splits of a data set; [] for files, which have none."""
+    """Return a data set's splits; [] for files."""
     if not is_hub_id(source.path) and not Path(source.path).is_dir():
         return []
     if (Path(source.path) / "state.json").is_file():
@@ -93,8 +93,7 @@ def splits(source: DataSource) -> list[str]:
 
 
 def test_split(source: DataSource) -> str | None:
-    """Return the split that a data set is measured on, beside the one that is given; None if it has
-    none."""
+    """Return the split for measurement beside the given one, or None."""
     names = splits(source)
     return next((name for name in TEST_SPLITS if name in names and name != source.split), None)
 
@@ -141,8 +140,7 @@ def _one_of(parts: Mapping[str, Any], source: DataSource) -> Any:
 
 @contextmanager
 def _library(where: str) -> Iterator[Any]:
-    """Yield the package `datasets`; its errors about a data set that it cannot read become one
-    line."""
+    """Yield the package `datasets`; its errors become one line."""
     try:
         import datasets
     except ImportError as error:

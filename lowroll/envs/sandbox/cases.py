@@ -1,10 +1,9 @@
-"""The hidden tests, the resources that a program may use for them, and the comparison of outputs.
+"""Hidden tests, resource limits of a program, and the comparison of outputs.
 
-Standard output is compared line by line, without the white space around lines and around the whole;
-two lines are equal as text, or when their words are. Words are text, so `11` is not `0011`, but where
-both have a decimal point or an exponent they count by their value, as in TACO's own judge. Results of
-functions are JSON data: tuples are lists, numbers are equal within 1e-9 of each other, and `true` is
-not 1.
+Standard output is compared line by line without surrounding white space; lines are equal as text,
+or word by word. `11` is not `0011`, but words with a decimal point or exponent compare by value, as
+in TACO's judge. Function results are JSON data: tuples are lists, floats are equal within 1e-9, and
+`true` is not 1.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, Literal
 
 Status = Literal["passed", "wrong", "timeout", "crash", "output", "compile"]
 TOLERANCE = 1e-9
-MAX_NUMBER = 400  # characters of a word that is read as a number
+MAX_NUMBER = 400  # characters of a word read as a number
 # with a point, an exponent or both
 NUMBER = re.compile(
     r"[+-]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?|[0-9]+[eE][+-]?[0-9]{1,9})"
@@ -27,8 +26,8 @@ NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Case:
-    """One hidden test: standard input and output, or with `fn_name` the arguments and the result of
-    that function (of the program, or of its class `Solution`)."""
+    """One hidden test: standard input and output, or with `fn_name` the arguments and result of
+    that function (or method of `Solution`)."""
 
     input: Any  # text; with fn_name a list
     output: Any
@@ -37,16 +36,16 @@ class Case:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """The resources that a program may use. `seconds`, `memory_mb` (address space) and `files` hold
-    for each process, the others for all of its processes together."""
+    """Resource limits of a program. `seconds`, `memory_mb` (address space) and `files` hold for
+    each process, the others for all together."""
 
     seconds: float = 4.0  # CPU, a case and process
     wall_seconds: float = 6.0  # a case
-    total_seconds: float = 8.0  # the program: cases behind it are timeouts
+    total_seconds: float = 8.0  # the program; later cases are timeouts
     memory_mb: int = 512
     processes: int = 8  # and threads, its own included
     files: int = 64  # open at once
-    output_kb: int = 4096  # a case, with what it says on standard error
+    output_kb: int = 4096  # a case, with standard error
     disk_mb: int = 64  # /tmp, in memory
 
     def __post_init__(self) -> None:
@@ -58,8 +57,8 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one case; `seconds` is wall-clock time, `message` the end of the program's
-    standard error, or what is wrong with its result."""
+    """One case's result; `seconds` is wall-clock time, `message` the end of standard error or what
+    is wrong with the result."""
 
     status: Status
     seconds: float = 0.0
@@ -68,40 +67,35 @@ class Result:
 
 @dataclass(frozen=True)
 class CaseResults:
-    """The results, one for each case in its order."""
+    """The results, one a case, in order."""
 
     results: tuple[Result, ...]
 
     def count(self, status: Status) -> int:
-        """Return the number of cases with this status."""
         return sum(result.status == status for result in self.results)
 
     @property
     def passed(self) -> int:
-        """The number of cases that passed."""
         return self.count("passed")
 
     @property
     def share(self) -> float:
-        """The share of cases that passed, 0 to 1."""
+        """Return the share of passed cases, 0 to 1."""
         return self.passed / len(self.results)
 
     @property
     def all_passed(self) -> bool:
-        """True if every case passed."""
         return self.passed == len(self.results)
 
 
 def is_right(case: Case, output: str, value: Any = None) -> bool:
-    """Return whether a program's output (of a function: its result as JSON data) is the expected
-    one."""
+    """Return whether a program's output (a function's result as JSON data) is the expected one."""
     if case.fn_name is None:
         return same_text(_as_text(case.output), output)
     return same_value(case.output, value)
 
 
 def same_text(expected: str, output: str) -> bool:
-    """Return whether two outputs are equal."""
     gold, lines = (
         [line.strip() for line in text.strip().splitlines()] for text in (expected, output)
     )
@@ -126,7 +120,7 @@ def _same_word(gold: str, word: str) -> bool:
 
 
 def same_value(expected: Any, value: Any) -> bool:
-    """Return whether two JSON values are equal. A list is compared in order."""
+    """Return whether two JSON values are equal."""
     if isinstance(expected, bool) or isinstance(value, bool):
         return expected is value
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
@@ -147,7 +141,7 @@ def same_value(expected: Any, value: Any) -> bool:
 
 
 def _near(expected: float, value: float) -> bool:
-    """Return whether two numbers are nearly equal; False for two integers, which must be equal."""
+    """Return whether two numbers are nearly equal; integers must be equal."""
     if isinstance(expected, int) and isinstance(value, int):
         return False
     try:
@@ -157,5 +151,5 @@ def _near(expected: float, value: float) -> bool:
 
 
 def _as_text(output: Any) -> str:
-    """Return the expected output, which some data sets hold as a list of lines, as text."""
+    """Return the expected output as text; some data sets hold a list of lines."""
     return "\n".join(map(str, output)) if isinstance(output, list) else str(output)

@@ -1,10 +1,9 @@
-"""The system calls that a program in the sandbox may not make, as a seccomp filter.
+"""A seccomp filter of the system calls denied in the sandbox, with EPERM.
 
-A list of what is denied: programs need most of the rest, and the namespaces hold what it would
-reach. Denied are: looking into other processes, namespaces and mounts, the kernel's modules, keys,
-clocks, BPF and io_uring, memory that no limit of a process counts (memfd, System V), sockets but
-those of the own machine (a virtual machine's `vsock` knows no network namespace), and limits of
-other processes. Such a call fails with EPERM.
+It is a deny list, as programs need most other calls and the namespaces contain them. Denied are:
+looking into other processes, namespaces and mounts, kernel modules, keys, clocks, BPF and io_uring,
+memory that no process limit counts (memfd, System V), sockets other than local ones (a virtual
+machine's `vsock` ignores network namespaces), and limits of other processes.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, AARCH64)}
 
 
 def program() -> bytes | None:
-    """Return the filter for this machine, an array of `struct sock_filter`; None for a machine
-    whose system calls are not known here."""
+    """Return the filter, an array of `struct sock_filter`; None for an unknown architecture."""
     if platform.machine() not in MACHINES:
         return None
     architecture, calls = MACHINES[platform.machine()]
@@ -74,7 +72,7 @@ def program() -> bytes | None:
     ]
     for number in (*BOTH, *calls["denied"]):
         lines += [_line(JUMP_EQUAL, number, 0, 1), _line(RETURN, ERROR | EPERM)]
-    # without it a C library takes clone, whose flags a filter can read
+    # makes a C library fall back to clone, whose flags a filter can read
     lines += [_line(JUMP_EQUAL, calls["clone3"][0], 0, 1), _line(RETURN, ERROR | ENOSYS)]
     lines += _unless(calls["clone"][0], 0, JUMP_SET, NEW_NAMESPACES, allowed=False)
     lines += _unless(calls["socket"][0], 0, JUMP_EQUAL, AF_UNIX, allowed=True)
@@ -87,8 +85,8 @@ def _line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def _unless(number: int, argument: int, test: int, value: int, allowed: bool) -> list[bytes]:
-    """Return the instructions that allow the call `number` where the test of an argument holds and
-    deny it where it does not, or the reverse (`allowed` False)."""
+    """Return instructions that allow the call `number` only where the test of an argument holds, or
+    the reverse (`allowed` False)."""
     outcomes = [ALLOW, ERROR | EPERM] if allowed else [ERROR | EPERM, ALLOW]
     return [
         _line(JUMP_EQUAL, number, 0, 4),

@@ -1,16 +1,15 @@
-"""The first process in the sandbox: it runs a program once for each case and says what came out.
+"""The first process in the sandbox: runs a program once a case and reports the outcome.
 
     in    one JSON object, to the end of the input: {"source", "cases": [{"input", "fn_name"}],
           "limits", "filter"}
     out   {"ready": true}, then a line a case, in order: {"case", "status", "output", "message",
           "seconds"}; "status" is "ended", "timeout", "crash", "output" or "compile"
 
-No expected output is in here, so there is nothing to read and no verdict to forge. The program runs
-in a child that holds none of these pipes, and whose limits and system-call filter it cannot lift.
-This process is number 1 of its namespace: no signal from inside reaches it, nobody may trace it,
-and when a case ends it kills everything else that there is. It proves that it stands in namespaces
-of its own before it takes a program (`missing_walls`), and refuses where one is not there: outside
-of them, that kill would end every process of the user. Standard library only.
+No expected output is in here, so no verdict can be read or forged. The program runs in a child
+without these pipes, whose limits and system-call filter it cannot lift. This process is number 1 of
+its namespace: no signal from inside reaches it, nobody may trace it, and at the end of a case it
+kills everything else. It first proves that it is in its own namespaces (`missing_walls`): outside,
+that kill would end every process of the user. Standard library only.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from typing import Any
 
 PROGRAM = "/tmp/program.py"
 RESULT = 3  # the descriptor on which a function's result leaves
-COMPILE = 65  # exit status of a program that is none
+COMPILE = 65  # exit status of a program that does not compile
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 FILTER_MODE = 2
 LAST_WORDS = 300  # bytes of standard error that are kept
 STACK_MB = 64
 IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w, \t]+)", re.MULTILINE)
-# imported before the first case, if the program asks for them: a fork has them already
+# imported before the first case if the program uses them, for the forks
 KNOWN = frozenset(
     "bisect collections copy dataclasses datetime decimal fractions functools heapq io itertools "
     "json math operator queue random re statistics string typing".split()
 )
-# of the machine; a sandbox shows none of them
+# of the machine, absent in a sandbox
 HOST_FILES = (
     "/proc/self",
     "/sys/kernel",
@@ -65,7 +64,7 @@ class SockFprog(ctypes.Structure):
 
 
 def prctl(option: int, value: int, more: Any = 0) -> None:
-    """Call prctl(2). Raises OSError where the kernel refuses."""
+    """Call prctl(2); OSError where the kernel refuses."""
     if libc.prctl(option, ctypes.c_ulong(value), more, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option} is refused")
 
@@ -74,7 +73,7 @@ def prctl(option: int, value: int, more: Any = 0) -> None:
 
 
 def missing_walls() -> list[str]:
-    """Return, in words, which kinds of isolation this process lacks; empty inside a sandbox."""
+    """Return the kinds of isolation this process lacks, in words; empty inside a sandbox."""
     missing = []
     if os.getpid() != 1 or os.getppid() != 0:
         missing.append(f"it is process {os.getpid()}, not process 1 of a namespace of its own")
@@ -89,8 +88,7 @@ def missing_walls() -> list[str]:
 
 
 def _is_alone() -> bool:
-    """Return whether no other process can be signalled: signal 0 only tests and is not
-    delivered."""
+    """Return whether no other process can be signalled (signal 0 only tests)."""
     try:
         os.kill(-1, 0)
     except ProcessLookupError:
@@ -99,7 +97,7 @@ def _is_alone() -> bool:
 
 
 def _has_network() -> bool:
-    """Return whether a packet could leave by any interface, the loopback one included."""
+    """Return whether a packet could leave by any interface, loopback included."""
     if any(name != "lo" for _, name in socket.if_nameindex()):
         return True
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -114,7 +112,7 @@ def _has_network() -> bool:
 
 
 def be_the_program(request: dict[str, Any], case: dict[str, Any], pipes: tuple[int, ...]) -> None:
-    """Set the limits in the child process, run the program, and end."""
+    """Set the child's limits, run the program, and end."""
     code = 1
     try:
         _take(pipes, case["fn_name"] is not None)
@@ -132,8 +130,7 @@ def be_the_program(request: dict[str, Any], case: dict[str, Any], pipes: tuple[i
 
 
 def _take(pipes: tuple[int, ...], is_function: bool) -> None:
-    """Connect the descriptors 0, 1 and 2; for a function case also `RESULT`, and 1 to the null
-    device."""
+    """Connect descriptors 0, 1 and 2; for a function also `RESULT`, with 1 on the null device."""
     given, output, words = pipes
     os.dup2(given, 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY) if is_function else output, 1)
@@ -166,9 +163,8 @@ def _bind(limits: dict[str, float], lines: bytes) -> None:
 
 
 def _run(case: dict[str, Any]) -> int:
-    """Run the program on a case and return its exit status."""
     sys.argv = [PROGRAM]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which an interpreter gets from `site`
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally from `site`
     sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
     name = case["fn_name"]
     if name is None:
@@ -179,7 +175,7 @@ def _run(case: dict[str, Any]) -> int:
     result = json.dumps(function(*case["input"])).encode()
     while result:
         result = result[os.write(RESULT, result) :]
-    os._exit(0)  # what the program left to do at its end could only undo it
+    os._exit(0)  # exit handlers could only undo the result
 
 
 def _status(code: Any) -> int:
@@ -190,8 +186,7 @@ def _status(code: Any) -> int:
 
 
 def _end(code: int) -> None:
-    """End the process like an interpreter: join the threads, run the exit functions, then flush the
-    output streams."""
+    """End the process like an interpreter: join threads, run exit functions, flush streams."""
     try:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
@@ -210,7 +205,7 @@ def _end(code: int) -> None:
 
 
 class CaseWatch:
-    """A running case: collects its output until it ends or exceeds a limit."""
+    """A running case: collects output until it ends or exceeds a limit."""
 
     def __init__(self, pid: int, output: int, words: int, limits: dict[str, float]) -> None:
         self.pid, self.output, self.words = pid, output, words
@@ -222,8 +217,7 @@ class CaseWatch:
         self.why = ""
 
     def watch(self) -> dict[str, Any]:
-        """Wait for the case and return the reply about it. Afterwards none of its processes
-        runs."""
+        """Wait for the case and return its reply; none of its processes is left."""
         end = os.pidfd_open(self.pid)
         waiting = {end, *self.said}
         while not self.why and end in waiting:
@@ -248,7 +242,7 @@ class CaseWatch:
         }
 
     def _read(self, pipe: int) -> bool:
-        """Read what has arrived. Returns False at the end, or when there is nothing."""
+        """Read what has arrived; return False for nothing."""
         try:
             data = os.read(pipe, 1 << 16)
         except BlockingIOError:
@@ -268,7 +262,7 @@ class CaseWatch:
 
 
 def end_all(pid: int) -> tuple[int, float]:
-    """Kill every process but this one, and return the status and CPU seconds of `pid`."""
+    """Kill every other process; return status and CPU seconds of `pid`."""
     if os.getpid() != 1:
         raise RuntimeError("only process 1 of a namespace may kill all others in it")
     found = (0, 0.0)
@@ -276,7 +270,7 @@ def end_all(pid: int) -> tuple[int, float]:
         try:
             os.kill(-1, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # they have ended, and wait to be reaped
+            pass  # they wait to be reaped
         try:
             ended, status, usage = os.wait4(-1, 0)
         except ChildProcessError:
@@ -286,7 +280,7 @@ def end_all(pid: int) -> tuple[int, float]:
 
 
 def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Fork the program for one case and return the reply about it."""
+    """Fork the program for one case and return its reply."""
     given = os.memfd_create("stdin")
     if case["fn_name"] is None:
         with os.fdopen(os.dup(given), "wb") as file:
@@ -305,11 +299,10 @@ def run_case(request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the request and report the result of each case."""
     missing = missing_walls()
     if missing:
         sys.exit(f"it isolates nothing, so no program is run: {'; '.join(missing)}")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of process 1 that is: ignored
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores it
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_DUMPABLE, 0)
     replies = os.fdopen(os.dup(1), "wb", buffering=0)

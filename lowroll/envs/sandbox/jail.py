@@ -2,12 +2,11 @@
 
     python jail.py '{"binds", "links", "masks", "namespaces", "disk_mb", "inside"}'
 
-A first child leaves for new user, mount, pid, network, ipc, uts and cgroup namespaces; this process,
-which stays outside, writes which users there are in them. Started by root, the program is user 65534
-outside: root's own processes are in no limit. The child's child is process 1 there. It makes a root
-of bound folders that nobody can write to and a /tmp of its own, gives up every capability, and goes
-on as `inside`. Each of them dies with the one above it. `namespaces` says which the machine's own
-are: process 1 goes on only in others. Standard library only.
+A first child enters new user, mount, pid, network, ipc, uts and cgroup namespaces; this process
+stays outside and writes their user maps. Started by root, the program is user 65534 outside, as
+limits do not hold for root. The child's child, process 1 there, makes a root of read-only bound
+folders and a /tmp, drops every capability, and goes on as `inside`. Each process dies with its
+parent. Process 1 refuses the machine's own `namespaces`. Standard library only.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def must(answer: int, what: str) -> None:
-    """Raise OSError, with what was asked for, when a system call failed."""
+    """Raise OSError, naming the call, when a system call failed."""
     if answer < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """Call mount(2). Raises OSError when it fails."""
+    """Call mount(2); OSError when it fails."""
     answer = libc.mount(
         source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
     )
@@ -54,12 +53,11 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends."""
     must(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
 def check_namespaces(outside: dict[str, str]) -> None:
-    """Raise OSError when a namespace of this process is one of those (link by name in
+    """Raise OSError when this process shares one of these namespaces (link by name in
     /proc/self/ns)."""
     for name, link in outside.items():
         if os.readlink(f"/proc/self/ns/{name}") == link:
@@ -70,8 +68,7 @@ def check_namespaces(outside: dict[str, str]) -> None:
 
 
 def make_root(plan: dict[str, Any]) -> None:
-    """Change to a root that holds the plan's binds, links and devices, and a /tmp that can be
-    written to."""
+    """Change to a root with the plan's binds, links and devices, and a writable /tmp."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={ROOT_KB}k,mode=755")
     os.mkdir("/tmp/old")
@@ -97,7 +94,6 @@ def make_root(plan: dict[str, Any]) -> None:
 
 
 def bind(path: str) -> None:
-    """Show a file or folder of the old root under its own name."""
     source = Path("/old" + path)
     if source.is_dir():
         os.makedirs(path, exist_ok=True)
@@ -108,7 +104,7 @@ def bind(path: str) -> None:
 
 
 def protect(path: str) -> None:
-    """Make a mount read-only, with all that is mounted below: no setuid, no devices."""
+    """Make a mount and all below read-only, without setuid or devices."""
     wanted = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     answer = libc.syscall(
         MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(wanted), 32
@@ -120,7 +116,6 @@ def protect(path: str) -> None:
 
 
 def write_users(pid: int, user: int, group: int) -> None:
-    """Write the user and group maps of the new user namespace of a process."""
     folder = Path(f"/proc/{pid}")
     if user == 0:
         folder.joinpath("uid_map").write_text(f"0 0 1\n{INSIDE} {OUTSIDE} 1\n")
@@ -148,12 +143,11 @@ def give_up_power(was_root: bool) -> None:
 
 
 def main() -> int:
-    """Start the child, write its user maps, and return its exit status."""
     plan = json.loads(sys.argv[1])
     user, group = os.geteuid(), os.getegid()
     die_with_parent()
-    with suppress(OSError):  # where /proc is read only, it is one among others
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go when memory ends
+    with suppress(OSError):  # some machines mount /proc read-only
+        Path("/proc/self/oom_score_adj").write_text("1000")  # killed first when memory runs out
     mine, its = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -185,7 +179,7 @@ def _leave(outside: socket.socket, plan: dict[str, Any], was_root: bool) -> None
     socket.sethostname("sandbox")
     make_root(plan)
     give_up_power(was_root)
-    die_with_parent()  # which a change of the user undoes
+    die_with_parent()  # undone by the change of user
     os.chdir("/tmp")
     os.umask(0o077)
     runpy.run_path(plan["inside"], run_name="__main__")

@@ -1,7 +1,7 @@
-"""Run a program on hidden tests: the end of the sandbox's pipes that knows what is expected.
+"""Runs a program on hidden tests; this end of the pipes knows the expected outputs.
 
-A program that is wrong, slow, crashes, floods or is none fails its cases. SandboxError is raised
-only when the sandbox itself did: it did not start, or ended under the program.
+A wrong, slow, crashing or flooding program fails its cases; SandboxError means that the sandbox
+itself failed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ def run_cases(
     limits: SandboxLimits = DEFAULT,
     stop_at_failure: bool = False,
 ) -> CaseResults:
-    """Run the Python program `source` on every case, each in a process of its own, and compare.
+    """Run the Python program `source` on every case, each in its own process, and compare.
 
-    `stop_at_failure`: the cases behind the first that fails are not run and count as wrong.
-    ValueError without cases; SandboxMissing where nothing isolates; SandboxError when the sandbox
-    failed.
+    `stop_at_failure`: later cases count as wrong without a run. ValueError without cases;
+    SandboxMissing where nothing isolates; SandboxError when the sandbox failed.
     """
     return run_in(walls.found(), source, cases, limits, stop_at_failure)
 
@@ -92,8 +91,6 @@ def _judged(case: Case, reply: dict[str, Any]) -> Result:
 
 
 class _Sandbox:
-    """A sandbox for one program."""
-
     def __init__(self, here: walls.Walls, limits: SandboxLimits) -> None:
         self.limits, self.name = limits, here.name
         try:
@@ -116,8 +113,7 @@ class _Sandbox:
         self.deadline = time.monotonic() + START_LIMIT
 
     def ask(self, source: str, cases: Sequence[Case]) -> None:
-        """Wait until the sandbox is ready, and send it the program, its inputs and the limits,
-        nothing else."""
+        """Wait until the sandbox is ready, and send it program, inputs and limits, nothing else."""
         if self._next() != {"ready": True}:
             raise SandboxError(f"{self.name}: {self._how_it_ended()}")
         lines = filter.program()
@@ -150,7 +146,7 @@ class _Sandbox:
         return reply
 
     def close(self) -> None:
-        """Kill the sandbox, and with it all that runs in it."""
+        """Kill the sandbox and all that runs in it."""
         self.process.kill()
         self.process.wait(START_LIMIT)
         for pipe in (self.input, self.output, self.errors):
@@ -160,7 +156,7 @@ class _Sandbox:
         return next(self.lines, None)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the sandbox's reply lines, until it ends or the deadline comes."""
+        """Yield the sandbox's reply lines until its end or the deadline."""
         data = bytearray()
         while select.select([self.output], [], [], self._seconds())[0]:
             piece = os.read(self.output.fileno(), 1 << 16)

@@ -19,7 +19,7 @@ from lowroll.envs.sandbox.cases import Case
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
 FIELDS = ("tests", "test_cases", "input_output", "public_test_cases", "verification_info")
 FUNCTIONAL = ("functional", "function_call", "call_based")
-# what solutions written for a class `Solution` take for granted
+# what solutions for a class `Solution` expect
 PRELUDE = "\n".join(
     [
         "import bisect, collections, copy, functools, heapq, itertools, math, random, re, string, sys",
@@ -36,15 +36,14 @@ PRELUDE = "\n".join(
 
 
 def last_block(text: str) -> str | None:
-    """Return the program in a response: the content of its last closed fenced block; None when
-    there is none."""
+    """Return the content of a response's last closed fenced block, or None."""
     found = FENCE.findall(text)
     return found[-1][1] if found else None
 
 
 def cases_of(row: dict[str, Any], where: str) -> list[Case]:
-    """Return the hidden tests of a row; several fields of tests are joined. ValueError names the
-    field and what is wrong, after `where` (a file and line)."""
+    """Return the hidden tests of a row, all fields joined. ValueError names the field and what is
+    wrong, after `where` (file and line)."""
     cases: list[Case] = []
     for field in (*FIELDS, "private_test_cases"):
         if row.get(field) is not None:
@@ -72,7 +71,7 @@ def _cases(value: Any, fn_name: str | None, where: str) -> list[Case]:
 
 
 def _paired(value: dict[str, Any], where: str) -> list[Case]:
-    """TACO's and APPS's: a list of inputs and one of outputs."""
+    """Return tests of a list of inputs and one of outputs (TACO, APPS)."""
     inputs, outputs, fn_name = value["inputs"], value["outputs"], value.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(f"{where}: 'inputs' and 'outputs' must be lists of one length")
@@ -111,12 +110,11 @@ def _arguments(value: Any, where: str) -> list[Any]:
 
 
 def _unwrapped(output: Any) -> Any:
-    """Take a result out of a list of one, in which both data sets hold it."""
+    """Unwrap a result from a list of one, as both data sets hold it."""
     return output[0] if isinstance(output, list) and len(output) == 1 else output
 
 
 def _name(row: dict[str, Any]) -> str | None:
-    """Return LiveCodeBench's name of the function."""
     metadata = row.get("metadata")
     if isinstance(metadata, str) and metadata.lstrip().startswith("{"):
         metadata = _json(metadata, "metadata")

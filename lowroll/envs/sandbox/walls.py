@@ -1,8 +1,7 @@
-"""Isolation of a program in the sandbox from this machine, and what to do where nothing isolates.
+"""Isolation of a program from this machine, with advice where nothing isolates.
 
-`jail` makes the namespaces, and nothing else does: no program of the PATH is believed to isolate.
-Whether it works is proven once for each process: `inside` refuses to take a program unless it finds
-itself isolated, and a program says what it sees.
+Only `jail` is trusted, no program of the PATH. Isolation is proven once a process: `inside` refuses
+unless it finds itself isolated, and a probe reports what it sees.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lowroll.envs.sandbox import filter
 
 HERE = Path(__file__).parent
 INSIDE, JAIL = HERE / "inside.py", HERE / "jail.py"
-# the same order of sets in every run; a home that can be written to
+# a fixed order of sets; a writable home
 ENV = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -33,29 +32,29 @@ ENV = {
 LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 PYTHON_FLAGS = ("-S", "-s", "-P", "-B")
 NAMES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")  # of namespaces, in /proc/self/ns
-USER = 1000  # of the program, as it sees itself
+USER = 1000  # of the program, inside
 
 
 class SandboxMissing(ValueError):
-    """Nothing isolates a program on this machine. The message says how to get it."""
+    """A machine on which nothing isolates a program; the message says how to get it."""
 
 
 @dataclass(frozen=True)
 class Walls:
-    """A way to isolate: its name, and the command that starts `inside` in it."""
+    """A way to isolate: its name, and the command that starts `inside`."""
 
     name: str
     command: Callable[[int], list[str]]  # by the size of /tmp in MB
 
 
 def python() -> str:
-    """Return the path of the interpreter itself, behind the links of virtual environments."""
+    """Return the interpreter's real path, behind virtual environments."""
     return os.path.realpath(sys.executable)
 
 
 def _layout() -> dict[str, Any]:
-    """Return the parts of this machine that a program sees: the interpreter, its library and the
-    shared ones. Installed packages are not among them."""
+    """Return what a program sees: the interpreter, its library and shared ones, but no installed
+    packages."""
     library = sysconfig.get_paths()["stdlib"]
     binds = [python(), str(INSIDE)]
     links = []
@@ -85,8 +84,7 @@ NAMESPACES = Walls("namespaces", _jail)
 
 @cache
 def found() -> Walls:
-    """Return the isolation that works on this machine. Raises SandboxMissing, with what was tried
-    and what helps."""
+    """Return the isolation that works here; SandboxMissing says what was tried and what helps."""
     if not sys.platform.startswith("linux") or filter.program() is None:
         raise SandboxMissing(
             "no sandbox for programs: it needs Linux on x86_64 or aarch64, and this is "
@@ -100,7 +98,7 @@ def found() -> Walls:
     return NAMESPACES
 
 
-# what a program sees: a file of the machine, who started it, its user, the other processes
+# reports: a file of the machine, its parent, its user, other processes
 PROOF = """
 import os
 print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"))
@@ -108,8 +106,7 @@ print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"
 
 
 def _try(walls: Walls) -> str | None:
-    """Explain why this does not isolate here; None when a program was run in it and saw nothing of
-    this machine."""
+    """Explain why this does not isolate here; None when a program ran in it and saw nothing."""
     from lowroll.envs.sandbox.cases import Case, SandboxLimits
     from lowroll.envs.sandbox.run import SandboxError, run_in
 
@@ -126,7 +123,7 @@ def _try(walls: Walls) -> str | None:
 
 
 def _advice() -> str:
-    """Return what gives this machine the isolation that it lacks, a command where there is one."""
+    """Return how to get isolation on this machine, with a command where there is one."""
     if _reads("/proc/sys/kernel/unprivileged_userns_clone") == "0":
         return "sudo sysctl kernel.unprivileged_userns_clone=1"
     if _reads("/proc/sys/user/max_user_namespaces") == "0":

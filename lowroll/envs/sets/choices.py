@@ -1,9 +1,7 @@
-"""Sets of multiple choice. The options stand in the prompt under the letters A, B, ...; the last
-`Answer: X` of a response is its choice.
+"""Sets of multiple choice: the last `Answer: X` of a response is its choice.
 
-The gold label is mapped by its place: ARC has rows with the labels 1 to 4. Where a set gives the
-right option and the wrong ones apart (GPQA), they are shuffled by the question's own text, so that
-every run, file and seed asks the same.
+The gold label is mapped by its position, as ARC has labels 1 to 4. Where right and wrong options
+are separate (GPQA), they are shuffled by the question's text, alike in every run.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from lowroll.envs.sets.rows import column, text_of
 from lowroll.types import Prompt, Score
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-ABSENT = "N/A"  # how MMLU-Pro fills up a row with fewer options
+ABSENT = "N/A"  # MMLU-Pro's filler
 CHOICE = re.compile(
     r"\b[Aa](?:nswer|NSWER)[ \t]{0,4}(?:\*\*)?:(?:\*\*)?[ \t]{0,4}"
     r"(?:[*$(\[]|\\boxed\{|\\text\{|option ){0,3}([A-Z])(?![A-Za-z0-9'])"
@@ -26,10 +24,10 @@ CHOICE = re.compile(
 
 
 class Choices(HeldOut):
-    """Multiple choice: reward 1 when the last `Answer: X` names the right option, else 0."""
+    """Multiple choice: reward 1 when the last `Answer: X` is right, else 0."""
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Return the question with its options; None when no option is marked as right."""
+        """Return the question with its options; None when no option is right."""
         question = text_of(row, self.row, "question", where)
         options, gold = _apart(self, row, where) if self.row.shuffled else _given(self, row, where)
         if gold is None:
@@ -44,7 +42,7 @@ class Choices(HeldOut):
         return HeldOutTask(f"{question}\n\n{listed}", info)
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 or 0; `has_answer` is 1 when the response chose an option."""
+        """Return 1 or 0; `has_answer` is 1 when an option was chosen."""
         gold, chosen = prompt.info["answer"], choice(text, prompt.info["options"])
         if "beside" in prompt.info:
             gold = choice(prompt.info["beside"], prompt.info["options"])
@@ -52,23 +50,21 @@ class Choices(HeldOut):
         return Score(float(right), {"has_answer": float(chosen is not None)})
 
     def gold(self, prompt: Prompt) -> str:
-        """Return the right letter."""
         return f"Answer: {prompt.info['answer']}"
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Return the next letter."""
         place = LETTERS.index(prompt.info["answer"]) + 1
         return f"Answer: {LETTERS[place % prompt.info['options']]}"
 
 
 def choice(text: str, options: int) -> str | None:
-    """Return the letter of the last `Answer: X`; None when there is none, or it is no option's."""
+    """Return the letter of the last `Answer: X`; None without a valid one."""
     found = CHOICE.findall(bounded(text))
     return found[-1] if found and found[-1] in LETTERS[:options] else None
 
 
 def _given(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
-    """Return the options in the row's order and the place of the right one."""
+    """Return the options in the row's order and the right one's position."""
     key = column(row, env.row, "options", where)
     raw, labels = row[key], list(LETTERS)
     if isinstance(raw, dict):  # ARC: {"text": [...], "label": [...]}
@@ -91,7 +87,7 @@ def _given(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], in
 
 
 def _apart(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
-    """Return the options shuffled by the question's text, and the place of the right one."""
+    """Return the options shuffled by the question's text, and the right one's position."""
     correct = text_of(row, env.row, "correct", where)
     wrong = [str(row[key]).strip() for key in env.row.columns["wrong"] if row.get(key)]
     if not wrong:

@@ -1,7 +1,7 @@
 """LiveCodeBench's test cases: JSON text, or base64 of zlib of a pickle of JSON text.
 
-The pickle is read here, opcode by opcode: frames, one text, memo entries and the end are all that
-there are. Nothing can be looked up, built or called, and every size is bounded.
+The pickle is parsed opcode by opcode: only frames, one text, memo entries and the end are accepted.
+Nothing can be looked up, built or called, and every size is bounded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SKIPPED = {_PROTO: 1, _FRAME: 8, _MEMOIZE: 0, 0x71: 1, 0x72: 4}  # opcode: byte
 
 def cases(column: str) -> list[dict[str, Any]]:
     """Return the test cases of a column, each with `input`, `output` and `testtype` (stdin or
-    functional). ValueError says what is wrong with it."""
+    functional), or raise ValueError."""
     if len(column) > MAX_ENCODED:
         raise ValueError(f"{len(column)} characters of test cases, more than {MAX_ENCODED}")
     plain = column.strip() or "[]"
@@ -36,8 +36,7 @@ def cases(column: str) -> list[dict[str, Any]]:
 
 
 def pickled_text(data: bytes) -> str:
-    """Return the text that a pickle of protocol 2 to 5 holds. Raises ValueError for any that holds
-    more."""
+    """Return the text of a pickle of protocol 2 to 5; ValueError for one that holds more."""
     place, text = 0, None
     while place < len(data):
         opcode = data[place]

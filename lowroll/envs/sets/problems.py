@@ -1,7 +1,6 @@
 r"""Sets of worded problems: the answer in the last `\boxed{}`, or after `####`.
 
-AIME's "025" is the integer 25, AMC's 27.0 is 27, and OlympiadBench's several answers are a list
-whose order does not count.
+AIME's "025" is 25, AMC's 27.0 is 27; OlympiadBench's several answers are an unordered list.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Boxed(FinalAnswer, HeldOut):
     r"""The last `\boxed{}` of a response is its answer."""
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Return the question, its final answer, and a worked solution where there is one."""
+        """Return the question, its final answer, and a worked solution if any."""
         question = text_of(row, self.row, "question", where)
         key = column(row, self.row, "answer", where)
         given = row[key] if isinstance(row[key], list) else [row[key]]
@@ -46,6 +45,6 @@ class Boxed(FinalAnswer, HeldOut):
 
 
 class Hashed(Boxed):
-    r"""`#### number` counts beside `\boxed{}`, and the last of them decides."""
+    r"""A set where the last of `#### number` and `\boxed{}` decides."""
 
     hashes = True

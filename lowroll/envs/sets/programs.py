@@ -1,8 +1,8 @@
-"""LiveCodeBench: programs that read standard input, or complete a function; the last fenced block
-of a response is run on the public and the private test cases, in the sandbox of `envs.sandbox`.
+"""LiveCodeBench: the last fenced block of a response, a program or function, runs on public and
+private cases in the sandbox.
 
-The private cases may have megabytes: they stay in the file, and a scoring worker reads those of its
-row. Prompts are worded after those of LiveCodeBench's own runner.
+Private cases may have megabytes: they stay in the file, and a scoring worker reads its row's.
+Prompts follow LiveCodeBench's own runner.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lowroll.types import Prompt, Score
 if TYPE_CHECKING:
     from lowroll.envs.sandbox import Case
 
-CPU_SECONDS = 6.0  # of one test case, as its own runner has it
-TOTAL_SECONDS = 100.0  # of a program on all its cases; `score.time_limit` must leave room for it
-PLACE = " place"  # key of a row for the byte in the file at which it begins
+CPU_SECONDS = 6.0  # of one case, as in its own runner
+TOTAL_SECONDS = 100.0  # of a program on all cases, within `score.time_limit`
+PLACE = " place"  # key of a row for its byte offset in the file
 STDIN = (
     "Write a Python program that solves the problem. It reads the input from standard input and "
     "writes the answer to standard output. Enclose the whole program in one block:\n"
@@ -40,7 +40,7 @@ class Programs(HeldOut):
     """Reward 1 when the program passes every test case, else 0."""
 
     def located(self) -> Iterator[Located]:
-        """Return the rows of the files, each with its place. Raises ValueError without a file."""
+        """Return the rows of the files with their places; ValueError without a file."""
         paths = sorted(glob.glob(self.test_path or ""))
         if not all(path.endswith(".jsonl") for path in paths or [""]):
             raise ValueError(
@@ -58,7 +58,7 @@ class Programs(HeldOut):
                     place += len(line)
 
     def convert(self, row: dict[str, Any], where: str) -> HeldOutTask | None:
-        """Return the problem with instructions for the answer; its cases stay in the file."""
+        """Return the problem with instructions; its cases stay in the file."""
         question = text_of(row, self.row, "question", where)
         starter = row.get(column(row, self.row, "starter", where)) or ""
         column(row, self.row, "private", where)
@@ -66,8 +66,8 @@ class Programs(HeldOut):
         return HeldOutTask(f"{question}\n\n{asked}", {"place": row[PLACE]})
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Return 1 or 0, with the share of passed cases (`passed`). ValueError names a row whose
-        cases cannot be read."""
+        """Return 1 or 0, with the share of passed cases (`passed`). ValueError names a row with
+        unreadable cases."""
         from lowroll.envs.sandbox import SandboxLimits, last_block, run_cases
 
         source = last_block(bounded(text))
@@ -84,7 +84,7 @@ class Programs(HeldOut):
         raise NotImplementedError
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError: the set has no wrong solutions."""
+        """Raise NotImplementedError."""
         raise NotImplementedError
 
     def matching(self, prompt: Prompt, text: str) -> Prompt | None:
@@ -92,7 +92,7 @@ class Programs(HeldOut):
         return None
 
     def _cases(self, prompt: Prompt) -> list[Case]:
-        """Return the test cases of a prompt's row, public ones first."""
+        """Return the cases of a prompt's row, public ones first."""
         from lowroll.envs.sandbox import Case
 
         path, place = prompt.info["place"]
@@ -119,7 +119,6 @@ class Programs(HeldOut):
             raise ValueError(f"{where}: {error}") from None
 
     def _of(self, row: dict[str, Any], role: str) -> str:
-        """Return the text of a column, "" where it is not there."""
         (key,) = self.row.columns[role]
         return row.get(key) or ""
 

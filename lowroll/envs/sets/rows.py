@@ -1,4 +1,4 @@
-"""The rows of a held-out set, and its columns by any of their published names."""
+"""The rows of a held-out set, and its columns under their published names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Row = dict[str, Any]
 def read(
     found: EvalSet, path: str | None = None, split: str | None = None, subset: str | None = None
 ) -> Iterator[Located]:
-    """Return (place, row) of every row of a set: of the hub's, or of what lies at `path`.
-    ValueError says what to name instead."""
+    """Return (place, row) of every row, from the hub or `path`. ValueError says what to name
+    instead."""
     if path is not None:
         if reason := missing(path):
             raise ValueError(f"set {found.name!r}: {path!r} {reason}")
@@ -35,8 +35,7 @@ def _of_hub(found: EvalSet, source: DataSource) -> Iterator[Located]:
 
 
 def column(row: Row, found: EvalSet, role: str, where: str) -> str:
-    """Return the column of a row that plays a role. ValueError names those that would, and those
-    that are there."""
+    """Return the column of a role; ValueError names expected and present columns."""
     wanted = found.columns[role]
     key = next((key for key in wanted if key in row), None)
     if key is None:
@@ -46,7 +45,7 @@ def column(row: Row, found: EvalSet, role: str, where: str) -> str:
 
 
 def text_of(row: Row, found: EvalSet, role: str, where: str) -> str:
-    """Return the text of a role, without blanks around it. Raises ValueError when there is none."""
+    """Return the stripped text of a role; ValueError when there is none."""
     key = column(row, found, role, where)
     if not isinstance(row[key], str) or not row[key].strip():
         raise ValueError(f"{where}: column {key!r} must hold text")

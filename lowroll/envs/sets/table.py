@@ -1,9 +1,7 @@
-r"""The table of held-out sets: where each lies, what its columns are, how it asks and how it
-judges.
+r"""The table of held-out sets: their sources, columns, templates and scorers.
 
-`lowroll eval --suite` and environments with an id `set/<name>` read it; docs/evaluation.md shows it.
-A file in the published shape takes the place of the hub's (`test_path`). A column is named by those
-that published files of the set use, the first one that is there counts.
+Read by `lowroll eval --suite` and `set/<name>` environments; shown in docs/evaluation.md. Columns
+list the names in published files; the first present one counts.
 """
 
 from __future__ import annotations
@@ -67,8 +65,8 @@ _PROGRAM: Columns = {
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One set of the table. `count` is the number of rows that the papers report, `path` is a hub
-    id; `checked` says what of it was tested."""
+    """One set of the table. `count` is the number of rows that papers report, `path` a hub id;
+    `checked` says what was tested."""
 
     name: str
     title: str
@@ -80,12 +78,12 @@ class EvalSet:
     licence: str
     subset: str | None = None
     columns: Columns = field(default_factory=lambda: _WORDED)
-    shuffled: bool = False  # options are shuffled, seeded by the row: the gold one comes first
+    shuffled: bool = False  # options are shuffled by the row, whose first is right
     checked: str = "id and columns as others name them; not fetched"
 
     @property
     def template(self) -> str:
-        """The text around a question; {text} is the question."""
+        """Return the text around a question, {text}."""
         return TEMPLATES[self.rule]
 
 
@@ -242,7 +240,7 @@ SUITES = {
 
 
 def chosen(words: str) -> list[EvalSet]:
-    """Return the sets that `math7`, `gsm8k,aime24` and the like name, each once, in that order.
+    """Return the sets named by `math7`, `gsm8k,aime24` and the like, each once, in order.
     ValueError names an unknown word with the nearest known one."""
     listed = [word.strip() for word in words.split(",")]
     names = dict.fromkeys(name for word in listed for name in SUITES.get(word, (word,)))
@@ -250,7 +248,7 @@ def chosen(words: str) -> list[EvalSet]:
 
 
 def named(name: str) -> EvalSet:
-    """Return the set of this name. ValueError names the nearest known one."""
+    """Return a set; ValueError names the nearest known one."""
     if name in SETS:
         return SETS[name]
     hint = nearest(name, [*SUITES, *SETS], repr)

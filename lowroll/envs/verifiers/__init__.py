@@ -1,12 +1,11 @@
 """Environments of the package `verifiers`, by the id of an installed one: "verifiers/<name>".
 
-Both of its interfaces: `load_environment` with a rubric (verifiers below 0.4: SingleTurnEnv,
-MultiTurnEnv, ToolEnv), and tasksets of 0.4 (`verifiers.v1`: Taskset, Task, Env). What a conversation
-says next, and its score, come from verifiers' own loop: it is played again with what the model said
-so far, so it must do the same each time. Prompts, the system prompt, tools and what is called are
-the environment's; its rewards, weighted as it says, are the reward, each of them also a metric.
+Both interfaces are supported: `load_environment` with a rubric (verifiers below 0.4: SingleTurnEnv,
+MultiTurnEnv, ToolEnv), and tasksets of 0.4 (`verifiers.v1`: Taskset, Task, Env). verifiers' own
+loop, replayed with the turns so far, gives the next messages and the score, so it must be
+deterministic. Prompts, tools and calls are the environment's; each of its rewards is also a metric.
 
-The package is optional, and what an environment brings runs here and in the scoring workers.
+The package is optional; an environment's code runs here and in the scoring workers.
 """
 
 from lowroll.envs.verifiers.environment import Verifiers

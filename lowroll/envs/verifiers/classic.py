@@ -1,8 +1,8 @@
 """Environments of verifiers below 0.4: `load_environment(id, **args)` with a data set and a rubric.
 
-verifiers' own `rollout` plays a task, with a client that says the turns that were drawn and, at
-their end, raises what the environment said since (`source.TurnPending`). Its rubric gives 0 where a reward
-function fails, and logs it: here that is an error.
+verifiers' own `rollout` plays a task with a client that replays the drawn turns and then raises
+with the environment's new messages (`source.TurnPending`). A failed reward function, which its
+rubric logs and scores 0, is an error here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from lowroll.types import Message, Score
 
 
 class Classic:
-    """An environment by id; a `VerifiersSource`. ValueError names what it needs that is not
-    here."""
+    """An environment by id, a `VerifiersSource`; ValueError names a missing requirement."""
 
     def __init__(self, env_id: str, args: dict[str, Any]) -> None:
         self.env = vf.load_environment(env_id, **args)
@@ -38,7 +37,6 @@ class Classic:
         self.has_tools = bool(self.env.tool_defs)
 
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """Return the environment's tool definitions."""
         kept = {"name", "description", "parameters"}
         return tuple(
             {"type": "function", "function": tool.model_dump(include=kept)}
@@ -46,8 +44,7 @@ class Classic:
         )
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
-        """Return the rows of its data sets; without an evaluation set they all come from the
-        training set."""
+        """Return the rows of its data sets; without an evaluation set all come from training."""
         held_out = self.env.build_eval_dataset()
         if held_out is None:
             return map(dict, self.env.get_dataset()), False
@@ -55,15 +52,13 @@ class Classic:
         return map(dict, found if found is not None else ()), True
 
     def endless(self) -> bool:
-        """Return False: a data set has an end."""
+        """Return False."""
         return False
 
     def key(self, task: Any) -> str:
-        """Return the task's row as text."""
         return json.dumps(task, sort_keys=True, default=str)
 
     async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
-        """Return the environment's messages, as `VerifiersSource.play` defines."""
         try:
             await self._run(task, _Script(turns, ends=False))
         except TurnPending as asked:
@@ -71,7 +66,7 @@ class Classic:
         return None
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
-        """Return the score of these turns. Raises ValueError for a reward function that raised."""
+        """Return the score of these turns; ValueError for a reward function that raised."""
         state = await self._run(task, _Script(turns, ends=True))
         with _failures() as failed:
             await self.env.rubric.score_rollout(state)
@@ -87,17 +82,15 @@ class Classic:
 
 
 class _Script(Client):
-    """A client that replays the turns that were drawn. ends: at the end of it the conversation is
-    too long."""
+    """A client that replays the drawn turns. ends: after them the conversation counts as too long."""
 
     def __init__(self, turns: list[Message], ends: bool) -> None:
         super().__init__(None)
         self.turns, self.ends = iter(turns), ends
-        self.told: list[Message] = []  # up to the last turn
+        self.told: list[Message] = []  # before the last turn
 
     async def get_response(self, prompt: Any, *_: Any, **__: Any) -> Any:
-        """Return the next turn. Raises TurnPending, or OverlongPromptError (`ends`), when there is
-        none."""
+        """Return the next turn; after the last, raise TurnPending or OverlongPromptError (`ends`)."""
         messages = [plain(one) for one in prompt]
         if messages[: len(self.told)] != self.told:
             raise ValueError(
@@ -122,18 +115,18 @@ class _Script(Client):
         raise NotImplementedError
 
     def setup_client(self, config: Any) -> Any:
-        """Do nothing: there is no client to set up."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing."""
 
     to_native_tool = to_native_prompt = get_native_response = _unused
     raise_from_native_response = from_native_response = _unused
 
 
 def _calls(said: Message) -> list[dict[str, str]]:
-    """Return the calls of a turn; one that cannot be read has arguments that are no JSON, as a
-    server's would, which a ToolEnv answers."""
+    """Return the calls of a turn; an unreadable one has arguments that are no JSON, which a ToolEnv
+    answers."""
     broken = [
         {"id": "malformed", "name": "malformed", "arguments": why}
         for why in said.get("ill_formed", ())

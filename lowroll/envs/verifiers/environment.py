@@ -1,4 +1,4 @@
-"""An environment of verifiers as one of lowroll's."""
+"""An environment of verifiers as a lowroll Environment."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from lowroll.envs.tools import with_counts
 from lowroll.envs.verifiers.source import VerifiersSource, refuse_missing
 from lowroll.types import Message, Prompt, Score
 
-MOST_TURNS = 8  # of an environment that states no bound
-MOST_TASKS = 1_000_000  # of a data set that ends
+MOST_TURNS = 8  # of an environment without a bound
+MOST_TASKS = 1_000_000  # of a finite data set
 
 
 class Verifiers(Environment):
-    """`env_id`: of the installed environment; further arguments are its own, and those of `env_args`,
-    where one is called as an argument of lowroll's (`max_turns`, `seed`). `max_turns`: null for
-    the environment's bound, or 8. `eval_args`: arguments of the test split where they differ (a
-    taskset's `split`, say); without them, and without a test set of its own, a quarter of the tasks
-    is held out."""
+    """The installed environment `env_id`; further arguments are its own, with `env_args` for those
+    whose names lowroll uses (`max_turns`, `seed`). `max_turns`: null for the environment's bound,
+    or 8. `eval_args`: differing arguments of the test split (a taskset's `split`, say); without
+    them or a test set, a quarter of the tasks is held out."""
 
     def __init__(
         self,
@@ -59,17 +58,14 @@ class Verifiers(Environment):
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:  # type: ignore[override]
-        """The environment's own tools."""
         return self.source.tools()
 
     def size(self, split: str = "train") -> int | None:
-        """Return the number of tasks in a split; None for those without an end."""
         return None if self._of(split).endless() else self.tasks(split).size()
 
     def prompt(self, index: int, split: str = "train") -> Prompt:
-        """Return task number `index` of a split; training goes through a data set in a fresh order
-        each time."""
-        self.rng(split, index)  # checks both
+        """Return a task; training reads a data set in a fresh order each epoch."""
+        self.rng(split, index)  # validates both
         place, size = index, self.size(split)
         if size == 0:
             raise ValueError(f"env {self.name!r}: no {split} task")
@@ -86,14 +82,12 @@ class Verifiers(Environment):
         return Prompt(f"{split}/{index}", self.name, messages, info)
 
     async def respond(self, prompt: Prompt, messages: list[Message]) -> list[Message] | None:
-        """Return the messages that verifiers' loop adds after the turns so far; None: it is
-        done."""
+        """Return the messages that verifiers' loop adds after the turns so far; None: it is done."""
         task, source = self._task(prompt)
         return await source.play(task, _turns(prompt, messages))
 
     async def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """Return the environment's own score of all turns; with calls counted where it has
-        tools."""
+        """Return the environment's score of all turns, with counts of calls where it has tools."""
         task, source = self._task(prompt)
         score = await source.judge(task, _turns(prompt, messages))
         found = with_counts(score, messages) if source.has_tools else score
@@ -101,7 +95,6 @@ class Verifiers(Environment):
         return found
 
     async def score(self, prompt: Prompt, text: str) -> Score:
-        """Score a conversation of one turn."""
         said = {"role": "assistant", "content": text}
         return await self.score_conversation(prompt, [*prompt.messages, said])
 
@@ -110,11 +103,10 @@ class Verifiers(Environment):
         raise NotImplementedError("an environment of verifiers says no right response")
 
     def perturbed(self, prompt: Prompt) -> str:
-        """Raise NotImplementedError: verifiers stores no such response."""
+        """Raise NotImplementedError."""
         raise NotImplementedError("an environment of verifiers says no wrong response")
 
     def tasks(self, split: str) -> _Tasks:
-        """Return the tasks of a split."""
         if split not in self._tasks:
             source = self._of(split)
             found, own = source.tasks(split)
@@ -153,13 +145,12 @@ class _Tasks:
         return self._read[place]
 
     def size(self) -> int:
-        """Return the number of tasks, at most MOST_TASKS."""
         self._read += islice(self._rest, MOST_TASKS - len(self._read))
         return len(self._read)
 
 
 def load(env_id: str, args: dict[str, Any]) -> VerifiersSource:
-    """Load the environment, by whichever interface its package is written for."""
+    """Load the environment by its package's interface."""
     import verifiers
 
     if hasattr(verifiers, "load_environment"):
@@ -172,7 +163,6 @@ def load(env_id: str, args: dict[str, Any]) -> VerifiersSource:
 
 
 def _turns(prompt: Prompt, messages: list[Message]) -> list[Message]:
-    """Return the assistant's messages after the prompt."""
     return [one for one in messages[len(prompt.messages) :] if one["role"] == "assistant"]
 
 

@@ -1,4 +1,4 @@
-"""The common interface of the two interfaces of verifiers, as the environment uses it."""
+"""The common interface of both kinds of verifiers environments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lowroll.types import Message, Score
 
 
 class TurnPending(BaseException):
-    """verifiers' loop asks the model for a turn that is not drawn yet: `messages` are those before
-    it. It is a BaseException, so that no environment takes it for an error of its own."""
+    """A request of verifiers' loop for a turn not drawn yet; `messages` are those before it. A
+    BaseException, so that no environment handles it."""
 
     def __init__(self, messages: list[Message]) -> None:
         super().__init__("a turn that is not drawn yet")
@@ -19,7 +19,7 @@ class TurnPending(BaseException):
 
 
 class VerifiersSource(Protocol):
-    """An environment of verifiers. A task is what it calls one, opaque here."""
+    """An environment of verifiers, with opaque tasks."""
 
     max_turns: int
     has_tools: bool
@@ -28,25 +28,24 @@ class VerifiersSource(Protocol):
         """Return the JSON schemas of the tools that the model may call."""
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
-        """Return the tasks of a split, and whether they are its own: otherwise a share is held
-        out."""
+        """Return a split's tasks, and whether they are its own; otherwise a share is held out."""
 
     def endless(self) -> bool:
         """Return whether the tasks have no end."""
 
     def key(self, task: Any) -> str:
-        """Return a text that identifies a task, the same in every process."""
+        """Return a text that identifies a task in every process."""
 
     async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
-        """Return the environment's messages after these turns of the assistant (without turns: the
-        prompt); None when the exchange is over."""
+        """Return the environment's messages after these turns (without turns: the prompt); None
+        when it is done."""
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
         """Return the score of these turns."""
 
 
 def refuse_missing(name: str, error: ImportError) -> ValueError:
-    """Return an error about a package that is not installed, with the line that installs it."""
+    """Return an error about a missing package, with the command that installs it."""
     lacking = (error.name or "").partition(".")[0]
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
     if lacking == "verifiers":
@@ -63,7 +62,7 @@ def refuse_missing(name: str, error: ImportError) -> ValueError:
 
 
 def text_of(content: Any) -> str:
-    """Return a message's content as text. Raises ValueError for images and the like."""
+    """Return a message's content as text; ValueError for images and the like."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
@@ -73,7 +72,7 @@ def text_of(content: Any) -> str:
 
 
 def plain(message: Any) -> Message:
-    """Return a message of verifiers as the chat template has it."""
+    """Return a message of verifiers as chat templates take it."""
     given = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
     said: Message = {"role": given["role"], "content": text_of(given.get("content"))}
     said |= {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
@@ -92,12 +91,12 @@ def plain(message: Any) -> Message:
 def _arguments(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:  # a call that could not be read
+    except ValueError:  # an unreadable call
         return text
 
 
 def calls_of(turn: Message) -> list[dict[str, str]]:
-    """Return the calls of a turn as verifiers has them."""
+    """Return the calls of a turn in verifiers' form."""
     return [
         {
             "id": call["id"],

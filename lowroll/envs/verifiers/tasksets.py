@@ -1,9 +1,9 @@
 """Tasksets of verifiers 0.4 (`verifiers.v1`), in this process: no harness program, no server.
 
-`Env.run` plays a task with an agent. Here the agent is a script of the turns that were drawn: it
-answers with them in order, calls the toolsets between, asks the task's @stop hooks after each, and
-when the script is at its end raises what was said since (`source.TurnPending`). What needs a program's
-sandbox (a runtime, a container, hooks that prepare one) cannot be played so, and is refused.
+`Env.run` plays a task with a scripted agent: it answers with the drawn turns in order, calls the
+toolsets between, asks the task's @stop hooks after each, and after the last raises with the
+messages since (`source.TurnPending`). Tasks that need a program's sandbox (a runtime, a container,
+setup hooks) are refused.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lowroll.types import Message, Score
 
 
 class Tasksets:
-    """A taskset by id, with its environment; a `VerifiersSource`. ValueError names what it needs
-    that is not here."""
+    """A taskset by id with its environment, a `VerifiersSource`; ValueError names a missing
+    requirement."""
 
     def __init__(self, env_id: str, args: dict[str, Any]) -> None:
         config = _config(env_id, args)
@@ -65,7 +65,6 @@ class Tasksets:
             )
 
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """Return the toolsets' tools."""
         return self.box.schemas() if self.box is not None else ()
 
     def tasks(self, split: str) -> tuple[Iterator[Any], bool]:
@@ -73,15 +72,12 @@ class Tasksets:
         return iter(self.env.taskset), False
 
     def endless(self) -> bool:
-        """Return whether the taskset is a generator without an end."""
         return not self.env.taskset.bounded
 
     def key(self, task: Any) -> str:
-        """Return the task's own key."""
         return str(task.key)
 
     async def play(self, task: Any, turns: list[Message]) -> list[Message] | None:
-        """Return the environment's messages, as `VerifiersSource.play` defines."""
         try:
             await self._run(task, turns, scored=False)
         except TurnPending as asked:
@@ -89,7 +85,7 @@ class Tasksets:
         return None
 
     async def judge(self, task: Any, turns: list[Message]) -> Score:
-        """Return the score of these turns. Raises ValueError for a reward that was not computed."""
+        """Return the score of these turns; ValueError for a reward that was not computed."""
         trace = await self._run(task, turns, scored=True)
         missing = [name for name, reward in trace.rewards.items() if reward is None]
         if missing or not trace.rewards:
@@ -101,8 +97,8 @@ class Tasksets:
         return Score(float(trace.reward), {**metrics, **scores})
 
     async def _run(self, task: Any, turns: list[Message], scored: bool) -> Any:
-        """Run an episode with these turns and return its trace. `scored`: it ends after them, and
-        is scored."""
+        """Run an episode with these turns and return its trace. `scored`: it ends after them, with
+        a score."""
         scripted = _ScriptedAgent(turns, self.box, ends=scored)
         episode = vf.Episode(env=EnvInfo(id=self.env.config.env_id), task=_described(task))
         agents = _Agents({self.agent_name: scripted})
@@ -134,14 +130,13 @@ def _config(env_id: str, args: dict[str, Any]) -> Any:
 
 
 class _Agents:
-    """The episode's agents by name."""
-
     def __init__(self, agents_by_name: dict[str, _ScriptedAgent]) -> None:
         vars(self).update(agents_by_name)
 
 
 class _ScriptedAgent:
-    """A stand-in for the agent. ends: a script at its end ends the exchange, as a limit would."""
+    """A scripted stand-in for the agent. ends: the script's end ends the exchange, as a limit
+    would."""
 
     def __init__(self, turns: list[Message], box: _Box | None, ends: bool) -> None:
         self.turns, self.box, self.ends = iter(turns), box, ends
@@ -157,7 +152,6 @@ class _ScriptedAgent:
 
     @asynccontextmanager
     async def interaction(self, task: Any) -> AsyncIterator[_Talk]:
-        """Yield an exchange, to be run turn by turn."""
         self.task = task
         talk = _Talk(self, task)
         self.traces.append(talk.trace)
@@ -168,13 +162,13 @@ class _ScriptedAgent:
 
 
 class _Talk:
-    """verifiers' Interaction, of turns that were drawn."""
+    """verifiers' Interaction over drawn turns."""
 
     def __init__(self, scripted: _ScriptedAgent, task: Any) -> None:
         self.scripted, self.task = scripted, task
         self.over = False
         self.begun = False
-        self.failed: dict[int, str] = {}  # what was wrong with the call that a node answers
+        self.failed: dict[int, str] = {}  # errors of calls, by the node that answers
         self.trace = vf.Trace(
             task=_described(task),
             agent=vf.AgentInfo(config=vf.AgentConfig()),
@@ -184,7 +178,7 @@ class _Talk:
             self._add(vf.SystemMessage(content=task.data.system_prompt))
 
     async def turn(self, message: Any = None) -> Any:
-        """Add a user's turn and the agent's replies to it, and return these as a segment."""
+        """Add a user's turn and the agent's replies, and return them as a segment."""
         if not self.begun and message is None:
             message = self.task.data.prompt
         self.begun = True
@@ -208,8 +202,7 @@ class _Talk:
         return vf.Segment(messages=[node.message for node in self.trace.nodes[begin:]])
 
     def _ended(self, begin: int) -> Any:
-        """Handle the end of the script: raise TurnPending for the model's next turn, or end the
-        exchange where the model has had its turns (`ends`)."""
+        """Raise TurnPending for the model's next turn, or end the exchange (`ends`)."""
         if not self.scripted.ends:
             nodes = self.trace.nodes
             last = max((i for i, node in enumerate(nodes) if node.sampled), default=-1)
@@ -230,7 +223,7 @@ class _Talk:
             name, text = call["function"]["name"], ""
             try:
                 text = await _called(self.scripted.box, **call["function"])
-            except Exception as error:  # a tool's own: the model may do better
+            except Exception as error:  # a tool's failure is an answer
                 self.failed[len(self.trace.nodes)] = "call"
                 text = f"error: {error}"
             self._add(vf.ToolMessage(tool_call_id=call["id"], name=name, content=text))
@@ -240,7 +233,6 @@ class _Talk:
             self._add(vf.ToolMessage(tool_call_id=MALFORMED, content=text))
 
     async def _stops(self) -> bool:
-        """Return whether a @stop hook of the task ends the exchange."""
         hooks = self.task.hooks("stop")
         found = await invoke_all(
             hooks, {"task": self.task.data, "trace": self.trace, vf.Trace: self.trace}
@@ -278,7 +270,6 @@ class _Box:
         self._ready = False
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """Return the tools' schemas as chat templates show them."""
         if self._schemas is None:
             self._schemas = awaited(self._listed())
         return self._schemas
@@ -304,8 +295,7 @@ class _Box:
         self._ready = True
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return the output of a tool. Raises whatever the tool raises, and ValueError for an
-        unknown name."""
+        """Return a tool's output; its exceptions pass, ValueError for an unknown name."""
         for prefix, server in self.servers:
             known = {tool.name for tool in await server.list_tools()}
             if name.startswith(prefix) and name.removeprefix(prefix) in known:

@@ -1,14 +1,11 @@
-"""Attention on a CPU: `avx2.cpp` for torch, float32, over the cache as it is.
+"""Attention on a CPU: `avx2.cpp` for torch, float32, over the cache in place.
 
-Torch copies the pages of every row and attends to the copies under a mask. This reads each key and
-value once where it lies, for four query heads at a time. A query's bits depend on the query and its
-keys alone: neither on the rows beside it, nor on pages, nor on threads. So decoding, a prompt in any
-chunks and a learner may have the same (`attend`).
+Each key and value is read once, for four query heads at a time. A query's bits depend on the query
+and its keys alone, so decoding, a chunked prompt and a learner agree (`attend`). Small inputs are
+left to torch, whose bits small models keep.
 
-Few numbers are left to torch, whose bits small models keep.
-
-Legend: B rows, T queries, S sequences, H query heads, G key-value heads, d head size, p pages of the
-cache, P tokens of a page, N pages of a table row.
+Legend: B rows, T queries, S sequences, H query heads, G key-value heads, d head size, p pages of
+the cache, P tokens of a page, N pages of a table row.
 """
 
 from __future__ import annotations
@@ -27,12 +24,10 @@ from lowroll.kernels.support import NO_GRADIENT, Support, no
 SOURCE = Path(__file__).with_suffix(".cpp")
 MULTIPLE = 8  # of d
 WIDEST = 256  # d
-LEAST = 512  # numbers of a row's queries
+LEAST = 512  # numbers in a row's queries
 
 
 class CpuAttentionArguments(ctypes.Structure):
-    """The struct of `avx2.cpp`."""
-
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *(
             (name, ctypes.c_void_p)
@@ -45,14 +40,12 @@ class CpuAttentionArguments(ctypes.Structure):
 
 
 def supports_device(device: torch.device) -> Support:
-    """Is it a CPU with AVX2, on a machine with a compiler that builds the kernel?"""
     if device.type != "cpu":
         return cxx.NO_CPU
     return cxx.supports(SOURCE, "torch attends over copies of the cache")
 
 
 def supports(q_BHd: Tensor, keys_pPGd: Tensor) -> Support:
-    """Does `decode` take these queries and this cache?"""
     heads, d = q_BHd.shape[1:]
     if q_BHd.dtype != torch.float32 or keys_pPGd.dtype != torch.float32:
         return no("takes float32")
@@ -89,9 +82,9 @@ def attend(
     lengths_T: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attention [T, H, d] of each query over the first `lengths` keys of its sequence, which are in
-    the cache; bit for bit what `decode` gives a row of that length. table, sequences and lengths:
-    int32."""
+    """Return attention [T, H, d] of each query over the first `lengths` cached keys of its
+    sequence, bit for bit as `decode` of a row of that length. table, sequences and lengths: int32.
+    """
     return _run(q_THd, None, (keys_pPGd, values_pPGd), table_SN, sequences_T, lengths_T, scale)
 
 

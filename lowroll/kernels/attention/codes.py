@@ -4,14 +4,12 @@
     codes   q = e4m3(x / 2^e), to nearest, ties to even
     fine    of 16 channels of a key, r = e4m3(16 (x / 2^e - q)):  x ~ 2^e (q + r / 16)
 
-e4m3 is a floating format: a scale moves its range and leaves its relative error of 2^-4. So a power
-of two loses nothing, and codes times scales are exact. Keys have a few channels that are far larger
-than the others and nearly the same for all tokens (biases of hundreds in Qwen2.5); a query's product
-is mostly theirs, and so is its error. The second code makes their error 2^-8, that of bfloat16.
-Measured against other ways: docs/log/kernels.md.
+e4m3 is a floating format, so a power-of-two scale loses nothing, and codes times scales are exact.
+A few channels of a key are far larger than the others (biases of hundreds in Qwen2.5) and dominate
+the error of a product; the second code cuts theirs to 2^-8, that of bfloat16. Measurements:
+docs/log/kernels.md.
 
-All of it is exact or rounded once, element by element: a token's codes depend on nothing else, and
-are the same on every device.
+Each element is exact or rounded once, so a token's codes are the same on every device.
 
 Legend: T tokens, G key-value heads, d head size, F fine channels, p pages, P tokens of a page.
 """
@@ -41,7 +39,8 @@ class Codes(NamedTuple):
 
 
 def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
-    """channels_GF: int64, the fine channels of each head, no channel twice."""
+    """Return the codes of keys and values. channels_GF: int64, the fine channels of each head, no
+    channel twice."""
     k_TGd, v_TGd = k_TGd.float(), v_TGd.float()
     bytes_TG2 = torch.stack([_scale(k_TGd), _scale(v_TGd)], -1)
     inverse_TG2 = ((254 - bytes_TG2) << 23).view(torch.float32)
@@ -58,7 +57,6 @@ def encode(k_TGd: Tensor, v_TGd: Tensor, channels_GF: Tensor) -> Codes:
 
 
 def _scale(x_TGd: Tensor) -> Tensor:
-    """The byte of the scale, int32 [T, G]."""
     bits_TG = x_TGd.abs().amax(-1).view(torch.int32)
     return (((bits_TG + CARRY) >> 23) - 8).clamp(min=LEAST)
 
@@ -66,7 +64,7 @@ def _scale(x_TGd: Tensor) -> Tensor:
 def decode_keys(
     keys_TGd: Tensor, fine_TGF: Tensor, scales_TG2: Tensor, channels_GF: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The keys [T, G, d] that the codes stand for, rounded to `dtype`."""
+    """Return the keys [T, G, d] of the codes, rounded to `dtype`."""
     k_TGd = keys_TGd.view(E4M3).float()
     left_TGF = fine_TGF.view(E4M3).float() / FINER
     k_TGd.scatter_add_(2, channels_GF.expand(fine_TGF.shape), left_TGF)
@@ -74,7 +72,7 @@ def decode_keys(
 
 
 def decode_values(values_TGd: Tensor, scales_TG2: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values [T, G, d] that the codes stand for, rounded to `dtype`."""
+    """Return the values [T, G, d] of the codes, rounded to `dtype`."""
     return (values_TGd.view(E4M3).float() * _unit(scales_TG2[..., 1:])).to(dtype)
 
 

@@ -1,22 +1,19 @@
 """Decode attention over the paged cache, and the writes of a prompt's keys and values.
 
-One query a row attends over its page table. The H / G query heads of a key-value head are the rows
-of one product (padded to 16, the least that a tensor core takes), so every key is read once. With
-few rows the cached tokens of a row are cut into `splits` equal shares of whole blocks, each with
-its own softmax, and joined by their log-sum-exps (flash-decoding; the online softmax is that of
-Milakov and Gimelshein 2018, arXiv:1805.02867):
+The H / G query heads of a key-value head are the rows of one product, so every key is read once.
+With few rows, a row's cached tokens are cut into `splits` shares, each with its own softmax, joined
+by their log-sum-exps (flash-decoding; online softmax: Milakov and Gimelshein 2018,
+arXiv:1805.02867):
 
     o = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
 
-The new token never passes through the cache: the first split starts its softmax with it and writes
-it to its slot, while every split reads only what stood there before. The number of splits depends
-on the rows and the key-value heads alone: a captured graph is right for every length, and a batch
-size always gives the same bits. Sibling rows, whose prompts share pages, run next to each other,
-and the second finds those pages in the L2 cache. Many rows of 16-bit numbers on Hopper go to
-`kernels.attention.paged`, which reads the shared pages once for eight rows.
+The new token does not pass through the cache: the first split starts its softmax with it and writes
+it to its slot; all splits read only older slots. The number of splits depends on rows and key-value
+heads alone: a captured graph is right for every length, and a batch size always gives the same
+bits.
 
-On the CPU rows of float32 go to `kernels.attention.avx2`, where there is a compiler. What that does
-not take is torch's: index writes, gathered pages, scaled_dot_product_attention under a mask.
+Many 16-bit rows on Hopper go to `kernels.attention.paged`, float32 on CPU to
+`kernels.attention.avx2`, the rest to torch.
 
 Legend: B rows, T tokens, H query heads, G key-value heads, d head size, p pages of the cache, P
 tokens of a page, N pages of a table row, L = N * P, S splits.
@@ -42,7 +39,7 @@ from lowroll.kernels.launch import (
     triton_supports,
 )
 
-# an H200's multiprocessors, three programs each: 64 rows of 4 key-value heads are faster unsplit
+# three programs for each multiprocessor of an H200: 64 rows of 4 key-value heads are faster unsplit
 PROGRAMS = 132 * 3
 MAX_SPLITS = 64
 
@@ -57,12 +54,12 @@ def paged_decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Write the new key and value of each row to its slot, and attend over the row. Returns o [B,
-    H, d] in q's dtype.
+    """Write each row's new key and value to its slot, and attend over the row. Return o [B, H, d]
+    in q's dtype.
 
-    table_BN, lengths_B: int32; a length counts the new token. A row of length 0 is dead: nothing of
-    it is written and its output is 0. Heads of q, k and v lie contiguous within a row; rows may be
-    strided. The cache is contiguous.
+    table_BN, lengths_B: int32; a length counts the new token. A row of length 0 is dead: nothing is
+    written, its output is 0. Heads of q, k and v are contiguous within a row; rows may be strided.
+    The cache is contiguous.
     """
     in_triton = triton_supports(q_BHd)
     if not in_triton and not avx2.supports(q_BHd, keys_pPGd):
@@ -113,8 +110,8 @@ def paged_decode(
 
 
 def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Return the buffers for what a kernel's splits give, and their log-sum-exps, float32; of a
-    single split the output itself, which has no log-sum-exps."""
+    """Return float32 buffers for the splits' outputs and log-sum-exps; for a single split, the
+    output itself."""
     if splits == 1:
         return out_BHd, out_BHd
     part_SBHd = out_BHd.new_empty((splits, *out_BHd.shape), dtype=torch.float32)
@@ -124,7 +121,7 @@ def split_outputs(out_BHd: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 def combine(
     part_SBHd: Tensor, lse_SBH: Tensor, lengths_B: Tensor, length: int, out_BHd: Tensor
 ) -> None:
-    """Join the splits of each row, which go in blocks of `length` tokens, to its output."""
+    """Join the splits of each row, made of blocks of `length` tokens, into its output."""
     splits, rows, heads, d = part_SBHd.shape
     width = min(max(16, block(d)), 64)
     _combine_kernel[(rows * heads, -(-d // width))](
@@ -201,8 +198,8 @@ def _plain(
     slots_B = pages_B * page + last_B % page
     write_pages(keys_pPGd, values_pPGd, torch.where(live_B, slots_B, -1), k_BGd, v_BGd)
 
-    # A dead row has no keys, and attention over none is NaN: it attends to its first slot, and its
-    # output is set to 0.
+    # Attention over no keys is NaN: a dead row attends to its first slot, and its output is set to
+    # 0.
     at_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
     allowed_BL = at_L < lengths_B.clamp(min=1)[:, None]
     q_BGRd = q_BHd.reshape(q_BHd.shape[0], k_BGd.shape[1], -1, q_BHd.shape[-1])
@@ -218,8 +215,8 @@ def _plain(
 
 
 def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, int]:
-    """(splits, tokens of a block, stages, warps). Page numbers take every other stage; what is left
-    holds keys and values, in at most 80 KiB together."""
+    """Return (splits, tokens of a block, stages, warps). Page numbers take every other stage; the
+    rest hold keys and values, at most 80 KiB together."""
     splits = max(1, min(MAX_SPLITS, PROGRAMS // (rows * kv_heads)))
     stages = 5
     most = (80 * 1024) // ((stages - 1) // 2 * 2 * row_bytes)
@@ -227,18 +224,17 @@ def _launch(rows: int, kv_heads: int, row_bytes: int) -> tuple[int, int, int, in
 
 
 def packed_heads(x_THd: Tensor) -> Tensor:
-    """The same with the heads of a row behind each other, as kernels read them; rows may be
-    strided."""
+    """Return x with the heads of a row contiguous, as kernels read them; rows may be strided."""
     return x_THd if x_THd.stride()[1:] == (x_THd.shape[2], 1) else x_THd.contiguous()
 
 
-# -- Triton: softmax in base 2, so `scale` arrives times log2(e), and a log-sum-exp is a log2 ------
+# -- Triton: base-2 softmax: `scale` arrives times log2(e), a log-sum-exp is a log2 ------
 
 
 @jit
 def split_share(cached, splits, BLOCK: tl.constexpr):
-    """Blocks of a split, and the splits that have any (the first always counts: it holds the new
-    token)."""
+    """Return the blocks of a split, and the splits that have any (the first always counts: it holds
+    the new token)."""
     blocks = tl.cdiv(cached, BLOCK)
     share = tl.maximum(tl.cdiv(blocks, splits), 1)
     return share, tl.maximum(tl.cdiv(blocks, share), 1)
@@ -258,7 +254,6 @@ def _fetch_ahead(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Bring the first block of a share into the L2 cache."""
     LINES: tl.constexpr = D // 64 if D > 64 else 1  # of 128 bytes
     offs_n = first + tl.arange(0, BLOCK)
     page_n = tl.load(pages_ptr + offs_n // PAGE, mask=offs_n < cached, other=0).to(tl.int64)
@@ -297,12 +292,12 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One key-value head of one row, over one share of its cached tokens; G fastest, then rows,
+    """Attend for one key-value head of one row over one share of its tokens; G fastest, then rows,
     then splits."""
     let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, (pid // G) % rows, pid // (G * rows)
-    # lengths, pages and what they hold come from earlier steps: they are read before the wait
+    # lengths, pages and their contents come from earlier steps: they are read before the wait
     length = tl.load(lengths_ptr + row)
     cached = length - 1
     share, active = split_share(cached, splits, BLOCK)
@@ -407,8 +402,8 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Splits of one head of one row, D of its d numbers: o = sum_s 2^(lse_s - max) o_s / sum_s
-    2^(lse_s - max)."""
+    """Join the splits of one head of one row, D of its d numbers: o = sum_s 2^(lse_s - max) o_s /
+    sum_s 2^(lse_s - max)."""
     after_others(EARLY)
     pid = tl.program_id(0)
     row, head = pid // H, pid % H
@@ -449,8 +444,6 @@ def _write_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK tokens of N = G * d numbers, keys and values, to their slots; a negative slot is
-    skipped."""
     offs_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     offs_n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     slot_t = tl.load(slots_ptr + offs_t, mask=offs_t < tokens, other=-1).to(tl.int64)

@@ -1,14 +1,13 @@
 """Decode attention over a paged cache of 8-bit codes (`kernels.attention.codes`).
 
-As `kernels.attention.decode`, but for what is read. Codes become float16 without a loss, and the
-products take them as they are: a key's scale multiplies its column of the scores, and a value's
-scale 2^e goes into the exponent of its weight,
+As `kernels.attention.decode`, but codes become float16 without loss and enter the products
+unscaled: a key's scale multiplies its column of scores, and a value's scale 2^e joins the exponent
+of its weight,
 
     w_n = 2^(s_n + e_n - m),    o = sum_n w_n q_n / sum_n 2^(s_n - m),    m = max_n (s_n + e_n) - 8
 
-so that no tile is scaled element by element; m keeps the weights within float16, whose products
-these are (a float32 query's are float32's). Many rows on Hopper go to `kernels.attention.paged`,
-as there. The new token passes through its codes too: a row attends to what later steps will read.
+where m keeps the weights within float16 (float32 for a float32 query). The new token is attended to
+by its codes, as later steps will read it.
 
 Legend: B rows, H query heads, G key-value heads, d head size, F fine channels, p pages of the
 cache, P tokens of a page, N pages of a table row, L = N * P.
@@ -59,11 +58,10 @@ def paged_decode8(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Write the codes of each row's new key and value to its slot, and attend over the row. Returns
+    """Write the codes of each row's new key and value to its slot, and attend over the row. Return
     o [B, H, d] in q's dtype.
 
-    cache_pP: codes [p, P, G, ...]; channels_GF: int64. The rest is as `decode.paged_decode` takes
-    it.
+    cache_pP: codes [p, P, G, ...]; channels_GF: int64; the rest as `decode.paged_decode`.
     """
     if not triton_supports(q_BHd):
         return _plain(q_BHd, k_BGd, v_BGd, cache_pP, channels_GF, table_BN, lengths_B, scale)
@@ -133,8 +131,8 @@ def _plain(
     for buffer, new in zip(cache_pP, encode(k_BGd, v_BGd, channels_GF), strict=True):
         buffer.flatten(0, 1).index_copy_(0, slots_B[live_B], new[live_B])
 
-    # A dead row has no keys, and attention over none is NaN: it attends to its first slot, and its
-    # output is set to 0.
+    # Attention over no keys is NaN: a dead row attends to its first slot, and its output is set to
+    # 0.
     at_L = torch.arange(table_BN.shape[1] * page, device=q_BHd.device)
     allowed_BL = at_L < lengths_B.clamp(min=1)[:, None]
     slots_BL = table_BN[:, at_L // page] * page + at_L % page
@@ -150,26 +148,25 @@ def _plain(
     return o_BHd if live_B.all() else o_BHd.masked_fill(~live_B[:, None, None], 0.0)
 
 
-# -- Triton: softmax in base 2, so `scale` arrives times log2(e), and a log-sum-exp is a log2 ------
+# -- Triton: base-2 softmax: `scale` arrives times log2(e), a log-sum-exp is a log2 ------
 
 
 @jit
 def _scale_byte(x_d):
-    """Return the scale as `codes._scale` does, int32."""
     bits = tl.max(tl.abs(x_d), 0).to(tl.int32, bitcast=True)
     return tl.maximum(((bits + ROUND) >> 23) - 8, SMALLEST)
 
 
 @jit
 def _power(byte):
-    """2^(byte - 127)."""
+    """Return 2^(byte - 127)."""
     return (byte << 23).to(tl.float32, bitcast=True)
 
 
 @jit
 def _rounded(x):
-    """The e4m3 number nearest to |x| <= 448, in float32: ties to even, and a small negative number
-    to -0. The interpreter's own cast rounds otherwise."""
+    """Return the e4m3 number nearest to |x| <= 448, in float32: ties to even, small negatives to
+    -0. The interpreter's own cast rounds otherwise."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 255, 127 - 6)
     big = ((exponent + 20) << 23).to(tl.float32, bitcast=True) * 1.5
@@ -194,8 +191,8 @@ def _new_token(
     D: tl.constexpr,
     F: tl.constexpr,
 ):
-    """Write the token's codes, one head's. Returns what they stand for less their scales: the key's
-    [D], its fine part [F] and the value's [D], and the bytes of both scales."""
+    """Write the token's codes of one head; return their unscaled values (key [D], fine part [F],
+    value [D]) and both scale bytes."""
     offs_d = tl.arange(0, D)
     offs_f = tl.arange(0, F)
     in_d = offs_d < d
@@ -226,7 +223,6 @@ def _codes(at_ptr, mask, NUMBER: tl.constexpr):
 
 @jit
 def _fine_query(q_r1, channel_ptr, in_f, in_rf, NUMBER: tl.constexpr):
-    """The fine channels of the queries, in units of the fine codes."""
     channel_f = tl.load(channel_ptr, mask=in_f, other=0)
     fine_rf = tl.load(q_r1 + channel_f[None, :], mask=in_rf, other=0.0)
     return (fine_rf.to(tl.float32) / FINER_BY).to(NUMBER)
@@ -234,7 +230,7 @@ def _fine_query(q_r1, channel_ptr, in_f, in_rf, NUMBER: tl.constexpr):
 
 @jit
 def _first_sums(q_rd, fine_rf, code_d, left_f, value_d, k_byte, v_byte, scale):
-    """The softmax and the sums of one token: its m [R], l [R] and acc [R, D]."""
+    """Return softmax and sums of one token: m [R], l [R] and acc [R, D]."""
     s_r = tl.sum(q_rd.to(tl.float32) * code_d[None, :], 1)
     s_r = (s_r + tl.sum(fine_rf.to(tl.float32) * left_f[None, :], 1)) * scale
     s_r, e = s_r * _power(k_byte), (v_byte - 127).to(tl.float32)
@@ -257,7 +253,6 @@ def _put(
     D: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Outputs of the heads at out_r, 0 of a dead row, and of a split their log-sum-exps."""
     o_rd = tl.where(dead, 0.0, acc_rd / tl.where(dead, 1.0, l_r)[:, None])
     tl.store(
         out_ptr + out_r[:, None] * d + tl.arange(0, D)[None, :],
@@ -303,8 +298,7 @@ def _decode8_kernel(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One key-value head of one row, over one share of its cached tokens; G fastest, then rows,
-    then splits."""
+    """Attend as `decode._decode_kernel`."""
     let_others_start(EARLY)
     pid = tl.program_id(0)
     head, row, split = pid % G, ((pid // G) % rows).to(tl.int64), pid // (G * rows)

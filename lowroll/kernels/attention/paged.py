@@ -1,8 +1,8 @@
 """Decode attention for many rows: `paged.cu` for torch.
 
-A launch depends on the rows, the heads and the device alone, so a captured graph is right for every
-length and every sharing of pages, and a batch size always gives the same bits. The cache holds
-numbers of q's type (`decode`), or 8-bit codes (`decode8`, `kernels.attention.codes`).
+A launch depends on rows, heads and the device alone, so a captured graph is right for every length
+and sharing of pages, and a batch size always gives the same bits. The cache holds numbers of q's
+type (`decode`) or 8-bit codes (`decode8`).
 
 Legend: B rows, H query heads, G key-value heads, d head size, p pages of the cache, P tokens of a
 page, N pages of a table row.
@@ -25,11 +25,11 @@ from lowroll.kernels.launch import early
 from lowroll.kernels.support import NO_CUDA, Support, cuda_supports, no
 
 SOURCE = Path(__file__).with_name("paged.cu")
-FEWEST = 16  # rows; below, Triton's programs of a row each are as fast
+FEWEST = 16  # rows; below, Triton's kernel is as fast
 ROWS = 8  # of a block
 TILE = 16  # tokens
 HEADS = 8  # query heads of a key-value head, at most
-CAPABILITY = (9, 0)  # and no other
+CAPABILITY = (9, 0)  # exactly
 
 
 class PagedAttentionArguments(ctypes.Structure):
@@ -58,11 +58,8 @@ class PagedAttentionArguments(ctypes.Structure):
 
 
 def supports(q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor, keys_pPGd: Tensor) -> Support:
-    """Is this the kernel for these rows and this cache? Hopper, 16-bit numbers, heads of 64 or 128,
-    pages of tiles.
-
-    Rows are read in pieces: of 4 bytes of q, of 16 bytes of k and v.
-    """
+    """Return whether this kernel takes these rows and this cache: Hopper, 16-bit numbers, heads of
+    64 or 128, pages of whole tiles. q is read in pieces of 4 bytes, k and v in pieces of 16."""
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
     if not q_BHd.is_cuda:
@@ -92,7 +89,6 @@ def _aligned(x_THd: Tensor, size: int) -> bool:
 def supports_device(
     d: int, dtype: torch.dtype, device: torch.device, codes: bool = False
 ) -> Support:
-    """Is it a CUDA device of that capability, on a machine with an nvcc that builds the kernel?"""
     return cuda_supports(device, CAPABILITY, only=True) and nvcc.supports(
         lambda: _library(d, dtype, codes),
         "rows of decode attention read a shared prompt one by one",
@@ -109,7 +105,7 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """`kernels.attention.decode.paged_decode` for what `supports` says yes to. RuntimeError when it
+    """Compute `kernels.attention.decode.paged_decode` where `supports` holds. RuntimeError when it
     cannot be launched."""
     return _decode(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)
 
@@ -124,7 +120,6 @@ def decode8(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """`kernels.attention.decode8.paged_decode8`, likewise."""
     keys, values, fine, scales = cache_pP
     return _decode(
         q_BHd, k_BGd, v_BGd, keys, values, table_BN, lengths_B, scale, (fine, scales, channels_GF)
@@ -171,7 +166,7 @@ def _decode(
 
 @cache
 def _clusters(d: int, dtype: torch.dtype, codes: bool, device: torch.device, splits: int) -> int:
-    """Clusters of so many blocks that the device runs at once; 0 where it knows no such
+    """Return how many clusters of that many blocks the device runs at once; 0 if it has no such
     clusters."""
     library, active = _library(d, dtype, codes), ctypes.c_int()
     problem = PagedAttentionArguments(rows=ROWS, kv_heads=1)

@@ -1,18 +1,18 @@
-"""Attention whose bits depend on a query and its keys alone, in Triton: over the pages of a cache, or
-over keys that lie packed.
+"""Attention in Triton whose bits depend on a query and its keys alone, over cached pages or packed
+keys.
 
     shares of SHARE keys, each in tiles of BLOCK:    m, l, o of the online softmax (Milakov and Gimelshein 2018)
     shares are joined in order, from the first on:   m' = max(m, m_s)
                                                      l' = l 2^(m - m') + l_s 2^(m_s - m'),  o' likewise
 
-Shares begin at multiples of SHARE, whatever the batch: a query that is decoded, one of a prompt, of
-a later chunk or of a learner's packed sequence has the same tiles, products and order. Tiles of which
-a query sees nothing change nothing of it: its maximum stays, and zeros are added. The sum of the
-weights is a product with ones, as the tensor cores sum whatever rows are beside it.
+Shares begin at multiples of SHARE, whatever the batch: decoding, a chunked prompt and a learner's
+packed sequence use the same tiles, products and order. Tiles that a query cannot see add zeros to
+it. The sum of the weights is a product with ones, so that the tensor cores sum it whatever rows are
+beside it.
 
-A tile of queries is `queries` neighbours of one sequence with the query heads of a key-value head.
-Few rows that are decoded have a program for each share, whose results a second launch joins; the
-programs of more rows, and of prompts, go through their shares one after the other.
+A tile is `queries` neighbours of one sequence with all query heads of a key-value head. Few decoded
+rows take a program for each share and a second launch that joins them; otherwise a program goes
+through its shares in order.
 
 Legend: T query tokens, I tiles of queries, S sequences, H query heads, G key-value heads, d head
 size, p pages, P tokens of a page, N pages of a table row, L joined shares, B decoded rows.
@@ -38,7 +38,7 @@ from lowroll.kernels.launch import (
 )
 from lowroll.kernels.support import YES, Support, cuda_supports, no
 
-# products of 16 rows and of 128 take other instructions, which were compared on this chip alone
+# products of 16 and of 128 rows take other instructions, which were compared on this chip alone
 CAPABILITY = (9, 0)
 SHARE = 256  # keys
 WIDEST = 256  # numbers of a head
@@ -46,9 +46,9 @@ PROGRAMS = 132 * 2  # that decode at once: two a multiprocessor of an H200
 
 
 class QueryTiles(NamedTuple):
-    """Tiles of queries, int32 [I] each: the first token, how many (0 is none), the keys that lie
-    before the first one's own, and where the sequence's keys are: a row of the page table, or the
-    first of them."""
+    """Tiles of queries, int32 [I] each: first token, number of queries (0 for none), keys before
+    the first one's own, and the origin of the keys: a row of the page table, or the first packed
+    key."""
 
     first_I: Tensor
     count_I: Tensor
@@ -57,14 +57,12 @@ class QueryTiles(NamedTuple):
 
 
 def supports_device(device: torch.device) -> Support:
-    """Return whether Triton's kernels run there, on tensor cores whose instructions were seen to agree."""
     if not (found := triton_supports_device(device)) or INTERPRETED:
         return found
     return cuda_supports(device, CAPABILITY, only=True)
 
 
 def supports_heads(head_dim: int, heads: int, kv_heads: int) -> Support:
-    """Return whether it takes heads of this size and number."""
     if head_dim > WIDEST:
         return no(f"takes heads of up to {WIDEST}")
     if block(heads // kv_heads) > 16:
@@ -73,8 +71,8 @@ def supports_heads(head_dim: int, heads: int, kv_heads: int) -> Support:
 
 
 class Shape(NamedTuple):
-    """Rows of a product (queries times the heads of a key-value head), keys of a tile, loads in
-    flight and warps."""
+    """Rows of a product (queries times heads of a key-value head), keys of a tile, loads in flight
+    and warps."""
 
     rows: int
     keys: int
@@ -83,8 +81,8 @@ class Shape(NamedTuple):
 
 
 def choose(d: int, size: int, decoded: bool) -> Shape:
-    """Return how heads of d numbers of `size` bytes are multiplied: what an H200 liked best. Keys of a
-    tile depend on no more, as bits depend on them."""
+    """Return the shape for heads of d numbers of `size` bytes, as measured on an H200. Bits depend
+    on the keys of a tile, so those depend on nothing else."""
     width = max(16, block(d)) * size
     keys = min(128, max(32, 2**15 // width))
     if INTERPRETED:  # numpy's order goes by the shape of a product
@@ -95,15 +93,14 @@ def choose(d: int, size: int, decoded: bool) -> Shape:
 
 
 def queries_of(heads: int, kv_heads: int, d: int, size: int) -> int:
-    """Return the queries of a tile, of heads of d numbers of `size` bytes."""
     return max(1, choose(d, size, decoded=False).rows // block(heads // kv_heads))
 
 
 def tile(
     lengths_S: Tensor, before_S: Tensor, origin_S: Tensor, queries: int, most: int
 ) -> QueryTiles:
-    """Return `most` tiles, or as many as there are where that is fewer, of sequences whose queries
-    lie behind each other. All int32, on one device; nothing waits for it.
+    """Return at most `most` tiles of sequences whose queries lie packed. All int32, on one device,
+    without a wait.
 
     lengths_S: queries. before_S: keys before each one's first query. origin_S: as in `QueryTiles`.
     """
@@ -132,7 +129,7 @@ def attend(
     tiles: QueryTiles,
     scale: float,
 ) -> Tensor:
-    """Return o [T, H, d] of queries over keys, each over those before its own and its own.
+    """Return o [T, H, d], each query attending to its own key and those before it.
 
     table_SN: int32, the pages of each sequence; None: keys and values are packed, [T, G, d].
     """
@@ -185,7 +182,7 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return what `kernels.attention.decode.paged_decode` does, with the bits of `attend`."""
+    """Compute `kernels.attention.decode.paged_decode` with the bits of `attend`."""
     q_BHd, k_BGd, v_BGd = (packed_heads(x) for x in (q_BHd, k_BGd, v_BGd))
     rows, heads, d = q_BHd.shape
     page, kv_heads = keys_pPGd.shape[1:3]
@@ -254,7 +251,6 @@ def decode(
 
 @jit
 def _base(table, origin, offs_n, in_n, stride, PAGE: tl.constexpr):
-    """Return the offsets at which the numbers of these keys begin."""
     if PAGE:
         page_n = tl.load(table + offs_n // PAGE, mask=in_n, other=0).to(tl.int64)
         return (page_n * PAGE + offs_n % PAGE) * stride
@@ -282,7 +278,7 @@ def _share(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Maximum, mass and sum of values of the keys [first, stop), of which each row sees those below
+    """Return maximum, mass and sum of values over the keys [first, stop); each row sees those below
     `seen_r`."""
     offs_d = tl.arange(0, D)
     in_d = offs_d < d
@@ -314,7 +310,7 @@ def _share(
 
 @jit
 def _joined(m_r, l_r, o_rd, m_s, l_s, o_s):
-    """Maximum, mass and sum of values of what is there and of the next share."""
+    """Return maximum, mass and sum of values with the next share joined."""
     new_r = tl.maximum(m_r, m_s)
     shift_r = tl.where(new_r == float("-inf"), 0.0, new_r)
     old_r, share_r = tl.exp2(m_r - shift_r), tl.exp2(m_s - shift_r)
@@ -349,7 +345,6 @@ def _prompts_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One key-value head of one tile of queries."""
     after_others(EARLY)
     at, head = tl.program_id(0), tl.program_id(1)
     count = tl.load(count_ptr + at)
@@ -428,8 +423,9 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One key-value head of one row, over some shares of its keys; G fastest, then rows. The program
-    of the last share writes the new key and value to their slot, and reads them there."""
+    """Attend for one key-value head of one row over some shares of its keys; G fastest, then rows.
+    The program of the last share writes the new key and value to their slot and reads them there.
+    """
     after_others(EARLY)
     pid = tl.program_id(0)
     head, row, program = pid % G, (pid // G) % rows, pid // (G * rows)
@@ -504,7 +500,6 @@ def _join_kernel(
     SHARE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The shares of one head of one row, in their order."""
     after_others(EARLY)
     row, head = tl.program_id(0) // H, tl.program_id(0) % H
     length = tl.load(lengths + row)

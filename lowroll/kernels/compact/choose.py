@@ -1,9 +1,7 @@
-"""The choice of the keys that stay: the last ones of a row, and those of the best scores before
-them.
+"""The choice of the keys that stay: the last of a row, and the best scores before them.
 
-The K-th best score is found bit by bit: scores become whole numbers in the same order, and the
-largest one that at least K keys reach is built from its highest bit down. Equal scores go to the
-older keys, as in a stable sort.
+The K-th best score is built from its highest bit down, as the largest integer that at least K
+order-preserving keys reach. Ties go to the older keys, as in a stable sort.
 
 Legend: L layers (any number of leading axes), B rows, G key-value heads, N keys, K keys that stay.
 """
@@ -17,8 +15,8 @@ from lowroll.kernels.launch import block, jit, tl, triton_supports
 
 
 def best_and_last(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Tensor:
-    """Indices int64 [..., B, G, kept], ascending: the last `window` keys of each row, and those of
-    the best scores [..., B, G, N] before them. Equal scores: the lower index.
+    """Return ascending indices int64 [..., B, G, kept]: each row's last `window` keys, and the best
+    scores [..., B, G, N] before them.
 
     A row has at least `kept` keys, and no score is NaN.
     """
@@ -55,8 +53,8 @@ def _chosen(score_BGN: Tensor, lengths_B: Tensor, kept: int, window: int) -> Ten
 
 @jit
 def _ranks(score_ptr, n_N, length, window):
-    """Scores as whole numbers of 32 bits in the same order: the last keys above all others, what
-    lies behind the row's end below."""
+    """Return scores as ordered 32-bit integers: the last keys above all others, those beyond the
+    row's end below."""
     is_old_N = n_N < length - window
     score_N = tl.load(score_ptr + n_N, mask=is_old_N, other=0.0)
     score_N = tl.where(score_N == 0, 0.0, score_N)  # both zeros are one score
@@ -78,7 +76,6 @@ def _choose_kernel(
     G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One KV head of one row of one layer."""
     pid = tl.program_id(0)
     length = tl.load(lengths_ptr + (pid // G) % rows)
     score_ptr += pid.to(tl.int64) * widest

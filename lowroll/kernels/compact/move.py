@@ -1,14 +1,12 @@
-"""The move of what stays: rows of bytes in the pages of a cache, in place, of all layers at once.
+"""The move of the keys that stay: in place within the pages, for all layers at once.
 
-A program moves one KV head of one row in one buffer, some keys at a time: all of them are read
-before the first is written. Why no key is overwritten before it is read, wherever the new slots
-lie: let s be where the row's own page that is the first target stands in its table, in keys. Key k
-of those that stay comes from place i_k of the old cache and goes to its place s + k (or to a page
-that the row did not have: nothing to lose there). Indices ascend, so i_k - k never falls: there is
-a k' before which keys move up, i_k < s + k, and from which on they move down or stay. Those before
-go last to first: what is still to be read lies below i_k < s + k. Those from k' on go first to
-last: what is still to be read lies above i_k >= s + k. And the two do not meet, because the first
-read and write below s + k', the others not.
+A program moves one KV head of one row in one buffer, some keys at a time, which are all read before
+the first is written. No key is overwritten unread: let s be the position, in keys, of the first
+target page in the row's own table. Key k moves from i_k to s + k (or to a new page). Indices
+ascend, so i_k - k never falls: there is a k' before which keys move up, i_k < s + k, and from which
+they move down or stay. Those before k' go last to first: unread keys lie below i_k < s + k. Those
+from k' on go first to last: unread keys lie above i_k >= s + k. The two ranges do not meet, as the
+first reads and writes below s + k', the second not.
 
 Legend: L layers, B rows, P pages of a row, G key-value heads, K keys that stay.
 """
@@ -27,12 +25,12 @@ Buffers = Sequence[Tensor]  # one a layer, [pages, page, G, ...], whatever a key
 
 
 def move(kinds: Sequence[Buffers], table_BP: Tensor, kept_LBGK: Tensor, slots_BK: Tensor) -> None:
-    """Move what lies at the kept indices of each row and head, in all layers' buffers, to new slots.
+    """Move what lies at the kept indices of each row and head, in all layers' buffers, to new
+    slots.
 
-    kept_LBGK: int64, ascending along K, into the keys of a row, whose pages `table_BP` lists (int32).
-    slots_BK: int64, new slots, page * page_size + offset, in order; of whole pages but the last. A
-    row's new pages may be among its old ones if they come first and stand there one behind the
-    other; they are of no other row's.
+    kept_LBGK: int64, ascending along K, into the keys of a row with the pages `table_BP` (int32).
+    slots_BK: int64, new slots, page * page_size + offset, in order; whole pages but the last. A
+    row's new pages may be the first of its old ones in order, but no other row's.
     """
     if not triton_supports(kept_LBGK):
         for layer, kept_BGK in enumerate(kept_LBGK):
@@ -87,7 +85,7 @@ def _plain(buffers: Buffers, table_BP: Tensor, kept_BGK: Tensor, slots_BK: Tenso
 
 @jit
 def _first_place(table_ptr, page, pages, BLOCK: tl.constexpr):
-    """Return the place of a page in a row's table; `pages` if it is not there."""
+    """Return a page's index in a row's table, or `pages`."""
     found = pages
     for start in range(0, pages, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -114,7 +112,7 @@ def _move_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One KV head of one row in one buffer: W numbers of SIZE bytes a key."""
+    """Move one KV head of one row in one buffer: W numbers of SIZE bytes a key."""
     pid = tl.program_id(0)
     head, row, buffer = pid % G, (pid // G) % rows, pid // (G * rows)
     integer: tl.constexpr = tl.int32 if SIZE == 4 else tl.int16 if SIZE == 2 else tl.int8

@@ -1,10 +1,10 @@
-"""The scores of a bounded cache's policy for each key, of all layers at once, straight from the
+"""The scores of a bounded cache's policy for each key, for all layers at once, straight from the
 pages.
 
-The definitions, and plain torch, are those of `kv.policy.snapkv` (importance I) and `kv.policy.rkv`
-(redundancy R). No n x n matrix is stored. The cosines C exist in tiles, which tensor cores make: the
-product of two 16-bit keys is exact, and norms in float32 come after it. C is symmetric, so a
-column's sum is that of its row, without what the fix for duplicates takes away:
+Definitions and plain torch: `kv.policy.snapkv` (importance I), `kv.policy.rkv` (redundancy R). No n
+x n matrix is stored: the cosines C exist in tiles, made by tensor cores from exact products of
+16-bit keys, and norms in float32 come after. C is symmetric, so a column's sum is that of its row,
+less the fix for duplicates:
 
     sum_i, newest_i, C of the newest     one pass of tiles, by row
     S_j = sum_j - sum over i with newest_i = j of C_ij
@@ -28,13 +28,13 @@ from lowroll.kernels.launch import block, jit, tl, triton, triton_supports
 from lowroll.kernels.support import Support, no
 
 DUPLICATE = 0.5  # cosine over which two keys are duplicates
-EPS = 1e-8  # beside a key's norm
+EPS = 1e-8  # added to a key's norm
 QUERIES = 128  # of a program: the window's, of a group, each padded to a power of two
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def supports(ring_LSAHd: Tensor, num_heads: int) -> Support:
-    """Do these kernels score the keys of `num_heads` KV heads with such queries?"""
+    """Return whether these kernels score the keys of `num_heads` KV heads with such queries."""
     _, _, window, num_queries, d = ring_LSAHd.shape
     if ring_LSAHd.dtype not in TYPES:
         return no("takes queries and keys in bfloat16, float16 or float32")
@@ -50,11 +50,11 @@ def importance(
     table_BP: Tensor,
     lengths_B: Tensor,
 ) -> Tensor:
-    """Return how much a row's last A queries attend to each key before theirs, before it spreads:
-    float32 [L, B, G, N], undefined from key length - A on.
+    """Return how much a row's last A queries attend to each earlier key, before spreading: float32
+    [L, B, G, N], undefined from key length - A on.
 
-    ring_LSAHd: the queries of each slot, in the keys' dtype; keys: a buffer [p, page, G, d] a layer;
-    slots_B int64, table_BP and lengths_B int32.
+    ring_LSAHd: the queries of each slot, in the keys' dtype; keys: a buffer [p, page, G, d] a
+    layer; slots_B int64, table_BP and lengths_B int32.
     """
     _, _, window, num_heads, d = ring_LSAHd.shape
     page, kv_heads = keys[0].shape[1:3]
@@ -94,7 +94,7 @@ def redundancy(
     keys: Sequence[Tensor], table_BP: Tensor, lengths_B: Tensor, zero_first: bool
 ) -> Tensor:
     """Return how much a row's other keys resemble each, before the softmax: S / n, float32 [L, B,
-    G, N], undefined behind the row's end."""
+    G, N], undefined beyond the row's end."""
     page, kv_heads, d = keys[0].shape[1:]
     sum_LBGN, value_LBGN, mean_LBGN = (_scores(keys, table_BP) for _ in range(3))
     newest_LBGN = torch.empty_like(sum_LBGN, dtype=torch.int32)
@@ -150,8 +150,8 @@ def join(
     kernel: int,
     mix: float = 1.0,
 ) -> Tensor:
-    """mix I - (1 - mix) R, float32 [L, B, G, N]: I spread over `kernel` keys, R the softmax of
-    `redundant_LBGN`; None is I alone. Undefined from key length - window on."""
+    """Return mix I - (1 - mix) R, float32 [L, B, G, N]: I spread over `kernel` keys, R the softmax
+    of `redundant_LBGN`; None gives I alone. Undefined from key length - window on."""
     score_LBGN = torch.empty_like(important_LBGN)
     num_rows, kv_heads, widest = score_LBGN.shape[1:]
     _join_kernel[(score_LBGN[..., 0].numel(),)](
@@ -174,8 +174,7 @@ def join(
 
 
 def addresses(buffers: Sequence[Tensor]) -> Tensor:
-    """Return the addresses of the buffers, int64 on their device: a kernel finds its layer's
-    there."""
+    """Return the addresses of the layers' buffers, int64 on their device."""
     return torch.tensor([buffer.data_ptr() for buffer in buffers]).to(buffers[0].device)
 
 
@@ -186,7 +185,7 @@ def _scores(keys: Sequence[Tensor], table_BP: Tensor) -> Tensor:
 
 
 def _tiles(keys_pPGd: Tensor) -> tuple[int, int, int]:
-    """(keys of a block, rows of a tile of C, its warps)."""
+    """Return (keys of a block, rows of a tile of C, its warps)."""
     if keys_pPGd.element_size() == 2 and keys_pPGd.shape[3] <= 128:
         return 64, 128, 8
     return 32, 32, 4
@@ -212,7 +211,7 @@ def load_keys(
     PAGE: tl.constexpr,
     D: tl.constexpr,
 ):
-    """A row's keys n [N, D] of one head, zeros behind its end."""
+    """Load a row's keys n [N, D] of one head, zeros beyond its end."""
     offs_d = tl.arange(0, D)
     in_N = n_N < length
     page_N = tl.load(table_ptr + n_N // PAGE, mask=in_N, other=0).to(tl.int64)
@@ -226,7 +225,7 @@ def load_keys(
 
 @jit
 def _logits(q_rd, k_nd, n_N, old, scale, PER: tl.constexpr, AP: tl.constexpr, QP: tl.constexpr):
-    """The largest logit of a group's heads, for each query of the window [AP, N]."""
+    """Return the largest logit over a group's heads, for each query of the window [AP, N]."""
     s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee")
     is_head_r = tl.arange(0, AP * QP) % QP < PER
     s_rn = tl.where(is_head_r[:, None], s_rn, float("-inf"))
@@ -259,7 +258,8 @@ def _importance_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One KV head of one row of one layer: the softmax's sums first, then the mean over queries."""
+    """Score one KV head of one row of one layer: first the softmax's sums, then the mean over
+    queries."""
     pid = tl.program_id(0)
     head, row, layer = pid % G, (pid // G) % rows, pid // (G * rows)
     PER: tl.constexpr = H // G
@@ -324,8 +324,8 @@ def _newest_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS rows i of C of one KV head of one row of one layer: their sums, the last j that each
-    takes for a duplicate (-1: none), and its cosine."""
+    """For ROWS rows i of C, compute their sums, the last j that each takes for a duplicate (-1:
+    none), and its cosine."""
     pid, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
     head, row, layer = pid % G, (pid // G) % rows, pid // (G * rows)
     length = tl.load(lengths_ptr + row)
@@ -374,7 +374,7 @@ def _mean_kernel(
     G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns j: (sum_j - sum over i with newest_i = j of C_ij) / n."""
+    """Compute BLOCK columns j: (sum_j - sum over i with newest_i = j of C_ij) / n."""
     pid, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK
     length = tl.load(lengths_ptr + (pid // G) % rows)
     if first >= length:
@@ -408,7 +408,6 @@ def _join_kernel(
     G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One KV head of one row of one layer."""
     pid = tl.program_id(0)
     length = tl.load(lengths_ptr + (pid // G) % rows)
     old = length - A

@@ -1,8 +1,8 @@
-"""The view that a policy has of each decode step, within its graph: the queries of the last tokens,
-and the attention that each key is given.
+"""A policy's view of each decode step, within its graph: the queries of the last tokens and the
+attention that each key receives.
 
-Attention's own kernel keeps its probabilities to itself: they are made once more here, from the
-pages, and added to the scores of a row's slot.
+Attention's own kernel does not expose its probabilities; they are recomputed from the pages and
+added to the scores of a row's slot.
 
 Legend: S slots, A queries of the window, B rows, H query heads, G key-value heads, d head size, p
 pages of the cache, P pages of a row, N keys.
@@ -42,7 +42,6 @@ def remember(ring_SAHd: Tensor, slots_B: Tensor, positions_B: Tensor, q_BHd: Ten
 
 
 def add_supports(keys_pPGd: Tensor, num_heads: int) -> Support:
-    """Does `add_attended` read keys of such a buffer?"""
     kv_heads, d = keys_pPGd.shape[2:]
     if keys_pPGd.dtype not in TYPES:
         return no("takes keys in bfloat16, float16 or float32")
@@ -59,8 +58,8 @@ def add_attended(
     table_BP: Tensor,
     lengths_B: Tensor,
 ) -> None:
-    """Add to the float32 scores of each row's slot the attention that its query gives to each of
-    its `lengths_B` keys, summed over a group's heads. The keys are at most N; with 0 none.
+    """Add to the float32 scores of each row's slot the attention its query gives to each of its
+    `lengths_B` (at most N) keys, summed over a group's heads.
 
     A slot is of one row, or of rows without keys.
     """
@@ -108,7 +107,6 @@ def _remember_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BLOCK numbers of one row's query."""
     after_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -139,7 +137,7 @@ def _add_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One KV head of one row: the softmax's sums first, then its numbers."""
+    """Add for one KV head of one row: first the softmax's sums, then its numbers."""
     after_others(EARLY)
     pid = tl.program_id(0)
     head, row = pid % G, (pid // G).to(tl.int64)
@@ -187,7 +185,7 @@ def _seen(
     PAGE: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Logits [R, N] of the keys n, -inf behind the row's end."""
+    """Return logits [R, N] of the keys n, -inf beyond the row's end."""
     k_nd = load_keys(keys_ptr, table_ptr, n_N, length, head, G, d, PAGE, D)
     s_rn = tl.dot(q_rd, tl.trans(k_nd), input_precision="ieee") * scale
     return tl.where((n_N < length)[None, :], s_rn, float("-inf"))

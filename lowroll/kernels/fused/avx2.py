@@ -1,9 +1,9 @@
 """The heads of an engine on a CPU, normed and rotated: `avx2.cpp` for torch, in float32.
 
-A step of few rows is short, and torch takes some thirty calls. Sums of a norm are in another order
-than torch's, so a learner takes it for heads that are only rotated (`Rotation`), with gradients and
-without: the ratio of the two is exactly 1 over the same weights. An engine runs in inference mode, and
-nobody else does. Few numbers are left to torch, whose bits small models keep.
+One call replaces some thirty of torch, which matters in steps of few rows. Norms sum in another
+order than torch's, so a learner uses it only for heads without norms (`Rotation`), with and without
+gradients, to keep a ratio of exactly 1 over the same weights. Inference mode means an engine. Small
+inputs are left to torch, whose bits small models keep.
 
 Legend: T tokens, H query heads, G key-value heads, d head size, N = (H + 2G) d.
 """
@@ -41,7 +41,6 @@ class CpuFusedArguments(ctypes.Structure):
 
 
 def supports_device(device: torch.device) -> Support:
-    """Is it a CPU with AVX2, on a machine with a compiler that builds the kernel?"""
     if device.type != "cpu":
         return cxx.NO_CPU
     return cxx.supports(SOURCE, "heads are normed and rotated by torch")
@@ -50,7 +49,6 @@ def supports_device(device: torch.device) -> Support:
 def supports(
     qkv_TN: Tensor, heads: int, d: int, q_norm_d: Tensor | None, k_norm_d: Tensor | None
 ) -> Support:
-    """Does `rotate_heads` take these?"""
     if not torch.is_inference_mode_enabled() and not (q_norm_d is None and k_norm_d is None):
         return no("norms heads for engines, in inference mode")
     for t in (qkv_TN, q_norm_d, k_norm_d):
@@ -75,7 +73,7 @@ def rotate_heads(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `rope.rotate_heads` of a tensor; v is a view of it. Differentiable without norms; v
-    is a copy then, and nothing of qkv is kept."""
+    is then a copy."""
     if not torch.is_inference_mode_enabled():
         return Rotation.apply(qkv_TN, cos, sin, heads, kv_heads, d)
     return heads_of(qkv_TN, cos, sin, heads, kv_heads, d, q_norm_d, k_norm_d, eps)
@@ -92,8 +90,8 @@ def heads_of(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q [T, H, d], k [T, G, d], v [T, G, d]) of qkv, by the kernel; v is a view in inference
-    mode, and else a copy, as a function of autograd may give."""
+    """Return (q [T, H, d], k [T, G, d], v [T, G, d]) of qkv by the kernel; v is a view in inference
+    mode, else a copy, as autograd requires."""
     tokens = qkv_TN.shape[0]
     qkv_TN = qkv_TN if qkv_TN.stride(1) == 1 else qkv_TN.contiguous()
     q_THd, k_TGd = qkv_TN.new_empty(tokens, heads, d), qkv_TN.new_empty(tokens, kv_heads, d)
@@ -117,7 +115,7 @@ def heads_of(
 
 
 class Rotation(torch.autograd.Function):
-    """Heads that are turned; their gradient is turned back."""
+    """Rotation of heads; its gradient is rotated back."""
 
     @staticmethod
     def forward(

@@ -1,5 +1,4 @@
-"""RMSNorm with the residual added before it, and the codes of the next product made after it, in
-one pass.
+"""RMSNorm with the residual added before and the next product's codes made after it, in one pass.
 
     sum = x + update                                     in the dtype of x
     normed = sum / sqrt(mean(sum^2) + eps) * weight      statistics in float32, rounded once to the dtype of x
@@ -9,8 +8,8 @@ gradient of normed:
 
     d sum = r (g w - h mean(g w h)) + gradient of sum,      d x = d update = d sum,      d w = sum over tokens of g h
 
-d w is summed in float32, by a fixed number of programs over their own tokens and then over the
-programs, so that it repeats bit for bit.
+d w is summed in float32 by a fixed number of programs and then over them, so it repeats bit for
+bit.
 
 Legend: T tokens, D features, P programs.
 """
@@ -45,8 +44,7 @@ from lowroll.kernels.quantize.rows import (
     store_rows,
 )
 
-# The backward pass has so many programs at most for rows of WIDTH features, and more for shorter
-# ones: more than a large GPU runs at once.
+# The most programs of the backward pass for rows of WIDTH features; shorter rows take more.
 PROGRAMS = 512
 WIDTH = 4096
 
@@ -58,11 +56,10 @@ def add_rms_norm(
     eps: float,
     rows: str | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
-    """(x + update, its norm): the first in the dtype of x (x itself without update), the second
-    dense or as codes.
+    """Return (x + update, its norm): the first in the dtype of x (x itself without update), the
+    second dense or as codes of the kind `rows` (`rows.KINDS`).
 
-    `rows` is the kind of codes (`rows.KINDS`). Differentiable in x, update and weight when update is a
-    tensor and rows None.
+    Differentiable in x, update and weight when update is a tensor and rows None.
     """
     if not triton_supports(x_TD) or x_TD.numel() == 0:
         if update is not None:
@@ -90,7 +87,7 @@ def add_rms_norm(
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The norm over the last dimension in plain torch."""
+    """Return the norm over the last dimension in plain torch."""
     if x.dtype == weight_D.dtype == torch.float32:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return (F.rms_norm(x.float(), weight_D.shape, None, eps) * weight_D.float()).to(x.dtype)
@@ -104,7 +101,7 @@ def _forward(
     rows: str | None,
     keep: bool,
 ) -> tuple[Tensor, Any, Tensor | None]:
-    """(sum, normed, 1 / rms [T] float32 when it is to be kept)."""
+    """Return (sum, normed, 1 / rms [T] float32 if `keep`)."""
     num_tokens, size = x_TD.shape
     x_TD = x_TD.contiguous()
     sum_TD = x_TD
@@ -154,7 +151,7 @@ def _backward(
     sum_grad_TD: Tensor | None,
     weight_learns: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(d sum, d weight)."""
+    """Return (d sum, d weight)."""
     num_tokens, size = sum_TD.shape
     grad_TD = torch.empty_like(sum_TD)
     programs = min(num_tokens, PROGRAMS * max(1, WIDTH // block(size)))

@@ -1,12 +1,12 @@
-"""The step from the fused qkv product to heads: QK-norm where the model has one, and the
-half-rotation, in one launch. An engine on a CPU takes `kernels.fused.avx2` for large rows.
+"""From the fused qkv product to heads: QK-norm where the model has one, and half-rotation, in one
+launch.
 
     q = rotate(norm(q)),  k = rotate(norm(k)),  v = v
     rotate (a, b) = (a cos - b sin, b cos + a sin),  a and b the halves of a head (Su et al. 2021)
 
-The gradient turns back by the negative angle and then goes through the norm as in
+The gradient rotates by the negative angle and then passes the norm as in
 `lowroll.kernels.fused.norm`; that of the norms' weights is summed in float32 by a fixed number of
-programs, and then over them.
+programs.
 
 Legend: T tokens, H query heads, G key-value heads, d head size, P programs.
 """
@@ -23,7 +23,7 @@ from lowroll.kernels.fused.norm import PROGRAMS, rms_norm
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 from lowroll.kernels.quantize.rows import Product, load_dense, parts
 
-HEADS = 8  # of a program: fixed, so that a head's sums never depend on the batch
+HEADS = 8  # of a program: fixed, so that a head's sums do not depend on the batch
 
 
 def rotate_heads(
@@ -37,8 +37,8 @@ def rotate_heads(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q [T, H, d], k [T, G, d], v [T, G, d]) of qkv [T, (H + 2G) d]; cos and sin [T, 1, d/2]
-    float32.
+    """Return (q [T, H, d], k [T, G, d], v [T, G, d]) of qkv [T, (H + 2G) d]; cos and sin [T, 1,
+    d/2] float32.
 
     Differentiable in qkv and the norms' weights when qkv is a tensor.
     """
@@ -68,7 +68,7 @@ def plain_heads(
     k_norm_d: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`rotate_heads` of a tensor, in plain torch."""
+    """Compute `rotate_heads` of a tensor in plain torch."""
     split = (heads, kv_heads, kv_heads)
     q_THd, k_TGd, v_TGd = qkv.view(qkv.shape[0], sum(split), head_dim).split(split, dim=1)
     if q_norm_d is not None and k_norm_d is not None:
@@ -253,13 +253,13 @@ def _rotate_heads_kernel(
 
 @jit
 def _row(start, i, size):
-    """start[i] in float32 as a row to broadcast over heads."""
+    """Load start[i] in float32 as a row to broadcast over heads."""
     return tl.load(start + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
 
 
 @jit
 def _heads(q, k, v, at_q, at_k, at_v, is_q, is_k, is_v):
-    """A tile of heads that lie in three tensors."""
+    """Load a tile of heads from three tensors."""
     x = tl.load(q + at_q, mask=is_q, other=0.0).to(tl.float32)
     x += tl.load(k + at_k, mask=is_k, other=0.0).to(tl.float32)
     return x + tl.load(v + at_v, mask=is_v, other=0.0).to(tl.float32)

@@ -32,15 +32,15 @@ from lowroll.kernels.quantize.rows import (
 )
 
 BLOCK = 1024  # features of a program
-# rows from which on enough of them run at once for a program to make a whole row of codes
+# rows from which whole rows of codes keep the device busy
 WHOLE = 96
 LONGEST = 32768  # features of such a row, which stays in registers
 PROCESSORS = 132  # of an H100 or H200
-STAYS = 16 << 20  # bytes of a result that the L2 cache can keep for the next product
+STAYS = 16 << 20  # bytes of a result that the L2 cache keeps for the next product
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | QuantizedRows:
-    """silu(gate) * up [T, F] of gate_up [T, 2F], dense or as codes (a kind of `rows.KINDS`).
+    """Return silu(gate) * up [T, F] of gate_up [T, 2F], dense or as codes (a kind of `rows.KINDS`).
 
     Differentiable when gate_up is a tensor and rows None.
     """
@@ -85,7 +85,7 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
     )
     if rows is None:
         return y_TF
-    # a row's scale waits for the whole row: its codes take a second launch
+    # a row's scale needs the whole row: codes take a second launch
     codes = empty_rows(y_TF, (num_tokens, size), rows)
     encode_rows_kernel[grid](
         y_TF,
@@ -104,8 +104,8 @@ def _forward(gate_up: Tensor | Product, rows: str | None) -> Any:
 
 
 def _whole_rows(gate_up: Tensor, rows: str) -> QuantizedRows:
-    """Codes in one launch, a program a row. Scales of a Product would not leave the registers that
-    this takes."""
+    """Make codes in one launch, a program a row, unless a Product's scales would take too many
+    registers."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     codes = empty_rows(gate_up, (num_tokens, size), rows)
     most = 8192 if num_tokens <= PROCESSORS else 4096  # for one or two rows at once a processor
@@ -138,8 +138,8 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul_backward(gate_up: Tensor, y_grad_TF: Tensor, y_TF: Tensor | None = None) -> Tensor:
-    """The gradient of gate_up, on a device. `y_TF`, where it is given, is filled with silu(gate) *
-    up again."""
+    """Return the gradient of gate_up, on a device; fill `y_TF`, if given, with silu(gate) * up
+    again."""
     gate_up = parts(gate_up)[0]
     num_tokens, size = y_grad_TF.shape
     grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
@@ -207,7 +207,7 @@ def _silu_mul_codes_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A row, whose pieces stay in registers until its largest magnitude is known."""
+    """Encode a row, whose pieces stay in registers until its largest magnitude is known."""
     after_others(EARLY)
     t = tl.program_id(0).to(tl.int64)
     whole, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)

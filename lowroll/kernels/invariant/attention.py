@@ -1,8 +1,8 @@
-"""Attention in which a query's bits depend on the query and its keys alone: `kernels.attention.avx2` on a
-CPU, `kernels.attention.tiled` on CUDA.
+"""Attention whose bits depend on a query and its keys alone: `kernels.attention.avx2` on a CPU,
+`kernels.attention.tiled` on CUDA.
 
-Legend: T query tokens, S sequences, B decoded rows, H query heads, G key-value heads, d head size, p
-pages, P tokens of a page, N pages of a table row.
+Legend: T query tokens, S sequences, B decoded rows, H query heads, G key-value heads, d head size,
+p pages, P tokens of a page, N pages of a table row.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Causal = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q [T, H, d], k [T, G, d]
 
 
 def packed(lengths_S: Tensor, tokens: int) -> Causal:
-    """Return causal attention over packed sequences, without a gradient. lengths_S: int32, of `tokens`
-    in all, on their device, for which nothing waits."""
+    """Return causal attention over packed sequences, without a gradient or a wait. lengths_S:
+    int32, `tokens` in all."""
     starts_S = (lengths_S.cumsum(0) - lengths_S).int()
     if not triton_supports(lengths_S):
         return _on_a_cpu(lengths_S, starts_S)
@@ -40,7 +40,7 @@ def packed(lengths_S: Tensor, tokens: int) -> Causal:
 
 
 def _on_a_cpu(lengths_S: Tensor, starts_S: Tensor) -> Causal:
-    # pages of a token: every row of the table begins at its own token, and goes on as long as it likes
+    # pages of one token: every row of the table begins at its own token
     table_T1 = torch.arange(int(lengths_S.sum()), dtype=torch.int32)[:, None]
     starts_T = starts_S.repeat_interleave(lengths_S)
     lengths_T = torch.cat([torch.arange(1, n + 1, dtype=torch.int32) for n in lengths_S.tolist()])
@@ -61,11 +61,11 @@ def paged(
     tokens: int,
     heads: int,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return attention (q [T, H, d], keys, values) -> o of the queries of sequences over their pages, which
-    hold their keys already.
+    """Return attention (q [T, H, d], keys, values) -> o of sequences' queries over pages that
+    already hold their keys.
 
     keys_pPGd: any layer's. table_SN, lengths_S (queries, `tokens` in all) and before_S (keys before
-    the first of them): int32, on their device, for which nothing waits.
+    the first): int32, never waited for.
     """
     if triton_supports(keys_pPGd):
         kv_heads, d = keys_pPGd.shape[2:]
@@ -94,6 +94,6 @@ def decode(
     lengths_B: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return what `kernels.attention.decode.paged_decode` does, with the bits of the others."""
+    """Compute `kernels.attention.decode.paged_decode`, with the bits of the others."""
     run = tiled.decode if triton_supports(q_BHd) else avx2.decode
     return run(q_BHd, k_BGd, v_BGd, keys_pPGd, values_pPGd, table_BN, lengths_B, scale)

@@ -12,11 +12,11 @@ Function = Callable[..., Any]
 
 
 def with_gradient_of(plain: Function, fast: Function, *inputs: Any) -> Any:
-    """Return fast(*inputs), a tensor or a tuple of tensors, which has the gradient of
-    plain(*inputs).
+    """Return fast(*inputs), tensors with the gradient of plain(*inputs), which is the same up to
+    rounding.
 
-    Both compute the same up to rounding. Of the inputs tensors are kept, and the backward pass runs
-    `plain` on them; nothing is kept where no gradient is recorded.
+    Input tensors are kept for the backward pass, which runs `plain`; nothing is kept where no
+    gradient is recorded.
     """
     wanted = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
     if not (wanted and torch.is_grad_enabled()):

@@ -1,6 +1,5 @@
-"""Heads that are normed and rotated as in any batch, with gradients: `kernels.fused.rope.rotate_heads`. On
-a CPU in `kernels.fused.avx2`, of float32 heads in multiples of `avx2.MULTIPLE`; in Triton a program
-has the heads of a token."""
+"""Heads normed and rotated with the same bits in any batch, with gradients: `kernels.fused.avx2` on
+a CPU (float32, multiples of `avx2.MULTIPLE`), else Triton."""
 
 from __future__ import annotations
 

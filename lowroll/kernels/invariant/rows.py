@@ -1,5 +1,5 @@
-"""RMSNorm with the residual before it, and SwiGLU's gate: `rows.cpp` for torch, with gradients. In
-Triton a program has a row in any batch, so there `kernels.fused` has them.
+"""RMSNorm with the residual before it, and SwiGLU's gate: `rows.cpp` for torch, with gradients. On
+CUDA `kernels.fused` is already invariant: a program has a row in any batch.
 
 Legend: T tokens, D features, F intermediate size.
 """
@@ -36,7 +36,6 @@ class RowsArguments(ctypes.Structure):
 
 
 def supports_device(device: torch.device) -> Support:
-    """Return whether it is a CPU with AVX2, on a machine with a compiler that builds the kernel."""
     if device.type != "cpu":
         return cxx.NO_CPU
     return cxx.supports(SOURCE, "rows are normed by torch")
@@ -49,10 +48,10 @@ def add_rms_norm(
     eps: float,
     rows: str | None = None,
 ) -> tuple[Tensor, Tensor | QuantizedRows]:
-    """Return (x + update, its norm), as `kernels.fused.norm.add_rms_norm`; on a CPU float32, and no
+    """Return (x + update, its norm) as `kernels.fused.norm.add_rms_norm`; on a CPU float32, and no
     rows."""
     if triton_supports(x_TD):
-        # a kernel that rounds too may sum squares in another order: what it stores decides on that
+        # a kernel that also rounds may sum squares in another order, depending on what it stores
         sum_TD, normed = norm.add_rms_norm(x_TD, update_TD, weight_D, eps)
         assert isinstance(normed, Tensor)
         return sum_TD, normed if rows is None else quantize_rows(normed, rows)
@@ -64,7 +63,7 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up: Tensor | Product, rows: str | None = None) -> Tensor | QuantizedRows:
-    """Return silu(gate) * up [T, F] of gate_up [T, 2F], as `kernels.fused.swiglu.silu_mul`; on a CPU
+    """Return silu(gate) * up [T, F] of gate_up [T, 2F] as `kernels.fused.swiglu.silu_mul`; on a CPU
     float32, and no rows."""
     if isinstance(gate_up, Product) or triton_supports(gate_up):
         return swiglu.silu_mul(gate_up, rows)
@@ -91,7 +90,7 @@ def _gate(gate_up: Tensor) -> Tensor:
 def _run(
     function: str, x: Tensor, update_TD: Tensor | None, weight_D: Tensor | None, eps: float
 ) -> tuple[Tensor | None, Tensor]:
-    """The sum, where there is an update, and what is made of it."""
+    """Return the sum, where there is an update, and the function's result."""
     width = x.shape[-1] // 2 if weight_D is None else x.shape[-1]
     x = _in_rows(x)
     update_TD = None if update_TD is None else _in_rows(update_TD)

@@ -1,16 +1,12 @@
-"""y = x W^T on a CPU with W in 4 bits: `avx2.cpp` for torch, over the storages of a QTensor as they
-are.
+"""y = x W^T on a CPU with W in 4 bits: `avx2.cpp` for torch, over a QTensor's storages.
 
     x_b^ = s_b round(x_b / s_b),  s_b = amax(|x_b|) / 32767      b: 256 numbers of a row
     y[m, n] = sum_b s_b[m] sum_g scale[n, g] sum_k x^[m, k] code[n, k]
 
-The inner sums are integers and exact, the outer ones float32. Activations thus have 16 bits: on
-normal numbers y is off by 3e-5 of its spread, forty times less than with bfloat16. A sum's order does
-not depend on the number of rows: a row gives the same bits alone and in any batch. Rows that hold a
-number that is not finite give NaN.
-
-A small matrix lies in the cache as floats, and the call costs more than it saves: those are left
-to torch.
+The inner sums are exact integers, the outer ones float32. Activations thus have 16 bits; on normal
+numbers the error of y is 3e-5 of its spread, a fortieth of bfloat16's. A row gives the same bits
+alone and in any batch. A row with a non-finite number gives NaN. Small matrices are left to torch:
+they stay in the cache as floats.
 
 Legend: M rows of activations, N out features, K in features.
 """
@@ -37,8 +33,6 @@ LEAST = 1 << 18  # weights of a matrix
 
 
 class CpuMatmulArguments(ctypes.Structure):
-    """The struct of `avx2.cpp`."""
-
     _fields_ = [
         (name, ctypes.c_void_p)
         for name in (
@@ -52,14 +46,12 @@ class CpuMatmulArguments(ctypes.Structure):
 
 
 def supports_device(device: torch.device) -> Support:
-    """Is it a CPU with AVX2, on a machine with a compiler that builds the kernel?"""
     if device.type != "cpu":
         return cxx.NO_CPU
     return cxx.supports(SOURCE, "4-bit weights are kept as floats")
 
 
 def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
-    """Does `linear` multiply these activations with a matrix of that shape?"""
     if x_MK.ndim != 2 or x_MK.shape[0] == 0:
         return no("takes one row of activations or more")
     if torch.is_grad_enabled() and x_MK.requires_grad:
@@ -69,7 +61,6 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
 
 @cache
 def supports_matrix(kind: str, shape: tuple[int, int], device: torch.device) -> Support:
-    """Does `linear` multiply a matrix of that shape?"""
     if kind not in FORMATS:
         return no("knows nvfp4, mxfp4, int4 and int4_asym")
     if shape[1] % MULTIPLE:
@@ -87,10 +78,10 @@ def linear(
     bias_N: Tensor | None = None,
     integers: bool = False,
 ) -> Tensor:
-    """Activations times a weight in the format `kind`: y_MN in the dtype of x.
+    """Multiply activations with a weight in the format `kind`: y_MN in the dtype of x.
 
-    tensors: the format's own names and layouts. integers: x holds integers up to 32767, which are
-    multiplied as they are.
+    tensors: the format's own names and layouts. integers: x holds integers up to 32767, multiplied
+    unrounded.
     """
     x = x_MK.float().contiguous()
     bias = None if bias_N is None else bias_N.float().contiguous()

@@ -1,12 +1,10 @@
-"""int8 rows times int8 weights on a CPU whose integer products are slow or saturate, by float32
-products that are exact.
+"""int8 rows times int8 weights by exact float32 products, for CPUs whose integer products are slow
+or saturate.
 
     sums[m, n] = sum_k x[m, k] w[n, k]
 
-A product of two codes is at most 128 * 128 = 2^14, so every partial sum over 1,024 of them is at
-most 2^24, and float32 holds each integer up to that: whatever the order of the sum, and whether
-multiplications and additions are fused, the result is the integer itself. Sums of such parts are
-integers again, in int32.
+A product of two codes is at most 2^14, so any partial sum of 1,024 is at most 2^24, which float32
+holds exactly in every order, fused or not. Parts are added in int32.
 
 Legend: M rows (tokens), N out features, K in features.
 """
@@ -23,13 +21,13 @@ Parts = tuple[Tensor, ...]  # float32 [N, up to COLUMNS]
 
 
 def split(codes_NK: Tensor) -> Parts:
-    """Return the codes as `multiply` reads them: four bytes a code."""
+    """Return the codes as `multiply` reads them, four bytes a code."""
     return tuple(part.to(torch.float32) for part in codes_NK.split(COLUMNS, dim=1))
 
 
 def multiply(codes_MK: Tensor, weight: Parts) -> Tensor:
-    """Return the sums [M, N] in float32, rounded once where they are above 2^24, as those of
-    oneDNN's integer product are."""
+    """Return the sums [M, N] in float32, rounded once above 2^24, as oneDNN's integer product
+    rounds."""
     rows = codes_MK.to(torch.float32).split(COLUMNS, dim=1)
     if len(weight) == 1:
         return F.linear(rows[0], weight[0])

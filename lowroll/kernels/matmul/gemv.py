@@ -1,11 +1,11 @@
-"""Rows times weights when the rows are few: every program streams some channels past all of them.
+"""Products of few rows: every program streams some channels past all rows.
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
-A decode step for a few sequences is as long as reading the weights, and tensor cores only stand in
-the way: a program reads whole rows of weights, 16 bytes a thread at a time, and multiplies on CUDA
-cores, int8 four at a time (`dp4a`), e4m3 and bfloat16 as float32. The scales, which bfloat16 has
-not, and the bias are applied before y is written. A row's sums do not depend on its neighbours.
+Reading the weights bounds a small decode step, so a program reads whole rows of weights, 16 bytes a
+thread at a time, and multiplies on CUDA cores: int8 four at a time (`dp4a`), e4m3 and bfloat16 as
+float32. Scales (none for bfloat16) and bias are applied before y is written. A row's sums do not
+depend on its neighbours.
 
 Legend: M rows (tokens), N out features (channels), K in features.
 """
@@ -24,11 +24,10 @@ MOST = {  # rows up to which this is the fastest product
     torch.float8_e4m3fn: 1,
     torch.bfloat16: 2,
 }
-MANY = 1 << 14  # channels from which on small programs are the faster ones
+MANY = 1 << 14  # channels from which small programs are faster
 
 
 def supports(x_MK: Tensor, w_NK: Tensor) -> Support:
-    """Is this the product for these codes or numbers? It reads 16 bytes of a row at once."""
     if not (found := triton_supports(w_NK)):
         return found
     if w_NK.dtype not in MOST:
@@ -43,14 +42,14 @@ def supports(x_MK: Tensor, w_NK: Tensor) -> Support:
 
 
 def linear(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """y [M, N] in bfloat16, as x and w are, with float32 sums."""
+    """Return y [M, N] in bfloat16, as x and w, with float32 sums."""
     return _launch(x_MK, w_NK, None, None, bias_N, x_MK.dtype)
 
 
 def multiply(
     rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
 ) -> Tensor:
-    """y [M, N] in the dtype of `rows`. Both codes are int8 or float8_e4m3fn."""
+    """Return y [M, N] in the dtype of `rows`. Both codes are int8 or float8_e4m3fn."""
     return _launch(rows.codes_MK, codes_NK, rows.scale_M1, scale_N, bias_N, rows.dtype)
 
 
@@ -90,8 +89,8 @@ def _launch(
 
 
 def schedule(num_rows: int, num_out: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Channels of a program, weights of a channel that it reads at a time, and its warps: what an
-    H200 liked best."""
+    """Return channels of a program, weights of a channel read at a time, and warps, as measured on
+    an H200."""
     if dtype == torch.int8:
         return (4, 2048, 4) if num_rows == 1 else (4, 1024, 2)
     if dtype == torch.float8_e4m3fn:
@@ -104,7 +103,7 @@ def schedule(num_rows: int, num_out: int, dtype: torch.dtype) -> tuple[int, int,
 
 @jit
 def _dot4(w, x, sums, DP4A: tl.constexpr):
-    """Four products of the signed bytes of two words, added to the sums."""
+    """Add four products of the signed bytes of two words to the sums."""
     if DP4A:
         sums = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;",
@@ -142,7 +141,6 @@ def _added(
     EACH: tl.constexpr,
     DP4A: tl.constexpr,
 ):
-    """The sums of each row of x, with the products of these codes."""
     after = tl.tuple([])
     for m in tl.static_range(ROWS):
         those = tl.load(x + m * K + at, mask=at < left, other=0.0)
@@ -150,7 +148,7 @@ def _added(
             after += (
                 _dot4(codes, tl.broadcast_to(those[None, :], (COLUMNS, DEPTH)), sums[m], DP4A),
             )
-        else:  # what a thread has read at once becomes one sum
+        else:  # a thread's numbers become one sum
             products = tl.reshape(
                 codes.to(tl.float32) * those.to(tl.float32)[None, :], (COLUMNS, DEPTH // EACH, EACH)
             )
@@ -176,8 +174,8 @@ def _gemv_kernel(
     DP4A: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """x and w are int32 words of four codes, K of them a row, or e4m3 or bfloat16, EACH of them
-    in 16 bytes. The first weights are read before the wait."""
+    """Multiply for one program; x and w are int32 words of four codes, K a row, or e4m3 or
+    bfloat16, EACH in 16 bytes. The first weights are read before the wait."""
     n, at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     w_at = w + tl.where(n < N, n, 0).to(tl.int64)[:, None] * K + at[None, :]
     codes = _codes(w_at, at, K, EVEN)

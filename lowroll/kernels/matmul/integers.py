@@ -2,14 +2,11 @@
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * column[n] * row[m] + bias[n]
 
-Sums of integers are exact in every order, so neither tiles nor splits along K nor a row's
-batch-mates show in the result. Weights are the left operand of the product, because Hopper's matrix
-instruction takes 64 of the left operand's rows at least and as few as 8 of the right one's. Tiles
-of the result come in rounds of as many as the device holds at once; those of the last round that
-would leave it idle are split along K, and the last program of such a tile to come adds the parts.
-The scales and the bias are applied before y is written.
-
-Hopper's copy engine fetches the tiles where addresses and rows are multiples of 16 bytes, else the
+Integer sums are exact in every order, so tiles, splits along K and batch-mates do not show in the
+result. Weights are the left operand: Hopper's matrix instruction takes at least 64 rows of the left
+and as few as 8 of the right. Tiles run in rounds of as many as the device holds; those of an
+incomplete last round are split along K, and the last program to finish such a tile adds the parts.
+Hopper's copy engine fetches tiles where addresses and rows are multiples of 16 bytes, else the
 threads do.
 
 Legend: M rows (tokens), N out features, K in features.
@@ -35,7 +32,7 @@ CAPTURED = -1
 def multiply(
     rows: QuantizedRows, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None
 ) -> Tensor:
-    """y [M, N] in the dtype of `rows`, on CUDA or in Triton's interpreter.
+    """Return y [M, N] in the dtype of `rows`, on CUDA or in Triton's interpreter.
 
     RuntimeError when the first product of a device is within the capture of a CUDA graph.
     """
@@ -85,8 +82,7 @@ def multiply(
 
 
 def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
-    """Return the descriptors of both matrices for the copy engine; (None, None) where it cannot
-    fetch."""
+    """Return both matrices' descriptors for the copy engine; (None, None) where it cannot fetch."""
     aligned = x_MK.shape[1] % 16 == x_MK.data_ptr() % 16 == w_NK.data_ptr() % 16 == 0
     if not tile.engine or not aligned or not copy_engine_supports(x_MK.device):
         return None, None
@@ -100,7 +96,6 @@ def _boxes(x_MK: Tensor, w_NK: Tensor, tile: Tile) -> tuple[Any, Any]:
 
 @cache
 def copy_engine_supports(device: torch.device) -> Support:
-    """Has the device a copy engine that fetches tiles? The interpreter imitates one."""
     return YES if INTERPRETED else cuda_supports(device, (9, 0))
 
 
@@ -108,9 +103,9 @@ _TURNS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _turns(device: torch.device) -> Tensor:
-    """Zeros that count the blocks which have finished a tile; the last one puts its zero back.
+    """Return zeroed counters of blocks that have finished a tile; the last block resets its own.
 
-    Streams have their own, and captured graphs share one set, which cannot be made while capturing.
+    Each stream has its own; captured graphs share one set, which cannot be made while capturing.
     """
     stream = 0
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -128,9 +123,8 @@ def _turns(device: torch.device) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """The launch settings of the kernel: a tile of the result and a step along K, loads in flight,
-    warps, how many such programs a multiprocessor runs at once, and whether its copy engine fetches
-    for them."""
+    """Launch settings: a tile of the result, a step along K, loads in flight, warps, programs on a
+    multiprocessor at once, and whether the copy engine fetches."""
 
     rows: int
     columns: int
@@ -142,12 +136,10 @@ class Tile(NamedTuple):
 
 
 def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
-    """The tile for a product of these sizes, and of nothing else: what an H200 liked best
-    (docs/LOG.md).
+    """Choose the tile by these sizes alone, as measured on an H200 (docs/LOG.md).
 
-    Small tiles as long as all of them run at once; along a long K larger ones, which are split. The
-    engine is slow at filling in rows that are not there, so a large matrix whose last tile of rows
-    is not full goes without.
+    Small tiles while all run at once; larger, split ones along a long K. The copy engine is slow at
+    filling in missing rows, so a large matrix with a partial last tile goes without.
     """
 
     def tiles(rows: int, columns: int) -> int:
@@ -176,15 +168,14 @@ def choose(num_rows: int, num_out: int, num_in: int) -> Tile:
 
 
 def registers(tile: Tile) -> int:
-    """Return the registers that a thread may use for the blocks to run at once."""
     return min(255, 65536 // (32 * tile.warps * tile.blocks) // 8 * 8)
 
 
 def deal(tiles: int, steps: int, at_once: int, least: int) -> tuple[int, int]:
-    """(tiles that a program makes whole, parts of each of the others) for tiles of so many steps
-    along K.
+    """Return (whole tiles of a program, parts of each other tile) for tiles of `steps` steps along
+    K.
 
-    A part has about `least` steps or more, where there are any parts; none is empty.
+    A part has about `least` steps or more; none is empty.
     """
     rest = tiles % at_once
     splits = min(16, at_once // rest, steps // least) if rest else 1
@@ -219,8 +210,7 @@ def _integers_kernel(
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One tile of y, or one part of K of it, a program. Tiles of the same weights are
-    neighbours."""
+    """Compute one tile of y, or one part of K of it. Tiles of the same weights are neighbours."""
     tile, part, count = tl.program_id(0), 0, 1
     if parts is not None:
         if tile >= whole:
@@ -231,8 +221,8 @@ def _integers_kernel(
     m_first = (first + tile % (8 * tiles_n) % high) * ROWS
     n_first = tile % (8 * tiles_n) // high * COLUMNS
     m, n, depth = m_first + tl.arange(0, ROWS), n_first + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    # Rows and channels beyond the last are read from the first ones and never written. They are
-    # not all read from one place, where the loads would wait for each other.
+    # Rows and channels beyond the last are read from the first ones, not all from one place, where
+    # loads would wait for each other; they are never written.
     x_at = x + (m % M).to(tl.int64)[:, None] * K + depth[None, :]
     w_at = w + (n % N).to(tl.int64)[:, None] * K + depth[None, :]
     steps = tl.cdiv(K, DEPTH)
@@ -269,7 +259,6 @@ def _integers_kernel(
 
 @jit
 def _finish(sums, row, column, bias, y, m, n, M, N):
-    """Scale the sums of channels n and rows m, and write them."""
     out = tl.trans(sums).to(tl.float32) * tl.load(column + n, mask=n < N, other=0.0)[None, :]
     out = out * tl.load(row + m, mask=m < M, other=0.0)[:, None]
     if bias is not None:

@@ -1,15 +1,15 @@
-"""float32 rows times frozen int8 codes on a CPU, by products of bytes: three of them make one of
-floats, and a processor that multiplies bytes ten times as fast takes half of the time.
+"""float32 rows times frozen int8 codes on a CPU: three byte products make one float product, in
+half the time with AMX.
 
     x[m, k] = step[m] (2^16 a + 2^8 b + c),      a, b, c signed bytes,      step[m] = amax(|x[m, :]|) / MOST
     y[m, n] = step[m] (2^16 (a . w) + 2^8 (b . w) + c . w)[m, n]
 
-The inner sums are integers and exact; what is lost is 2^-23 of the largest number of a row, about
-what float32's own sums lose. The order of a sum does not depend on the number of rows: a row gives
-the same bits alone and in any batch. Rows that hold a number that is not finite give NaN.
+The inner sums are exact integers; the loss is 2^-23 of a row's largest number, about that of
+float32 sums. A row gives the same bits alone and in any batch. A row with a non-finite number gives
+NaN.
 
-`limbs.cpp` takes rows apart and puts sums together; the products are oneDNN's. Small matrices are
-left to torch, whose bits small models keep.
+`limbs.cpp` splits rows and joins sums; the products are oneDNN's. Small matrices are left to torch,
+whose bits small models keep.
 
 Legend: M rows, N out features, K in features.
 """
@@ -29,14 +29,12 @@ from lowroll.kernels.matmul import onednn
 from lowroll.kernels.support import NO_GRADIENT, YES, Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-MOST = 127.0 * 65536  # of a number over its step: a, b and c are bytes then
+MOST = 127.0 * 65536  # of a number over its step, so that a, b and c are bytes
 LEAST = 1 << 18  # weights of a matrix
-AT_ONCE = 1024  # rows, which bounds what their bytes and sums take
+AT_ONCE = 1024  # rows, which bounds the memory of bytes and sums
 
 
 class LimbsArguments(ctypes.Structure):
-    """The struct of `limbs.cpp`."""
-
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "scale", "bytes", "step", "sums", "y")),
         *((name, ctypes.c_int64) for name in ("stride", "y_stride")),
@@ -47,7 +45,8 @@ class LimbsArguments(ctypes.Structure):
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    """Is it a CPU that multiplies matrices of bytes (AMX), with a compiler for the kernel?"""
+    """Return whether the CPU multiplies matrices of bytes (AMX) and a compiler can build the
+    kernel."""
     if device.type != "cpu":
         return cxx.NO_CPU
     if not torch.cpu._is_amx_tile_supported():
@@ -58,7 +57,6 @@ def supports_device(device: torch.device) -> Support:
 
 
 def supports(x_MK: Tensor, codes_NK: Tensor) -> Support:
-    """Does `add_product` take these rows, in either direction?"""
     if torch.is_grad_enabled() and x_MK.requires_grad:
         return NO_GRADIENT
     if x_MK.dtype != torch.float32 or codes_NK.dtype != torch.int8:
@@ -71,8 +69,8 @@ def supports(x_MK: Tensor, codes_NK: Tensor) -> Support:
 def add_product(
     y_MN: Tensor, x_MK: Tensor, packed: onednn.Packed, scale_K: Tensor | None = None
 ) -> Tensor:
-    """Add (x * scale) times the transposed codes, each with its own scale, to y; returns y. All are
-    float32."""
+    """Add (x * scale) times the transposed codes, each with its own scale, to y and return y. All
+    are float32."""
     assert y_MN.stride(1) == 1, "sums are added to rows whose numbers lie side by side"
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     for x, y in zip(x_MK.split(AT_ONCE), y_MN.split(AT_ONCE), strict=True):

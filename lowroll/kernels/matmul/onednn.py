@@ -30,14 +30,13 @@ def pack(codes_NK: Tensor, scale_N: Tensor) -> Packed:
 
 
 def multiply(codes_MK: Tensor, packed: Packed) -> Tensor:
-    """The sums [M, N] in float32."""
     shifted_MK = codes_MK.view(torch.uint8).bitwise_xor(128)  # codes + 128, by the sign bit
     return _multiply(shifted_MK, packed, 1.0)
 
 
 def multiply_digits(digits: Sequence[Tensor], packed: Packed) -> Tensor:
-    """The sums [M, N] in float32 of numbers whose digits to the base 256 are given, the highest first:
-    signed bytes, each with 128 added."""
+    """Return the sums [M, N] in float32 of numbers given by base-256 digits, highest first: signed
+    bytes, each with 128 added."""
     first_MK, *others = digits
     weight, scale_N, zero_N = packed
     sums_MN = _multiply(first_MK, packed, float(256 ** len(others)))
@@ -58,8 +57,7 @@ def _multiply(shifted_MK: Tensor, packed: Packed, scale: float) -> Tensor:
 
 @cache
 def supports_device(device: torch.device) -> Support:
-    """Is it a CPU whose oneDNN accumulates without saturating? (Chips without VNNI add pairs in
-    16 bits.)"""
+    """Return whether oneDNN accumulates without saturating (without VNNI it adds pairs in 16 bits)."""
     if device.type != "cpu":
         return no("runs on a CPU")
     codes_NK = torch.full((64, 256), -128, dtype=torch.int8)

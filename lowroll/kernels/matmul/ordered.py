@@ -1,11 +1,10 @@
-"""y = x W^T in float32 on a CPU, by sums whose order is fixed: `ordered.cpp` for torch.
+"""y = x W^T in float32 on a CPU by sums of fixed order: `ordered.cpp` for torch.
 
     s_j = fma over k = j, j + 16, j + 32, ...       j: 16 lanes; zeros follow behind K
     y[m, n] = tree(s_0 .. s_15) + bias[n]           lanes j and j + 8 first, then j + 4, j + 2, j + 1
 
-BLAS chooses the order by the number of rows, their alignment and the threads. Here the bits of
-y[m, n] depend on x[m, :], w[n, :] and bias[n] alone: a row is the same alone and in any batch, and on
-CPUs with AVX2 and with AVX-512.
+BLAS picks the order by rows, alignment and threads. Here the bits of y[m, n] depend on x[m, :],
+w[n, :] and bias[n] alone, on CPUs with AVX2 and with AVX-512.
 
 Legend: M rows, N out features, K in features.
 """
@@ -30,8 +29,6 @@ DEEPEST = 64  # K of a product that may go across
 
 
 class OrderedArguments(ctypes.Structure):
-    """The struct of `ordered.cpp`."""
-
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("x_stride", "w_stride")),
@@ -40,7 +37,6 @@ class OrderedArguments(ctypes.Structure):
 
 
 def supports_device(device: torch.device) -> Support:
-    """Return whether it is a CPU with AVX2, on a machine with a compiler that builds the kernel."""
     if device.type != "cpu":
         return cxx.NO_CPU
     return cxx.supports(SOURCE, "float32 rows are multiplied in an order that depends on the batch")
@@ -48,15 +44,15 @@ def supports_device(device: torch.device) -> Support:
 
 @cache
 def has_avx512() -> bool:
-    """Return whether this CPU runs the wider of the two kernels, which have the same bits."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def goes_across(M: int, N: int, K: int) -> bool:
-    """Return whether lanes are columns: few numbers a row, as in LoRA's way up. The bits are the same.
+    """Return whether lanes are columns, for few numbers a row as in LoRA's up projection. The bits
+    are the same.
 
-    Measured: 1.3 to 3 times the speed. Fewer columns leave lanes empty, and turning w costs AVX2 more
-    than it gains when few rows share it.
+    Measured: 1.3 to 3 times the speed. Fewer columns leave lanes empty, and transposing w costs
+    AVX2 too much for few rows.
     """
     return K <= DEEPEST and N >= 128 and (has_avx512() or M > 2 or K <= 32)
 
@@ -68,9 +64,9 @@ def product(
     dtype: torch.dtype | None = None,
     added_MN: Tensor | None = None,
 ) -> Tensor:
-    """Return x times the transpose of w, plus the bias, plus what is added: [M, N]. Rows may be
-    strided. On a CPU float32; on CUDA `tiled.product`, in any floating dtype, rounded once to `dtype`
-    (that of x unless given). ValueError for other numbers, and for shapes that do not fit."""
+    """Return x times the transpose of w, plus bias and `added_MN`: [M, N]. Rows may be strided.
+    float32 on a CPU; on CUDA `tiled.product`, in any floating dtype, rounded once to `dtype`
+    (default: x's). ValueError for other numbers, and for shapes that do not fit."""
     if triton_supports(x_MK):
         return tiled.product(x_MK, w_NK, bias_N, dtype, added_MN)
     (M, K), N = x_MK.shape, w_NK.shape[0]

@@ -1,15 +1,14 @@
-"""y = x W^T for few rows of x: `streamed.cu` for torch, over the storages of a QTensor as they are.
+"""y = x W^T for few rows of x: `streamed.cu` for torch, over a QTensor's storages.
 
-One library a weight format, with kernels for up to 8, 16, 32, 64, 96 and 128 rows; more rows take
-several passes. The choice depends on shapes alone, so a product is the same in every run and for
-every neighbour in the bucket.
+One library a weight format has kernels for up to 8, 16, 32, 64, 96 and 128 rows; more rows take
+several passes. The choice depends on shapes alone, so neighbours in a bucket do not change a
+product.
 
-Within `launch.overlapping` the weights arrive while the kernel before ends; x is read after its
-end.
+Within `launch.overlapping`, weights arrive while the previous kernel ends; x is read after its end.
 
-A workspace a device (34 MiB on an H200), made by the first product, holds what two blocks share.
-Products of one device therefore belong on one stream at a time, and the first one does not belong
-in a CUDA graph's capture.
+A device's workspace (34 MiB on an H200), made by the first product, holds what two blocks share: a
+device's products belong on one stream at a time, and the first must not be in a CUDA graph's
+capture.
 
 Legend: M rows of activations, N out features, K in features.
 """
@@ -33,12 +32,12 @@ SOURCE = Path(__file__).with_name("streamed.cu")
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "int4": 2, "int4_asym": 3, "bf16": 4}
 MULTIPLE = {"bf16": 32}  # of K; 128 for the others
 CAPABILITY = (9, 0)  # or later
-PARTIAL = 2 * 256 * 128  # floats of the workspace, a multiprocessor: two tiles
+PARTIAL = 2 * 256 * 128  # floats of the workspace for a multiprocessor: two tiles
 TILES = 1 << 16  # counters of the workspace
 
 
 class StreamedArguments(ctypes.Structure):
-    """The struct of `decode.cuh`. `tuning` stays 0: the kernel's own choice of tiles."""
+    """The struct of `decode.cuh`. `tuning` 0 lets the kernel choose tiles."""
 
     _fields_ = [
         (name, ctypes.c_void_p)
@@ -54,7 +53,6 @@ class StreamedArguments(ctypes.Structure):
 
 @cache
 def supports_device(kind: str, device: torch.device) -> Support:
-    """Is it a CUDA device of that capability, on a machine with an nvcc that builds the kernel?"""
     if not (found := cuda_supports(device, CAPABILITY)):
         return found
     capability = torch.cuda.get_device_capability(device)
@@ -64,7 +62,6 @@ def supports_device(kind: str, device: torch.device) -> Support:
 
 
 def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
-    """Is there a kernel for these activations and a matrix of that shape, and room for it?"""
     if not x_MK.is_cuda:
         return NO_CUDA
     if x_MK.dtype != torch.bfloat16:
@@ -81,8 +78,8 @@ def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
 
 
 def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> Support:
-    """Has a matrix of that shape the tiles of `broad.cuh`, for up to 128 rows of activations
-    each?"""
+    """Return whether a matrix of that shape fits the tiles of `broad.cuh`, up to 128 rows of
+    activations each."""
     if kind == "bf16":
         return no("takes 4-bit weights")
     if shape[0] % 8 or shape[1] % (256 if kind == "nvfp4" else 512):
@@ -91,11 +88,10 @@ def broad_supports(kind: str, shape: tuple[int, int], device: torch.device) -> S
 
 
 def workspace_supports(num_rows: int, num_out: int) -> bool:
-    """Is the workspace large enough for a product of these sizes?
+    """Return whether the workspace is large enough for a product of these sizes.
 
-    A tile has 128 or 256 channels and up to 64 rows, and needs a counter, or two where it has 256
-    channels. The sums that the workspace holds are as many as the device can work on at once, so
-    they never lack room.
+    A tile has 128 or 256 channels and up to 64 rows, and needs one counter, or two for 256
+    channels. Sums never lack space: there are as many as the device works on at once.
     """
     return -(-num_rows // 64) * 2 * -(-num_out // 256) <= TILES
 
@@ -108,12 +104,11 @@ def linear(
     bias_N: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """bf16 activations times a weight in the format `kind`, with fp32 sums: y_MN in bf16 or
+    """Multiply bf16 activations with a weight in the format `kind`, with fp32 sums: y_MN in bf16 or
     float32.
 
     tensors: the format's own names and layouts (bf16: `weight`). RuntimeError when the kernel
-    cannot be built or launched, or when the first product on a device is within the capture of a
-    CUDA graph.
+    cannot be built or launched, or for a device's first product within a CUDA graph's capture.
     """
     device = x_MK.device
     library = _library(kind, torch.cuda.get_device_capability(device))

@@ -4,12 +4,11 @@
     a part's sum: 16 features after 16, from its first on, in float32
     y[m, n] = the parts, from the first on, + bias[n] + added[m, n]
 
-A vendor's library chooses tiles, instructions and parts of K by the number of rows. Here parts are
-those of the matrix, and the tensor cores add 16 products at once whatever the tile: the same products
-in the same order for one row and for thousands (on an H200 of twelve tiles for 1 to 4,096 rows none
-differed in a bit; docs/LOG.md). Parts of few tiles are made by programs of their own, and joined by a
-second launch. Weights are the left operand of the product, as in `kernels.matmul.integers`. Numbers of
-32 bits are multiplied as they are, without tensor cores.
+A vendor's library chooses tiles, instructions and parts of K by the number of rows. Here parts
+belong to the matrix, and the tensor cores add 16 products at once whatever the tile: the same order
+for one row and for thousands (checked on an H200; docs/LOG.md). If tiles are few, parts take their
+own programs and a second launch joins them. Weights are the left operand, as in
+`kernels.matmul.integers`. 32-bit numbers are multiplied without tensor cores.
 
 Legend: M rows, N out features, K in features, P parts.
 """
@@ -24,9 +23,7 @@ from torch import Tensor
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl
 
 MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for them, whatever the device
-NARROW = (
-    256  # columns of a matrix, such as LoRA's way down, whose few tiles would wait for all of K
-)
+NARROW = 256  # columns of a narrow matrix, such as LoRA's down projection
 PART = 1024
 JOINED = 1024  # results of a program that joins parts
 
@@ -48,9 +45,8 @@ def product(
     dtype: torch.dtype | None = None,
     added_MN: Tensor | None = None,
 ) -> Tensor:
-    """Return x times the transpose of w, plus the bias, plus what is added: [M, N], rounded once to
-    `dtype` (that of x unless given). ValueError for operands of different types, and shapes that do
-    not fit."""
+    """Return x times the transpose of w, plus bias and `added_MN`: [M, N], rounded once to `dtype`
+    (default: x's). ValueError for mixed types and for shapes that do not fit."""
     (M, K), N = x_MK.shape, w_NK.shape[0]
     if x_MK.dtype != w_NK.dtype:
         raise ValueError(f"tiled: expected one dtype, got {x_MK.dtype} and {w_NK.dtype}")
@@ -108,7 +104,6 @@ def product(
 
 
 def choose(M: int, N: int, size: int) -> Schedule:
-    """Return the tile for a product of these sizes, of numbers of `size` bytes."""
     if size > 2:
         return Schedule(min(32, max(16, block(M))), 64, 64, 2, 4)
     wide = -(-N // 128) * -(-M // 128) >= MULTIPROCESSORS
@@ -145,7 +140,7 @@ def _product_kernel(
     ALONE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One tile of y, or of one part of it. Tiles of the same weights are neighbours."""
+    """Compute one tile of y, or of one part of it. Tiles of the same weights are neighbours."""
     after_others(EARLY)
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
@@ -191,7 +186,7 @@ def _part(
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Sums over the features [first, stop)."""
+    """Return sums over the features [first, stop)."""
     sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for k in range(first, stop, DEPTH):
         if EVEN:
@@ -205,7 +200,6 @@ def _part(
 
 @jit
 def _finish(sums, bias, added, y, at, n, live):
-    """Add what is to be added, and write the result."""
     if bias is not None:
         sums = sums + tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
     if added is not None:
@@ -215,7 +209,6 @@ def _finish(sums, bias, added, y, at, n, live):
 
 @jit
 def _join_kernel(sums, bias, added, y, M, N, parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """The parts of BLOCK results, in their order."""
     after_others(EARLY)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < M * N

@@ -1,10 +1,9 @@
 """4-bit weights times bf16 activations: streamed past few rows, dequantized for many.
 
-Up to `stream_rows` the weights are decoded in registers as they arrive (`streamed.cu`). From there
-on the product is bound by arithmetic: the matrix is dequantized to bf16 in one pass, and cuBLAS
-multiplies. `dequantize` is that pass, and what a learner with a frozen 4-bit base needs
-twice a layer. Its numbers are those of the formats' own torch code, bit for bit: value times
-multiplier in float32, rounded once.
+Up to `stream_rows` the weights are decoded in registers as they arrive (`streamed.cu`). Beyond,
+arithmetic bounds the product: one pass dequantizes to bf16, and cuBLAS multiplies. `dequantize`
+also serves a learner with a frozen 4-bit base. Its numbers are those of the formats' torch code,
+bit for bit: value times multiplier in float32, rounded once.
 
     nvfp4      e2m1 (scale / global scale)      blocks of 16
     mxfp4      e2m1 2^(E - 127)                 blocks of 32
@@ -27,19 +26,17 @@ from lowroll.kernels.support import NO_CUDA, YES, Support, no
 
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "int4": 128, "int4_asym": 128}
 WORDS = 1024  # of 8 codes, a program of the dequantizer
-# beyond these rows, dequantizing and cuBLAS take less time: of matrices that `streamed` has
-BROAD_ROWS = 256  # tiles of many rows for
-STREAM_ROWS = 128  # none for
+# rows beyond which dequantizing and cuBLAS take less time, for matrices that `streamed` takes
+BROAD_ROWS = 256  # with tiles for many rows
+STREAM_ROWS = 128  # without
 
 
 def stream_rows(kind: str, shape: tuple[int, int], device: torch.device) -> int:
-    """Rows of activations up to which the codes of such a matrix are streamed."""
+    """Return the rows of activations up to which such a matrix is streamed."""
     return BROAD_ROWS if streamed.broad_supports(kind, shape, device) else STREAM_ROWS
 
 
 def supports(kind: str, x_MK: Tensor, shape: tuple[int, int]) -> Support:
-    """Does `linear` multiply these activations with a matrix of that shape? bf16 on CUDA, without
-    gradients."""
     if kind not in BLOCK:
         return no("knows nvfp4, mxfp4, int4 and int4_asym")
     most = stream_rows(kind, shape, x_MK.device)
@@ -55,7 +52,7 @@ def linear(
     shape: tuple[int, int],
     bias_N: Tensor | None = None,
 ) -> Tensor:
-    """bf16 activations times a 4-bit matrix [N, K]: y_MN in bf16, fp32 sums. Errors are those of
+    """Multiply bf16 activations with a 4-bit matrix [N, K]: y_MN in bf16, fp32 sums. Errors as
     `streamed.linear`."""
     if x_MK.shape[0] <= stream_rows(kind, shape, x_MK.device):
         return streamed.linear(kind, tensors, x_MK, shape[0], bias_N)
@@ -67,8 +64,8 @@ def linear(
 def supports_dequantize(
     kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> Support:
-    """Does `dequantize` make this matrix? It needs Triton and whole blocks; its interpreter rounds
-    bf16 another way."""
+    """Return whether `dequantize` makes this matrix. It needs Triton and whole blocks; the
+    interpreter rounds bf16 otherwise."""
     packed = tensors["weight_packed"]
     if not (found := triton_supports(packed)):
         return found
@@ -82,7 +79,6 @@ def supports_dequantize(
 def dequantize(
     kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The matrix [N, K] that the codes stand for, in one pass over them."""
     words = tensors["weight_packed"].view(torch.int32)
     w_NK = torch.empty(shape, dtype=dtype, device=words.device)
     global_ = tensors.get("weight_global_scale")

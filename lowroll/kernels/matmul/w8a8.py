@@ -2,16 +2,13 @@
 
     y[m, n] = (sum_k x[m, k] w[n, k]) * row[m] * column[n] + bias[n]
 
-On CUDA a product of few rows streams the weights past CUDA cores (`kernels.matmul.gemv`), and int8
-has its own matrix product for more (`kernels.matmul.integers`); both apply scales and bias before
-they write.
+On CUDA few rows go to `kernels.matmul.gemv`, more int8 rows to `kernels.matmul.integers`.
 
-e4m3 is `torch._scaled_mm`. Up to `WIDE` rows its scales are 1, because with scales of its own it is
-up to twice slower for few rows (docs/LOG.md): the kernel that comes next applies them, and the sums
-are rounded to the activations' dtype once more. From there on the tensor cores keep the sums of up to
-`SHORT` features themselves (`use_fast_accum`), with fewer bits than float32 has: what that loses is
-less than the rounding of the result to bfloat16, and the product takes a tenth less time. In the
-engine and in the learner's forward alike; gradients always.
+e4m3 is `torch._scaled_mm`. Up to `WIDE` rows its scales are 1, as its own scaling is up to twice
+slower for few rows (docs/LOG.md): the next kernel applies them, and sums are rounded to the
+activations' dtype once more. Beyond, the tensor cores keep sums of up to `SHORT` features
+(`use_fast_accum`), a tenth faster at a loss below bfloat16's rounding, in the engine and in the
+learner's forward alike; gradients always use them.
 
 Elsewhere the sums are plain torch's.
 
@@ -31,8 +28,8 @@ from lowroll.kernels.matmul import exact, gemv, integers
 from lowroll.kernels.quantize.rows import E4M3, Product, QuantizedRows
 from lowroll.kernels.support import YES, Support, no
 
-WIDE = 1024  # rows from which on `_scaled_mm` applies the scales of bfloat16 results itself
-SHORT = 5120  # features whose fast sums are 1.2e-3 of the result off (3584), bfloat16 1.7e-3 (docs/LOG.md)
+WIDE = 1024  # rows from which `_scaled_mm` itself applies the scales of bfloat16 results
+SHORT = 5120  # features whose fast sums err by 1.2e-3 (bfloat16: 1.7e-3; docs/LOG.md)
 
 
 def multiply(
@@ -42,11 +39,11 @@ def multiply(
     bias_N: Tensor | None,
     fast: bool = False,
 ) -> Product:
-    """Rows times the transposed codes, both int8 or both float8_e4m3fn. scale_N: float32, [N] or
-    [N, 1]. fast: sums of e4m3 that keep fewer bits, however many features there are.
+    """Multiply rows with the transposed codes, both int8 or both float8_e4m3fn. scale_N: float32,
+    [N] or [N, 1]. fast: e4m3 sums of fewer bits, whatever the number of features.
 
-    Which scales the Product has still to apply depends on kind, device and number of rows. On one
-    device, graphs that captured products must not run at the same time.
+    Kind, device and number of rows decide which scales the Product still has to apply. Captured
+    graphs of one device must not run these products at the same time.
     """
     codes_MK = rows.codes_MK
     if gemv.supports(codes_MK, codes_NK):
@@ -81,7 +78,7 @@ def multiply(
 
 
 def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """sum_k x w by the device's e4m3 product, which wants N and K in multiples of 16."""
+    """Return sum_k x w by the device's e4m3 product, which wants N and K in multiples of 16."""
     num_out, num_in = codes_NK.shape
     pad_k, pad_n = -num_in % 16, -num_out % 16
     if pad_k or pad_n:
@@ -95,7 +92,7 @@ def e4m3_sums(codes_MK: Tensor, codes_NK: Tensor, dtype: torch.dtype, fast: bool
 
 @cache
 def scaled_mm_supports(device: torch.device) -> Support:
-    """Does this device multiply e4m3 matrices, into float32 sums?"""
+    """Return whether this device multiplies e4m3 matrices into float32 sums."""
     x_MK, w_NK = (
         torch.arange(-160, 160, device=device).remainder(23).view(-1, 32).to(E4M3) for _ in range(2)
     )

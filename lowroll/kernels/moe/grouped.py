@@ -2,22 +2,21 @@
 
     y[place] = w[e] x[place]           for the places of expert e (`route.Groups`)
 
-`product` and `outer` serve the learner: plain floating point, forward and backward. `multiply`
-serves the engine: the matrices lie as their format stores them, tokens are gathered and outputs
-scattered on the way, and SwiGLU is part of the first product. `experts` chains it all.
+`product` and `outer` serve the learner in plain floating point. `multiply` serves the engine:
+matrices stay in their stored format, tokens are gathered and outputs scattered on the way, and
+SwiGLU is part of the first product. `experts` chains it all.
 
     dense     the weights' own floating point, sums in float32
     w8a8      int8 or e4m3 codes on both sides, (sum_k q_x q_w) s_x s_w
     nvfp4     e2m1 codes, an e4m3 scale for 16 weights of a row, over a global scale of the matrix or the row
     mxfp4     e2m1 codes, a power of two for 32 weights of a row
-    int4      codes that stand for n - 8, a scale for 128 weights of a row, which Triton's rounds to bfloat16 first
+    int4      codes for n - 8, a scale for 128 weights of a row (rounded to bfloat16 by Triton's kernel)
 
-A format without a kernel of its own is multiplied as the numbers that its codes stand for, and
-where its product rounds activations, they are rounded first (`Stack.rounded`).
+A format without a kernel is dequantized, and its activations are rounded first where its product
+rounds them (`Stack.rounded`).
 
-4-bit codes are streamed past few rows an expert by a kernel in CUDA C++ where it can be built
-(`routed`), and Triton's takes what is left. Tiles depend on shapes alone: a launch has as many
-programs as the tiles can be in the worst case.
+For few rows an expert, 4-bit codes are streamed by a CUDA kernel where it can be built (`routed`);
+Triton takes the rest. A launch has as many programs as the tiles can be in the worst case.
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, N out features, K in features, F
 width of an expert.
@@ -52,7 +51,8 @@ from lowroll.kernels.support import NO_CUDA, YES, Support, cuda_supports, no
 def experts(
     x_TD: Tensor, router_ED: Tensor, gate_up: Stack, down: Stack, choices: int, renormalize: bool
 ) -> Tensor:
-    """The whole mixture of experts: [T, D]. Where `launch.triton_supports(x_TD)`; not differentiable."""
+    """Compute the whole mixture of experts: [T, D]. Where `launch.triton_supports(x_TD)`; not
+    differentiable."""
     weights_TS, groups = choose_and_sort(x_TD, router_ED, choices, renormalize)
     if all(routed.supports(stack, x_TD, weights_TS.numel()) for stack in (gate_up, down)):
         h_PF = routed.multiply(x_TD, gate_up, groups, choices=choices, swiglu=True)
@@ -72,14 +72,12 @@ def experts(
 
 
 def multiply(x_PK: Tensor, stack: Stack, groups: Groups) -> Tensor:
-    """Sorted rows times the matrices of their experts: [P, N]. Where `launch.triton_supports(x_PK)`; not
-    differentiable."""
+    """Multiply sorted rows with the matrices of their experts: [P, N]. Where
+    `launch.triton_supports(x_PK)`; not differentiable."""
     return _launch(*_operand(x_PK, stack), stack, groups, x_PK.dtype)
 
 
 def supports(stack: Stack, dtype: torch.dtype) -> Support:
-    """Do the kernels multiply these matrices, as they are stored, with activations of this
-    dtype?"""
     if stack.packed and dtype != torch.bfloat16:
         return no("4-bit experts take activations in bfloat16")
     if stack.packed and stack.features % stack.block:
@@ -90,7 +88,6 @@ def supports(stack: Stack, dtype: torch.dtype) -> Support:
 
 
 def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
-    """Activations as the product with these matrices reads them, and their scales."""
     if stack.packed:  # the features of the first code of all blocks, then of the second, ...
         return x_MK.view(len(x_MK), -1, stack.block).transpose(1, 2).contiguous(), None
     if stack.kind == "dense":
@@ -101,8 +98,8 @@ def _operand(x_MK: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class GroupedTiling:
-    """Places, channels and features of one step of a program, its warps, and the steps that are
-    loaded ahead."""
+    """Places, channels and features of one step of a program, its warps, and the steps loaded
+    ahead."""
 
     places: int
     channels: int
@@ -112,11 +109,10 @@ class GroupedTiling:
 
 
 def tiles(stack: Stack, slots: int) -> GroupedTiling:
-    """Choose the tiling by twice the slots that an expert has on average: few experts are cut, and
-    the narrow side is filled."""
+    """Choose the tiling by twice the average slots of an expert."""
     places = min(128, max(16, block(2 * slots // stack.num_experts)))
     if stack.packed:
-        features = 16 * stack.block  # as few as the tensor cores take of each code of a block
+        features = 16 * stack.block  # the fewest that the tensor cores take
         if 4 * slots < stack.num_experts:
             return GroupedTiling(8, 32, features, warps=2, stages=3)
         return GroupedTiling(min(places, 32), 64, features, stages=2)
@@ -139,11 +135,10 @@ def _launch(
     to_slots: bool = False,
     blocked: int = 0,
 ) -> Tensor:
-    """One product. The arguments are those of `_multiply_kernel`."""
     slots, count = len(groups.slot_P), stack.num_experts
     size = tiles(stack, slots)
     channels, each = stack.channels, size.channels
-    if swiglu:  # of y, of which one is made of a gate's and an up's
+    if swiglu:  # of y: one is made of a gate's and an up's
         channels, each = channels // 2, each // 2
     y = torch.empty((slots, channels), dtype=dtype, device=x.device)
     scale = stack.scale_N1
@@ -184,7 +179,7 @@ def _launch(
 
 
 def product(x_PK: Tensor, w_EKN: Tensor, groups: Groups) -> Tensor:
-    """Rows times the matrices of their experts: [P, N]. Not differentiable."""
+    """Multiply rows with the matrices of their experts: [P, N]. Not differentiable."""
     w_ENK = w_EKN.transpose(1, 2)
     half = x_PK.dtype == w_EKN.dtype and x_PK.dtype in (torch.bfloat16, torch.float16)
     # faster than torch's on Hopper (docs/LOG.md)
@@ -200,8 +195,8 @@ def product(x_PK: Tensor, w_EKN: Tensor, groups: Groups) -> Tensor:
 
 
 def outer(y_PN: Tensor, x_PK: Tensor, groups: Groups) -> Tensor:
-    """The sum of y x^T over the rows of each expert, 0 for one without: [E, N, K], the gradient of
-    the matrices."""
+    """Return the sum of y x^T over the rows of each expert (0 without rows): [E, N, K], the
+    matrices' gradient."""
     if grouped_mm_supports(x_PK, y_PN):
         return F.grouped_mm(y_PN.t(), x_PK, offs=groups.ends_E)
     w_ENK = x_PK.new_zeros(len(groups.ends_E), y_PN.shape[1], x_PK.shape[1])
@@ -212,8 +207,7 @@ def outer(y_PN: Tensor, x_PK: Tensor, groups: Groups) -> Tensor:
 
 
 def grouped_mm_supports(a: Tensor, b: Tensor) -> Support:
-    """Does torch have a grouped product for these? It wants bfloat16 and rows of whole 16
-    bytes."""
+    """Return whether torch has a grouped product for these: bfloat16, rows of whole 16 bytes."""
     if not a.is_cuda:
         return NO_CUDA
     if not a.dtype == b.dtype == torch.bfloat16:
@@ -225,8 +219,7 @@ def grouped_mm_supports(a: Tensor, b: Tensor) -> Support:
 
 @cache
 def grouped_mm_supports_device(device: torch.device) -> Support:
-    """Does torch's grouped product on this device do what the loops do, experts without rows
-    included?"""
+    """Return whether torch's grouped product on this device handles experts without rows."""
     if not (found := cuda_supports(device)):
         return found
     generator = torch.Generator().manual_seed(0)
@@ -255,21 +248,21 @@ def grouped_mm_supports_device(device: torch.device) -> Support:
 
 # -- Triton ----------------------------------------------------------------------------------------
 #
-# A program takes some places of one expert and some of its channels. Its weights are the left
-# operand of the tensor cores' product and the tokens the right one: few tokens then fill the narrow
-# side. The grid is as long as the tiles can be in the worst case; a program finds its expert in
-# `ends`, and one that has none leaves at once.
+# A program takes some places of one expert and some of its channels. Weights are the left operand,
+# tokens the right: few tokens then fill the narrow side. A program finds its expert in `ends`; one
+# without leaves at once.
 #
-# 4-bit codes stay eight a 32-bit word. Nibble i of word w belongs to feature 8 w + i, so eight
-# products are summed, each with the rows' features of one i. The rows come with their features in
-# that order: [8, K / 8].
+# 4-bit codes stay eight a 32-bit word.
+#
+# Nibble i of word w belongs to feature 8 w + i, so eight products are summed, each with the rows'
+# features of one i. The rows come with their features in that order: [8, K / 8].
 #
 # A nibble s|ee|m of e2m1, moved to the bits s<<15 | eem<<6, is a bfloat16 of value * 2^-126: the
 # scale of its block makes up for it, and one packed multiplication decodes two weights.
 
 # $8, $9: a word of row a and one of row b (their nibbles are i = 0 .. 7 from the low end), $10:
 # their scales as packed bfloat16. $0 .. $7: nibble i of a and of b, times their scales, as packed
-# bfloat16. A nibble n that lies alone in its half of a register becomes n << 12 | n << 6 by one
+# bfloat16. A nibble n alone in its half of a register becomes n << 12 | n << 6 by one
 # multiplication.
 _E2M1 = constexpr("""
 {
@@ -318,8 +311,7 @@ _INT4 = constexpr("""
 
 @jit
 def _places(ends_ptr, tile, slots, num_experts, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The expert of a tile, its first place and the expert's end; the end is -1 for a tile beyond
-    the last."""
+    """Return a tile's expert, first place and the expert's end; the end is -1 beyond the last tile."""
     offs_e = tl.arange(0, BLOCK_E)
     ends_e = tl.load(ends_ptr + offs_e, mask=offs_e < num_experts, other=slots)
     starts_e = tl.load(ends_ptr + offs_e - 1, mask=(offs_e > 0) & (offs_e < num_experts), other=0)
@@ -334,7 +326,7 @@ def _places(ends_ptr, tile, slots, num_experts, BLOCK_E: tl.constexpr, BLOCK_P: 
 
 @jit
 def _decoded(words, scales, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Eight bfloat16 (or, in the interpreter, float32) tensors: nibble i of every word, times its
+    """Return eight bfloat16 (interpreter: float32) tensors: nibble i of every word, times its
     scale."""
     if PTX:
         return tl.inline_asm_elementwise(
@@ -396,8 +388,8 @@ def _packed_sum(
     KIND: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """w_ptr: int64, sixteen codes of a row. A block is one of them, or two with MXFP4, whose scales
-    are for as many. INT4 has a scale for eight blocks."""
+    """Add the product of sixteen codes of a row (w_ptr: int64) to the sums. A block is one such
+    word, or two with MXFP4; INT4 has a scale for eight blocks."""
     span: tl.constexpr = 2 if KIND == "mxfp4" else 1
     group: tl.constexpr = 8 if KIND == "int4" else 1
     blocks = features // (16 * span)
@@ -434,10 +426,10 @@ def _packed_sum(
 
 @jit
 def _scale(stored_nb, KIND: tl.constexpr, PTX: tl.constexpr):
-    """The scales of blocks, for PTX in bfloat16; those of e2m1 times 2^118, which with a final 2^8
-    makes up for 2^-126.
+    """Return the scales of blocks, for PTX in bfloat16; those of e2m1 times 2^118, which with a
+    final 2^8 makes up for 2^-126.
 
-    MXFP4's are made by their bits; beyond E = 136, a scale of 512, they saturate.
+    MXFP4's saturate beyond E = 136, a scale of 512.
     """
     if KIND == "int4":
         scale_nb = stored_nb
@@ -477,7 +469,7 @@ def _sum(sums_np, w_ptr, x_ptr, row_n, keep_n, token_p, keep_p, features, BLOCK_
         if w_nk.dtype == tl.int8:
             sums_np = tl.dot(w_nk, x_kp, sums_np, out_dtype=tl.int32)
         elif w_nk.dtype == tl.float8e4nv:
-            # sums of one step are rounded coarsely, those over steps are not
+            # the sums of a step are rounded coarsely; sums over steps must not be
             sums_np = tl.dot(w_nk, x_kp, sums_np, max_num_imprecise_acc=BLOCK_K)
         else:
             sums_np = tl.dot(w_nk, x_kp, sums_np, input_precision="ieee")
@@ -511,13 +503,13 @@ def _multiply_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """y = w[e] x for some places of an expert and some of its channels.
+    """Compute y = w[e] x for some places of an expert and some of its channels.
 
     KIND: dense, w8a8 (xs: a scale a row, ws: a scale a channel), nvfp4 (g: the global scale, one or
     one a channel), mxfp4 or int4. x lies at the place's token, its slot / CHOICES, or at the place
     itself if CHOICES is 0; y at the place, or (TO_SLOTS) at the slot. SWIGLU: the matrix has
-    `channels` of gates and then as many of ups, and y = silu(gate) * up. BLOCKED: the features of y
-    are written in the order that matrices with so many in a block read them in; 0: as they are.
+    `channels` gates, then as many ups, and y = silu(gate) * up. BLOCKED: features of y are written
+    in the order of packed codes with so many in a block; 0: as they are.
     """
     after_others(EARLY)
     height: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N  # channels of y in a tile

@@ -1,15 +1,13 @@
-"""Routing in a mixture of experts: which experts a token goes to, where its slots lie, and the sum
-over them.
+"""Routing in a mixture of experts: choice of experts, sorting of slots, and the sum over them.
 
     p = softmax(R x)        float32, over the E experts
     chosen: the S largest logits, of equal ones the lower expert;    g = p of the chosen, over their sum if asked for
 
-Every token has S slots: slot = token * S + choice. Sorted by expert, the earlier slot first, they
-have places, and an expert's places lie together: from the end of the expert before it to its own
-end. The number of an expert's places is known on the device alone, and nothing waits for it.
+Slot = token * S + choice. Sorted by expert, the earlier slot first, slots have places; an expert's
+places are contiguous. Their number is known on the device alone, and nothing waits for it.
 
-Logits are sums in float32 of the model's own numbers, rounded to nothing less, so that products
-which add in another order choose alike but for near-ties.
+Logits are float32 sums of the model's unrounded numbers, so that products with another order of
+sums choose alike but for near-ties.
 
 Legend: T tokens, S choices a token, P = T S slots, E experts, D hidden size.
 """
@@ -25,14 +23,14 @@ from torch import Tensor
 
 from lowroll.kernels.launch import after_others, block, early_start, jit, tl, triton_supports
 
-PARTS = 8  # of the sum over features, which few tokens would leave to one program
-MOST_SLOTS = 1 << 14  # that the sorting kernel takes: every expert's program reads all of them
+PARTS = 8  # shares of the sum over features
+MOST_SLOTS = 1 << 14  # that the sorting kernel takes: each expert's program reads all of them
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Slots sorted by expert: which slot lies at a place, at which place a slot lies, and where
-    experts end."""
+    """Slots sorted by expert: the slot at each place, the place of each slot, and where experts
+    end."""
 
     slot_P: Tensor
     place_P: Tensor
@@ -40,7 +38,6 @@ class Groups:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """The places of each expert, on the host."""
         ends = self.ends_E.tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -48,15 +45,15 @@ class Groups:
 def choose(
     x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """(weights [T, S] in float32, experts [T, S]), by falling logit. Differentiable, and the same
-    with a gradient as without."""
+    """Return (weights float32 [T, S], experts [T, S]), by falling logit. Differentiable, and the
+    same with a gradient as without."""
     if triton_supports(x_TD):
         return _Choose.apply(x_TD, router_ED, choices, renormalize)
     return choose_by(F.linear(x_TD.float(), router_ED.float()), choices, renormalize)
 
 
 def choose_by(logits_TE: Tensor, choices: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """`choose` in plain torch, by the router's logits in float32."""
+    """Compute `choose` in plain torch from the router's float32 logits."""
     experts_TS = logits_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :choices]
     return _weights(logits_TE, experts_TS, renormalize), experts_TS
 
@@ -67,7 +64,6 @@ def _weights(logits_TE: Tensor, experts_TS: Tensor, renormalize: bool) -> Tensor
 
 
 def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
-    """Sort the slots of tokens that chose these experts."""
     if triton_supports(experts_TS) and experts_TS.numel() <= MOST_SLOTS:
         return _sort_slots(experts_TS, num_experts)
     sorted_P, slot_P = experts_TS.flatten().sort(stable=True)
@@ -82,8 +78,7 @@ def sort_slots(experts_TS: Tensor, num_experts: int) -> Groups:
 def choose_and_sort(
     x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool
 ) -> tuple[Tensor, Groups]:
-    """(weights [T, S], the sorted slots): `choose` and `sort_slots` for an engine, one launch less
-    for one token.
+    """Compute `choose` and `sort_slots` for an engine: (weights [T, S], sorted slots).
 
     Where `launch.triton_supports(x_TD)`; not differentiable.
     """
@@ -95,16 +90,16 @@ def choose_and_sort(
 
 
 def gather(x_TD: Tensor, groups: Groups, choices: int) -> Tensor:
-    """The rows of tokens at the places of their slots: [P, D]. Differentiable, in a fixed order of
-    sums."""
+    """Gather the rows of tokens to the places of their slots: [P, D]. Differentiable, in a fixed
+    order of sums."""
     return _Gather.apply(x_TD, groups, choices)
 
 
 def combine(
     y_PD: Tensor, weights_TS: Tensor, dtype: torch.dtype, groups: Groups | None = None
 ) -> Tensor:
-    """The weighted sum over the slots of every token: [T, D]. y lies by place, or by slot if no
-    groups are given.
+    """Return the weighted sum over the slots of every token: [T, D]. y lies by place, or by slot
+    without groups.
 
     Differentiable where y lies by place.
     """
@@ -114,8 +109,7 @@ def combine(
 
 
 class _Choose(torch.autograd.Function):
-    """The choice is the kernel's; the gradient of its weights is that of the formula for the same
-    experts."""
+    """The kernel's choice, with the formula's gradient of the weights."""
 
     @staticmethod
     def forward(
@@ -220,7 +214,7 @@ def _sum_slots(
 def _choose(
     x_TD: Tensor, router_ED: Tensor, choices: int, renormalize: bool, groups: Groups | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`groups`: to fill with the slots of the one token."""
+    """Choose by the kernel. `groups`: filled with the slots of a single token."""
     (tokens, features), num_experts = x_TD.shape, len(router_ED)
     parts = torch.empty((PARTS, tokens, num_experts), dtype=torch.float32, device=x_TD.device)
     weights_TS = torch.empty((tokens, choices), dtype=torch.float32, device=x_TD.device)
@@ -301,7 +295,6 @@ def _logits_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One part's share of the sum over features: [PARTS, T, E] in float32."""
     after_others(EARLY)
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_e, part = tl.arange(0, BLOCK_E), tl.program_id(1)
@@ -343,8 +336,8 @@ def _choose_kernel(
     BLOCK_S: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The experts of one token and their weights; with `slot_ptr` it is the only one, and its slots
-    are sorted too."""
+    """Choose the experts and weights of one token; with `slot_ptr` it is the only one, and its
+    slots are sorted too."""
     after_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     offs_e, offs_s = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_S)
@@ -387,7 +380,6 @@ def _choose_kernel(
 def _sort_kernel(
     experts_ptr, slot_ptr, place_ptr, ends_ptr, slots, BLOCK_P: tl.constexpr, EARLY: tl.constexpr
 ):
-    """The places of one expert's slots: as many before them as there are slots of lower experts."""
     after_others(EARLY)
     expert = tl.program_id(0)
     lower = 0
@@ -417,8 +409,8 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The sum over one token's slots, in the order of its choices. y lies by place, or by slot
-    without places."""
+    """Sum one token's slots in the order of its choices. y lies by place, or by slot without
+    places."""
     after_others(EARLY)
     token, offs_d = (
         tl.program_id(0).to(tl.int64),
@@ -452,7 +444,7 @@ def _spread_kernel(
     CHOICES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The gradient of `_combine_kernel` at one place: of y, and of its slot's weight."""
+    """Compute the gradient of `_combine_kernel` at one place: of y and of its slot's weight."""
     place = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + place)
     weight, total = tl.load(weights_ptr + slot), 0.0

@@ -1,7 +1,6 @@
-"""Rows sorted by their experts times 4-bit matrices, few rows an expert: `routed.cu` for torch.
+"""Rows sorted by expert times 4-bit matrices, for few rows an expert: `routed.cu` for torch.
 
-One library a weight format, built by nvcc on first use. The rows are read and the results written
-where the two products of a mixture want them (`grouped.experts`); tiles depend on shapes alone.
+nvcc builds one library a weight format on first use. Tiles depend on shapes alone.
 
 Legend: P slots, E experts, N out features of an expert, K in features.
 """
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from lowroll.kernels.moe.stack import Stack
 
 SOURCE = Path(__file__).with_name("routed.cu")
-MOST = {"int4": 16}  # slots an expert has on average; beyond, Triton's tiles take over. Others: 32
+MOST = {"int4": 16}  # average slots of an expert; beyond, Triton is faster. Others: 32
 CAPABILITY = (9, 0)  # or later
 MEMORY = 226 * 1024  # bytes of a block's shared memory beside its book of places
 
@@ -42,8 +41,7 @@ class RoutedTiling(NamedTuple):
 
 
 def tiles(slots: int, stack: Stack) -> RoutedTiling:
-    """Choose the tiling by the slots that an expert has on average: 1/16, 1/2, 4, 16 and 32 were
-    measured (docs/LOG.md)."""
+    """Choose the tiling by the average slots of an expert (measurements: docs/LOG.md)."""
     count = stack.num_experts
     if slots <= count:
         split = 1
@@ -60,7 +58,6 @@ def tiles(slots: int, stack: Stack) -> RoutedTiling:
 
 
 def shared_memory_supports(size: RoutedTiling, stack: Stack) -> bool:
-    """Do the rows of a tile and the warps' rings fit into shared memory?"""
     ring = size.stages * 2048 + (2048 if stack.kind == "nvfp4" else 1024)
     return stack.features * 16 * size.eights + size.warps * ring <= MEMORY
 
@@ -86,8 +83,6 @@ class RoutedArguments(ctypes.Structure):
 
 
 def supports(stack: Stack, x: Tensor, slots: int) -> Support:
-    """Is there a kernel for these matrices, and are the rows of an expert few? It has no
-    gradient."""
     if not stack.packed:
         return no("takes nvfp4, mxfp4 and int4")
     if not x.is_cuda:
@@ -105,7 +100,6 @@ def supports(stack: Stack, x: Tensor, slots: int) -> Support:
 
 @cache
 def supports_device(kind: str, device: torch.device) -> Support:
-    """Is it a CUDA device of that capability, on a machine with an nvcc that builds the kernel?"""
     if not (found := cuda_supports(device, CAPABILITY)):
         return found
     capability = torch.cuda.get_device_capability(device)
@@ -123,11 +117,11 @@ def multiply(
     swiglu: bool = False,
     to_slots: bool = False,
 ) -> Tensor:
-    """[P, N] in bfloat16. x lies at the place's token, its slot / choices, or at the place itself
-    if choices is 0.
+    """Return [P, N] in bfloat16. x lies at the place's token, its slot / choices, or at the place
+    itself if choices is 0.
 
-    swiglu: a matrix has N channels of gates and then as many of ups, and y = silu(gate) * up. to_slots:
-    y lies at the slot instead of the place. RuntimeError when the kernel cannot be launched.
+    swiglu: a matrix has N gates, then as many ups, and y = silu(gate) * up. to_slots: y lies at the
+    slot, not the place. RuntimeError when the kernel cannot be launched.
     """
     library = _library(stack.kind, torch.cuda.get_device_capability(x.device))
     slots = len(groups.slot_P)

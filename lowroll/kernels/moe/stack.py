@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stack:
-    """The matrices of all experts, one under the other, as their format stores them."""
+    """The matrices of all experts, stacked, in their stored format."""
 
     kind: str
     num_experts: int
@@ -23,7 +23,7 @@ class Stack:
 
     @property
     def channels(self) -> int:
-        """The output channels of one expert."""
+        """Return the output channels of one expert."""
         return self.codes_NK.shape[0] // self.num_experts
 
     @property
@@ -32,12 +32,13 @@ class Stack:
 
     @property
     def block(self) -> int:
-        """Features that stand together in the order of packed codes, see the notes on Triton."""
+        """Return the features that stand together in the order of packed codes (notes on Triton in
+        `grouped`)."""
         if not self.packed:
             return 0
         return 32 if self.kind == "mxfp4" else 16
 
     @property
     def packed(self) -> bool:
-        """Two codes a byte?"""
+        """Return whether a byte holds two codes."""
         return self.kind in ("nvfp4", "mxfp4", "int4")

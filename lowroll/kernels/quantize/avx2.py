@@ -1,7 +1,7 @@
 """Rows rotated and rounded on a CPU: `avx2.cpp` for torch, in float32.
 
-Plain torch takes six passes over a row to round it and eighteen calls to rotate it; this takes one
-call. The bits are the same, so whoever rounds (an engine, an aligned learner) may take either.
+One call replaces six passes (rounding) and eighteen calls (rotation) of torch, with the same bits,
+so engine and aligned learner may take either.
 
 Legend: M rows of activations, K features.
 """
@@ -20,7 +20,7 @@ from lowroll.kernels.build import pointer
 from lowroll.kernels.support import Support, no
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-LEAST = 512  # features of a row: the tensors of small models are quicker in torch
+LEAST = 512  # features of a row; shorter ones are quicker in torch
 
 
 class CpuQuantizeArguments(ctypes.Structure):
@@ -33,7 +33,6 @@ class CpuQuantizeArguments(ctypes.Structure):
 
 
 def supports(x: Tensor) -> Support:
-    """Does this take the rows of x [..., K]?"""
     if x.device.type != "cpu":
         return cxx.NO_CPU
     if x.dtype != torch.float32:

@@ -1,10 +1,9 @@
 """Quantizing a matrix to 4 bits in one launch: NVFP4, MXFP4, INT4 symmetric and asymmetric.
 
-The formulas are those of `lowroll.quant` (nvfp4, mxfp4, int4), and the bytes are too: divisions are
-rounded to nearest, nothing is contracted, ties go the same way. A program takes some groups of one
-matrix: it reads them once, finds each group's scale, and writes codes, two a byte, and scales to
-storages that are there already. What a row lacks to a whole group counts as zeros and is not
-stored; stored codes behind the end of a row are 0.
+Bytes equal those of `lowroll.quant` (nvfp4, mxfp4, int4): divisions round to nearest, nothing is
+contracted, ties go the same way. A program reads some groups once, finds their scales, and writes
+codes, two a byte, and scales to existing storages. The last group of a row is zero-padded; the
+padding is not stored, and stored codes beyond the row are 0.
 
 Legend: N rows, K columns, G groups of a row, S weights of a group, U stored words or bytes of a
 row.
@@ -29,8 +28,8 @@ def quantize4(
     scale_NG: Tensor,
     global_1: Tensor | None = None,
 ) -> Tensor | None:
-    """Write the codes and scales of a finite matrix. Triton only: ask
-    `launch.triton_supports` first.
+    """Write the codes and scales of a finite matrix. Triton only: ask `launch.triton_supports`
+    first.
 
     kind: nvfp4 (uint8 codes, float8_e4m3fn scales; global_1: the matrix' scale, float32), mxfp4 or
     mxfp4_floor (uint8 codes and exponents), int4 or int4_asym (int32 words, float32 scales).
@@ -73,9 +72,9 @@ def _round(x):
 
 @jit
 def _e2m1(x):
-    """Codes of the nearest e2m1 levels, as `quant.groups.encode_e2m1`. From 1 on, a code is the
-    exponent and the first bit of the mantissa, rounded to nearest with ties to even, and that is
-    less below 1 than the two levels there."""
+    """Return the codes of the nearest e2m1 levels, as `quant.groups.encode_e2m1`. From 1 on, a code
+    is the exponent and the mantissa's first bit, rounded to nearest, ties to even, less the two
+    levels below 1."""
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     code = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
@@ -85,9 +84,8 @@ def _e2m1(x):
 
 @jit
 def _e4m3(x):
-    """(code, value) of the nearest e4m3 number to 0 <= x <= 448, ties to even; 1/8 in place of 0.
-    The cast would do, but in the interpreter a mantissa that rounds up to the next power of two
-    loses it."""
+    """Return (code, value) of the e4m3 number nearest to 0 <= x <= 448, ties to even; 1/8 in place
+    of 0. The interpreter's cast is wrong where a mantissa rounds up to the next power of two."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     code = tl.where(x < 0.015625, _round(x * 512.0).to(tl.int32), normal)

@@ -1,11 +1,9 @@
-"""Quantizing a matrix to 8 bits, one scale a row: INT8, rotated or not, and e4m3; of the matrix or of
-its transpose.
+"""Quantizing a matrix or its transpose to 8 bits, one scale a row: INT8, rotated or not, and e4m3.
 
-The formulas are those of `quant.int8`, `quant.int8_rotated` and `quant.fp8`, and the bytes are too:
-divisions are rounded to nearest, nothing is contracted, ties go to even. A program takes one row: it reads it once (a
-long one once more, from a cache), finds the scale, and writes codes and scale to storages that are
-there already. A transpose takes two launches over tiles: the columns' largest magnitudes, and codes
-that each tile writes the other way round.
+Bytes equal those of `quant.int8`, `quant.int8_rotated` and `quant.fp8`: divisions round to nearest,
+nothing is contracted, ties go to even. A program takes one row, finds the scale, and writes codes
+and scale to existing storages. A transpose takes two launches over tiles: the columns' largest
+magnitudes, then transposed codes.
 
 Legend: N rows, K columns.
 """
@@ -20,8 +18,8 @@ from lowroll.kernels.quantize.rotation import rotated
 from lowroll.kernels.quantize.rows import ROTATED, encoding, magnitude
 
 LONGEST = 4096  # weights that a program holds in registers
-# a tile of a transpose, whose rows are read and whose columns are written 128 bytes at a time, and
-# rows of a program that looks for columns' magnitudes
+# the tile of a transpose, read and written in 128-byte pieces, and rows of a program that finds
+# columns' magnitudes
 ROWS, COLUMNS, MANY = 128, 64, 512
 TYPES = ("int8", ROTATED, "fp8")
 
@@ -51,8 +49,7 @@ def quantize_rows_into(w_NK: Tensor, codes_NK: Tensor, scale_N1: Tensor, kind: s
 
 
 def quantize_columns_into(w_NK: Tensor, codes_KN: Tensor, scale_K1: Tensor, kind: str) -> None:
-    """`quantize_rows_into` of the transpose of a matrix that is there row by row. kind: "int8" or
-    "fp8"."""
+    """Compute `quantize_rows_into` of the transpose of a row-major matrix. kind: "int8" or "fp8"."""
     _require(kind, ("int8", "fp8"))
     num_rows, num_columns = w_NK.shape
     amax_K = torch.zeros(num_columns, dtype=torch.int32, device=w_NK.device)
@@ -140,7 +137,8 @@ def _quantize8_kernel(
 def _column_amax_kernel(
     w, amaxes, N, K, MANY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Largest magnitudes of some rows of some columns, as bits: their order is that of the numbers."""
+    """Find the largest magnitudes of some columns over some rows, as bits, which are ordered as the
+    numbers."""
     k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1).to(tl.int64) * MANY
     top = tl.zeros((ROWS, COLUMNS), tl.int32)

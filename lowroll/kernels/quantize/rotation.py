@@ -1,18 +1,13 @@
-"""A blocked Hadamard rotation along the features: what spreads an outlier over its neighbours.
+"""A blocked Hadamard rotation along the features, which spreads outliers.
 
     y = x H,    H block diagonal, each block the Sylvester matrix of `width(K)` over its root
 
-H is symmetric and orthogonal, so x H H = x, and (x H)(w H)' = x w': rotated activations times a
-rotated weight are the product that they were (QuaRot, arXiv 2404.00456, section 3; blocks as
-`head_dim` in compressed-tensors' transforms). After it no feature of a block is much larger than the
-others, and one scale a row loses less to rounding.
+H is symmetric and orthogonal, so (x H)(w H)' = x w' (QuaRot, arXiv 2404.00456, section 3; blocks as
+`head_dim` in compressed-tensors' transforms). One scale a row then loses less to rounding.
 
-A width is a power of 4, so that its root is a power of 2 and scaling rounds nothing. Sums are taken
-pair by pair, neighbours first, in float32: every implementation has the same bits, whatever the
-number of rows. A row that no power of 4 divides stays as it is.
-
-On a CPU with AVX2 the rotation runs in `kernels.quantize.avx2`, in Triton it is a piece of the
-kernels that round (`rotated`).
+A width is a power of 4, so scaling by its root rounds nothing. Sums are pairwise, neighbours first,
+in float32: every implementation has the same bits for any number of rows. A row that no power of 4
+divides stays as it is.
 
 Legend: M rows, K features, B features of a block.
 """
@@ -37,8 +32,8 @@ def width(size: int) -> int:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Return x [..., K] rotated along its last dimension, in float32. Rotating it again gives x,
-    up to rounding."""
+    """Return x [..., K] rotated along its last dimension, in float32; the rotation is its own
+    inverse."""
     x, size = x.float(), width(x.shape[-1])
     if size == 1:
         return x
@@ -61,9 +56,9 @@ def _plain(x: Tensor, size: int) -> Tensor:
 
 @jit
 def rotated(y, WIDTH: tl.constexpr):
-    """Rotate a float32 row that lies in registers; its length is a multiple of WIDTH. Eight
-    neighbours are a thread's, which fetches the others from its warp: on an H100 a fifth of the
-    time of a way through shared memory."""
+    """Rotate a float32 row in registers; its length is a multiple of WIDTH. A thread has eight
+    neighbours and fetches the rest from its warp, a fifth of the time through shared memory (H100).
+    """
     SIZE: tl.constexpr = y.shape[0]
     if WIDTH == 4:
         y = tl.reshape(_four(tl.reshape(y, (SIZE // 4, 4)), SIZE // 4), (SIZE,)) * 0.5
@@ -81,7 +76,6 @@ def rotated(y, WIDTH: tl.constexpr):
 
 @jit
 def _four(y, N: tl.constexpr):
-    """Sums and differences of y [N, 4]: of neighbours, then of pairs."""
     even, odd = tl.split(tl.reshape(y, (N, 2, 2)))
     sum_low, sum_high = tl.split(even + odd)
     difference_low, difference_high = tl.split(even - odd)
@@ -92,7 +86,6 @@ def _four(y, N: tl.constexpr):
 
 @jit
 def _eight(y, N: tl.constexpr):
-    """The same of y [N, 8]: of fours, then of their pairs."""
     y = tl.reshape(_four(tl.reshape(y, (N * 2, 4)), N * 2), (N, 2, 4))
     low, high = tl.split(tl.permute(y, (0, 2, 1)))
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (N, 8))
@@ -100,8 +93,8 @@ def _eight(y, N: tl.constexpr):
 
 @jit
 def _across(y, N: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, STEPS: tl.constexpr):
-    """Sums and differences along the second axis of y [N, COUNT, EACH], whose length is
-    2 ** STEPS."""
+    """Compute sums and differences along the second axis of y [N, COUNT, EACH], of length 2 **
+    STEPS."""
     at = tl.broadcast_to(tl.arange(0, COUNT)[None, :, None], (N, COUNT, EACH))
     for step in tl.static_range(STEPS):
         other = tl.gather(y, at ^ (1 << step), 1)

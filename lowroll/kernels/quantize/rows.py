@@ -1,22 +1,20 @@
-"""The forms in which kernels pass activations that are not dense: quantized rows going in, unscaled
-sums coming out.
+"""Activations that kernels pass undense: quantized rows in, unscaled sums out.
 
     Rows       x[m, k] = codes[m, k] * scale[m]                    before a low-bit product, one scale a token
     Product    y[m, n] = sums[m, n] * row[m] * column[n] + bias[n]      after it, scales and bias not yet applied
 
-A matrix product with unit scales is faster than one that scales (on Hopper, `torch._scaled_mm`
-row-wise against tensor-wise, docs/LOG.md), and the kernel after it reads its result anyway: so it
-applies the scales. `dtype` is the dtype of the activations that they stand for, to which y is
-rounded once.
+A product with unit scales is faster (`torch._scaled_mm` on Hopper, docs/LOG.md), and the next
+kernel reads the sums anyway, so that one applies the scales. y is rounded once to `dtype`, that of
+the activations.
 
-The codes are those of `quant.int8` and `quant.fp8`, bit for bit:
+Codes equal those of `quant.int8` and `quant.fp8`, bit for bit:
 
     int8    scale = amax / 127,                           codes = round(x * (127 / max(amax, 1e-30))), half to even
     fp8     scale = max(amax / 448, 1 / (448 * 512)),     codes = e4m3(clamp(x / scale, -448, 448))
 
-"int8_rotated" is int8 of the rotated row (`kernels.quantize.rotation`), for a weight that is rotated
-too. "gradient" is fp8 for the gradients of activations, whose size is that of the loss: its scale has no
-floor but 2^-100, below which its reciprocal would not be finite.
+"int8_rotated" is int8 of the rotated row (`kernels.quantize.rotation`), for a rotated weight.
+"gradient" is fp8 for gradients of activations, whose size is that of the loss: its scale has no
+floor but 2^-100, which keeps its reciprocal finite.
 
 Legend: M rows (tokens), K in features, N out features.
 """
@@ -45,12 +43,12 @@ LONG, MANY, PIECE = (
     8192,
     512,
     4096,
-)  # features of a row, and rows, from which on it is read in pieces
+)  # features of a row, and rows, from which it is read in pieces
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Activations quantized a token. Pass `dtype` on to the Product that is made of them."""
+    """Activations quantized a token. Pass `dtype` on to the Product made of them."""
 
     codes_MK: Tensor  # int8 or float8_e4m3fn
     scale_M1: Tensor  # float32
@@ -68,7 +66,7 @@ class Product:
     dtype: torch.dtype = torch.bfloat16  # of y
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """y [M, N] in `dtype` (its own unless given)."""
+        """Return y [M, N] in `dtype` (default: its own)."""
         dtype = dtype or self.dtype
         if self.row_M1 is self.column_N is self.bias_N is None:
             return self.sums_MN.to(dtype)
@@ -83,8 +81,7 @@ class Product:
 
 
 def quantize_rows(x_MK: Tensor, kind: str) -> QuantizedRows:
-    """Dynamic codes of activations, one scale a row. `kind` is one of `KINDS`; ValueError for
-    another."""
+    """Return dynamic codes of activations, one scale a row. ValueError for a `kind` not in `KINDS`."""
     require(kind)
     if not triton_supports(x_MK) or x_MK.numel() == 0:
         return _plain(x_MK, kind)
@@ -124,15 +121,15 @@ def require(kind: str) -> None:
 
 
 def encoding(kind: str | None, size: int) -> dict[str, Any]:
-    """Return the keywords of a kernel that makes rows of `size` features: what their codes are, and
-    the width of the rotation before (1: none)."""
+    """Return a kernel's keywords for rows of `size` features: the kind of codes and the rotation's
+    width (1: none)."""
     if kind == ROTATED:
         return {"KIND": "int8", "WIDTH": width(size)}
     return {"KIND": kind or "", "WIDTH": 1}
 
 
 def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows:
-    """Rows for a kernel to fill, on the device of `like`, standing for activations of its dtype."""
+    """Return empty rows for a kernel to fill, with the device and dtype of `like`."""
     require(kind)
     codes_MK = torch.empty(shape, dtype=KINDS[kind], device=like.device)
     scale_M1 = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
@@ -140,8 +137,7 @@ def empty_rows(like: Tensor, shape: tuple[int, int], kind: str) -> QuantizedRows
 
 
 def parts(x: Tensor | Product) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(sums, row, column, bias) as kernels take them: features side by side; a tensor is its own
-    sums."""
+    """Return (sums, row, column, bias) as kernels take them; a tensor is its own sums."""
     if isinstance(x, Tensor):
         return (x if x.stride(-1) == 1 else x.contiguous()), None, None, None
     sums_MN = x.sums_MN if x.sums_MN.stride(-1) == 1 else x.sums_MN.contiguous()
@@ -173,7 +169,7 @@ def _plain(x_MK: Tensor, kind: str) -> QuantizedRows:
 
 @jit
 def load_dense(sums, row, column, bias, m, stride, n, live):
-    """y[m, n] of a Product in float32, 0 where not live. Missing factors are None."""
+    """Load y[m, n] of a Product in float32, 0 where not live. Missing factors are None."""
     y = tl.load(sums + m * stride + n, mask=live, other=0).to(tl.float32)
     if row is not None:
         y = y * tl.load(row + m)
@@ -186,14 +182,12 @@ def load_dense(sums, row, column, bias, m, stride, n, live):
 
 @jit
 def magnitude(y):
-    """The bits of |y|: ordered as |y| is, and NaN above every number, so that it outlives a
-    maximum."""
+    """Return the bits of |y|, ordered as |y|; NaN is above every number and so outlives a maximum."""
     return y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def step_of(amax, KIND: tl.constexpr):
-    """The scale of a row."""
     if KIND == "int8":
         return tl.div_rn(amax, 127.0)
     else:
@@ -204,16 +198,16 @@ def step_of(amax, KIND: tl.constexpr):
 
 @jit
 def store_codes(y, amax, at, live, KIND: tl.constexpr):
-    """Store the codes of float32 values of a row whose largest magnitude is amax."""
+    """Store the codes of a row's float32 values, whose largest magnitude is amax."""
     if KIND == "int8":
-        # torch divides a number so, too: by its reciprocal
+        # as torch divides: by the reciprocal
         scaled = y * (tl.div_rn(1.0, tl.maximum(amax, 1e-30)) * 127.0)
-        rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23 leaves no fraction: half to even
+        rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23 leaves no fraction, half to even
         tl.store(at, rounded.to(tl.int8), mask=live)
     else:
         step = step_of(amax, KIND)
         reciprocal = tl.div_rn(1.0, step)
-        quotient = y * reciprocal  # with the remainder's share: y / step, rounded once
+        quotient = y * reciprocal  # corrected by the remainder: y / step, rounded once
         quotient = tl.fma(tl.fma(-quotient, step, y), reciprocal, quotient)
         tl.store(at, tl.minimum(tl.maximum(quotient, -448.0), 448.0).to(tl.float8e4nv), mask=live)
 
@@ -239,8 +233,7 @@ def encode_rows_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The second half of a row that many programs made: y [M, K] and the largest magnitude of each
-    block of a row."""
+    """Encode rows made by many programs: y [M, K] and the largest magnitude of each block of a row."""
     after_others(EARLY)
     m, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     blocks, num = tl.arange(0, NUM), tl.num_programs(1)
@@ -281,7 +274,7 @@ def _quantize_long_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A row, whose pieces stay in registers until its largest magnitude is known."""
+    """Encode a row, whose pieces stay in registers until its largest magnitude is known."""
     after_others(EARLY)
     m = tl.program_id(0).to(tl.int64)
     whole, bits = tl.tuple([]), tl.zeros((BLOCK,), tl.int32)

@@ -1,11 +1,8 @@
-"""The end of a decode step: what was drawn is written down, and every row's state becomes that of
-its next step.
+"""The end of a decode step: record the drawn tokens and move every row's state on, in one launch.
 
     ids = token,   pos += 1 where pos < end,   next = pos + 1,   length += 1 where pos < end, else 0
 
-What a row with a repetition penalty has drawn is marked as seen (`marks`).
-
-One launch instead of a dozen: a step of a small model has no microsecond to spare for each.
+Tokens drawn by a row with a repetition penalty are marked as seen (`marks`).
 
 Legend: B rows, S steps.
 """
@@ -33,8 +30,8 @@ def advance(
     marked: Marked | None = None,
 ) -> None:
     """Write tokens and log-probs to row `step_1` of the results, count the step, and move the rows
-    on, in place. A length is of the keys in a row's cache, the next token's included. marked: of
-    the same rows, whose tokens are marked where they are not dead.
+    on, in place. A length counts a row's cached keys and the next token. marked: the same rows,
+    whose tokens are marked unless they are dead.
 
     int64 all but logprobs (float32) and lengths_B (int32); the results have at least B columns.
     """

@@ -1,7 +1,7 @@
 """The token of each row by Gumbel-max on a CPU with AVX2: `avx2.cpp` for torch.
 
-It makes noise and winner in one pass, and makes no noise where none can win. Logarithms are its own,
-within 1e-6 of the exact noise; CPUs with AVX-512 run the same code, and have the same bits.
+Noise and winner take one pass, without noise where none can win. Logarithms are within 1e-6 of
+exact; AVX2 and AVX-512 give the same bits.
 
 Legend: B rows, V vocabulary.
 """
@@ -22,8 +22,6 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class DrawProblem(ctypes.Structure):
-    """The struct of `avx2.cpp`."""
-
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "keys", "positions", "greedy", "tokens")),
         ("stride", ctypes.c_int64),
@@ -33,7 +31,6 @@ class DrawProblem(ctypes.Structure):
 
 
 def supports_device(device: torch.device) -> Support:
-    """Return whether it is a CPU with AVX2, on a machine with a compiler that builds the kernel."""
     if device.type != "cpu":
         return cxx.NO_CPU
     return cxx.supports(SOURCE, "the noise of draws is made by torch")

@@ -1,5 +1,5 @@
-"""Log-probs of given tokens, with the bits that `kernels.sampling.draw` records of a token that it draws: in
-Triton by its tiles, elsewhere torch's log-softmax.
+"""Log-probs of given tokens, with the bits of `kernels.sampling.draw`: Triton by its tiles,
+elsewhere torch's log-softmax.
 
 Legend: B rows, V vocabulary.
 """
@@ -47,8 +47,8 @@ def log_probs(logits_BV: Tensor, targets_B: Tensor, temperature: float) -> Tenso
 
 @jit
 def log_prob(chosen, largest, shift, total, factor, temperature):
-    """Return the log-prob of a logit, of a row as `row_of` gives it: the total is relative to the rounded
-    shift, and the difference to the exact one is put back."""
+    """Return the log-prob of a logit; row values as from `row_of`: the total is relative to the
+    rounded shift, whose rounding error is put back."""
     rounded = largest.to(tl.float64) * factor - shift
     return (
         (chosen - largest).to(tl.float64) / temperature

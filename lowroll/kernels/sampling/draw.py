@@ -2,24 +2,23 @@
 
     token = argmax over the ids that stay of x / T + noise(key, position, id)
 
-which has the probability that softmax(x / T) gives it (Gumbel 1954; Maddison et al. 2014, "A* sampling").
-The noise is counter-based (`noise`): it depends on neither the batch, the device nor the past. Of equal
-scores the lower id wins; a logit of -inf never does. Two distributions of the same noise draw two
-tokens with a probability of at most 2 d / (1 + d), d their total variation: logits that move a little
-keep nearly every token, which is what replays and drafts live on.
+with the probability of softmax(x / T) (Gumbel 1954; Maddison et al. 2014, "A* sampling"). The noise
+is counter-based (`noise`) and independent of batch, device and history. Of equal scores the lower
+id wins; a logit of -inf never does. With the same noise, two distributions draw different tokens
+with a probability of at most 2 d / (1 + d), d their total variation; replays and drafts rely on
+that.
 
-On CUDA the vocabulary is cut into tiles. One kernel reads each tile once and leaves its maximum, its
-mass and its winner (`tiles`); where rows have filters, one finds what stays of theirs, and leaves the
-masses of that (`filters`); the last compares the winners, and weighs the tiles for the log-prob, with
-sums in float64. Where the filters drop a tile's winner, its best score is still a bound of what stays:
-such a tile is read again only if the bound reaches the best of the winners that stay, which is rare
-where the filters drop little. Tiles are the same for every batch: so are the bits of a row, whatever the
-rows beside it ask for. The logarithms of the devices differ in their last bits: a token may, where two
-scores are within some 1e-5 of each other.
+On CUDA one kernel reads each tile of the vocabulary once for its maximum, mass and winner
+(`tiles`); filters, if any, find what stays and its masses (`filters`); the last compares winners
+and weighs tiles for the log-prob, with float64 sums. Where filters drop a tile's winner, its score
+bounds what stays: the tile is read again only if the bound reaches the best remaining winner. Tiles
+are the same for every batch, and so are a row's bits. Logarithms of devices differ in last bits, so
+a token may where two scores are within 1e-5.
 
-Greedy rows take the argmax, lower id first, and the log-prob at temperature 1. A row without a
-distribution (NaN or +inf logits, or nothing but -inf) gets token 0 and log-prob NaN. Nothing waits
-for the device.
+Greedy rows take the argmax, lower id first, and the log-prob at temperature 1.
+
+A row without a distribution (NaN or +inf logits, or nothing but -inf) gets token 0 and log-prob
+NaN. Nothing waits for the device.
 
 Shapes: B rows, V vocabulary.
 """
@@ -43,7 +42,7 @@ from lowroll.kernels.sampling.tiles import (
     tiles_of,
 )
 
-NOISE_ROWS = 16  # whose noise plain torch makes at a time
+NOISE_ROWS = 16  # noise rows that plain torch makes at a time
 
 
 def draw(
@@ -121,7 +120,6 @@ def _plain(
 def winners(
     scaled_BV: Tensor, keys_B: Tensor, positions_B: Tensor, greedy_B: Tensor | None
 ) -> Tensor:
-    """Return the winning id of each row, int64 [B], of logits over temperature in float32."""
     found = []
     columns = (scaled_BV, keys_B, positions_B)
     for scaled_RV, keys_R, positions_R in zip(*(c.split(NOISE_ROWS) for c in columns), strict=True):
@@ -139,8 +137,8 @@ def distribution(
     greedy_B: Tensor | None,
     filters: Filters | None,
 ) -> Tensor:
-    """The log-probs, float32 [B, V], that `draw` draws from (of a greedy row: those that it
-    records); -inf for what the filters drop."""
+    """Return the log-probs, float32 [B, V], that `draw` draws from (greedy: those it records); -inf
+    where filters drop."""
     return torch.log_softmax(_scaled(logits_BV, temperature_B, greedy_B, filters), dim=-1)
 
 
@@ -150,7 +148,6 @@ def _scaled(
     greedy_B: Tensor | None,
     filters: Filters | None,
 ) -> Tensor:
-    """Return logits over temperature, float32 [B, V]; -inf for what the filters drop."""
     logits_BV = logits_BV.float()
     kept_BV = None
     if filters is not None:
@@ -189,7 +186,8 @@ def _pick_kernel(
     TILES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Token and log-prob of one row: the best of the tiles' winners, or what stays in its stead."""
+    """Pick token and log-prob of one row from its tiles' winners, or their replacements after
+    filtering."""
     after_others(EARLY)
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * stride
@@ -211,7 +209,7 @@ def _pick_kernel(
     token = tl.min(tl.where(stays_c & (best_c == score), winner_c, 2147483647), 0)
     if floor_ptr is not None:
         key, position = tl.load(keys_ptr + row), tl.load(positions_ptr + row)
-        # a tile without mass has nothing that could win
+        # a tile without mass cannot win
         bound_c = tl.where(stays_c | (mass_c == 0), float("-inf"), best_c)
         bound = tl.max(bound_c, 0)
         while (bound >= score) & (bound > float("-inf")):

@@ -1,23 +1,21 @@
-"""Top-k, top-p and min-p: which logits of a row may be drawn, found without a sort.
+"""Top-k, top-p and min-p by a search instead of a sort.
 
-A row's logits x are in order: the larger first, equal ones lower id first. Of them, in turn,
+A row's logits x are ordered by size, equal ones by lower id. Of them, in turn,
 
     top-k  the first k
     top-p  of what is left, as many of the first as have a mass of p and more together, where the mass
            of x is exp(x / T): x stays if the mass before it is less than p of the whole
     min-p  x >= max + T log(min_p)
 
-so what stays is a beginning of the order: x > floor, and of those that equal it ids up to `last`.
-The order is that of the logits before the temperature, whose rounding could make equal what is not.
+so a threshold describes what stays: x > floor, and of those equal to it ids up to `last`. The order
+is that before the temperature, whose rounding could make unequal logits equal.
 
-On CUDA one program a row looks for the threshold, and reads only the blocks of the row that can hold
-it: `tiles.tiles_of` leaves maximum and mass of each. The k-th largest of these maxima is no larger
-than the k-th largest logit; and what is smaller than max + T log((1 - p) mass / ids) is, all of it,
-less than 1 - p of the mass, a bound that the blocks' masses raise where few have most. Of the blocks
-that reach such a bound, passes cut the interval in four until NEAR numbers at most are in it, which
-is often before the first pass; those are written side by side and searched in registers, a bit a
-turn (`search`). Sums are taken in one order: a row has the same threshold in every batch. Then the masses of
-the tiles are made those of what stays, for the draw.
+On CUDA one program a row searches the threshold and reads only blocks that can hold it, by the
+maxima and masses of `tiles.tiles_of`. The k-th largest block maximum is at most the k-th largest
+logit; all below max + T log((1 - p) mass / ids) is less than 1 - p of the mass, a bound that the
+blocks' masses raise. Passes over blocks above the bound cut the interval in four until it has at
+most NEAR numbers, which are searched in registers, a bit at a time (`search`). Sums have one order:
+a row has the same threshold in every batch. Finally the tiles' masses become those of what stays.
 
 Shapes: B rows, V vocabulary, L blocks of a row, R rows with filters.
 """
@@ -53,7 +51,7 @@ from lowroll.kernels.sampling.tiles import (
 
 GROUP = 16  # blocks that are read at a time
 NEAR = 1024  # numbers that are searched in registers
-AT_ONCE = 64  # blocks of which no more numbers than that are hoped for
+AT_ONCE = 64  # blocks expected to hold no more numbers than that
 WARPS = 16
 
 
@@ -67,7 +65,6 @@ class Filters:
     log_min_p_B: Tensor
 
     def first(self, rows: int) -> Filters:
-        """Return the filters of the first rows."""
         return Filters(self.top_k_B[:rows], self.top_p_B[:rows], self.log_min_p_B[:rows])
 
 
@@ -92,11 +89,11 @@ def keep(
     greedy_B: Tensor | None = None,
     tiles: TileScores | None = None,
 ) -> Kept:
-    """Filter each row; a greedy row, and one without a distribution, keeps all.
+    """Filter each row; a greedy row, or one without a distribution, keeps all.
 
     logits_BV: any float dtype, rows contiguous or expanded. temperature_B: float32, None is 1.
-    greedy_B: bool. tiles: of the same logits, with blocks, where they are made already: the masses
-    become those of what stays (CUDA).
+    greedy_B: bool. tiles: existing tiles of these logits, with blocks; their masses become those of
+    what stays (CUDA).
     """
     if not triton_supports(logits_BV):
         return _plain(logits_BV, filters, temperature_B, greedy_B)
@@ -142,12 +139,12 @@ def keep(
 def _plain(
     logits_BV: Tensor, filters: Filters, temperature_B: Tensor | None, greedy_B: Tensor | None
 ) -> Kept:
-    """Filter by a sort: on a CPU of the rows that have filters alone."""
+    """Filter by a sort; on a CPU only the rows that have filters."""
     rows, tokens = logits_BV.shape
     ranks_B = (filters.top_k_B < tokens) | (filters.top_p_B < 1)
     if greedy_B is not None:
         ranks_B = ranks_B & ~greedy_B
-    # which rows those are, nobody on a GPU can be asked without waiting
+    # on a GPU, asking which rows have filters would wait
     rows_R = (
         torch.arange(rows, device=ranks_B.device) if ranks_B.is_cuda else ranks_B.nonzero()[:, 0]
     )
@@ -174,7 +171,7 @@ def _plain(
 def _ranked(
     logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, temperature_R: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The last of the order that stays, its logit and its id."""
+    """Return logit and id of the last number of the order that stays."""
     sorted_RV, ids_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     first_RV = rank_V < top_k_R[:, None]
@@ -184,7 +181,7 @@ def _ranked(
     mass_RV = less_RV.exp().masked_fill(~first_RV, 0)
     before_RV = mass_RV.cumsum(-1) - mass_RV
     needed_R = top_p_R * mass_RV.sum(-1)
-    # p = 1 is off: there, rounding of the sum must not drop a tail
+    # p = 1 is off: rounding of the sum must not drop a tail
     keep_RV = first_RV & ((before_RV < needed_R[:, None]) | (top_p_R[:, None] >= 1))
     last_R1 = keep_RV.sum(-1, keepdim=True).clamp(min=1) - 1
     return sorted_RV.gather(-1, last_R1)[:, 0], ids_RV.gather(-1, last_R1)[:, 0]
@@ -220,7 +217,6 @@ def _keep_kernel(
     AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One row."""
     after_others(EARLY)
     row = tl.program_id(0)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -281,7 +277,7 @@ def _floor(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Floor and last id of what stays of a row."""
+    """Return floor and last id of what stays of a row."""
     floor = peak * 0.0 + float("-inf")
     last = tokens
     ids = tokens
@@ -306,7 +302,7 @@ def _floor(
                 BLOCK,
             ).to(tl.float64)  # fmt: skip
     if top_p < 1:
-        # what is below the bound has less mass than 1 - p; a thousandth is for rounding
+        # below the bound lies less mass than 1 - p; a thousandth is for rounding
         tail = tl.log((1 - top_p) * total / ids) - 1e-3
         low = tl.maximum((peak + temperature * tail).to(tl.float32), tl.maximum(floor, LOWEST))
         if top_k >= tokens:
@@ -315,7 +311,7 @@ def _floor(
                 total, blocks // EACH, TILES, EACH, BLOCK,
             )  # fmt: skip
         count = list_blocks(list_ptr, peaks_ptr, blocks, low, TILES * EACH)
-        # float32, in which the search is, would make a tiny p 0; the first alone has a mass of 1, about
+        # the search is in float32, where a tiny p would be 0; the first alone has a mass of about 1
         floor, last = search(
             logits_ptr, list_ptr, near_ptr, count, low, peak, tl.maximum(top_p * total, 1e-30), floor,
             last, factor, shift, tokens, False, NEAR, AT_ONCE, GROUP, BLOCK,
@@ -341,8 +337,8 @@ def _raised(
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A bound that a top-p's floor is not below, from `low` up: below it lies less than the allowed
-    mass, by what the blocks weigh and no number of theirs can exceed."""
+    """Raise `low`, a bound of a top-p's floor, while the blocks' masses prove that less than the
+    allowed mass lies below."""
     offs_c = tl.arange(0, TILES)
     offs_cl = offs_c[:, None] * EACH + tl.arange(0, EACH)[None, :]
     live_cl = offs_cl < tiles * EACH
@@ -351,7 +347,7 @@ def _raised(
     peak_cl = tl.load(peaks_ptr + offs_cl, mask=live_cl, other=float("-inf"))
     part_cl = tl.load(part_ptr + offs_cl, mask=live_cl, other=0.0)
     part_cl = tl.where(part_cl == 0, 0.0, part_cl * scale_c[:, None])
-    limit = (allowed * 0.999 - 1e-6 * total).to(tl.float32)  # what sums round
+    limit = (allowed * 0.999 - 1e-6 * total).to(tl.float32)  # rounding of sums
     high = peak
     for _ in range(12):
         tried = low * 0.5 + high * 0.5
@@ -365,7 +361,7 @@ def _raised(
 
 @jit
 def _bound(peaks_ptr, blocks, ids, BLOCKS: tl.constexpr):
-    """The k-th largest maximum of a block, the least float where there is none."""
+    """Return the k-th largest block maximum, or the least float."""
     offs_l = tl.arange(0, BLOCKS)
     live_l = offs_l < blocks
     peak_l = tl.load(peaks_ptr + offs_l, mask=live_l, other=float("-inf"))
@@ -397,7 +393,6 @@ def _settle(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make the masses of a row's tiles those of what stays, under the shift of the row's maximum."""
     blocks = tiles * EACH
     offs_l = tl.arange(0, TILES * EACH)
     tl.debug_barrier()

@@ -1,13 +1,13 @@
-"""Repetition penalty and bans, from what is marked on the device: a byte for each token of the
-vocabulary and each slot of a sample.
+"""Repetition penalty and bans by marks on the device: a byte for each slot of a sample and token of
+the vocabulary.
 
     SEEN   the token stands in the prompt or response: where the row has a penalty, a positive logit is
            divided by it and a negative one multiplied (Keskar et al. 2019, arXiv:1909.05858)
     STOPS  the token would end the sample: while the next token stands before `banned_until`, its
            logit is -inf
 
-A step marks what it draws (`advance`), so the next one needs no look of the host. Rows that ask for
-neither read no marks.
+A step marks the tokens it draws (`advance`), so the host is not needed. Rows that use neither read
+no marks.
 
 Legend: B rows, S slots, V vocabulary.
 """
@@ -28,8 +28,8 @@ WARPS = 4
 
 
 class Marked(NamedTuple):
-    """The marks, uint8 [S, V] (`blank`), and of B rows their slots (int64), penalties (float64, 1 is none) and
-    the positions before which stops are banned (int64)."""
+    """The marks, uint8 [S, V] (`blank`), and for B rows slots (int64), penalties (float64, 1 is
+    none) and positions before which stops are banned (int64)."""
 
     marks_SV: Tensor
     slots_B: Tensor
@@ -38,13 +38,12 @@ class Marked(NamedTuple):
 
 
 def blank(slots: int, tokens: int, device: torch.device) -> Tensor:
-    """Marks of nothing; rows begin at multiples of 16 bytes."""
+    """Return empty marks; rows begin at multiples of 16 bytes."""
     wide = -(-tokens // 16) * 16
     return torch.zeros((slots, wide), dtype=torch.uint8, device=device)[:, :tokens]
 
 
 def clear(marks_SV: Tensor, slots_N: Tensor) -> None:
-    """Forget the marks of these slots."""
     slots, wide = len(marks_SV), marks_SV.stride(0)
     marks_SV.as_strided((slots, wide), (wide, 1)).view(torch.int64).index_fill_(0, slots_N, 0)
 
@@ -56,13 +55,13 @@ def add(marks_SV: Tensor, mark: int, slots_N: Tensor, tokens_N: Tensor) -> None:
 
 
 def flat(marks_SV: Tensor) -> Tensor:
-    """The marks in one row, those of slot s from s * stride(0) on."""
+    """Return the marks in one row; those of slot s begin at s * stride(0)."""
     return marks_SV.as_strided((len(marks_SV) * marks_SV.stride(0),), (1,))
 
 
 def shape(logits_BV: Tensor, marked: Marked, next_B: Tensor) -> Tensor:
-    """Logits after penalties and bans, float32: in place, where they are that already. next_B: int64,
-    the position of the token to be drawn."""
+    """Apply penalties and bans; return float32 logits, in place if they are already. next_B: int64,
+    the position of the token to draw."""
     logits_BV = logits_BV.float()
     rows, tokens = logits_BV.shape
     marks_SV, slots_B, penalty_B, banned_until_B = marked
@@ -115,7 +114,7 @@ def _shape_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One tile of one row; only what is marked is read and written."""
+    """Shape one tile of one row; only marked logits are read and written."""
     after_others(EARLY)
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     penalty = tl.load(penalty_ptr + row).to(tl.float32)

@@ -1,16 +1,15 @@
-"""The noise of a draw: a standard Gumbel number of each token id, -log(E) of a unit exponential E.
+"""The noise of a draw: a standard Gumbel number -log(E) for each token id, E a unit exponential.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") makes four words of
-32 bits from the 64-bit key of a row and the counter (position low, position high, c, STREAM). Ids lie
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") makes four 32-bit
+words from the 64-bit key of a row and the counter (position low, position high, c, STREAM). Ids lie
 in blocks of 1024: id 1024 b + 256 j + l has word j of counter c = 256 b + l. With its word w,
 
     v = (w + 0.5) / 2^32        in float32, and at most 1 - 2^-24
     noise = -log(-log1p(-v))    between -2.9 and 22.9
 
-The large numbers are those of a small v, which has all its digits there. The noise depends on key,
-position and id alone: neither on the vocabulary's size nor on the batch, the device or its tiles. v is
-the same number everywhere; the logarithms of torch, of `avx2.cpp` and of Triton differ in last bits,
-by less than 1e-5.
+Large noise comes from a small v, which has all its digits there. The noise depends on key, position
+and id alone. v is the same everywhere; the logarithms of torch, `avx2.cpp` and Triton differ by
+less than 1e-5.
 
 Legend: B rows, V vocabulary, C counters of a row.
 """
@@ -22,12 +21,12 @@ from torch import Tensor
 
 from lowroll.kernels.launch import INTERPRETED, constexpr, jit, tl
 
-STREAM = 1  # other noise of the same key and position would be another stream
+STREAM = 1  # other noise for the same key and position takes another stream
 IDS = 1024  # of a block
 COUNTERS = 256  # of a block
 MOST_V = 1 - 2.0**-24
 _WORD = 0xFFFFFFFF
-# what Triton's kernels read
+# for Triton's kernels
 _STREAM, _MOST_V = constexpr(STREAM), constexpr(MOST_V)
 _NATIVE = constexpr(not INTERPRETED)
 
@@ -46,11 +45,11 @@ def gumbel(keys_B: Tensor, positions_B: Tensor, tokens: int) -> Tensor:
 
 
 def philox4x32(counter_4X: Tensor, key_2X: Tensor) -> Tensor:
-    """Philox4x32-10 of Salmon et al. 2011, section 3.4: the words [4, ...] of each counter, whose keys
-    broadcast. All int64, values in [0, 2^32).
+    """Return the Philox4x32-10 words [4, ...] (Salmon et al. 2011, section 3.4) of each counter;
+    keys broadcast. All int64, values in [0, 2^32).
 
-    Both halves of a round run as one [2, ...] operation, and constants are made on the device: few,
-    small launches.
+    The halves of a round run as one [2, ...] operation and constants are made on the device, for
+    few launches.
     """
     lane_2X = torch.arange(2, device=counter_4X.device).view(2, *[1] * (counter_4X.ndim - 1))
     multiplier_2X = lane_2X * (0xCD9E8D57 - 0xD2511F53) + 0xD2511F53
@@ -70,7 +69,6 @@ def philox4x32(counter_4X: Tensor, key_2X: Tensor) -> Tensor:
 
 @jit
 def words_of(key, position, counter_n):
-    """The four words of a row's counters, uint32."""
     c0 = tl.zeros_like(counter_n).to(tl.uint32) + position.to(tl.uint32)
     c1 = tl.zeros_like(c0) + (position >> 32).to(tl.uint32)
     c2 = counter_n.to(tl.uint32)
@@ -89,7 +87,7 @@ def words_of(key, position, counter_n):
 
 @jit
 def _log2(x):
-    """The GPU's own logarithm, of absolute error 2^-22 within (0.5, 2) and as small a relative one
+    """Return the GPU's own logarithm: absolute error 2^-22 within (0.5, 2), as small a relative one
     elsewhere."""
     if _NATIVE:
         return tl.inline_asm_elementwise(
@@ -101,9 +99,9 @@ def _log2(x):
 
 @jit
 def log2_exponential(word_n):
-    """log2(-log2(1 - v)), which is log2(E) and the same number more for each id."""
+    """Return log2(-log2(1 - v)): log2(E) plus a constant."""
     v_n = tl.minimum((word_n.to(tl.float32) + 0.5) * 2.3283064365386963e-10, _MOST_V)
-    # beside 1 the GPU's logarithm has no digits left: there, five terms of the series over log(2)
+    # near 1 the GPU's logarithm has no digits left: five terms of the series over log(2)
     series_n = tl.fma(v_n, 0.28853900817779268, 0.36067376022224085)
     series_n = tl.fma(series_n, v_n, 0.48089834696298783)
     series_n = tl.fma(series_n, v_n, 0.72134752044448170)
@@ -116,8 +114,8 @@ def best_of(
     logits_ptr, tile, tokens, factor, greedy, key, position, floor, last,
     FILTERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The best score of one tile of a row, in units of log(2), and the first id that has it, of those
-    that floor and last leave. A greedy row's scores are its logits."""
+    """Return the best score of one tile, in units of log(2), and the first id that has it, within
+    floor and last. A greedy row's scores are its logits."""
     counter_n = tile * (TILE // 4) + tl.arange(0, TILE // 4)
     words = words_of(key, position, counter_n)
     first_n = counter_n // 256 * 1024 + counter_n % 256

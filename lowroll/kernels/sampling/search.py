@@ -1,10 +1,9 @@
-"""The search for the threshold of a row's filters, in Triton: what `filters` asks of the blocks that
-can hold it.
+"""The search for the threshold of a row's filters, in Triton.
 
-A list of blocks is read GROUP at a time. Numbers of the row that stay so far (x > floor, and of those
-that equal it ids up to `last`) weigh 1, or their mass exp2(x * factor - shift); a threshold is the
-largest number that has, with those above it, a target's weight. A row is a program's: lists and the
-numbers near a threshold lie in workspaces of its own.
+A list of blocks is read GROUP at a time. Numbers that stay so far (x > floor, and of those equal to
+it ids up to `last`) weigh 1, or their mass exp2(x * factor - shift); the threshold is the largest
+number that has, with those above it, the target's weight. A row is one program's, with its own
+workspaces.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from __future__ import annotations
 from lowroll.kernels.launch import constexpr, jit, tl
 
 LOWEST = constexpr(-3.4028234663852886e38)
-_BY_VALUE = constexpr(16)  # turns
+_BY_VALUE = constexpr(16)  # turns before bits are split
 
 
 @jit
 def key_of(x):
-    """An integer in the order of the float."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -29,11 +27,11 @@ def value_of(key):
 
 @jit
 def reaching(key_n, weight_n, live_n, target):
-    """The largest of the living keys that has, with those above it, at least the target's weight:
-    the smallest, where none has."""
+    """Return the largest living key that has, with those above it, the target's weight, or the
+    smallest."""
     low = tl.min(tl.where(live_n, key_n, 2147483647), 0)
     high = tl.max(tl.where(live_n, key_n, -2147483648), 0)
-    # bits from the first on in which two can differ, of keys without a sign
+    # bits from the first in which two can differ, of keys without a sign
     top = tl.full([], 0x80000000, tl.uint32)
     plain_n = key_n.to(tl.uint32, bitcast=True) ^ top
     found = high.to(tl.uint32, bitcast=True) ^ top
@@ -52,7 +50,7 @@ def reaching(key_n, weight_n, live_n, target):
 
 @jit
 def list_blocks(list_ptr, peaks_ptr, blocks, least, BLOCKS: tl.constexpr):
-    """Write down the blocks that reach `least`, in order; their number."""
+    """List the blocks that reach `least`, in order; return their number."""
     offs_l = tl.arange(0, BLOCKS)
     peak_l = tl.load(peaks_ptr + offs_l, mask=offs_l < blocks, other=float("-inf"))
     reaches_l = ((peak_l >= least) & (offs_l < blocks)).to(tl.int32)
@@ -74,7 +72,6 @@ def _read(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Ids and logits of a group of listed blocks, -inf for what does not stay."""
     at_g = start + tl.arange(0, GROUP)
     block_g = tl.load(list_ptr + at_g, mask=at_g < count, other=0)
     ids_gn = block_g[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -103,8 +100,8 @@ def weigh(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Numbers from `low` and from each pivot on, their weights from each pivot on, and the smallest
-    and largest of [low, high)."""
+    """Return counts from `low` and each pivot on, weights from each pivot on, and smallest and
+    largest of [low, high)."""
     n0 = tl.zeros([GROUP, BLOCK], tl.float32)
     n1, n2, n3, w1, w2, w3 = n0, n0, n0, n0, n0, n0
     bottom_gn = n0 + float("inf")
@@ -140,7 +137,7 @@ def weigh(
 
 @jit
 def _pivot(low, high, quarter: tl.constexpr, by_value):
-    """Within [low, high]: evenly in value, or in bits, which comes to an end with any numbers."""
+    """Return a pivot within [low, high]: evenly in value, or in bits, which always terminates."""
     first, last = key_of(low).to(tl.int64), key_of(high).to(tl.int64)
     at = value_of((first + (last - first) * quarter // 4).to(tl.int32))
     between = low * (1 - quarter / 4) + high * (quarter / 4)
@@ -165,8 +162,8 @@ def _narrow(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """An interval [low, high) with the threshold, of NEAR numbers at most or of equal ones alone, and
-    what lies above it: their weight."""
+    """Return an interval [low, high) that holds the threshold, of at most NEAR or only equal
+    numbers, and the weight above it."""
     high = value_of(key_of(peak) + 1)
     above = target * 0.0
     more = target * 0.0
@@ -207,8 +204,7 @@ def _gather(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the numbers of [low, high) side by side; how many there are, of which NEAR are
-    written."""
+    """Write at most NEAR numbers of [low, high) side by side; return how many there are."""
     tl.debug_barrier()
     found = count * 0
     for start in range(0, count, GROUP):
@@ -235,7 +231,7 @@ def _cut(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The id of the number that is the `needed`-th to equal `value`, in order of ids."""
+    """Return the id of the `needed`-th number equal to `value`, in order of ids."""
     seen = count * 0
     found = count * 0
     for start in range(0, count, GROUP):
@@ -268,8 +264,8 @@ def search(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Floor and last id of the fewest numbers, of those that stay now, whose weight is at least the
-    target: numbers weigh 1 or their mass. low: a bound that such a floor is not below."""
+    """Return floor and last id of the fewest remaining numbers whose weight (1 each, or their mass)
+    reaches the target. low: a lower bound of the floor."""
     high = value_of(key_of(peak) + 1)
     above = target.to(tl.float32) * 0.0
     found = count * 0
@@ -322,7 +318,6 @@ def mass_of(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The mass of what stays, of each listed block and in all."""
     total = shift * 0.0
     for start in range(0, count, GROUP):
         _, x_gn = _read(logits_ptr, list_ptr, start, count, floor, last, tokens, GROUP, BLOCK)

@@ -1,10 +1,10 @@
-"""The pass over the logits that every draw begins with: of each tile of a row its maximum, its mass and
-its winner, and maximum and mass of each block of a tile too, for those who look for the largest.
+"""The first pass over the logits: maximum, mass and winner of each tile, and maximum and mass of
+each block.
 
     mass = sum exp((x - maximum of the tile) / T)
     winner = argmax x / T + noise       `noise`; of a greedy row argmax x
 
-Tiles are the same for every batch: so are the bits of a row. A temperature of a greedy row is 1.
+Tiles are the same for every batch, and so are a row's bits. A greedy row's temperature is 1.
 
 Shapes: B rows, V vocabulary, C = ceil(V / TILE) tiles, L = C * TILE / BLOCK blocks.
 """
@@ -25,9 +25,9 @@ WARPS = 4
 
 
 class TileScores(NamedTuple):
-    """largest_BC, mass_BC: float32 of each tile. best_BC, winner_BC: float32 and int32, the best score of
-    each tile and its id; None without noise. peaks_BL, parts_BL: float32, the maximum of each block,
-    -inf beyond the vocabulary, and its part of the tile's mass; None where nobody asked."""
+    """largest_BC, mass_BC: float32 of each tile. best_BC, winner_BC: float32 and int32, each tile's
+    best score and its id; None without noise. peaks_BL, parts_BL: float32, each block's maximum
+    (-inf beyond the vocabulary) and its part of the tile's mass; None unless asked for."""
 
     largest_BC: Tensor
     mass_BC: Tensor
@@ -44,8 +44,8 @@ def tiles_of(
     blocks: bool,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> TileScores:
-    """Run the pass. logits_BV: any float dtype, contiguous or expanded rows. noise: keys and positions
-    of the rows, int64, where winners are wanted."""
+    """Run the pass. logits_BV: any float dtype, contiguous or expanded rows. noise: int64 keys and
+    positions of the rows, for winners."""
     rows, tokens = logits_BV.shape
     aligned = tokens % 16 == 0
     if aligned and (logits_BV.stride(0) % 16 or logits_BV.data_ptr() % 16):
@@ -88,7 +88,7 @@ def tiles_of(
 
 @jit
 def shift_of(largest, factor):
-    """The exponent of 2 that a tile's masses leave out, rounded once."""
+    """Return the exponent of 2 that a tile's masses leave out, rounded once."""
     return tl.where(largest == float("-inf"), 0.0, largest * factor)
 
 
@@ -122,8 +122,8 @@ def is_distribution(largest, total):
     )
 
 
-# The compiler lays a row out by what it knows of the stride, and sums by that layout: it is told by the
-# vocabulary alone, not by the stride, which of one row for many is 0.
+# The compiler picks a row's layout, and so the order of sums, by the stride: it must know the
+# vocabulary alone, as the stride of an expanded row is 0.
 @jit(do_not_specialize=["stride"])
 def _masses_kernel(
     logits_ptr,
@@ -145,7 +145,6 @@ def _masses_kernel(
     ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One tile of one row."""
     after_others(EARLY)
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     factor = 1.4426950408889634 / temperature_of(temperature_ptr, greedy_ptr, row)

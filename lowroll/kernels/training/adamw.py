@@ -1,16 +1,14 @@
-"""AdamW of any number of tensors in one launch, with everything that belongs to an update in one
-pass.
+"""AdamW of any number of tensors in one launch and one pass.
 
     g <- clip * g        m <- b1 m + (1-b1) g        v <- b2 v + (1-b2) g^2
     s = lr m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps)        p <- p - lr * wd * p - s        low <- round(p)
 
-(Loshchilov & Hutter 2019, algorithm 2.) `clip` stays on the device, `low` is the model's own copy
-of a float32 master in half precision, and sum s^2 comes out too: 30 bytes a parameter move where
-the steps one by one would move 90.
+(Loshchilov & Hutter 2019, algorithm 2.) `clip` stays on the device; `low` is the model's
+half-precision copy of a float32 master; sum s^2 is returned: 30 bytes a parameter move instead of
+90.
 
-A launch knows its tensors by a table of addresses, which is made anew for every update: a storage
-may have moved since. Its blocks are fixed by the tensors' sizes, and no block adds to what another
-wrote, so a step repeats bit for bit.
+The table of addresses is made anew for every update, as storages may move. Blocks are fixed by the
+tensors' sizes and none adds to another's result, so a step repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -29,21 +27,18 @@ ALIGNMENT = 16  # bytes
 
 
 def supports(x: Tensor) -> Support:
-    """Can this tensor be updated by one launch?"""
     return triton_supports(x) if x.is_cuda else NO_CUDA
 
 
 class Addresses(NamedTuple):
-    """The addresses of an update's tensors and their gradients, on the device; it keeps the
-    gradients."""
+    """Device addresses of an update's tensors and gradients; it keeps the gradients alive."""
 
     table: Tensor
     gradients: Sequence[Tensor]
 
 
 class Tensors:
-    """The fixed part of an update: which float32 tensors, their moments, their low-precision
-    copies, their decay."""
+    """The fixed part of an update: float32 tensors, moments, low-precision copies and decay."""
 
     def __init__(
         self,
@@ -53,8 +48,8 @@ class Tensors:
         lows: Sequence[Tensor | None],
         decays: Sequence[float],
     ) -> None:
-        """ValueError for a tensor that is not float32 and contiguous, or copies of two dtypes or
-        other sizes."""
+        """Check the tensors: ValueError for one that is not float32 and contiguous, or copies of
+        two dtypes or other sizes."""
         for x in (*masters, *firsts, *seconds):
             _check(x, torch.float32)
         for master, low in zip(masters, lows, strict=True):
@@ -80,11 +75,11 @@ class Tensors:
         self.start = (torch.arange(sum(blocks), device=self.device) - firsts_of) * BLOCK
 
     def addresses(self, gradients: Sequence[Tensor]) -> Addresses:
-        """Return the table that a launch reads: an entry for every tensor and its gradient. Nothing
-        waits for the device.
+        """Return the launch's table of every tensor and its gradient, without waiting for the
+        device.
 
-        gradients: one a tensor, in order, all of float32 or all of the copies' dtype. ValueError
-        for other dtypes."""
+        gradients: one a tensor, in order, all float32 or all of the copies' dtype, else ValueError.
+        """
         gradients = [_plain(gradient) for gradient in gradients]
         if {g.dtype for g in gradients} not in ({torch.float32}, {self.low_dtype}):
             raise ValueError(
@@ -109,9 +104,10 @@ class Tensors:
         eps: float,
         t: int,
     ) -> Tensor:
-        """Apply update number t (from 1) in place; returns sum s^2, a float64 scalar on the device.
+        """Apply update number t (from 1) in place; return sum s^2, a float64 scalar on the device.
 
-        clip: a float32 scalar on the device that multiplies the gradients."""
+        clip: a float32 scalar on the device that multiplies the gradients.
+        """
         moved = torch.empty(len(self.tensor), dtype=torch.float32, device=self.device)
         names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         _adamw_kernel[(len(self.tensor),)](
@@ -139,8 +135,7 @@ class Tensors:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """The gradient as the kernel reads it: a copy where it is a slice that begins or strides
-    otherwise."""
+    """Return the gradient as the kernel reads it; a misaligned or strided slice is copied."""
     plain = gradient.is_contiguous() and gradient.data_ptr() % ALIGNMENT == 0
     gradient = gradient if plain else gradient.clone(memory_format=torch.contiguous_format)
     return gradient
@@ -178,14 +173,14 @@ def _adamw_kernel(
     LOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one tensor. An entry of the table: addresses of p, g, m, v and the low-precision
-    copy, and the size. new1, new2: 1 - beta, which float32's beta2 of 0.999 would give to five
-    digits only."""
+    """Update one block of one tensor. A table entry: addresses of p, g, m, v and the low-precision
+    copy, and the size. new1, new2: 1 - beta, which float32's beta2 of 0.999 gives to five digits
+    only."""
     block = tl.program_id(0)
     i, start = tl.load(tensor_ptr + block), tl.multiple_of(tl.load(start_ptr + block), BLOCK)
     entry_ptr = table_ptr + i.to(tl.int64) * COLUMNS
     clip, decay = tl.load(clip_ptr), 1 - rate * tl.load(decay_ptr + i)
-    if start + BLOCK <= tl.load(entry_ptr + 5):  # without a mask the loads are of 16 bytes
+    if start + BLOCK <= tl.load(entry_ptr + 5):  # unmasked loads are 16 bytes wide
         moved = _update(
             entry_ptr,
             start,

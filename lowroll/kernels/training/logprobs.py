@@ -5,11 +5,10 @@ With z = logits / temperature and y the target of a row,
     logp = z_y - lse(z)        entropy = lse(z) - sum_v softmax(z)_v z_v
     d logp / d logits = (onehot(y) - softmax(z)) / temperature
 
-On CUDA one kernel makes the first two in one pass over the logits (a running maximum, Milakov &
-Gimelshein 2018), and the gradient, where it is wanted, in a second one, rounded once to the dtype
-of the product that reads it. Where the log-prob is known already, lse(z) = z_y - logp and the
-gradient is all there is to do. The difference onehot - softmax is taken before the rounding: of a
-token with p = 0.999 the gradient is 0.001, not 0.
+On CUDA one pass makes the first two (a running maximum, Milakov & Gimelshein 2018), and a second
+one the gradient, where wanted, rounded once to its product's dtype. Where the log-prob is known,
+lse(z) = z_y - logp, and only the gradient remains. onehot - softmax is taken before the rounding:
+at p = 0.999 the gradient is 0.001, not 0.
 
 Shapes: C rows, V vocabulary.
 """
@@ -23,7 +22,7 @@ from lowroll.kernels.launch import jit, tl, triton_supports
 
 TILE = 4096  # logits of a program that makes gradients
 LANES = 1024  # running maxima of a row
-AT_ONCE = 1 << 20  # logits of plain torch's passes: they stay in the cache between two
+AT_ONCE = 1 << 20  # logits of plain torch's passes, which stay in the cache between two
 
 
 def token_log_probs(
@@ -33,11 +32,11 @@ def token_log_probs(
     gradient_CV: Tensor | None = None,
     scale_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each row, both [C] float32.
+    """Return log-prob of each target and entropy of each row, both [C] float32.
 
-    logits_CV: any float dtype, rows contiguous. gradient_CV, any float dtype, is filled with scale
-    * d logp / d logits where it is given; scale_C (float32) is 1 where it is not. The logits may be
-      overwritten. Nothing waits for the device.
+    logits_CV: any float dtype, rows contiguous; may be overwritten. gradient_CV, if given, is
+    filled with scale * d logp / d logits; scale_C (float32) defaults to 1. Nothing waits for the
+    device.
     """
     if not triton_supports(logits_CV):
         return _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
@@ -70,8 +69,7 @@ def logit_gradient(
     temperature: float,
     gradient_CV: Tensor,
 ) -> None:
-    """Fill gradient_CV with scale * d logp / d logits, of rows whose log-probs `token_log_probs`
-    has given."""
+    """Fill gradient_CV with scale * d logp / d logits, for known log-probs."""
     if not triton_supports(logits_CV):
         _reference(logits_CV, targets_C, temperature, gradient_CV, scale_C)
     elif len(logits_CV):
@@ -153,8 +151,8 @@ def _token_log_probs_kernel(
     inverse_temperature,
     BLOCK: tl.constexpr,
 ):
-    """One row: its statistics in one pass with a running maximum a lane; a second pass only for the
-    gradient."""
+    """Process one row: statistics in one pass with a running maximum a lane; a second pass only for
+    the gradient."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     offs_n = tl.arange(0, BLOCK)
@@ -216,7 +214,6 @@ def _logit_gradient_kernel(
     inverse_temperature,
     BLOCK: tl.constexpr,
 ):
-    """One tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_n = offs_n < vocab

@@ -1,11 +1,10 @@
-"""SwiGLU's gate on a gate-up product whose adapter has not been added yet.
+"""SwiGLU's gate on a gate-up product whose adapter is not yet added.
 
     g = g0 + l B_g',   u = u0 + l B_u'        y = silu(g) u          d u = d y silu(g),   d g = d y u s (1 + g (1 - s))
 
-An update of rank r costs no arithmetic to speak of, but adding it to [T, 2F] by itself reads and
-writes the largest tensor of a layer once more. Here it is made a tile at a time, where the tile is
-read anyway, forward and backward. A tile's rows of l and B are held whole, so ranks beyond what it
-`supports` are plain products.
+Adding a rank-r update to [T, 2F] reads and writes a layer's largest tensor once more; here it is
+made tile by tile, where the tile is read anyway. A tile holds whole rows of l and B, which bounds
+the rank (`supports`).
 
 Legend: T tokens, F intermediate size, r rank, L columns of the stacked update: r where one of gate
 and up has an adapter, 2r where both have (B is block-diagonal then, and the other block is not
@@ -24,12 +23,12 @@ from torch import Tensor
 from lowroll.kernels.launch import block, jit, tl, triton_supports
 from lowroll.kernels.support import YES, Support, no
 
-TOKENS, FEATURES = 32, 128  # of a tile: small, so that many are in flight
-ROW_BYTES = 512  # of l and B that a tile holds: more spill, and do not fit into shared memory
+TOKENS, FEATURES = 32, 128  # of a tile: small, for many in flight
+ROW_BYTES = 512  # of l and B in a tile; more does not fit into shared memory
 
 
 def supports(rank: int, dtype: torch.dtype) -> Support:
-    """Does a tile have room for an update of this rank? (256 in half precision, 128 in float32.)"""
+    """Return whether a tile holds an update of this rank (256 in half precision, 128 in float32)."""
     if max(16, block(rank)) * dtype.itemsize <= ROW_BYTES:
         return YES
     return no("takes ranks up to 256 in half precision, up to 128 in float32")
@@ -37,28 +36,27 @@ def supports(rank: int, dtype: torch.dtype) -> Support:
 
 @dataclass(frozen=True)
 class Update:
-    """The update that gate_up lacks: low @ b', whose first `rank` columns are the gate's and the
-    last are up's."""
+    """The update that gate_up lacks: low @ b', whose first `rank` columns are the gate's and last
+    are up's."""
 
     low_TL: Tensor
     b_NL: Tensor
     rank: int
 
     def gate(self, gate_up_TN: Tensor) -> Tensor:
-        """silu(gate) * up of gate_up with the update, on a device."""
+        """Return silu(gate) * up of gate_up with the update, on a device."""
         return _forward(gate_up_TN, self.low_TL, self.b_NL, self.rank)
 
     def gate_backward(self, gate_up_TN: Tensor, y_grad_TF: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of gate_up, and silu(gate) * up again."""
+        """Return the gradient of gate_up, and silu(gate) * up again."""
         y_TF = torch.empty_like(y_grad_TF)
         grad_TN = _backward(gate_up_TN, self.low_TL, self.b_NL, self.rank, y_grad_TF, y_TF)
         return grad_TN, y_TF
 
 
 def silu_mul_adapted(gate_up_TN: Tensor, low_TL: Tensor, b_NL: Tensor, rank: int) -> Tensor:
-    """silu(gate) * up [T, F] of gate_up + low @ b'. Differentiable in gate_up: the gradient is that
-    of the sum, which is what an adapter needs for its own. The first `rank` columns are the gate's
-    and the last are up's."""
+    """Return silu(gate) * up [T, F] of gate_up + low @ b'. Differentiable in gate_up, with the
+    gradient of the sum. The first `rank` columns are the gate's and the last are up's."""
     if (
         not triton_supports(gate_up_TN)
         or gate_up_TN.numel() == 0
@@ -116,7 +114,7 @@ def _backward(
     y_grad_TF: Tensor,
     y_TF: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of gate_up. `y_TF`, where it is given, is filled with silu(gate) * up again."""
+    """Return the gradient of gate_up; fill `y_TF`, if given, with silu(gate) * up again."""
     num_tokens, size = y_grad_TF.shape
     grad_TN = torch.empty_like(gate_up_TN)
     _silu_mul_adapted_backward_kernel[_grid(num_tokens, size)](
@@ -143,7 +141,7 @@ def _backward(
 
 @jit
 def _gate_and_up(gate_up, low, b, t, n, live, size, columns, rank, num_tokens, RANK: tl.constexpr):
-    """Gate and up of a tile, float32, with the update added."""
+    """Return gate and up of a tile, float32, with the update added."""
     at = t[:, None].to(tl.int64) * 2 * size + n[None, :]
     gate = tl.load(gate_up + at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up + at + size, mask=live, other=0.0).to(tl.float32)
