@@ -31,6 +31,7 @@ from lowroll.engine.remote import (
     connect,
     lowroll_server,
     vllm_nccl,
+    vllm_process,
 )
 from lowroll.engine.remote.http_client import BlockingHttpClient
 from lowroll.engine.remote.packed_tokens import pack
@@ -97,7 +98,7 @@ def attached(fake: FakeVllm, **options: Any) -> VllmEngine:
     return VllmEngine.attach(fake.url, **{"request_s": 5.0, **options})
 
 
-KEEPER = """
+REAPER = """
 import os, socket, sys, time
 open(os.environ["VLLM_RPC_BASE_PATH"] + "/left-behind", "w").close()
 time.sleep(1.0)
@@ -112,8 +113,9 @@ def test_a_start_is_told_while_it_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what it leaves lies in its folder, which goes with it."""
-    (tmp_path / "keeper.py").write_text(KEEPER)
-    monkeypatch.setattr("lowroll.engine.remote.vllm_process.KEEPER", tmp_path / "keeper.py")
+    assert vllm_process.REAPER.is_file()
+    (tmp_path / "reaper.py").write_text(REAPER)
+    monkeypatch.setattr("lowroll.engine.remote.vllm_process.REAPER", tmp_path / "reaper.py")
     monkeypatch.setattr("lowroll.engine.remote.vllm_process.TELLING", 0.2)
     told: list[str] = []
     process = VllmProcess([], log=tmp_path / "log", python=sys.executable)

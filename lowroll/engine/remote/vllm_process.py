@@ -25,8 +25,8 @@ from lowroll.checkpoint.logfile import last_error
 from lowroll.engine.remote.http_client import EngineLost
 from lowroll.types import printable
 
-KEEPER = Path(__file__).with_name("vllm_keeper.py")
-ENDING = 15.0  # seconds: the keeper's own patience, and some
+REAPER = Path(__file__).with_name("vllm_reaper.py")
+ENDING = 15.0  # seconds: the grace that the reaper grants, and some
 TELLING = 15.0  # seconds between two words about a start, which takes a minute or more
 PASSED = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "HF_HOME", "XDG_CACHE_HOME", "OMP_NUM_THREADS")
 PREFIXES = ("VLLM_", "NCCL_", "TRITON_", "TORCH")
@@ -69,7 +69,7 @@ class VllmProcess:
         self.folder = folder
         self.url = f"unix:{folder / 'socket'}"
         python = python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable
-        command = [python, "-P", str(KEEPER), *arguments, "--uds", str(self.folder / "socket")]
+        command = [python, "-P", str(REAPER), *arguments, "--uds", str(self.folder / "socket")]
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with log.open("ab") as out:

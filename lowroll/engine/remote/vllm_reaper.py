@@ -1,6 +1,6 @@
 """Run by vLLM's own Python, beside vLLM and in its process group: nothing of it outlives lowroll.
 
-    python vllm_keeper.py ARGUMENTS OF vllm serve
+    python vllm_reaper.py ARGUMENTS OF vllm serve
 
 Standard input is a pipe whose other end lowroll holds and never writes to. When it closes, because
 the engine was closed or its process has died in whatever way, vLLM is asked to end, and what is
