@@ -288,7 +288,7 @@ class Fleet:
 
 
 def _text(data: bytes) -> str:
-    """As `engine.remote.packed_tokens` has it."""
+    """As `engine.remote.protocol` has it."""
     return base64.b64encode(data).decode()
 
 

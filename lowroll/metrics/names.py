@@ -693,7 +693,7 @@ METRICS: tuple[Metric, ...] = (
         "sent again so far: their engine was busy, failed, or lost the connection",
         "0",
     ),
-    _M("perf/engine_handed_over", "requests", "taken from fenced engines so far", "0"),
+    _M("perf/engine_handed_over", "requests", "taken from evicted engines so far", "0"),
     _M(
         "perf/engine_refused",
         "answers",

@@ -19,7 +19,7 @@ from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.types import printable
 
 if TYPE_CHECKING:
-    from lowroll.engine.remote import RemoteEngine
+    from lowroll.engine.remote import EnginePool
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _token(name: str | None) -> str | None:
     return held
 
 
-def _connected(url: str, model: str | None, token: str | None, folder: Path | None) -> RemoteEngine:
+def _connected(url: str, model: str | None, token: str | None, folder: Path | None) -> EnginePool:
     """Connect to the engine. ValueError names the option that is wrong. folder: of the tokenizer; a
     whole model's says what a vLLM does not say of its own."""
     from lowroll.engine.remote import connect

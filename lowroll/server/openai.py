@@ -10,7 +10,7 @@ from dataclasses import asdict
 from aiohttp import web
 
 from lowroll.engine.base import Capabilities
-from lowroll.engine.remote.packed_tokens import pack
+from lowroll.engine.remote.protocol import pack
 from lowroll.server.engine_thread import Delta
 from lowroll.server.limits import STATE, ServerState, read_body
 from lowroll.server.prompts import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowroll.engine.remote.packed_tokens import pack, unpack
+from lowroll.engine.remote.protocol import pack, unpack
 
 
 def test_the_bytes_are_little_endian() -> None:

@@ -1,4 +1,4 @@
-"""The pool's loop (`engine.remote.capped_clock`) on a clock of the test: whoever comes late to its sockets
+"""The pool's loop (`engine.remote.event_loop`) on a clock of the test: whoever comes late to its sockets
 does not call others late."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowroll.engine.remote.capped_clock import CappedClock, CappedClockLoop
+from lowroll.engine.remote.event_loop import CappedClock, CappedClockLoop
 from lowroll.engine.remote.http_client import DeadlineExceeded
 from lowroll.engine.remote.pool import TURNS
 from lowroll.engine.remote.replica import PoolTerms, Replica
@@ -73,7 +73,7 @@ def run(turns: Busy, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def watched(peer: Healthy, beats: int) -> str:
-    """Why an engine with a request of ours is fenced, or "" after so many beats."""
+    """Why an engine with a request of ours is evicted, or "" after so many beats."""
     owner = SimpleNamespace(heard=lambda member: None)
     member = Replica("http://engine", owner, TERMS)  # type: ignore[arg-type]
     member.server = peer  # type: ignore[assignment]
@@ -97,9 +97,9 @@ def test_a_late_watcher_does_not_blame_the_watched(work: float, over: float) -> 
 
 
 @pytest.mark.parametrize("work, turn_s", [(0.0, None), (2.5, None), (2.5, 100.0)])
-def test_who_is_silent_is_fenced_in_time(work: float, turn_s: float | None) -> None:
+def test_who_is_silent_is_evicted_in_time(work: float, turn_s: float | None) -> None:
     """Without lateness within the longest silence. A loop that counts all of its time, as others do,
-    fences one that answers."""
+    evicts one that answers."""
     turns = Busy(work, turn_s=turn_s)
     peer = Healthy(turns, until=100.0 if turn_s is None else float("inf"))
     why = run(turns, watched(peer, 1000))

@@ -18,8 +18,9 @@ import pytest
 from lowroll.engine.remote import replica, weight_broadcaster
 from lowroll.engine.remote.discovery import Elastic
 from lowroll.engine.remote.http_client import ServerError
-from lowroll.engine.remote.pool import EnginePool, PoolStats
+from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.replica import Replica
+from lowroll.engine.remote.replica_set import PoolReport
 from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD
 from lowroll.orchestrator.conversations import Conversations, Dialogue
 from lowroll.orchestrator.groups import check_group
@@ -75,11 +76,11 @@ def finish(
 
 
 def total(pool: EnginePool, name: str) -> float:
-    return pool.stats().metrics()[f"perf/engine_{name}" if name != "healthy" else HEALTHY]
+    return pool.report().metrics()[f"perf/engine_{name}" if name != "healthy" else HEALTHY]
 
 
 def healthy(pool: EnginePool, count: int) -> None:
-    assert eventually(lambda: total(pool, "healthy") == count), pool.stats()
+    assert eventually(lambda: total(pool, "healthy") == count), pool.report()
 
 
 @contextmanager
@@ -241,7 +242,7 @@ def test_what_a_dead_engine_had_goes_on_at_another(n: int, together: bool) -> No
 
 @pytest.mark.parametrize("mood", [{"silent": True}, {"stalled": True}, {"sick": 503}])
 @pytest.mark.parametrize("together", [True, False])
-def test_an_engine_that_does_not_get_on_is_fenced_in_time(mood: dict, together: bool) -> None:
+def test_an_engine_that_does_not_get_on_is_evicted_in_time(mood: dict, together: bool) -> None:
     requests = asked(6, ignore_eos=True)
     with engines(2) as (a, b), pooled([a, b], silent_s=QUICK) as pool:
         a.mood = Mood(slow=2.0, **mood)
@@ -412,10 +413,10 @@ def test_another_server_on_the_port_gets_no_work() -> None:
         a.restart()
         groups = finish(pool, [pool.add(r) for r in asked(6, ignore_eos=True)])
         assert [drawn(group) for group in groups] == [expected(r) for r in asked(6)]
-        assert eventually(lambda: "engines do not agree: model" in errors(pool.stats()))
+        assert eventually(lambda: "engines do not agree: model" in errors(pool.report()))
 
 
-def errors(stats: PoolStats) -> str:
+def errors(stats: PoolReport) -> str:
     return "; ".join(one.last_error for one in stats.engines)
 
 
@@ -442,7 +443,7 @@ def test_all_take_a_version_and_what_is_in_flight_goes_on(tmp_path: Path) -> Non
         assert a.orders == b.orders == ["step_000001"], "once is enough"
 
 
-def test_a_laggard_is_named_fenced_and_takes_the_version_before_it_works_again(
+def test_a_laggard_is_named_evicted_and_takes_the_version_before_it_works_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = publish(tmp_path, 1)
@@ -456,7 +457,7 @@ def test_a_laggard_is_named_fenced_and_takes_the_version_before_it_works_again(
         assert [drawn(group) for group in groups] == [expected(r, 1) for r in asked(6)]
         assert not a.bodies
         healthy(pool, 1)
-        assert f"engine {a.url} is fenced: it had not taken step_000001" in caplog.text
+        assert f"engine {a.url} is evicted: it had not taken step_000001" in caplog.text
         a.restart()
         a.mood.take_s = 0.0
         healthy(pool, 2)
@@ -465,7 +466,7 @@ def test_a_laggard_is_named_fenced_and_takes_the_version_before_it_works_again(
         assert a.bodies
 
 
-def test_an_engine_that_cannot_take_it_is_fenced(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_take_it_is_evicted(tmp_path: Path) -> None:
     first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b], start_s=1.0) as pool:
         a.mood.refuse_weights = 409
@@ -507,13 +508,13 @@ def test_an_answer_of_a_version_that_others_still_take_is_waited_for(
         assert total(pool, "refused") == 0
 
 
-def test_an_engine_that_read_other_bytes_is_fenced(tmp_path: Path) -> None:
+def test_an_engine_that_read_other_bytes_is_evicted(tmp_path: Path) -> None:
     first = publish(tmp_path, 1)
     with engines(2, tmp_path) as (a, b), pooled([a, b]) as pool:
         a.mood.odd_manifest = a.mood.odd_digest = "other"
         pool.update(first)
         healthy(pool, 1)
-        assert f"it read 'other', and {first.digest} was published" in errors(pool.stats())
+        assert f"it read 'other', and {first.digest} was published" in errors(pool.report())
         assert [versions(group) for group in pool.generate(asked(4))] == [{1}] * 4
         assert not a.bodies
 
@@ -593,7 +594,7 @@ def test_an_engine_that_says_yes_and_does_nothing_is_found_out(tmp_path: Path) -
         assert total(pool, "refused") >= 1
 
 
-def test_of_three_engines_the_one_with_other_weights_is_fenced(tmp_path: Path) -> None:
+def test_of_three_engines_the_one_with_other_weights_is_evicted(tmp_path: Path) -> None:
     first = publish(tmp_path, 1)
     with engines(3, tmp_path) as (a, b, c), pooled([a, b, c]) as pool:
         a.mood.odd_digest = "another"
@@ -601,7 +602,7 @@ def test_of_three_engines_the_one_with_other_weights_is_fenced(tmp_path: Path) -
         groups = pool.generate(asked(6, ignore_eos=True))
         assert [drawn(group) for group in groups] == [expected(r, 1) for r in asked(6)]
         assert not a.bodies
-        assert eventually(lambda: "another digest" in errors(pool.stats()))
+        assert eventually(lambda: "another digest" in errors(pool.report()))
         assert total(pool, "healthy") == 2
 
 
@@ -688,7 +689,7 @@ def test_engines_appear_and_disappear_without_loss() -> None:
         handles += [pool.add(request) for request in requests[10:20]]
         assert eventually(lambda: len(b.bodies) > 0)
         names.addresses = ["127.0.0.2"]
-        assert eventually(lambda: len(pool.stats().engines) == 1)
+        assert eventually(lambda: len(pool.report().engines) == 1)
         handles += [pool.add(request) for request in requests[20:]]
         groups = finish(pool, handles)
         assert [drawn(group) for group in groups] == [expected(r) for r in requests]
@@ -713,7 +714,7 @@ def test_when_all_have_left_a_new_one_is_waited_for() -> None:
         context = pool.capabilities.context_length
         names.addresses = ["127.0.0.9"]  # nobody is there
         assert eventually(
-            lambda: ["127.0.0.9" in one.url for one in pool.stats().engines] == [True]
+            lambda: ["127.0.0.9" in one.url for one in pool.report().engines] == [True]
         )
         assert pool.capabilities.context_length == context
         request, given_up = asked(2, ignore_eos=True)
@@ -890,9 +891,9 @@ def test_an_answer_that_got_lost_fences_its_engine(caplog: pytest.LogCaptureFixt
         requests = asked(8, tokens=900, ignore_eos=True)
         groups = finish(pool, [pool.add(request) for request in requests])
         assert [drawn(group) for group in groups] == [expected(request) for request in requests]
-        assert f"{a.url} is fenced: knows of 3 requests, and 4 wait for its answer" in caplog.text
-        told = next(one for one in pool.stats().engines if one.url == a.url)
-        assert told.fenced == 1 and told.handed_over == 4
+        assert f"{a.url} is evicted: knows of 3 requests, and 4 wait for its answer" in caplog.text
+        told = next(one for one in pool.report().engines if one.url == a.url)
+        assert told.evicted == 1 and told.handed_over == 4
 
 
 def test_one_that_returns_sings_before_it_works(
@@ -933,7 +934,7 @@ def test_one_that_flaps_is_met_later_each_time(
             a.restart()
             healthy(pool, 2)
         assert [one for one in left if one[0]] == [(0.5, True), (1.0, True), (2.0, True)]
-        assert "it was fenced 4 times lately: for 2 s" in caplog.text
+        assert "it was evicted 4 times lately: for 2 s" in caplog.text
         monkeypatch.setattr(Replica, "_flaps", lambda self: 1e6)
         a.stop()
         healthy(pool, 1)
@@ -950,7 +951,7 @@ def test_one_that_flaps_is_met_later_each_time(
 def test_twenty_times_an_engine_is_lost_and_no_request(
     n: int, fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Late answers of one that goes on after it was fenced are nobody's."""
+    """Late answers of one that goes on after it was evicted are nobody's."""
     monkeypatch.setattr(replica, "LONGEST_AWAY", 0.0)
     requests = asked(8, n, ignore_eos=True)
     with ExitStack() as stack:
@@ -976,7 +977,7 @@ def test_twenty_times_an_engine_is_lost_and_no_request(
 
 
 def loaded(pool: EnginePool, child: Child) -> bool:
-    return any(one.url == child.url and one.outstanding for one in pool.stats().engines)
+    return any(one.url == child.url and one.outstanding for one in pool.report().engines)
 
 
 def strike(stack: ExitStack, children: list[Child], victim: int, fault: signal.Signals) -> None:

@@ -87,7 +87,7 @@ def finish(pool: EnginePool, handles: list[int]) -> list[Group]:
     found: dict[int, Group] = {}
     end = time.monotonic() + 120
     while len(found) < len(handles):
-        assert time.monotonic() < end, pool.stats()
+        assert time.monotonic() < end, pool.report()
         for handle, group in pool.step():
             assert handle not in found
             found[handle] = group
@@ -125,8 +125,8 @@ def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
 
                 assert pool.generate(requests, stop) == two
                 victim.send(signal.SIGCONT)
-                assert eventually(lambda: healthy(pool) == 2, 120.0), pool.stats()
-            assert pool.stats().metrics()["perf/engine_handed_over"] > 0
+                assert eventually(lambda: healthy(pool) == 2, 120.0), pool.report()
+            assert pool.report().metrics()["perf/engine_handed_over"] > 0
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_server_is_killed_or_stopped_time_and_again_and_no_request_is_lost(
     with serving(model, 2) as servers:
         with EnginePool([s.url for s in servers], admin_token=ADMIN, silent_s=6.0) as pool:
             expected = {n: tokens(pool.generate(asked(n))) for n in (1, 8)}
-            before = pool.stats().metrics()["perf/engine_requests"]
+            before = pool.report().metrics()["perf/engine_requests"]
             for round in range(times):
                 n = (1, 8)[round % 2]
                 victim = servers[round // 2 % 2]
@@ -153,15 +153,15 @@ def test_a_server_is_killed_or_stopped_time_and_again_and_no_request_is_lost(
                     port = victim.port
                     victim.close()
                     servers[servers.index(victim)] = Server(model, port)
-                assert eventually(lambda: healthy(pool) == 2, 120.0), pool.stats()
-            found = pool.stats().metrics()
+                assert eventually(lambda: healthy(pool) == 2, 120.0), pool.report()
+            found = pool.report().metrics()
             assert found["perf/engine_requests"] - before == 10 * times, "each was answered once"
             assert found["perf/engine_fenced"] >= times / 2
 
 
 def busy(pool: EnginePool, url: str) -> bool:
-    return any(one.url == url and one.outstanding for one in pool.stats().engines)
+    return any(one.url == url and one.outstanding for one in pool.report().engines)
 
 
 def healthy(pool: EnginePool) -> float:
-    return pool.stats().metrics()["perf/engines_healthy"]
+    return pool.report().metrics()["perf/engines_healthy"]

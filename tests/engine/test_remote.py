@@ -11,7 +11,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from lowroll import Engine
 from lowroll.engine.base import Capabilities
 from lowroll.engine.remote import (
     EngineLost,
+    EnginePool,
     NotArrived,
-    RemoteEngine,
     ServerError,
     VllmEngine,
     connect,
@@ -33,13 +32,11 @@ from lowroll.engine.remote import (
     vllm_nccl,
     vllm_process,
 )
-from lowroll.engine.remote.http_client import BlockingHttpClient
-from lowroll.engine.remote.packed_tokens import pack
-from lowroll.engine.remote.protocol import ArrivingSample
-from lowroll.engine.remote.remote_engine import TURN, ServedName
+from lowroll.engine.remote.http_client import HttpClient
+from lowroll.engine.remote.pool import TURN
+from lowroll.engine.remote.protocol import ArrivingSample, pack
 from lowroll.engine.remote.verify import Verifier
 from lowroll.engine.remote.vllm_process import VllmProcess
-from lowroll.engine.remote.vllm_server import HEEDED, VllmDialect
 from lowroll.engine.request import noise_key
 from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
@@ -178,53 +175,11 @@ def test_add_step_and_progress(fake: FakeVllm) -> None:
         assert engine.so_far(first) == [] and not engine.abort(first)
 
 
-class Counted(Future):
-    """Counts how often somebody looks whether an answer has come."""
-
-    looks = 0
-
-    def done(self) -> bool:
-        Counted.looks += 1
-        return super().done()
-
-
-class OneByOne:
-    """A client whose requests are answered when it is told to, in their order."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[Counted, Any]] = []
-
-    def begin(self, work: Any) -> Counted:
-        self.open.append((Counted(), work))
-        return self.open[-1][0]
-
-    async def body(self, call: Any) -> bytes:
-        return json.dumps(honest(call.body, V)).encode()
-
-    def answer(self) -> None:
-        answer, work = self.open.pop(0)
-        with pytest.raises(StopIteration):
-            work.send(None)
-        answer.set_result(None)
-
-
-def test_an_answer_costs_the_same_however_many_are_open() -> None:
-    able = Capabilities(128, frozenset(), False, False, True, True, HEEDED)
-    tag = BehaviorTag((PolicySpan(0, ""),), "fp32")
-    client = OneByOne()
-    dialect = VllmDialect(able, tag, "policy", V, frozenset({1}), 32.0)
-    engine = RemoteEngine(client, dialect, ServedName("policy", "policy"))  # type: ignore[arg-type]
-    engine.add(replace(ASKED, id="first"))  # whose answer begins the turns
-    client.answer()
-    Counted.looks = 0
-    asked = [replace(ASKED, id=str(i)) for i in range(200)]
-    groups = engine.generate(asked, lambda done, total: client.answer() if client.open else None)
-    assert [group.request for group in groups] == asked
-    assert Counted.looks <= 2 * len(asked)
-    assert len(engine.step()) == 1 and not engine.has_work
-    began = time.monotonic()
-    assert engine.step() == []  # nothing to wait for
-    assert time.monotonic() - began < TURN
+def test_a_step_without_work_does_not_wait(fake: FakeVllm) -> None:
+    with attached(fake) as engine:
+        began = time.monotonic()
+        assert engine.step() == []
+        assert time.monotonic() - began < TURN
 
 
 def test_no_more_requests_are_open_than_allowed(fake: FakeVllm) -> None:
@@ -478,7 +433,7 @@ def test_a_progress_that_raises_ends_the_call(fake: FakeVllm) -> None:
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://x", "unix:", "http://me:word@host", ""])
 def test_an_odd_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="url: "):
-        BlockingHttpClient(url)
+        HttpClient(url)
 
 
 @pytest.mark.slow
@@ -717,7 +672,7 @@ def test_workers_are_told_where_to_meet(
     monkeypatch.setattr(vllm_nccl, "Communicator", Peer)
     fake.version = version
     with attached(fake) as engine:
-        meeting = vllm_nccl.NcclTransfer(engine.client, engine.found, 5.0, local)
+        meeting = vllm_nccl.NcclTransfer(engine._begin, engine.found, 5.0, local)
         assert meeting._meet(torch.device("cpu")).world == 3
         assert meeting._meet(torch.device("cpu")) and len(fake.orders) == 1
         told = fake.orders[0][1]["init_info"]
@@ -734,7 +689,7 @@ def test_workers_are_told_where_to_meet(
 
 def test_an_old_vllm_elsewhere_gets_no_store(fake: FakeVllm) -> None:
     with attached(fake) as engine, pytest.raises(ValueError, match="store to the network"):
-        vllm_nccl.NcclTransfer(engine.client, engine.found, 5.0, local=False)
+        vllm_nccl.NcclTransfer(engine._begin, engine.found, 5.0, local=False)
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -749,7 +704,7 @@ def test_workers_that_do_not_come_are_not_waited_for(
         fake.refused["/init_weight_transfer_engine"] = 500
         message = "answered 500"
     with attached(fake) as engine:
-        meeting = vllm_nccl.NcclTransfer(engine.client, engine.found, 0.5, True)
+        meeting = vllm_nccl.NcclTransfer(engine._begin, engine.found, 0.5, True)
         with pytest.raises(ServerError, match=message):
             meeting._meet(torch.device("cpu"))
         assert meeting._communicator is None
@@ -802,14 +757,9 @@ def test_a_server_that_says_no_numbers_is_none_of_ours(where: str) -> None:
     else:
         stated["capabilities"]["context_length"] = "long"
 
-    class Said:
-        url = "http://there"
-
-        def get(self, *_: object) -> Tree:
-            return {"data": [{"id": "m", "lowroll": stated}]}
-
+    said = {"data": [{"id": "m", "lowroll": stated}]}
     with pytest.raises(ServerError, match="is no server of lowroll's"):
-        lowroll_server.ask(Said(), None)  # type: ignore[arg-type]
+        lowroll_server.read(said, "http://there", None)
 
 
 def test_an_origin_without_numbers_names_its_request() -> None:
@@ -942,13 +892,14 @@ def test_a_servers_policy_has_its_options(folder: Path) -> None:
 @pytest.mark.slow
 def test_connect_names_what_it_finds(fake: FakeVllm, folder: Path) -> None:
     with connect(fake.url) as engine:
-        assert isinstance(engine, VllmEngine) and engine.capabilities.updates == frozenset()
+        assert type(engine) is EnginePool and engine.capabilities.updates == frozenset()
+        assert engine.served.name == "policy" and engine.generate([ASKED])
     with pytest.raises(ValueError, match="serves policy, and not other"):
         connect(fake.url, model="other")
     with serving(engine_of(folder)) as url:
         with pytest.raises(ValueError, match="serves tiny, and not other"):
             connect(url, model="other")
         with connect(url) as plain:
-            assert type(plain) is RemoteEngine
+            assert type(plain) is EnginePool
             with pytest.raises(ValueError, match="takes no weights"):
                 plain.update_weights(WeightUpdate.local(tiny(), 1))

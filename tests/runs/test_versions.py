@@ -155,7 +155,7 @@ def test_nothing_newer_than_is_allowed_is_taken(tmp_path: Path) -> None:
         assert set(fake.orders) == {"step_000001"}
 
 
-def test_an_engine_that_is_told_a_version_too_late_is_not_fenced(tmp_path: Path) -> None:
+def test_an_engine_that_is_told_a_version_too_late_is_not_evicted(tmp_path: Path) -> None:
     """The trainer publishes the next one while the engines are told this one."""
 
     class Late(Broadcasts):
@@ -170,7 +170,7 @@ def test_an_engine_that_is_told_a_version_too_late_is_not_fenced(tmp_path: Path)
         fake.mood.keeps = 1
         assert Versions(Late(tmp_path), pool, lambda: None, 5.0).at_least(1, 9) == 2
         assert fake.orders == ["step_000001", "step_000002"] and fake.held.version == 2
-        assert pool.stats().metrics()["perf/engine_fenced"] == 0
+        assert pool.report().metrics()["perf/engine_fenced"] == 0
 
 
 def test_a_wait_for_an_engine_that_takes_a_version_says_so_again_and_again(

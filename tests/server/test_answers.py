@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lowroll import Engine, Request
-from lowroll.engine.remote.packed_tokens import unpack
+from lowroll.engine.remote.protocol import unpack
 from lowroll.types import Group, Rollout
 from tests.fixtures.http import NAME, events, get, post, serving
 

@@ -1,8 +1,5 @@
 """HTTP to one server: every wait has a deadline and says what it waits for.
 
-`HttpClient` runs on the event loop of its user. `BlockingHttpClient` is the same for plain threads, with
-one thread and loop on which the requests of hundreds of rollouts run together.
-
 An address is `http://`, `https://`, or `unix:/path/of/a/socket`.
 """
 
@@ -10,10 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +20,6 @@ MOST_JSON = 16 << 20  # bytes of an answer whose size nothing else bounds
 AGAIN = (429, 502, 503)  # the server has not begun: busy, or not there yet
 TRIES = 3
 PAUSE = 0.2  # seconds before the second try; twice as long before the third
-MARGIN = 5.0  # seconds that a waiting thread grants the loop beyond a request's own deadline
 DYING = 30  # tenths of a second in which a server that failed may end
 
 
@@ -63,7 +56,7 @@ class HttpCall:
 
 
 class HttpClient:
-    """An address and its token. `open` and `close` on the loop that everything else is called on.
+    """An address and its token. Everything is called on one event loop.
 
     token: sent as a bearer token. concurrency: requests open at once; more wait for a turn, which
     does not count for their deadlines. lost: says why the server has ended, where one can know;
@@ -83,6 +76,7 @@ class HttpClient:
         self.token = token
         self._concurrency = concurrency
         self._lost = lost
+        self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         """Connect when something is asked for, not before."""
@@ -101,21 +95,26 @@ class HttpClient:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self._session.close()
+        """Close the connections. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, path: str, what: str, deadline_s: float = 30.0) -> Any:
+        """Return the JSON of a GET, which may be asked again. ServerError says what was waited for."""
+        return await self.answer(HttpCall("GET", path, what, deadline_s=deadline_s, again=True))
 
     async def answer(self, call: HttpCall) -> Any:
-        """JSON, or the text of an answer that is none. ServerError."""
+        """Return the JSON of an answer, or the text of one that is none. ServerError."""
         return _parsed(call, await self.body(call))
 
     async def body(self, call: HttpCall, on_line: Callable[[bytes], None] | None = None) -> bytes:
-        """The bytes of the answer; with `on_line` each line as it comes, and b"" at the end."""
+        """Return the bytes of an answer; with `on_line` each line as it comes, and b"" at the end."""
         async with self._turns:
             try:
                 async with asyncio.timeout(call.deadline_s):
                     return await self._tries(call, on_line)
             except TimeoutError:
-                raise self.late(call) from None
+                raise self._late(call) from None
 
     async def _tries(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
         pause = PAUSE
@@ -137,6 +136,7 @@ class HttpClient:
     async def _once(self, call: HttpCall, on_line: Callable[[bytes], None] | None) -> bytes:
         data = None if call.body is None else json.dumps(call.body, allow_nan=False).encode()
         other = None if call.token is None else {"Authorization": f"Bearer {call.token}"}
+        assert self._session is not None
         async with self._session.request(
             call.method, self._base + call.path, data=data, headers=other, allow_redirects=False
         ) as response:
@@ -159,8 +159,8 @@ class HttpClient:
             await asyncio.sleep(0.1)
         return error
 
-    def late(self, call: HttpCall) -> ServerError:
-        """The error of a call that was not answered in time."""
+    def _late(self, call: HttpCall) -> ServerError:
+        """Return the error of a call that was not answered in time."""
         why = None if self._lost is None else self._lost()
         late = f"{call.what}: no answer from {self.url} within {call.deadline_s:g} s"
         return DeadlineExceeded(late) if why is None else EngineLost(f"{late}; {why}")
@@ -244,84 +244,3 @@ async def happens_within(event: asyncio.Event, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-class BlockingHttpClient:
-    """An `HttpClient` and the thread that runs it. token, concurrency, lost: as there."""
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        concurrency: int = 256,
-        lost: Callable[[], str | None] | None = None,
-    ) -> None:
-        self.http = HttpClient(url, token=token, concurrency=concurrency, lost=lost)
-        self.url = self.http.url
-        self.answer = self.http.answer
-        self.body = self.http.body
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="remote-engine", daemon=True)
-        self._thread.start()
-        if not self._ready.wait(timeout=MARGIN):
-            raise RuntimeError("the thread of the HTTP client did not start")
-
-    def __enter__(self) -> BlockingHttpClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End what is in flight, and the thread. Idempotent."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ended.set)
-            self._thread.join(timeout=MARGIN)
-
-    def get(self, path: str, what: str, **cost: Any) -> Any:
-        """Return the JSON of a GET. ServerError says what was waited for."""
-        return self.ask(HttpCall("GET", path, what, again=True, **cost))
-
-    def post(self, path: str, body: Any, what: str, **cost: Any) -> Any:
-        """Return the JSON of a POST (its text, where it is none), sent once unless `again` says
-        else."""
-        return self.ask(HttpCall("POST", path, what, body, **cost))
-
-    def ask(self, call: HttpCall) -> Any:
-        """The answer, waited for here."""
-        future = self.begin(self.answer(call))
-        try:
-            return future.result(call.deadline_s + MARGIN)
-        except FutureTimeout:
-            future.cancel()
-            raise self.http.late(call) from None
-
-    def begin(self, work: Awaitable[Any]) -> Future[Any]:
-        """Start a coroutine on the client's thread. Cancelling the future closes its connection."""
-
-        async def run() -> Any:
-            return await work
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
-
-    # -- on the client's thread --------------------------------------------------------------------
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
-
-    async def _serve(self) -> None:
-        """Keep the connections open until the end is asked for."""
-        self._ended = asyncio.Event()
-        await self.http.open()
-        self._ready.set()
-        await self._ended.wait()
-        mine = asyncio.current_task()
-        others = [task for task in asyncio.all_tasks() if task is not mine]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self.http.close()

@@ -11,13 +11,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lowroll.engine.base import Capabilities, EngineStats, InFlight
-from lowroll.engine.remote.http_client import BlockingHttpClient, HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
 from lowroll.engine.remote.protocol import ArrivingSample, body_of, tagged
 from lowroll.engine.remote.server_base import (
     CONTROL_S,
     Dialect,
     HeldPolicy,
     Published,
+    ServedName,
     ServerProgress,
 )
 from lowroll.kv.policy.base import CachePolicy
@@ -124,14 +125,9 @@ class LowrollDialect:
         )
 
 
-def ask(client: BlockingHttpClient, model: str | None) -> LowrollDialect:
-    """The dialect of the server at an address. ServerError when it is none of ours; ValueError for a
-    model that it does not serve."""
-    return read(client.get("/v1/models", WHAT), client.url, model)
-
-
 def read(answer: Any, url: str, model: str | None) -> LowrollDialect:
-    """The same from a list of models that has come."""
+    """Read the dialect of a server from its list of models. ServerError when it is none of ours;
+    ValueError for a model that it does not serve."""
     try:
         served = {one["id"]: one["lowroll"] for one in answer["data"]}
         name = next(iter(served)) if model is None else model
@@ -212,6 +208,7 @@ class LowrollServer:
         self.what = what
         self.http = http
         self.dialect: Dialect = dialect
+        self.served = ServedName(dialect.model, dialect.model)
         self.admin = admin
         self.scores = dialect.capabilities.scores and dialect.capabilities.vocab_size is not None
 
@@ -225,15 +222,12 @@ class LowrollServer:
         return str(answer.get("status")) if isinstance(answer, dict) else ""
 
     async def progress(self, deadline_s: float) -> ServerProgress:
-        call = HttpCall("GET", "/metrics", "its metrics", deadline_s=deadline_s, text=True)
-        found = _metrics(await self.http.answer(call))
+        found = _metrics(await self.metrics(deadline_s))
         return ServerProgress(int(found.get("requests_open", 0)), int(found.get("drawn_tokens", 0)))
 
-    async def replays(self, deadline_s: float) -> tuple[int, int, int]:
-        """(samples, tokens that they had drawn, those of them that stood), since it began."""
+    async def metrics(self, deadline_s: float) -> str:
         call = HttpCall("GET", "/metrics", "its metrics", deadline_s=deadline_s, text=True)
-        found = self.dialect.stats(await self.http.answer(call))
-        return found.replays, found.replayed_tokens, found.kept_tokens
+        return str(await self.http.answer(call))
 
     async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
         name = broadcast.path.name

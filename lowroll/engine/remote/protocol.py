@@ -3,18 +3,21 @@ log-probs out, nothing by text.
 
 What a server says is checked before any of it is used: how many choices, which tokens were the
 prompt, a finite log-prob for every token, a reason for every end. `top_logprobs` are read by token
-id (`return_tokens_as_token_ids`), since by text two ids may collide.
+id (`return_tokens_as_token_ids`), since by text two ids may collide. lowroll's own server packs the
+tokens and log-probs of a sample as two strings: as lists of numbers they cost both sides ten times as much.
 """
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Callable, Collection
+import struct
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lowroll.engine.remote.http_client import ServerError, parse_json
-from lowroll.engine.remote.packed_tokens import unpack
+from lowroll.engine.base import PartialSample, Ranked
+from lowroll.engine.remote.http_client import HttpCall, ServerError, parse_json
 from lowroll.engine.request import sampler_settings
 from lowroll.types import BehaviorTag, Evictions, FinishReason, Group, Request, Rollout, printable
 
@@ -23,6 +26,7 @@ REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 BYTES = 1 << 16  # of an answer without tokens
 TOKEN_BYTES = 512  # of a token in an answer, with its log-prob and text
 TOP_BYTES = 128  # of one of its likeliest tokens
+SCORE_BYTES = 256  # of a token's log-prob in an answer, and of each of its likeliest
 UNRANKED = 2**31
 ABOVE_ZERO = 1e-4  # a log-prob may round to this
 NEVER = -9999.0  # a server's number for minus infinity, which JSON has not
@@ -165,6 +169,15 @@ class ResponseAssembler:
             sample.given_up = True
         return self._group(origin)
 
+    def so_far(self) -> list[PartialSample]:
+        """Return what has arrived of each sample."""
+        drawn = []
+        for one in self.samples:
+            ids, logprobs, top = one.read()
+            shown = top if self.request.top_logprobs else None
+            drawn.append(PartialSample(ids, logprobs, one.finish_reason, shown, one.stop_reason))
+        return drawn
+
     def _group(self, origin: Origin) -> Group:
         rollouts = []
         for i, sample in enumerate(self.samples):
@@ -291,6 +304,70 @@ def prompt_logprobs(answer: Any, ids: list[int], what: str) -> list[dict[int, tu
         if not -math.inf < logprob <= ABOVE_ZERO:
             raise ServerError(f"{what}: no log-prob of token {token} at {i + 1}")
     return found
+
+
+def check_sequences(
+    sequences: Sequence[list[int]], prompt_lens: Sequence[int], longest: int, vocab_size: int
+) -> None:
+    """Raise ValueError that names a sequence that cannot be scored in a context of `longest`."""
+    for i, (ids, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
+        if not 1 <= prompt_len < len(ids) or len(ids) > longest:
+            raise ValueError(
+                f"sequences[{i}]: {len(ids)} tokens with a prompt of {prompt_len} cannot be "
+                f"scored in a context of {longest}"
+            )
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise ValueError(f"sequences[{i}]: an id is outside the vocabulary of {vocab_size}")
+
+
+def scoring_call(i: int, body: dict[str, Any], top: int, deadline_s: float) -> HttpCall:
+    """Return the call that scores sequence `i`."""
+    most = BYTES + SCORE_BYTES * (top + 1) * len(body["prompt"])
+    return HttpCall("POST", PATH, f"score of sequences[{i}]", body, deadline_s, most, True)
+
+
+def ranked(answer: Any, call: HttpCall, prompt_len: int, top: int) -> Ranked:
+    """Parse the answer to a scoring call: the log-probs of what follows the prompt, and the `top`
+    likeliest tokens at each place."""
+    import torch
+
+    ids = call.body["prompt"]
+    rows = prompt_logprobs(answer, ids, call.what)[prompt_len - 1 :]
+    response = ids[prompt_len:]
+    likeliest = [
+        sorted((rank, token, logprob) for token, (logprob, rank) in row.items() if rank <= top)
+        for row in rows
+    ]
+    if any(len(row) < top for row in likeliest):
+        raise ServerError(f"{call.what}: {top} likeliest tokens a place were asked for")
+    likeliest = [row[:top] for row in likeliest]
+    return Ranked(
+        torch.tensor([row[t][0] for row, t in zip(rows, response, strict=True)]),
+        torch.tensor([[token for _, token, _ in row] for row in likeliest], dtype=torch.int64),
+        torch.tensor([[p for _, _, p in row] for row in likeliest], dtype=torch.float32),
+    )
+
+
+def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, str]:
+    """Encode tokens and as many log-probs bit for bit: base64 of int32 and of float64, both
+    little-endian."""
+    count = len(token_ids)
+    ids = struct.pack(f"<{count}i", *token_ids)
+    values = struct.pack(f"<{count}d", *logprobs)
+    return {
+        "token_ids": base64.b64encode(ids).decode(),
+        "logprobs": base64.b64encode(values).decode(),
+    }
+
+
+def unpack(packed: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Decode what `pack` made. KeyError, TypeError or ValueError for anything else."""
+    ids = base64.b64decode(packed["token_ids"], validate=True)
+    values = base64.b64decode(packed["logprobs"], validate=True)
+    if len(ids) % 4 or len(values) != 2 * len(ids):
+        raise ValueError(f"{len(ids)} bytes of token ids and {len(values)} of log-probs")
+    count = len(ids) // 4
+    return list(struct.unpack(f"<{count}i", ids)), list(struct.unpack(f"<{count}d", values))
 
 
 def _are_ids(values: list[Any], vocab_size: int) -> bool:

@@ -1,13 +1,13 @@
 """One engine of a pool and its health.
 
-A replica connects, loads the newest weights, proves that it computes what the others do (`canary`), and
-works. It is fenced when it is silent, dead or stuck, or when its answers contradict themselves: its
-requests go to other replicas. Then it connects again, after a pause that doubles with each fence while
+A replica connects, loads the newest weights, proves that it computes what the others do (`verify`), and
+works. It is evicted when it is silent, dead or stuck, or when its answers contradict themselves: its
+requests go to other replicas. Then it connects again, after a pause that doubles with each eviction while
 another replica works.
 
 The heartbeat asks the engine's own loop (/health) six times in `silent_s`. While the engine has requests
 of ours, its counter of drawn tokens must also move, and it must know of all of them. Four heartbeats
-without an answer fence it, so that nobody waits for it longer than `silent_s`.
+without an answer evict it, so that nobody waits for it longer than `silent_s`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from lowroll.engine.base import InFlight
-from lowroll.engine.remote import canary
+from lowroll.engine.remote import lowroll_server
 from lowroll.engine.remote.http_client import (
     EngineLost,
     HttpCall,
@@ -28,7 +29,7 @@ from lowroll.engine.remote.http_client import (
     ServerError,
     happens_within,
 )
-from lowroll.engine.remote.identify import connect_server
+from lowroll.engine.remote.lowroll_server import LowrollServer
 from lowroll.engine.remote.protocol import Origin, ResponseAssembler
 from lowroll.engine.remote.server_base import (
     EngineServer,
@@ -36,20 +37,24 @@ from lowroll.engine.remote.server_base import (
     Published,
     ServerProgress,
 )
+from lowroll.engine.remote.verify import canary_logprobs, check_canary
 from lowroll.engine.remote.versions import PolicyVersions
+from lowroll.engine.remote.vllm_server import VllmServer
 from lowroll.types import Request
 
 log = logging.getLogger(__name__)
 
-State = Literal["new", "ready", "fenced", "gone"]
+State = Literal["new", "ready", "evicted", "gone"]
 HEARTBEATS = 6  # in the longest silence
-HEARTBEATS_BEFORE_FENCE = 4  # that fence an engine
+HEARTBEATS_BEFORE_EVICTION = 4  # without an answer
 ONCE_MORE_S = 0.2  # until an engine that is not to be reached is asked again
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two meetings
-FLAPS_S = 600.0  # in which fences count: the pause doubles with each
-LONGEST_AWAY = 60.0  # of one that is fenced again and again
+FLAPS_S = 600.0  # in which evictions count: the pause doubles with each
+LONGEST_AWAY = 60.0  # of one that is evicted again and again
 OURS = 16  # connections beside those of requests
 REFUSED = (401, 403, 404)  # of who asks, or of what is asked for: waiting does not help
+
+Connect = Callable[[HttpClient, "PoolTerms"], Awaitable[EngineServer]]
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,16 @@ class PoolTerms:
     folder: Path | None = None  # of the model, where a vLLM's own name of it does not lead there
     concurrency: int = 256  # requests open at one engine
     timeout_s: float = 1200.0  # of one request
-    silent_s: float = 30.0  # after which an engine is fenced
+    silent_s: float = 30.0  # after which an engine is evicted
     update_s: float = 600.0  # until the first engine has taken new weights
-    patience_s: float = 600.0  # until one engine answers, where none does
+    start_s: float = 600.0  # until one engine answers, where none does
     in_flight: InFlight = "keep"  # what becomes of requests at an update
+    stream: bool = False  # tokens are read as they are drawn
+    # of an engine that others watch over and may give weights: the first error is raised, and nothing
+    # is sent elsewhere, watched, or held against the versions of the pool
+    fail_fast: bool = False
+    connect: Connect | None = None  # to its server; by default whichever answers
+    lost: Callable[[], str | None] | None = None  # says why its process has ended
 
     @property
     def heartbeat_s(self) -> float:
@@ -80,10 +91,10 @@ class ReplicaCounts:
     requests: int = 0  # answered
     tokens: int = 0  # of those answers
     retries: int = 0  # that it lost, or was too busy for
-    handed_over: int = 0  # taken from it when it was fenced
+    handed_over: int = 0  # taken from it when it was evicted
     refused: int = 0  # answers that were not believed
     late: int = 0  # answers that nobody waited for any more
-    fenced: int = 0
+    evicted: int = 0
 
 
 @dataclass(eq=False)
@@ -97,6 +108,7 @@ class QueuedRequest:
     losses: int = 0
     busy_since: float = 0.0  # its engines have been
     avoid: set[str] = field(default_factory=set)  # engines that did not do it right
+    aborted: bool = False  # the caller has given it up
     ended: bool = False
 
 
@@ -116,7 +128,7 @@ class InFlightRequest:
 
 
 class ReplicaOwner(Protocol):
-    """The pool, as its members see it."""
+    """The replica set, as its members see it."""
 
     versions: PolicyVersions
 
@@ -130,7 +142,7 @@ class ReplicaOwner(Protocol):
         ...
 
     def admitted(self, replica: Replica) -> None: ...
-    def fenced(self, replica: Replica) -> None: ...
+    def evicted(self, replica: Replica) -> None: ...
     def heard(self, replica: Replica) -> None: ...
     def others_work(self, replica: Replica) -> bool: ...
     def witness(self, replica: Replica) -> Replica | None:
@@ -142,14 +154,30 @@ class ReplicaOwner(Protocol):
         ...
 
 
+async def connect_server(http: HttpClient, terms: PoolTerms) -> EngineServer:
+    """Return the client of whatever server answers. ServerError; ValueError names what does not fit."""
+    call = HttpCall("GET", "/v1/models", lowroll_server.WHAT, None, terms.heartbeat_s)
+    answer = await http.answer(call)
+    wanted = terms.model if terms.check_model else None
+    try:
+        is_vllm = answer["data"][0]["owned_by"] == "vllm"
+    except (KeyError, IndexError, TypeError):
+        is_vllm = False
+    if is_vllm:
+        return await VllmServer.meet(http, wanted, terms.folder)
+    dialect = lowroll_server.read(answer, http.url, wanted)
+    return LowrollServer(http, dialect, terms.admin, terms.in_flight)
+
+
 class Replica:
-    """See the top of the file. On the pool's loop alone. named: by the configuration, so that one
+    """An engine and its health, on the pool's loop alone. named: by the configuration, so that one
     that does not fit ends the run."""
 
     def __init__(
         self, url: str, owner: ReplicaOwner, terms: PoolTerms, *, named: bool = True
     ) -> None:
-        self.http = HttpClient(url, token=terms.token, concurrency=terms.concurrency + OURS)
+        limit = terms.concurrency + OURS
+        self.http = HttpClient(url, token=terms.token, concurrency=limit, lost=terms.lost)
         self.url = self.http.url
         self.owner = owner
         self.terms = terms
@@ -168,24 +196,24 @@ class Replica:
         self.tried = asyncio.Event()  # it has been met, or could not be
         self._taking = asyncio.Lock()
         self._wake = asyncio.Event()
-        self._why: str | None = None  # it is to be fenced
+        self._why: str | None = None  # it is to be evicted
         self._met = False
-        self._fences: deque[float] = deque()  # when it was fenced
+        self._evictions: deque[float] = deque()  # when it was evicted
 
     async def live(self) -> None:
-        """Until it is cancelled."""
+        """Connect, work, be evicted and connect again, until cancelled."""
         await self.http.open()
         pause = FIRST_PAUSE
         try:
             while True:
                 try:
-                    await self._join()
+                    await self.connect()
                     pause = FIRST_PAUSE
                     why = await self._watch()
                 except (ServerError, ValueError) as error:
                     why = str(error)
                     self._judge(error)
-                await self._away(self._fence(why))
+                await self._away(self._evict(why))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         finally:
@@ -193,15 +221,20 @@ class Replica:
             await self.http.close()
 
     def mark_unhealthy(self, why: str) -> None:
-        """Have it fenced."""
+        """Have it evicted."""
         self._why = self._why or why
         self._wake.set()
 
     def mark_suspect(self, why: str) -> None:
-        """A connection was lost: is it there?"""
+        """Send it nothing new before it has answered a heartbeat, since a connection was lost."""
         self.suspect = True
         self.last_error = why
         self._wake.set()
+
+    @property
+    def models(self) -> set[str]:
+        """Return the names of models that requests in flight were sent to."""
+        return {flight.arrivals.model for flight in self.flights}
 
     @property
     def taking(self) -> bool:
@@ -210,8 +243,8 @@ class Replica:
 
     def takes_work(self, now: float) -> bool:
         """Return whether a request may be sent to it."""
-        kicked = self._why is not None
-        if self.state != "ready" or kicked or self.suspect or self.leaving:
+        unhealthy = self._why is not None
+        if self.state != "ready" or unhealthy or self.suspect or self.leaving:
             return False
         if now < self.busy_until:
             return False
@@ -225,10 +258,9 @@ class Replica:
         others."""
         assert self.server is not None
         async with self._taking:
-            in_use = {flight.arrivals.model for flight in self.flights}
             late = asyncio.get_running_loop().call_later(self.terms.silent_s, self._tell_late)
             try:
-                held = await self.server.take(broadcast, self.terms.update_s, in_use)
+                held = await self.server.take(broadcast, self.terms.update_s, self.models)
             finally:
                 late.cancel()
             if held.version != broadcast.version:
@@ -241,18 +273,11 @@ class Replica:
 
     # -- its life ----------------------------------------------------------------------------------
 
-    async def _join(self) -> None:
+    async def connect(self) -> None:
+        """Connect to the server, check it, and work. ServerError; ValueError for what will not fit."""
         terms = self.terms
         self._why = None
-        self.server = await connect_server(
-            self.http,
-            admin=terms.admin,
-            model=terms.model,
-            check_model=terms.check_model,
-            deadline_s=terms.heartbeat_s,
-            folder=terms.folder,
-            in_flight=terms.in_flight,
-        )
+        self.server = await (terms.connect or connect_server)(self.http, terms)
         status = await self.server.health(terms.heartbeat_s)
         if status == "paused" and terms.admin is not None:
             await self.server.resume()  # left by one that has ended
@@ -309,15 +334,15 @@ class Replica:
             return
         seconds = self.terms.silent_s
         mine, theirs = await asyncio.gather(
-            canary.canary_logprobs(self.http, self.server, seconds),
-            canary.canary_logprobs(witness.http, witness.server, seconds),
+            canary_logprobs(self.http, self.server, seconds),
+            canary_logprobs(witness.http, witness.server, seconds),
             return_exceptions=True,
         )
         if isinstance(mine, BaseException):
             raise mine
         if isinstance(theirs, BaseException) or self.owner.witness(self) is not witness:
             return  # its own watch says what is wrong with it
-        canary.compare(mine, theirs, witness.url)
+        check_canary(mine, theirs, witness.url)
 
     async def _watch(self) -> str:
         """Watch the engine until it has to be evicted, and return why."""
@@ -343,7 +368,7 @@ class Replica:
                 self.last_error = str(error)
                 if isinstance(error, EngineLost):
                     return self.last_error
-                if clock() - heard > (HEARTBEATS_BEFORE_FENCE - 0.5) * heartbeat_s:
+                if clock() - heard > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
                     return f"silent for {clock() - heard:.1f} s: {error}"
                 continue
             heard = clock()
@@ -351,11 +376,11 @@ class Replica:
             self.owner.heard(self)
             if not self.flights or now.tokens != tokens or status != "running":
                 moved, tokens = clock(), now.tokens
-            elif clock() - moved > (HEARTBEATS_BEFORE_FENCE - 0.5) * heartbeat_s:
+            elif clock() - moved > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
                 return f"has drawn nothing for {clock() - moved:.1f} s"
             if now.open >= len(self.flights):
                 knew = clock()
-            elif clock() - knew > (HEARTBEATS_BEFORE_FENCE - 0.5) * heartbeat_s:
+            elif clock() - knew > (HEARTBEATS_BEFORE_EVICTION - 0.5) * heartbeat_s:
                 return f"knows of {now.open} requests, and {len(self.flights)} wait for its answer"
 
     def _tell_late(self) -> None:
@@ -382,30 +407,32 @@ class Replica:
         if await happens_within(self._wake, heartbeat_s):
             self._wake.clear()
 
-    def _fence(self, why: str) -> float:
-        """Returns how many seconds it is to be left alone: 0 unless it flaps."""
+    def _evict(self, why: str) -> float:
+        """Take its work away. Returns how many seconds it is to be left alone: 0 unless it flaps."""
         away = 0.0
         if self.state == "ready":
-            self.counts.fenced += 1
+            self.counts.evicted += 1
             away = self._flaps()
             rest = (
-                f"; it was fenced {len(self._fences)} times lately: for {away:g} s" if away else ""
+                f"; it was evicted {len(self._evictions)} times lately: for {away:g} s"
+                if away
+                else ""
             )
-            log.warning("engine %s is fenced: %s%s", self.url, why, rest)
+            log.warning("engine %s is evicted: %s%s", self.url, why, rest)
         elif why != self.last_error and (self._met or self.owner.others_work(self)):
             log.warning("engine %s does not work yet: %s", self.url, why)
-        self.state = "fenced"
+        self.state = "evicted"
         self.last_error = why
         self.tried.set()
-        self.owner.fenced(self)
+        self.owner.evicted(self)
         return away
 
     def _flaps(self) -> float:
         now = asyncio.get_running_loop().time()
-        self._fences.append(now)
-        while now - self._fences[0] > FLAPS_S:
-            self._fences.popleft()
-        again = len(self._fences) - 1
+        self._evictions.append(now)
+        while now - self._evictions[0] > FLAPS_S:
+            self._evictions.popleft()
+        again = len(self._evictions) - 1
         return min(FIRST_PAUSE * 2.0**again, LONGEST_AWAY) if again else 0.0
 
     async def _away(self, seconds: float) -> None:
@@ -416,7 +443,7 @@ class Replica:
             await asyncio.sleep(min(FIRST_PAUSE, until - clock()))
 
     def _judge(self, error: Exception) -> None:
-        """One that the configuration names, and that will never fit, ends the run."""
+        """End the run for one that the configuration names and that will never fit."""
         wrong = isinstance(error, ValueError) or getattr(error, "status", None) in REFUSED
         if wrong and self.named and not self._met:
             self.owner.misfit(self, error)

@@ -15,6 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from lowroll.engine.base import PartialSample
 from lowroll.engine.remote.http_client import (
     AGAIN,
     DeadlineExceeded,
@@ -45,8 +46,53 @@ MOST_HOMES = 1 << 16  # requests of which it is known who drew them
 Answer = Callable[[int, "Group | Exception"], None]
 
 
+class LoadBalancer:
+    """The choice of the replica that draws a request."""
+
+    def __init__(self, concurrency: int) -> None:
+        self._concurrency = concurrency
+        self._share = 1.0  # of the tokens that requests may draw, those that they do
+        self._homes: dict[str, str] = {}  # by id of a request: the engine that drew it
+
+    def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
+        """Choose the engine that is to draw a request; None when none of them has room for it."""
+        free = [replica for replica in able if self._has_room(replica, entry)]
+        if not free:
+            return None
+        least = min(free, key=lambda m: (m.url in entry.avoid, m.outstanding))
+        url = self._homes.get(entry.request.follows or "")  # of the turn before
+        home = next((m for m in free if m.url == url and url not in entry.avoid), least)
+        most = BEHIND * least.outstanding + self.load(entry)
+        return home if home.outstanding <= most else least
+
+    def load(self, entry: QueuedRequest) -> int:
+        """Return the tokens that a request is likely to hold: samples end before their longest."""
+        request = entry.request
+        return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
+
+    def learn(self, flight: InFlightRequest, group: Group) -> None:
+        """Remember which engine drew a request, and how long its samples were."""
+        request = flight.entry.request
+        drawn = sum(len(one.token_ids) for one in group.rollouts)
+        self._share += LEARNED * (drawn / (request.n * request.max_tokens) - self._share)
+        if request.id:
+            self._homes[request.id] = flight.replica.url
+            if len(self._homes) > MOST_HOMES:
+                del self._homes[next(iter(self._homes))]
+
+    def _has_room(self, replica: Replica, entry: QueuedRequest) -> bool:
+        assert replica.server is not None
+        if not replica.flights:
+            return True
+        cache = getattr(replica.server.dialect, "cache_tokens", 0)
+        if cache and replica.outstanding + self.load(entry) > AHEAD * cache:
+            return False
+        return len(replica.flights) < self._concurrency
+
+
 class RequestRouter:
-    """Routing of requests to replicas, on the pool's loop alone. answer: receives each handle's outcome."""
+    """The requests of a pool on their way, on the pool's loop alone. answer: receives each handle's
+    outcome."""
 
     def __init__(
         self, replicas: list[Replica], versions: PolicyVersions, terms: PoolTerms, answer: Answer
@@ -59,9 +105,8 @@ class RequestRouter:
         self._waiting: deque[QueuedRequest] = deque()
         self._flights: dict[int, InFlightRequest] = {}  # by handle
         self._tasks: set[asyncio.Task[None]] = set()
+        self._balancer = LoadBalancer(terms.concurrency)
         self._called = False  # requests came, and are dealt in this turn of the loop
-        self._share = 1.0  # of the tokens that requests may draw, those that they do
-        self._homes: dict[str, str] = {}  # by id: the engine
 
     def add(self, entries: Sequence[QueuedRequest]) -> None:
         """Queue requests. All that come in one iteration of the loop are dispatched together."""
@@ -80,7 +125,8 @@ class RequestRouter:
         return found
 
     def abort(self, entry: QueuedRequest) -> None:
-        """End a request; its group comes back with what is known of it: nothing."""
+        """End a request; its group comes back with what was read of a stream, and else without
+        tokens."""
         if entry.ended:
             return
         flight = self._flights.get(entry.handle)
@@ -88,10 +134,22 @@ class RequestRouter:
             self._drop(flight)
         elif entry in self._waiting:
             self._waiting.remove(entry)
-        dialect = self.dialect
-        arrivals = self._arrivals(entry, dialect)
-        self._end(entry, arrivals.aborted(_origin(entry.request, dialect)))
+        if flight is not None and self.terms.stream:
+            group = flight.arrivals.aborted(flight.origin)
+        else:
+            dialect = self.dialect
+            arrivals = self._arrivals(entry, dialect)
+            group = arrivals.aborted(_origin(entry.request, dialect))
+        self._end(entry, group)
         self.dispatch()
+
+    def so_far(self, entry: QueuedRequest) -> list[PartialSample]:
+        """Return what was read of each sample of a stream, and else samples without tokens. Called on
+        any thread."""
+        flight = self._flights.get(entry.handle)
+        if flight is None or not self.terms.stream:
+            return [PartialSample([], [], None) for _ in range(entry.request.n)]
+        return flight.arrivals.so_far()
 
     def drop_all(self) -> None:
         """Forget all requests."""
@@ -120,42 +178,10 @@ class RequestRouter:
         now = asyncio.get_running_loop().time()
         able = [replica for replica in self.replicas if replica.takes_work(now)]
         while self._waiting:
-            free = [m for m in able if self._has_room(m, self._waiting[0])]
-            if not free:
+            replica = self._balancer.choose(able, self._waiting[0])
+            if replica is None:
                 return
-            self._send(self._choose(free, self._waiting[0]), self._waiting.popleft())
-
-    def _has_room(self, replica: Replica, entry: QueuedRequest) -> bool:
-        assert replica.server is not None
-        if not replica.flights:
-            return True
-        cache = getattr(replica.server.dialect, "cache_tokens", 0)
-        if cache and replica.outstanding + self._load(entry) > AHEAD * cache:
-            return False
-        return len(replica.flights) < self.terms.concurrency
-
-    def _choose(self, free: Sequence[Replica], entry: QueuedRequest) -> Replica:
-        """Choose the engine that is to draw a request."""
-        least = min(free, key=lambda m: (m.url in entry.avoid, m.outstanding))
-        url = self._homes.get(entry.request.follows or "")  # of the turn before
-        home = next((m for m in free if m.url == url and url not in entry.avoid), least)
-        most = BEHIND * least.outstanding + self._load(entry)
-        return home if home.outstanding <= most else least
-
-    def _load(self, entry: QueuedRequest) -> int:
-        """Tokens that it is likely to hold: samples end before their longest."""
-        request = entry.request
-        return int(request.n * request.max_tokens * self._share) + len(request.prompt_ids)
-
-    def _learn(self, flight: InFlightRequest, group: Group) -> None:
-        """Remember which engine drew a request, and how long its samples were."""
-        request = flight.entry.request
-        drawn = sum(len(one.token_ids) for one in group.rollouts)
-        self._share += LEARNED * (drawn / (request.n * request.max_tokens) - self._share)
-        if request.id:
-            self._homes[request.id] = flight.replica.url
-            if len(self._homes) > MOST_HOMES:
-                del self._homes[next(iter(self._homes))]
+            self._send(replica, self._waiting.popleft())
 
     # -- one request -------------------------------------------------------------------------------
 
@@ -164,12 +190,14 @@ class RequestRouter:
         entry.attempt += 1
         request, dialect = entry.request, replica.server.dialect
         arrivals = self._arrivals(entry, dialect)
-        body = dialect.body(request)
-        call = HttpCall(
-            "POST", PATH, arrivals.what, body, self.terms.timeout_s, most_bytes(request)
-        )
+        stream = self.terms.stream
+        body = dialect.body(request) | ({"stream": True} if stream else {})
+        # without another engine the same one is asked again, unless a stream may have been read
+        again = self.terms.fail_fast and not stream
+        most, seconds = most_bytes(request), self.terms.timeout_s
+        call = HttpCall("POST", PATH, arrivals.what, body, seconds, most, again)
         origin = _origin(request, dialect)
-        load = self._load(entry)
+        load = self._balancer.load(entry)
         flight = InFlightRequest(
             entry, replica, entry.attempt, replica.version, call, arrivals, origin, load
         )
@@ -181,9 +209,13 @@ class RequestRouter:
     async def _fly(self, flight: InFlightRequest) -> None:
         replica, arrivals = flight.replica, flight.arrivals
         try:
-            arrivals.take(parse_json(await replica.http.body(flight.call), arrivals.what))
+            if self.terms.stream:
+                await replica.http.body(flight.call, arrivals.on_line)
+            else:
+                arrivals.take(parse_json(await replica.http.body(flight.call), arrivals.what))
             group = arrivals.group(flight.origin)
-            await self._believe(flight, group)
+            if not self.terms.fail_fast:
+                await self._believe(flight, group)
         except ServerError as error:
             self._failed(flight, error)
             return
@@ -192,7 +224,7 @@ class RequestRouter:
         replica.counts.requests += 1
         replica.counts.tokens += sum(len(one.token_ids) for one in group.rollouts)
         replica.busy_s = 0.0
-        self._learn(flight, group)
+        self._balancer.learn(flight, group)
         self._end(flight.entry, group)
         self.dispatch()
 
@@ -217,9 +249,12 @@ class RequestRouter:
         return True
 
     def _failed(self, flight: InFlightRequest, error: ServerError) -> None:
-        """Again, somewhere else, later, or never."""
+        """Send a request again, somewhere else or later, or end it with its error."""
         entry, replica = flight.entry, flight.replica
         if not self._over(flight):
+            return
+        if self.terms.fail_fast:
+            self._end(entry, error)
             return
         final = self._weigh(flight, error)
         if entry.ended:
@@ -267,7 +302,7 @@ class RequestRouter:
             replica.busy_until = now + replica.busy_s
             loop.call_later(replica.busy_s + 0.001, self.dispatch)
         entry.busy_since = entry.busy_since or now
-        return now - entry.busy_since > self.terms.patience_s
+        return now - entry.busy_since > self.terms.start_s
 
     def _drop(self, flight: InFlightRequest) -> None:
         """Close its connection, upon which the engine ends it."""

@@ -4,13 +4,14 @@ it draws from, and taking another. `lowroll_server` and `vllm_server` implement 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from lowroll.engine.base import Capabilities, EngineStats
 from lowroll.engine.remote.protocol import ArrivingSample
+from lowroll.engine.request import validate
 from lowroll.types import BehaviorTag, Evictions, Request
 
 CONTROL_S = 10.0  # until a control route that does little has answered
@@ -91,10 +92,20 @@ class ServerProgress:
     tokens: int  # drawn since it began
 
 
+@dataclass(frozen=True)
+class ServedName:
+    """The model behind an address: its name there, and the folder or hub id that it is told to
+    be."""
+
+    name: str
+    root: str
+
+
 class EngineServer(Protocol):
     """The client of one engine's server. Its methods raise ServerError for a bad answer."""
 
     dialect: Dialect
+    served: ServedName
     in_flight: bool  # requests go on while it takes weights
     scores: bool  # it says log-probs of a prompt
 
@@ -109,6 +120,10 @@ class EngineServer(Protocol):
 
     async def progress(self, deadline_s: float) -> ServerProgress: ...
 
+    async def metrics(self, deadline_s: float) -> str:
+        """Return a page of its /metrics, for `Dialect.stats`."""
+        ...
+
     async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
         """Have it draw from a broadcast; returns what it acknowledges. in_use: names of models that
         requests in flight were sent to."""
@@ -117,3 +132,36 @@ class EngineServer(Protocol):
     async def resume(self) -> None:
         """End a pause."""
         ...
+
+
+def check_request(request: Request, dialect: Dialect, where: str = "") -> None:
+    """Raise ValueError that names a field, after `where`, that a server does not support."""
+    length = dialect.capabilities.context_length
+    try:
+        validate(
+            request,
+            vocab_size=dialect.vocab_size,
+            context_length=length,
+            cache_tokens=length,
+            has_tokenizer="stop_strings" in dialect.capabilities.sampler,
+        )
+        dialect.check(request)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+
+
+def facts(server: EngineServer) -> Mapping[str, Any]:
+    """Return the facts on which all engines of a pool must agree, by the name that an error
+    uses."""
+    able, behavior = server.dialect.capabilities, server.dialect.behavior
+    return {
+        "kind of server": type(server).__name__.removesuffix("Server").lower(),
+        "vocabulary": able.vocab_size or server.dialect.vocab_size,
+        "context length": able.context_length,
+        "weights": behavior.weights,
+        "KV policy": able.kv,
+        "KV dtype": able.kv_dtype,
+        "sampler": sorted(able.sampler),
+        "exact log-probs": able.exact_logprobs,
+        "recorded evictions": able.records_evictions,
+    }

@@ -1,6 +1,12 @@
-"""Has an update arrived? The engine's log-probs of a few tokens, against the learner's.
+"""Checks by a few log-probs that an engine computes with the weights that it should.
 
-Two questions after every update, since each alone is blind:
+An engine that joins a pool has to agree with one that works (`check_canary`), before it receives requests.
+The version and the digest that it states are checked anyway; this finds what it does not know: memory gone
+bad, a model that was read wrongly, a vLLM that kept its old weights. Both run the same tokens alone, so
+that what is allowed is what other kernels or another GPU round.
+
+After an update of a run's vLLM its log-probs are held against the learner's (`Verifier`), with two
+questions, since each alone is blind:
 
  1. distance    is the engine near the learner? A wrong folder, a torn transfer or another model is
                 far away. What formats and dtypes round is allowed for by the bound.
@@ -17,12 +23,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lowroll.engine.remote.http_client import ServerError
+from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.protocol import PATH, prompt_logprobs
+from lowroll.engine.remote.server_base import EngineServer
 
 CLEAR = 5.0  # times the distance that a movement must be, to be judged
 LEAST = 1e-4  # nats: below this, no movement is judged
 SHARE = 0.5
 TOKENS = 24  # of the text that is scored, and less in a short context
+CANARY_BOUND = 0.1  # nats a token, root mean square
+CANARY_BYTES = 1 << 20  # of its answer
 
 Learner = Callable[[list[int]], Sequence[float]]  # ids -> log-probs of ids[1:], at temperature 1
 
@@ -75,6 +85,26 @@ class Verifier:
                 )
             self._reference = now
         return now.apart
+
+
+async def canary_logprobs(http: HttpClient, server: EngineServer, deadline_s: float) -> list[float]:
+    """Return an engine's log-probs of the canary's tokens. ServerError."""
+    dialect = server.dialect
+    ids = text(dialect.vocab_size, dialect.capabilities.context_length)
+    what = "its canary score"
+    call = HttpCall("POST", PATH, what, dialect.scoring(ids, 0, 1.0), deadline_s, CANARY_BYTES)
+    rows = prompt_logprobs(await http.answer(call), ids, what)
+    return [row[token][0] for row, token in zip(rows, ids[1:], strict=True)]
+
+
+def check_canary(mine: list[float], theirs: list[float], witness: str) -> None:
+    """Raise ServerError when the log-probs are not of the same weights."""
+    apart = distance(mine, theirs) if mine else 0.0
+    if math.isnan(apart) or apart > CANARY_BOUND:
+        raise ServerError(
+            f"canary: its log-probs are {apart:.3g} nats a token from those of {witness}, and "
+            f"{CANARY_BOUND:g} are allowed: it does not compute with the same weights"
+        )
 
 
 def text(vocab_size: int, context_length: int) -> list[int]:

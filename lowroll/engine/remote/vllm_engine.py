@@ -1,4 +1,4 @@
-"""vLLM behind lowroll's protocol of engines: started here, or attached to.
+"""A pool of one vLLM that takes weights as a stream: started here, or attached to.
 
     with VllmEngine.start("path/to/model", lora_rank=16) as engine:
         groups = engine.generate([Request(prompt_ids=[...], n=8, max_tokens=64, seed=7)])
@@ -11,7 +11,7 @@ Weights reach it in one of three ways, by what the update is and how vLLM was st
     folder      the whole model, in the format of the folder that vLLM was started with, is laid
                 beside it and read by `reload_weights`. vLLM is paused, after what is in flight has
                 ended, and the cache of prompts is forgotten
-    nccl        the whole dense model by vLLM's own transfer, between GPUs (`transfer`)
+    nccl        the whole dense model by vLLM's own transfer, between GPUs (`vllm_nccl`)
 
 After each, log-probs of a short text are held against the learner's (`verify`).
 """
@@ -24,23 +24,28 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lowroll.engine.base import Capabilities, InFlight
-from lowroll.engine.remote.http_client import BlockingHttpClient, EngineLost, HttpCall, ServerError
-from lowroll.engine.remote.remote_engine import RemoteEngine, ServedName
+from lowroll.engine.base import InFlight
+from lowroll.engine.remote.http_client import EngineLost, HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.pool import EnginePool
+from lowroll.engine.remote.replica import PoolTerms
 from lowroll.engine.remote.verify import Learner, NotArrived, Verifier
 from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD, TRANSFER, ProbedVllm, probe
 from lowroll.engine.remote.vllm_process import VllmProcess
-from lowroll.engine.remote.vllm_server import HEEDED, VllmDialect
-from lowroll.model.folder import resolve
-from lowroll.types import BehaviorTag, PolicySpan, printable
+from lowroll.engine.remote.vllm_server import (
+    ServedModel,
+    VllmDialect,
+    VllmServer,
+    model_folder,
+)
+from lowroll.types import BehaviorTag, PolicySpan
 
 if TYPE_CHECKING:
-    from lowroll.engine.remote.served_model import ServedModel
     from lowroll.engine.remote.vllm_nccl import NcclTransfer
     from lowroll.weights.update import Kind, WeightUpdate
 
@@ -48,13 +53,14 @@ _log = logging.getLogger(__name__).info
 
 Way = Literal["folder", "nccl"]
 BASE = "policy"  # the name of the model that vLLM is started with
+SILENT_S = 180.0  # the time of a heartbeat, which bounds the first calls, six times
 BOUND = 0.5  # nats a token that a format may be away from the learner
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS_TOGETHER = 2  # of two versions, while the older one's requests end
 
 
-class VllmEngine(RemoteEngine):
-    """Made by `start` or `attach`. One thread calls everything.
+class VllmEngine(EnginePool):
+    """A pool of one vLLM that takes weights as a stream. Made by `start` or `attach`.
 
     verify: log-probs of ids[1:] under the learner, for the check after an update; by default those
     of the update's own model, where it is in this process (`WeightUpdate.master`), else nothing is
@@ -63,9 +69,10 @@ class VllmEngine(RemoteEngine):
 
     def __init__(
         self,
-        client: BlockingHttpClient,
-        folder: Path,
+        url: str,
+        folder: str | Path | None,
         *,
+        token: str | None = None,
         exchange: Path | None = None,
         lora_rank: int | None = None,
         way: Way | None = "folder",
@@ -73,30 +80,53 @@ class VllmEngine(RemoteEngine):
         dtype: str | None = None,
         verify: Learner | None = None,
         bound: float = BOUND,
+        concurrency: int = 256,
         request_s: float = 1200.0,
         stream: bool = False,
     ) -> None:
-        from lowroll.engine.remote.served_model import served
-
-        self.folder = folder
-        self.found = probe(client)
+        self.url = url
         self.process = process
-        self.facts = served(folder, dtype)
+        self.request_s = request_s
         self._way = way
         self._verify = verify
-        kind = _kind(self.found, self.facts, lora_rank, way)
         self._transfer: NcclTransfer | None = None
-        if kind == "full" and way == "nccl":
-            from lowroll.engine.remote.vllm_nccl import NcclTransfer
-
-            self._transfer = NcclTransfer(client, self.found, request_s, process is not None)
         self._loaded: dict[str, Path] = {}  # adapters that vLLM holds, with their folders
         self._versions: Counter[int] = Counter()
-        self.dialect: VllmDialect = _dialect(self.found, self.facts, kind)
-        named = ServedName(self.found.model, self.found.root)
-        super().__init__(client, self.dialect, named, request_s=request_s, stream=stream)
         self._exchange = Path(tempfile.mkdtemp(prefix="lowroll-weights-", dir=exchange))
-        self._verifier = Verifier(self.dialect.vocab_size, self.capabilities.context_length, bound)
+
+        async def meet(http: HttpClient, terms: PoolTerms) -> VllmServer:
+            from lowroll.engine.remote.vllm_folders import served
+
+            found = await probe(http)
+            self.folder = model_folder(url, folder or found.root)
+            facts = served(self.folder, dtype)
+            kind = _kind(found, facts, lora_rank, way)
+            dialect = VllmDialect.of(found, facts, kind, in_flight=kind == "adapter")
+            self._server = VllmServer(http, found, facts, dialect)
+            return self._server
+
+        try:
+            super().__init__(
+                [url],
+                token=token,
+                timeout_s=request_s,
+                silent_s=SILENT_S,
+                concurrency=concurrency,
+                stream=stream,
+                fail_fast=True,
+                connect=meet,
+                lost=None if process is None else process.lost,
+            )
+            if way == "nccl" and "full" in self.capabilities.updates:
+                from lowroll.engine.remote.vllm_nccl import NcclTransfer
+
+                local = process is not None
+                self._transfer = NcclTransfer(self._begin, self.found, request_s, local)
+        except BaseException:
+            self.close()
+            raise
+        length = self.capabilities.context_length
+        self._verifier = Verifier(self.dialect.vocab_size, length, bound)
 
     @classmethod
     def start(
@@ -115,66 +145,52 @@ class VllmEngine(RemoteEngine):
         lora_rank: int | None = None,
         way: Way | None = "folder",
         arguments: Sequence[str] = (),
-        concurrency: int = 256,
         start_s: float = 600.0,
-        exchange: Path | None = None,
-        verify: Learner | None = None,
-        bound: float = BOUND,
-        request_s: float = 1200.0,
-        stream: bool = False,
         socket: Path | None = None,
         tell: Callable[[str], object] = _log,
+        **options: Any,
     ) -> VllmEngine:
-        """A vLLM of our own for a model folder; it ends with this engine, or with this process.
+        """Start a vLLM of our own for a model folder; it ends with this engine, or with this process.
 
         log: what vLLM writes; default a temporary file, whose name errors tell. python, site,
-        devices: `process.VllmProcess`. dtype: that vLLM
-        computes in; default the folder's. gpu_memory: share of each GPU that it
-        takes. lora_rank: the policy is an adapter of at most this rank. way: of full updates; None
-        for an engine that takes none.
-        arguments: more options of `vllm serve`. exchange: where weights are laid; default the
-        temporary folder of the machine. socket: the folder of its socket
-        (`process.lasting_folder`); default a temporary one. tell: takes a line now and then about how the start goes.
-        EngineLost, with the last error of its log, when it is not ready within start_s.
+        devices: as `VllmProcess`'s. dtype: that vLLM computes in; default the folder's. gpu_memory:
+        share of each GPU that it takes. lora_rank: the policy is an adapter of at most this rank. way:
+        of full updates; None for an engine that takes none. arguments: more options of `vllm serve`.
+        socket: the folder of its socket (`vllm_process.lasting_folder`); default a temporary one. tell:
+        takes a line now and then about how the start goes. options: as of the class; exchange, where
+        weights are laid, is by default the temporary folder of the machine. EngineLost, with the last
+        error of its log, when it is not ready within start_s.
         """
-        from lowroll.engine.remote.served_model import served
+        from lowroll.engine.remote.vllm_folders import served
 
         folder = Path(folder).resolve()
         if not (folder / "config.json").is_file():
             raise ValueError(f"folder: {folder} holds no model (no config.json)")
         log = log or Path(tempfile.mkdtemp(prefix="lowroll-vllm-log-")) / "vllm.log"
-        dtype = dtype or served(folder).dtype_name
-        options = _options(
+        dtype = dtype or served(folder).dtype
+        serve_options = _options(
             folder, dtype, tensor_parallel, gpu_memory, context_length, max_batch, lora_rank, way
         )
         process = VllmProcess(
-            [*options, *arguments],
+            [*serve_options, *arguments],
             log=log,
             python=python,
             site=site,
             devices=devices,
             folder=socket,
         )
-        client: BlockingHttpClient | None = None
         try:
             process.wait_ready(start_s, tell)
-            client = BlockingHttpClient(process.url, concurrency=concurrency, lost=process.lost)
             return cls(
-                client,
+                process.url,
                 folder,
-                exchange=exchange,
                 lora_rank=lora_rank,
                 way=way,
                 process=process,
                 dtype=dtype,
-                verify=verify,
-                bound=bound,
-                request_s=request_s,
-                stream=stream,
+                **options,
             )
         except BaseException:
-            if client is not None:
-                client.close()
             process.close()
             raise
 
@@ -187,51 +203,38 @@ class VllmEngine(RemoteEngine):
         token: str | None = None,
         lora_rank: int | None = None,
         way: Way | None = "folder",
-        concurrency: int = 256,
-        exchange: Path | None = None,
-        verify: Learner | None = None,
-        bound: float = BOUND,
-        request_s: float = 1200.0,
-        stream: bool = False,
+        **options: Any,
     ) -> VllmEngine:
-        """A vLLM that runs already, at a URL or a Unix socket (`unix:/path`), and goes on when this
-        engine is closed.
+        """Attach to a vLLM that runs already, at a URL or a Unix socket (`unix:/path`), and goes on when
+        this engine is closed.
 
         folder: of the model that it serves, readable here; default what it says of itself. token:
-        its bearer token. exchange: where weights are laid, under the same path on its machine; vLLM
-        must have been started with the options of docs/vllm.md. ValueError names what it lacks.
+        its bearer token. options: as of the class; exchange, where weights are laid, lies under the
+        same path on its machine, and vLLM must have been started with the options of docs/vllm.md.
+        ValueError names what it lacks.
         """
-        client = BlockingHttpClient(url, token=token, concurrency=concurrency)
-        try:
-            place = _folder(url, folder or probe(client).root)
-            return cls(
-                client,
-                place,
-                exchange=exchange,
-                lora_rank=lora_rank,
-                way=way,
-                verify=verify,
-                bound=bound,
-                request_s=request_s,
-                stream=stream,
-            )
-        except BaseException:
-            client.close()
-            raise
+        return cls(url, folder, token=token, lora_rank=lora_rank, way=way, **options)
 
     def close(self) -> None:
         """Give up what is in flight; unload what was loaded into a server that goes on, end one
         that was started here. Idempotent."""
-        self._give_up()
+        if self._closed:
+            return
         if self._transfer is not None:
             self._transfer.close()
+        self._give_up()
         if self.process is None:
             with suppress(ServerError):
                 self._unload(keep=None)
-        self.client.close()
+        super().close()
         if self.process is not None:
             self.process.close()
         shutil.rmtree(self._exchange, ignore_errors=True)
+
+    @property
+    def found(self) -> ProbedVllm:
+        """Return what the vLLM said of itself at the start."""
+        return self._server.found
 
     # -- pause -------------------------------------------------------------------------------------
 
@@ -239,11 +242,11 @@ class VllmEngine(RemoteEngine):
         """Stop drawing: freeze what is in flight, wait for its end, or end it with finish reason
         "abort". New requests wait for `resume`."""
         self.found.needs("pause", "/pause", "/resume")
-        self._order(f"/pause?mode={mode}", None, f"pause ({mode})")
+        self._do(self._server.pause(mode, self.request_s), self.request_s)
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self._order("/resume", None, "resume")
+        self._do(self._server.resume(self.request_s), self.request_s)
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -291,31 +294,30 @@ class VllmEngine(RemoteEngine):
         name = f"pol-v{update.version}" + (f".{count}" if count else "")
         self._versions[update.version] += 1
         folder = write_adapter(update, self._exchange / name, self.folder)
-        body = {"lora_name": name, "lora_path": str(folder)}
-        self._order(ADAPTERS[0], body, f"loading adapter {name}")
+        self._do(self._server.load_adapter(name, folder, self.request_s), self.request_s)
         self._loaded[name] = folder
-        self.dialect.model = name
         self._unload(keep=name)
 
     def _unload(self, keep: str | None) -> None:
         """Unload the adapters that no request in flight was sent to."""
-        held = {flight.model for flight in self._flights.values()} | {keep}
-        for name in [name for name in self._loaded if name not in held]:
-            self._order(ADAPTERS[1], {"lora_name": name}, f"unloading adapter {name}")
-            shutil.rmtree(self._loaded.pop(name), ignore_errors=True)
+
+        async def unload() -> None:
+            held = {name for replica in self._set.replicas for name in replica.models} | {keep}
+            for name in [name for name in self._loaded if name not in held]:
+                await self._server.unload_adapter(name, self.request_s)
+                shutil.rmtree(self._loaded.pop(name), ignore_errors=True)
+
+        self._do(unload(), self.request_s * max(1, len(self._loaded)))
 
     def _reload(self, update: WeightUpdate) -> None:
         from lowroll.engine.remote.vllm_folders import write_model
 
         self._versions[update.version] += 1
         name = f"v{update.version}-{self._versions[update.version]}"
-        folder = write_model(update, self._exchange / name, self.folder, self.facts.dtype)
+        folder = write_model(update, self._exchange / name, self.folder, self._server.model.dtype)
+        what = f"reloading the weights of version {name}"
         try:
-            self.pause("wait")
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self._order("/collective_rpc", body, f"reloading the weights of version {name}")
-            self._order("/reset_prefix_cache", None, "reset_prefix_cache")
-            self.resume()
+            self._do(self._server.reload(folder, what, self.request_s), 4 * self.request_s)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -323,8 +325,8 @@ class VllmEngine(RemoteEngine):
         assert self._transfer is not None
         tensors = self._transfer.check(update)
         self.pause("wait")
-        self._transfer.send(tensors, self.facts.dtype)
-        self._order("/reset_prefix_cache", None, "reset_prefix_cache")
+        self._transfer.send(tensors, self._server.model.dtype)
+        self.reset_prefix_cache()
         self.resume()
 
     def _check_arrival(self, update: WeightUpdate) -> None:
@@ -345,25 +347,9 @@ class VllmEngine(RemoteEngine):
             raise NotArrived(f"update to version {update.version}: {error}") from None
         self._verifier.check(learner, held, update.version)
 
-    def _order(self, path: str, body: object, what: str) -> None:
-        """Call a control route, whose answer is empty when it has done its work."""
-        self.found.needs(what, path.partition("?")[0])
-        self.client.ask(HttpCall("POST", path, what, body, self.request_s))
-
-
-def _folder(url: str, named: str | Path) -> Path:
-    """Return the folder on this machine that holds the model of a server. ValueError when it is not
-    readable here."""
-    try:
-        place = resolve(named, weights=False, connect=False).resolve()
-    except ValueError:
-        place = Path(named)
-    if not (place / "config.json").is_file():
-        raise ValueError(
-            f"folder: {printable(named)}, which vLLM at {printable(url)} serves, is not readable "
-            f"here; name the model's folder on this machine"
-        )
-    return place
+    def _begin(self, call: HttpCall) -> Future[Any]:
+        """Start a call to the server."""
+        return self._thread.begin(self._server.http.answer(call))
 
 
 def _options(
@@ -427,23 +413,3 @@ def _kind(
             f"own engine"
         )
     return "full"
-
-
-def _dialect(found: ProbedVllm, model: ServedModel, kind: Kind | None) -> VllmDialect:
-    able = Capabilities(
-        context_length=found.context_length,
-        updates=frozenset(() if kind is None else (kind,)),
-        updates_in_flight=kind == "adapter",
-        noise=False,
-        scores=True,
-        exact_logprobs=found.processed,
-        sampler=HEEDED,
-    )
-    return VllmDialect(
-        capabilities=able,
-        behavior=BehaviorTag((PolicySpan(0, ""),), weights=model.weights),
-        model=found.model,
-        vocab_size=model.vocab_size,
-        eos_ids=model.eos_ids,
-        weight_bits=model.weight_bits,
-    )

@@ -1,30 +1,54 @@
-"""Weight updates as the folders that a vLLM loads: an adapter in PEFT's layout, or the whole model
-in the format of the folder that it was started with.
+"""The folders of a vLLM: the facts about the model that it serves, and weight updates as folders that it
+loads, an adapter in PEFT's layout or the whole model in the format of the folder that it was started with.
 
-A folder appears whole, in a new place for each version, before the server hears of it: of a
+A folder of an update appears whole, in a new place for each version, before the server hears of it: of a
 missing or half-written one vLLM's engine dies.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from lowroll.checkpoint.publish import publish_folder
+from lowroll.engine.remote.vllm_server import ServedModel
 from lowroll.model import hf, lora
 from lowroll.model.names import hf_names, part_rows
-from lowroll.model.spec import ModelSpec, read_config, spec_from_config
+from lowroll.model.spec import ModelSpec, read_config, read_spec, spec_from_config
+from lowroll.model.tokenizer import eos_id
+from lowroll.quant import dense
 from lowroll.quant.formats import get_format
 from lowroll.weights.publish import rollout_copy
 from lowroll.weights.receive import arrivals, check_content, gather
 from lowroll.weights.update import WeightUpdate
 
-if TYPE_CHECKING:
-    import torch
+
+def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
+    """Read the facts about the model that a vLLM serves from its folder. dtype_name: that the server
+    computes in; default the folder's. ValueError as the readers of folders raise it."""
+    config = read_config(folder)
+    spec = read_spec(folder)
+    name = dtype_name or str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{folder / 'config.json'}: dtype: {name} is no dtype of weights")
+    weights = hf.low_bit_format(folder) or dense.of(dtype)
+    eos = {*spec.eos_ids}
+    if (folder / "tokenizer.json").is_file() and (known := eos_id(folder)) is not None:
+        eos.add(known)
+    return ServedModel(
+        vocab_size=spec.vocab_size,
+        eos_ids=frozenset(eos),
+        tied=spec.tie_embeddings,
+        dtype=str(dtype).removeprefix("torch."),
+        weights=weights or name,
+        weight_bits=float(get_format(weights).bits) if weights else dtype.itemsize * 8.0,
+    )
 
 
 def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
-    """The adapter of an update as a new folder. ValueError for a value that is not finite, another
+    """Write the adapter of an update as a new folder. ValueError for a value that is not finite, another
     digest than was stated, or names that are no adapter's."""
     if update.lora_alpha is None:
         raise ValueError("update: lora_alpha: an adapter's update states it")
@@ -38,15 +62,16 @@ def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
     return publish_folder(folder, write, {"kind": "adapter", "step": update.version})
 
 
-def write_model(update: WeightUpdate, folder: Path, base: Path, dtype: torch.dtype) -> Path:
+def write_model(update: WeightUpdate, folder: Path, base: Path, dtype_name: str) -> Path:
     """Write the model of a full update as a new folder in the format of `base`, whose dense parts
-    are in `dtype`. ValueError as `weights.receive` raises it."""
+    are in a dtype. ValueError as `weights.receive` raises it."""
+    dtype = getattr(torch, dtype_name)
     spec = spec_from_config(read_config(base))
     format = hf.low_bit_format(base)
     if format is None:
         tensors = dict(arrivals(update, _shapes(spec), "cpu"))
         check_content(update, tensors)
-        config = {**spec.config, "dtype": str(dtype).removeprefix("torch.")}
+        config = {**spec.config, "dtype": dtype_name}
         files = config, {name: tensor.to(dtype) for name, tensor in tensors.items()}
     else:
         model = update.master or gather(update, spec, dtype, "cpu")

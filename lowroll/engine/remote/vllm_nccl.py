@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from lowroll.engine.remote.http_client import BlockingHttpClient, HttpCall, ServerError
+from lowroll.engine.remote.event_loop import MARGIN
+from lowroll.engine.remote.http_client import HttpCall, ServerError
 from lowroll.engine.remote.vllm_probe import TRANSFER, ProbedVllm
 from lowroll.weights.receive import check_content
 from lowroll.weights.update import WeightUpdate
@@ -44,17 +45,22 @@ INIT, START, UPDATE, FINISH = TRANSFER
 
 
 class NcclTransfer:
-    """The learner's end. local: vLLM runs on this machine. deadline_s: of each of the steps."""
+    """The learner's end. begin: starts a call to the server. local: vLLM runs on this machine.
+    deadline_s: of each of the steps."""
 
     def __init__(
-        self, client: BlockingHttpClient, found: ProbedVllm, deadline_s: float, local: bool
+        self,
+        begin: Callable[[HttpCall], Future[Any]],
+        found: ProbedVllm,
+        deadline_s: float,
+        local: bool,
     ) -> None:
         if found.version < ID_IN_REQUEST and not local:
             raise ValueError(
                 f"way: nccl to a {found.shown} on another machine would open a store to the "
                 f"network that vLLM unpickles; use vLLM 0.32 or newer, or folder"
             )
-        self.client = client
+        self._begin_call = begin
         self.found = found
         self.deadline_s = deadline_s
         self._communicator: Communicator | None = None
@@ -71,13 +77,14 @@ class NcclTransfer:
         check_content(update, tensors)
         return tensors
 
-    def send(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Broadcast what was checked, as `dtype`, to workers that draw nothing now."""
+    def send(self, tensors: Mapping[str, Tensor], dtype_name: str) -> None:
+        """Broadcast what was checked, in a dtype, to workers that draw nothing now."""
+        dtype = getattr(torch, dtype_name)
         communicator = self._meet(next(iter(tensors.values())).device)
         self._order(START, {})
         described = {
             "names": list(tensors),
-            "dtype_names": [str(dtype).removeprefix("torch.")] * len(tensors),
+            "dtype_names": [dtype_name] * len(tensors),
             "shapes": [list(tensor.shape) for tensor in tensors.values()],
         }
         answer = self._begin(UPDATE, {"update_info": described})
@@ -99,7 +106,8 @@ class NcclTransfer:
     def _meet(self, device: torch.device) -> Communicator:
         if self._communicator is not None:
             return self._communicator
-        world = self.client.get("/get_world_size", "the number of vLLM's workers")["world_size"]
+        call = HttpCall("GET", "/get_world_size", "the number of vLLM's workers", again=True)
+        world = self._begin_call(call).result(call.deadline_s + MARGIN)["world_size"]
         made = Communicator(int(world) + 1, device)
         where: dict[str, Any] = {"rank_offset": 1, "world_size": made.world}
         if self.found.version >= ID_IN_REQUEST:
@@ -140,13 +148,11 @@ class NcclTransfer:
         answer.result(timeout=max(TURN, end - time.monotonic()))
 
     def _begin(self, path: str, body: object) -> Future[Any]:
-        return self.client.begin(self.client.answer(self._call(path, body)))
+        what = f"weight transfer ({path})"
+        return self._begin_call(HttpCall("POST", path, what, body, self.deadline_s))
 
     def _order(self, path: str, body: object) -> None:
-        self.client.ask(self._call(path, body))
-
-    def _call(self, path: str, body: object) -> HttpCall:
-        return HttpCall("POST", path, f"weight transfer ({path})", body, self.deadline_s)
+        self._begin(path, body).result(self.deadline_s + MARGIN)
 
 
 def stored_id(unique_id: bytes) -> tuple[TCPStore, int]:

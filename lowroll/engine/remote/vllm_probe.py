@@ -1,7 +1,7 @@
 """A probe of the vLLM at an address, what it is and can do, before the first request.
 
 Versions 0.20 and newer are known; what one of them can do is read from its own description
-(/openapi.json) and from what it answers, not from its number. `Vllm.missing` names what it lacks.
+(/openapi.json) and from what it answers, not from its number. `ProbedVllm.needs` names what it lacks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from lowroll.engine.remote.http_client import BlockingHttpClient, ServerError
+from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
 from lowroll.engine.remote.protocol import PATH
 from lowroll.types import printable
 
@@ -58,13 +58,9 @@ class ProbedVllm:
     def shown(self) -> str:
         return "vLLM " + ".".join(map(str, self.version))
 
-    def missing(self, *paths: str) -> list[str]:
-        """Return those of `paths` that the server does not serve."""
-        return [path for path in paths if path not in self.paths]
-
     def needs(self, what: str, *paths: str) -> None:
-        """ValueError names what it cannot do without `paths`."""
-        if missing := self.missing(*paths):
+        """Raise ValueError that names what it cannot do without `paths`."""
+        if missing := [path for path in paths if path not in self.paths]:
             raise ValueError(
                 f"{what}: {self.shown} does not serve {', '.join(missing)}; it must be started "
                 f"with VLLM_SERVER_DEV_MODE=1 (weights, pause) and "
@@ -72,35 +68,26 @@ class ProbedVllm:
             )
 
 
-def probe(client: BlockingHttpClient) -> ProbedVllm:
-    """Ask. ValueError names what rollouts cannot do without; ServerError as any request."""
-    version = _version(client.get("/version", "the version of vLLM"))
-    described = client.get("/openapi.json", "vLLM's description of its routes")
+async def probe(http: HttpClient) -> ProbedVllm:
+    """Ask a vLLM what it is. ValueError names what rollouts cannot do without; ServerError as any request."""
+    version = _version(await http.get("/version", "the version of vLLM"))
+    described = await http.get("/openapi.json", "vLLM's description of its routes")
     paths = _keys(described, "paths")
     fields = _keys(described, "components", "schemas", "CompletionRequest", "properties")
     name = "vLLM " + ".".join(map(str, version))
     if lacking := [field for field in FIELDS if field not in fields]:
         raise ValueError(f"{name}: {PATH} does not take {', '.join(lacking)}")
-    model, root, length = _served(client.get("/v1/models", "the list of models"))
+    model, root, length = _served(await http.get("/v1/models", "the list of models"))
     return ProbedVllm(
         version=version,
         model=model,
         root=root,
         context_length=length,
         paths=frozenset(paths),
-        processed=_is_processed(client, model),
-        cpu=_on_cpu(client) if "/server_info" in paths else None,
-        lora=not set(ADAPTERS) - paths and _takes_adapters(client),
+        processed=await _is_processed(http, model),
+        cpu=await _on_cpu(http) if "/server_info" in paths else None,
+        lora=not set(ADAPTERS) - paths and await _takes_adapters(http),
     )
-
-
-def is_vllm(client: BlockingHttpClient) -> bool:
-    """Return whether a vLLM answers, and not a server of ours."""
-    models = client.get("/v1/models", "the list of models")
-    try:
-        return bool(models["data"][0]["owned_by"] == "vllm")
-    except (KeyError, IndexError, TypeError):
-        return False
 
 
 def _version(answer: Any) -> tuple[int, ...]:
@@ -135,19 +122,19 @@ def _served(answer: Any) -> tuple[str, str, int]:
     return model, root, length
 
 
-def _is_processed(client: BlockingHttpClient, model: str) -> bool:
-    """Are the log-probs those after temperature and top-k? Then two tokens that are left have all
-    the mass, and are half as far apart at temperature 2 as at 1."""
-    plain = _two_likeliest(client, model, 1.0, 0)
-    hot = _two_likeliest(client, model, HOTTEST, 2)
+async def _is_processed(http: HttpClient, model: str) -> bool:
+    """Return whether the log-probs are those after temperature and top-k. Then two tokens that are
+    left have all the mass, and are half as far apart at temperature 2 as at 1."""
+    plain = await _two_likeliest(http, model, 1.0, 0)
+    hot = await _two_likeliest(http, model, HOTTEST, 2)
     mass = sum(math.exp(one) for one in hot)
     return abs(mass - 1) < 1e-3 and hot[1] - hot[0] < 0.75 * (plain[1] - plain[0]) + 1e-3
 
 
-def _two_likeliest(
-    client: BlockingHttpClient, model: str, temperature: float, top_k: int
+async def _two_likeliest(
+    http: HttpClient, model: str, temperature: float, top_k: int
 ) -> list[float]:
-    """Their log-probs, the larger last."""
+    """Return the log-probs of the two likeliest tokens, the larger last."""
     body = {
         "model": model,
         "prompt": [1, 2, 3],
@@ -160,7 +147,7 @@ def _two_likeliest(
         "ignore_eos": True,
     }
     what = "the probe of log-probs"
-    answer = client.post(PATH, body, what, again=True, deadline_s=120.0)
+    answer = await http.answer(HttpCall("POST", PATH, what, body, 120.0, again=True))
     try:
         top = answer["choices"][0]["logprobs"]["top_logprobs"][0]
         first, second = sorted(float(one) for one in top.values())[-2:]
@@ -169,18 +156,19 @@ def _two_likeliest(
     return [first, second]
 
 
-def _on_cpu(client: BlockingHttpClient) -> bool | None:
-    info = client.get("/server_info?config_format=text", "vLLM's settings")
+async def _on_cpu(http: HttpClient) -> bool | None:
+    info = await http.get("/server_info?config_format=text", "vLLM's settings")
     text = str(info.get("vllm_config", "")) if isinstance(info, dict) else ""
     found = re.search(r"device_config=(\w+)", text)
     return None if found is None else found[1] == "cpu"
 
 
-def _takes_adapters(client: BlockingHttpClient) -> bool:
-    """A server without LoRA refuses any adapter for that; one with LoRA for its missing folder."""
+async def _takes_adapters(http: HttpClient) -> bool:
+    """Return whether a server was started with LoRA. One without refuses any adapter for that; one
+    with LoRA for its missing folder."""
     body = {"lora_name": "lowroll-probe", "lora_path": "/nonexistent/lowroll-probe"}
     try:
-        client.post(ADAPTERS[0], body, "the probe of adapters")
+        await http.answer(HttpCall("POST", ADAPTERS[0], "the probe of adapters", body))
     except ServerError as error:
         return error.status in (400, 404) and "nonexistent" in str(error)
     return True

@@ -16,28 +16,32 @@ What vLLM does otherwise than lowroll's engine is settled here, or refused by na
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowroll.engine.base import Capabilities, EngineStats
-from lowroll.engine.remote.http_client import BlockingHttpClient, HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
 from lowroll.engine.remote.protocol import ArrivingSample, body_of, tagged
 from lowroll.engine.remote.server_base import (
     CONTROL_S,
     Dialect,
     HeldPolicy,
     Published,
+    ServedName,
     ServerProgress,
 )
 from lowroll.engine.remote.vllm_probe import ADAPTERS, HOTTEST, RELOAD, ProbedVllm, probe
 from lowroll.engine.request import noise_key
+from lowroll.model.folder import resolve
 from lowroll.types import BehaviorTag, PolicySpan, Request, printable
+
+if TYPE_CHECKING:
+    from lowroll.weights.update import Kind
 
 HEEDED = frozenset(
     {
@@ -63,9 +67,22 @@ _SERIES = re.compile(r"^vllm:(\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The facts about a model that a vLLM does not say of it. dtype: of its dense weights. weights,
+    weight_bits: format of the linear ones, and bits of one."""
+
+    vocab_size: int
+    eos_ids: frozenset[int]
+    tied: bool  # the head is the embedding
+    dtype: str
+    weights: str
+    weight_bits: float
+
+
 @dataclass
 class VllmDialect:
-    """weights, weight_bits: format of the linear weights, and bits of one."""
+    """The capabilities of a vLLM and the policy that it draws from. weight_bits: of a linear weight."""
 
     capabilities: Capabilities
     behavior: BehaviorTag
@@ -74,6 +91,25 @@ class VllmDialect:
     eos_ids: frozenset[int]
     weight_bits: float
     cache_tokens: int = 0  # of its KV cache; 0: /metrics say it (`stats`)
+
+    @classmethod
+    def of(
+        cls, found: ProbedVllm, model: ServedModel, kind: Kind | None, in_flight: bool
+    ) -> VllmDialect:
+        """Join what a vLLM says and the facts about its model. kind: of the updates that it takes as a
+        stream. in_flight: requests go on while it takes weights."""
+        able = Capabilities(
+            context_length=found.context_length,
+            updates=frozenset(() if kind is None else (kind,)),
+            updates_in_flight=in_flight,
+            noise=False,
+            scores=True,
+            exact_logprobs=found.processed,
+            sampler=HEEDED,
+            vocab_size=model.vocab_size,
+        )
+        behavior = BehaviorTag((PolicySpan(0, ""),), weights=model.weights)
+        return cls(able, behavior, found.model, model.vocab_size, model.eos_ids, model.weight_bits)
 
     def check(self, request: Request) -> None:
         """Check a request. ValueError names a field that vLLM would not treat as lowroll does."""
@@ -170,40 +206,41 @@ BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
 
 
 class VllmServer:
-    """A vLLM of a pool, made by `identify.connect_server`. in_flight: whether requests go on while it takes weights."""
+    """A client of a vLLM. in_flight: whether requests go on while it takes weights."""
 
     def __init__(
-        self, http: HttpClient, found: ProbedVllm, dialect: VllmDialect, tied: bool
+        self, http: HttpClient, found: ProbedVllm, model: ServedModel, dialect: VllmDialect
     ) -> None:
         self.http = http
         self.found = found
+        self.model = model
         self.dialect: Dialect = dialect
+        self.served = ServedName(found.model, found.root)
         self.in_flight = True
         self.scores = True
         self.held: HeldPolicy | None = None
         self._dialect = dialect
-        self._tied = tied
 
     @classmethod
-    async def meet(
-        cls, http: HttpClient, model: str | None, folder: Path | None, deadline_s: float
-    ) -> VllmServer:
-        """Probe it. ValueError names what it lacks, or what of its model cannot be read here."""
-        with BlockingHttpClient(http.url, token=http.token) as client:
-            found = await asyncio.to_thread(probe, client)
+    async def meet(cls, http: HttpClient, model: str | None, folder: Path | None) -> VllmServer:
+        """Probe a vLLM of a pool. ValueError names what it lacks, or what of its model cannot be read
+        here."""
+        found = await probe(http)
         if model not in (None, found.model):
             raise ValueError(f"model: {http.url} serves {found.model}, and not {model}")
-        place = folder or Path(found.root)
-        config = _json(place / "config.json", http.url)
-        return cls(http, found, _dialect(found, config, place), bool(_tied(config)))
+        facts = read_served(model_folder(http.url, folder or found.root), http.url)
+        return cls(http, found, facts, VllmDialect.of(found, facts, None, found.lora))
 
     async def health(self, deadline_s: float) -> str:
-        await self._ask("GET", "/health", "its health", deadline_s)
+        await self.ask("GET", "/health", "its health", deadline_s)
         return "running"
 
     async def progress(self, deadline_s: float) -> ServerProgress:
-        stats = self._dialect.stats(await self._ask("GET", "/metrics", "its metrics", deadline_s))
+        stats = self._dialect.stats(await self.metrics(deadline_s))
         return ServerProgress(stats.running + stats.waiting, stats.tokens)
+
+    async def metrics(self, deadline_s: float) -> str:
+        return await self.ask("GET", "/metrics", "its metrics", deadline_s)
 
     async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
         noise = getattr(broadcast, "noise", None)
@@ -211,9 +248,9 @@ class VllmServer:
             raise ServerError(f"{broadcast.path.name}: noise: vLLM puts none on its norms")
         self.in_flight = broadcast.kind == "adapter"
         if self.in_flight:
-            await self._load(broadcast, deadline_s, in_use)
+            await self._take_adapter(broadcast, deadline_s, in_use)
         elif broadcast.kind == "full":
-            await self._reload(broadcast, deadline_s)
+            await self._take_model(broadcast, deadline_s)
         else:
             raise ServerError(f"{broadcast.path.name}: vLLM takes no broadcast of {broadcast.kind}")
         held = HeldPolicy(broadcast.version, frozenset({broadcast.digest}))
@@ -221,28 +258,61 @@ class VllmServer:
         self._dialect.behavior = BehaviorTag((span,), weights=self._dialect.behavior.weights)
         return held
 
-    async def resume(self) -> None:
-        await self._ask("POST", "/resume", "the end of its pause", CONTROL_S)
+    async def pause(self, mode: str, deadline_s: float) -> None:
+        """Stop drawing. mode: "keep" freezes what is in flight, "wait" waits for its end, and "abort"
+        ends it."""
+        await self.ask("POST", f"/pause?mode={mode}", f"pause ({mode})", deadline_s)
+
+    async def resume(self, deadline_s: float = CONTROL_S) -> None:
+        """Go on after a pause."""
+        await self.ask("POST", "/resume", "resume", deadline_s)
+
+    async def load_adapter(self, name: str, folder: Path, deadline_s: float) -> None:
+        """Load an adapter and draw the next requests from it."""
+        body = {"lora_name": name, "lora_path": str(folder)}
+        await self.ask("POST", ADAPTERS[0], f"loading adapter {name}", deadline_s, body)
+        self._dialect.model = name
+
+    async def unload_adapter(self, name: str, deadline_s: float) -> None:
+        """Unload an adapter that no request in flight was sent to."""
+        body = {"lora_name": name}
+        await self.ask("POST", ADAPTERS[1], f"unloading adapter {name}", deadline_s, body)
+
+    async def reload(self, folder: Path, what: str, deadline_s: float) -> None:
+        """Read all weights from a folder, after what is in flight has ended, and forget the cache of
+        prompts. After a failure it stays paused."""
+        await self.pause("wait", deadline_s)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self.ask("POST", "/collective_rpc", what, deadline_s, body)
+        await self.ask("POST", "/reset_prefix_cache", "reset_prefix_cache", deadline_s)
+        await self.resume(deadline_s)
+
+    async def ask(
+        self, method: str, path: str, what: str, deadline_s: float, body: Any = None
+    ) -> str:
+        """Call a control route, whose answer is a line of text, or empty."""
+        call = HttpCall(method, path, what, body, deadline_s, text=True)
+        return str(await self.http.answer(call))
 
     # -- inside ------------------------------------------------------------------------------------
 
-    async def _load(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> None:
+    async def _take_adapter(
+        self, broadcast: Published, deadline_s: float, in_use: Set[str]
+    ) -> None:
         self._needs("updates of an adapter", *ADAPTERS)
         if not self.found.lora:
             raise ServerError(f"{self.http.url}: {self.found.shown} runs without --enable-lora")
         name = f"{NAME}{broadcast.version}-{broadcast.digest[:12]}"
         loaded = await self._loaded()
         if name not in loaded:
-            body = {"lora_name": name, "lora_path": str(broadcast.path.resolve())}
-            await self._ask("POST", ADAPTERS[0], f"loading adapter {name}", deadline_s, body)
+            await self.load_adapter(name, broadcast.path.resolve(), deadline_s)
         self._dialect.model = name
         for old in loaded - in_use - {name}:
             with suppress(ServerError):  # it may be gone
-                body = {"lora_name": old}
-                await self._ask("POST", ADAPTERS[1], f"unloading {old}", deadline_s, body)
+                await self.unload_adapter(old, deadline_s)
 
     async def _loaded(self) -> set[str]:
-        """Adapters of ours that it holds."""
+        """Return the adapters of ours that it holds."""
         call = HttpCall("GET", "/v1/models", "the list of models", deadline_s=CONTROL_S)
         answer = await self.http.answer(call)
         try:
@@ -251,20 +321,14 @@ class VllmServer:
             raise ServerError(f"{call.what}: {printable(repr(answer), 200)}") from None
         return {name for name in names if name.startswith(NAME)}
 
-    async def _reload(self, broadcast: Published, deadline_s: float) -> None:
+    async def _take_model(self, broadcast: Published, deadline_s: float) -> None:
         self._needs("updates of all weights", *RELOAD)
-        if self._tied and self.found.cpu is not False:
+        if self.model.tied and self.found.cpu is not False:
             raise ServerError(
                 f"{self.http.url}: on a CPU {self.found.shown} keeps the old head of a model with "
                 f"tied embeddings; roll out an adapter"
             )
-        what = f"reading {broadcast.path.name}"
-        path = str(broadcast.path.resolve())
-        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        await self._ask("POST", "/pause?mode=wait", "the end of what it draws", deadline_s)
-        await self._ask("POST", "/collective_rpc", what, deadline_s, body)
-        await self._ask("POST", "/reset_prefix_cache", "reset_prefix_cache", deadline_s)
-        await self.resume()
+        await self.reload(broadcast.path.resolve(), f"reading {broadcast.path.name}", deadline_s)
         self._dialect.model = self.found.model
 
     def _needs(self, what: str, *paths: str) -> None:
@@ -273,39 +337,51 @@ class VllmServer:
         except ValueError as error:
             raise ServerError(f"{self.http.url}: {error}") from None
 
-    async def _ask(
-        self, method: str, path: str, what: str, deadline_s: float, body: Any = None
-    ) -> str:
-        call = HttpCall(method, path, what, body, deadline_s, text=True)
-        return str(await self.http.answer(call))
+
+def model_folder(url: str, named: str | Path) -> Path:
+    """Return the folder on this machine that holds the model of a server. ValueError when it is not
+    readable here."""
+    try:
+        place = resolve(named, weights=False, connect=False).resolve()
+    except ValueError:
+        place = Path(named)
+    if not (place / "config.json").is_file():
+        raise ValueError(
+            f"folder: {printable(named)}, which vLLM at {printable(url)} serves, is not readable "
+            f"here; name the model's folder on this machine"
+        )
+    return place
 
 
-def _dialect(found: ProbedVllm, config: dict[str, Any], place: Path) -> VllmDialect:
+def read_served(place: Path, url: str) -> ServedModel:
+    """Read the facts about a served model from its folder, without torch. ValueError names what cannot
+    be read."""
+    config = _json(place / "config.json", url)
     vocab_size = config.get("vocab_size")
     if type(vocab_size) is not int:
         raise ValueError(f"{printable(place / 'config.json')}: vocab_size: expected a number")
     weights = _weights(config)
-    able = Capabilities(
-        context_length=found.context_length,
-        updates=frozenset({"adapter", "full"}),
-        updates_in_flight=found.lora,
-        noise=False,
-        scores=False,
-        exact_logprobs=found.processed,
-        sampler=HEEDED,
+    return ServedModel(
         vocab_size=vocab_size,
+        eos_ids=_eos_ids(config, place),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        dtype=_dtype(config),
+        weights=weights,
+        weight_bits=BITS.get(weights, 0.0),
     )
-    behavior = BehaviorTag((PolicySpan(0, ""),), weights=weights)
-    eos_ids = _eos_ids(config, place)
-    return VllmDialect(able, behavior, found.model, vocab_size, eos_ids, BITS.get(weights, 0.0))
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return stated.removeprefix("torch.")
 
 
 def _weights(config: dict[str, Any]) -> str:
     stored = config.get("quantization_config")
     if isinstance(stored, dict):
         return printable(stored.get("format") or stored.get("quant_method") or "quantized", 80)
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return DENSE.get(name.removeprefix("torch."), printable(name, 80))
+    name = _dtype(config)
+    return DENSE.get(name, printable(name, 80))
 
 
 def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
@@ -325,10 +401,6 @@ def _eos_ids(config: dict[str, Any], place: Path) -> frozenset[int]:
     except (ValueError, KeyError, TypeError):
         pass  # a folder without a tokenizer, or one whose end is not told there
     return frozenset(ids)
-
-
-def _tied(config: dict[str, Any]) -> Any:
-    return config.get("tie_word_embeddings", False)
 
 
 def _json_or_nothing(path: Path) -> dict[str, Any]:

@@ -21,8 +21,8 @@ GONE = 409  # the status of an engine that finds no such version any more
 
 
 class WeightBroadcaster:
-    """A broadcaster of weights to the engines of a pool, on the pool's loop alone. pump: called
-    when an engine can draw again. told: what is wrong with each engine."""
+    """A broadcaster of weights to the engines of a pool, on the pool's loop alone. dispatch: called
+    when an engine can draw again. told: says what is wrong with each engine."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class WeightBroadcaster:
         """Wait until an engine of the pool has taken the version."""
         known, terms = self.versions, self.terms
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
-        end, remind = clock() + terms.patience_s, clock() + terms.silent_s
+        end, remind = clock() + terms.start_s, clock() + terms.silent_s
         while not await happens_within(known.settled, min(LOOK_S, max(0.0, end - clock()))):
             now = clock()
             if now >= end:
                 raise ServerError(
-                    f"no engine took {name} within {terms.patience_s:g} s: {self._told()}"
+                    f"no engine took {name} within {terms.start_s:g} s: {self._told()}"
                 )
             if superseded():
                 raise Superseded(name)
@@ -96,7 +96,7 @@ class WeightBroadcaster:
         self, ready: list[Replica], broadcast: Published, superseded: Callable[[], bool]
     ) -> tuple[dict[str, HeldPolicy], bool]:
         """Return what each acknowledges, and whether one did not find the version any more. Others that
-        cannot take it are fenced; those that need longer than twice the time of the first go on with
+        cannot take it are evicted; those that need longer than twice the time of the first go on with
         it beside the others (`_await_late`)."""
         loop = asyncio.get_running_loop()
         asked = {asyncio.ensure_future(replica.take(broadcast)): replica for replica in ready}

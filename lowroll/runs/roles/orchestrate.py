@@ -310,7 +310,7 @@ class Orchestration:
     def _pace(self, batch: Batch) -> dict[str, float]:
         """Return metrics of the engines' work and of how long this process had nothing to do."""
         before, self._made = self._made, time.monotonic()
-        found = self.pool.stats().metrics()
+        found = self.pool.report().metrics()
         if self.level == 0:
             idle = self._waited + batch.stats["time/generate"]
             found["time/wait_weights"] = self._waited

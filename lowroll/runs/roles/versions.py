@@ -164,7 +164,7 @@ class Engines:
     def stats(self) -> EngineStats:
         """Return the statistics that the engines have in common."""
         dialect = self.pool.dialect
-        replays, replayed, kept = self.pool.replays() if self.replay else (0, 0, 0)
+        told = self.pool.stats() if self.replay else None
         return EngineStats(
             weights=dialect.behavior.weights,
             weight_bits=dialect.weight_bits,
@@ -176,8 +176,8 @@ class Engines:
             prefix_hits=0,
             running=0,
             waiting=0,
-            tokens=sum(one.tokens for one in self.pool.stats().engines),
-            replays=replays,
-            replayed_tokens=replayed,
-            kept_tokens=kept,
+            tokens=sum(one.tokens for one in self.pool.report().engines),
+            replays=told.replays if told else 0,
+            replayed_tokens=told.replayed_tokens if told else 0,
+            kept_tokens=told.kept_tokens if told else 0,
         )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import lowroll
 from lowroll.engine.remote import EngineLost, NotArrived, ServerError, VllmEngine, connect
+from lowroll.engine.remote.http_client import HttpCall
 from lowroll.engine.remote.verify import Verifier
 from lowroll.model import hf, lora
 from lowroll.model.spec import spec_from_config
@@ -223,7 +224,7 @@ def test_scores(whole: VllmEngine, dense: Path) -> None:
 
 
 def test_a_stream_says_the_same_and_shows_what_was_drawn_so_far(whole: VllmEngine) -> None:
-    streamed = VllmEngine.attach(whole.client.url, stream=True, way=None)
+    streamed = VllmEngine.attach(whole.url, stream=True, way=None)
     request = replace(LONG, top_logprobs=2)
     handle = streamed.add(request)
     wait_for(lambda: all(len(one.token_ids) > 3 for one in streamed.so_far(handle)))
@@ -270,10 +271,10 @@ def test_pause_and_resume(whole: VllmEngine, mode: str) -> None:
 
 
 def test_a_vllm_that_runs_already_for_rollouts_alone(whole: VllmEngine) -> None:
-    with connect(whole.client.url) as engine:
+    with connect(whole.url) as engine:
         request = Request([10, 11], max_tokens=5)
         assert engine.generate([request]) == whole.generate([request])
-        with pytest.raises(ValueError, match="takes updates of kind none"):
+        with pytest.raises(ValueError, match="takes no weights"):
             engine.update_weights(WeightUpdate.local(random_model(), 1))
 
 
@@ -357,7 +358,8 @@ def test_three_adapters(adapters: VllmEngine, adapted: Transformer) -> None:
         ours = lowroll.score(adapted, ids, [97] * 8)
         assert farthest(ours, [torch.tensor(r.logprobs) for r in group.rollouts]) < EXACT
         assert {r.behavior.policy for r in group.rollouts} == {tag.policy}
-    listed = {one["id"] for one in adapters.client.get("/v1/models", "models")["data"]}
+    (answer,) = adapters.ask(HttpCall("GET", "/v1/models", "models"))
+    listed = {one["id"] for one in answer["data"]}
     assert listed == {"policy", "pol-v3"}
 
 

@@ -1,0 +1,124 @@
+"""A thread with an event loop whose clock does not count the loop's own lateness.
+
+An engine is silent when it did not answer for so long, and a call late when its deadline passed. A
+process that is starved, stopped or busy with thousands of answers comes to its sockets seconds late,
+in turn after turn, though what it waits for has long come. So a turn of this loop, however long it
+takes, counts for `turn_s` at most, and a wait for no more than was asked and that; all timeouts and
+times of the loop go by it. What truly does not answer is late after as many turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
+from typing import Any
+
+Clock = Callable[[], float]
+LOOK = 0.25  # seconds between two calls of a waiting thread's `alive`
+MARGIN = 10.0  # seconds that a waiting thread grants the loop beyond what it was asked for
+
+
+class LoopStalled(Exception):
+    """A loop that has not answered within the deadline and its margin."""
+
+
+class CappedClock(selectors.DefaultSelector):
+    """The waits of a loop, and its time."""
+
+    def __init__(self, turn_s: float, clock: Clock = time.monotonic) -> None:
+        super().__init__()
+        self._turn_s = turn_s
+        self._clock = clock
+        self._counted = self._since = clock()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._count(self._turn_s)
+        found = self.wait(timeout)
+        self._count(float("inf") if timeout is None else max(0.0, timeout) + self._turn_s)
+        return found
+
+    def wait(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait until something has come, or the time has passed."""
+        return super().select(timeout)
+
+    def time(self) -> float:
+        """Return the time in seconds, which never goes back."""
+        return self._counted + min(self._clock() - self._since, self._turn_s)
+
+    def _count(self, most: float) -> None:
+        now = self._clock()
+        self._counted += min(now - self._since, most)
+        self._since = now
+
+
+class CappedClockLoop(asyncio.SelectorEventLoop):
+    """An event loop on a capped clock."""
+
+    def __init__(self, turns: CappedClock) -> None:
+        self._turns = turns
+        super().__init__(turns)
+
+    def time(self) -> float:
+        return self._turns.time()
+
+
+class LoopThread:
+    """A thread that runs an event loop for callers on other threads."""
+
+    def __init__(self, name: str, turn_s: float) -> None:
+        self._loop = CappedClockLoop(CappedClock(turn_s))
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cancel what runs and end the thread. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self.run(self._cancel_all(), MARGIN)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=MARGIN)
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Have the loop call a function soon."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Start a coroutine on the loop. Cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(
+        self,
+        work: Coroutine[Any, Any, Any],
+        deadline_s: float,
+        alive: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Run a coroutine and return its result. LoopStalled when it has none after the deadline, which
+        the coroutine should keep itself. alive: called meanwhile; what it raises ends the wait."""
+        future = self.begin(work)
+        end = time.monotonic() + deadline_s + MARGIN
+        try:
+            while (left := end - time.monotonic()) > 0:
+                if wait([future], timeout=min(LOOK, left)).done:
+                    return future.result(0)
+                alive()
+        finally:
+            future.cancel()  # does nothing to one that is done
+        raise LoopStalled
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        mine = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,310 @@
+"""The replicas of a pool: which engines there are, whether they fit together, and which of them work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lowroll.engine.base import EngineStats
+from lowroll.engine.remote.http_client import HttpCall, ServerError, happens_within
+from lowroll.engine.remote.replica import PoolTerms, Replica, ReplicaCounts
+from lowroll.engine.remote.router import RequestRouter
+from lowroll.engine.remote.server_base import EngineServer, Published, facts
+from lowroll.engine.remote.versions import PolicyVersions
+from lowroll.engine.remote.weight_broadcaster import WeightBroadcaster
+from lowroll.types import Group, printable
+
+log = logging.getLogger(__name__)
+
+TOGETHER_S = 5.0  # after the first engine answered, for the others to do so at the start
+COUNTED = (  # of `EngineStats`, what several engines add up
+    "cache_tokens",
+    "prefix_hits",
+    "running",
+    "waiting",
+    "tokens",
+    "replays",
+    "replayed_tokens",
+    "kept_tokens",
+)
+METRIC = {"evicted": "fenced"}  # the name of a count in the metrics, where it has another
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """One engine, since the pool was made. Its counters are those of `ReplicaCounts`."""
+
+    url: str
+    state: str
+    version: int
+    outstanding: int  # tokens
+    last_error: str
+    requests: int
+    tokens: int
+    retries: int
+    handed_over: int
+    refused: int
+    late: int
+    evicted: int
+
+
+@dataclass(frozen=True)
+class PoolReport:
+    """The state of a pool's engines. left: counts of engines that DNS does not list any more."""
+
+    engines: tuple[EngineReport, ...]
+    left: ReplicaCounts
+
+    def metrics(self) -> dict[str, float]:
+        """Return the totals, by the names of `metrics.names`."""
+        all_of = (*self.engines, self.left)
+        totals = {
+            f"perf/engine_{METRIC.get(name, name)}": float(sum(getattr(e, name) for e in all_of))
+            for name in asdict(self.left)
+        }
+        healthy = float(sum(e.state == "ready" for e in self.engines))
+        return {"perf/engines_healthy": healthy, **totals}
+
+
+class ReplicaSet:
+    """The engines of a pool, on the pool's loop alone. answer: receives the outcome of each request by
+    its handle, and what ends the run with -1."""
+
+    def __init__(self, terms: PoolTerms, answer: Callable[[int, Group | Exception], None]) -> None:
+        self.terms = terms
+        self.versions = PolicyVersions()
+        self.replicas: list[Replica] = []
+        self.router = RequestRouter(self.replicas, self.versions, terms, answer)
+        self.discovery_error: Callable[[], str] = lambda: ""
+        self.none_since: float | None = time.monotonic()  # no engine is ready
+        self._answer = answer
+        self._broadcaster = WeightBroadcaster(
+            self.replicas, self.versions, terms, self.router.dispatch, self.describe
+        )
+        self._lives: dict[Replica, asyncio.Task[None]] = {}
+        self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
+        self._left = ReplicaCounts()  # of engines that have left
+
+    # -- for the pool ------------------------------------------------------------------------------
+
+    async def begin(self, urls: Sequence[str]) -> None:
+        """Connect to the engines that the configuration names. ValueError for one that it names twice;
+        of an engine that fails fast, whatever is wrong with it."""
+        for url in urls:
+            replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self.terms)
+            if any(replica.url == other.url for other in self.replicas):
+                raise ValueError(f"client.base_url: {printable(url)} is named twice")
+            self.replicas.append(replica)
+        for replica in self.replicas:
+            if self.terms.fail_fast:
+                await replica.http.open()
+                await replica.connect()
+            else:
+                self._begin_life(replica)
+
+    async def until_ready(self, is_over: Callable[[], bool]) -> None:
+        """Wait until one engine works, and a moment for the others. is_over: whether an engine does not
+        fit, so that the wait is over."""
+        loop, start_s = asyncio.get_running_loop(), self.terms.start_s
+        late = loop.call_later(self.terms.silent_s, self._tell_late)
+        try:
+            async with asyncio.timeout(start_s):
+                while not any(m.state == "ready" for m in self.replicas):
+                    await asyncio.sleep(0.01)
+                    if is_over():
+                        return
+        except TimeoutError:
+            raise ServerError(
+                f"no engine has answered within {start_s:g} s: {self.describe()}"
+            ) from None
+        finally:
+            late.cancel()
+        seconds = min(TOGETHER_S, start_s)
+        await asyncio.gather(*(happens_within(replica.tried, seconds) for replica in self.replicas))
+
+    def meet(self, urls: Sequence[str]) -> None:
+        """Connect to new engines that discovery found; those that it does not list any more get no new
+        requests."""
+        for replica in self.replicas:
+            if not replica.named:
+                replica.leaving = replica.url not in urls
+        known = {replica.url for replica in self.replicas}
+        for url in urls:
+            if url not in known:
+                replica = Replica(url, self, self.terms, named=False)
+                self.replicas.append(replica)
+                self._begin_life(replica)
+        self._say_goodbye()
+        self.router.dispatch()
+
+    async def end(self) -> None:
+        """Give up what is in flight and close the connections."""
+        self.router.drop_all()
+        lives = list(self._lives.values())
+        for life in lives:
+            life.cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
+        await asyncio.gather(*(replica.http.close() for replica in self.replicas))
+
+    async def update(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
+        """Have every engine draw from a broadcast (`EnginePool.update`)."""
+        if await self._broadcaster.update(broadcast, superseded):
+            for replica in self.replicas:
+                self.router.hand_over(replica)
+
+    def ready(self) -> tuple[Replica, EngineServer]:
+        """Return an engine that works, and its server. ServerError when none does."""
+        for replica in self.replicas:
+            if replica.state == "ready" and replica.server is not None:
+                return replica, replica.server
+        raise ServerError(f"no engine works: {self.describe()}")
+
+    async def ask_all(self, call: HttpCall) -> list[Any]:
+        """Return what each engine that works answers to a call."""
+        ready = [replica for replica in self.replicas if replica.state == "ready"]
+        return await asyncio.gather(*(replica.http.answer(call) for replica in ready))
+
+    async def ask(self, replica: Replica, calls: Sequence[HttpCall]) -> list[Any]:
+        """Return an engine's answers to several calls. The first error ends the others."""
+        tasks = [asyncio.ensure_future(replica.http.answer(call)) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def stats(self) -> EngineStats:
+        """Add up what the engines state in their metrics; one that does not answer counts nothing, unless
+        it fails fast."""
+        servers = [m.server for m in self.replicas if m.server is not None]
+        texts = await asyncio.gather(
+            *(server.metrics(self.terms.heartbeat_s) for server in servers),
+            return_exceptions=not self.terms.fail_fast,
+        )
+        told = [text if isinstance(text, str) else "" for text in texts]
+        found = [one.dialect.stats(text) for one, text in zip(servers, told, strict=True)]
+        sums = {name: sum(getattr(one, name) for one in found) for name in COUNTED}
+        return replace(self.router.dialect.stats(""), **sums)
+
+    async def report(self) -> PoolReport:
+        """Report every engine that is there or expected."""
+        return PoolReport(tuple(_report(one) for one in self.replicas), replace(self._left))
+
+    def describe(self) -> str:
+        """Describe each engine's state and last error in a line."""
+        told = [f"{m.url}: {m.state}: {m.last_error}" for m in self.replicas]
+        if why := self.discovery_error():
+            told.append(why)
+        return printable("; ".join(told) or "none is known", 2000)
+
+    # -- for the replicas --------------------------------------------------------------------------
+
+    @property
+    def updating(self) -> bool:
+        """Return whether a version is being broadcast to engines that work."""
+        return self._broadcaster.telling
+
+    def agree(self, replica: Replica) -> None:
+        """Hold an engine against the first one. ValueError names what is odd."""
+        assert replica.server is not None
+        found = dict(facts(replica.server))
+        if self.terms.check_model and not self.terms.model:
+            found["model"] = replica.server.dialect.model
+        if self._facts is None:
+            self._facts = replica.url, found
+        first, wanted = self._facts
+        for name, value in wanted.items():
+            if found[name] != value:
+                raise ValueError(
+                    f"engines do not agree: {name}: {replica.url} has {printable(found[name])}, and "
+                    f"{first} has {printable(value)}"
+                )
+
+    def admitted(self, replica: Replica) -> None:
+        """Send an engine requests from now on."""
+        assert replica.server is not None
+        self.router.known = replica.server.dialect
+        log.info("engine %s works", replica.url)
+        self._note()
+        self.router.dispatch()
+
+    def heard(self, replica: Replica) -> None:
+        """Go on with an engine that has answered its heartbeat."""
+        if replica.leaving:
+            self._say_goodbye()
+        self.router.dispatch()
+
+    def evicted(self, replica: Replica) -> None:
+        """Send an engine's requests to others."""
+        self._note()
+        self.router.hand_over(replica)
+        if replica.leaving:
+            self._say_goodbye()
+
+    def others_work(self, replica: Replica) -> bool:
+        """Return whether another engine is ready."""
+        return any(m.state == "ready" and m is not replica for m in self.replicas)
+
+    def witness(self, replica: Replica) -> Replica | None:
+        """Return another engine that works with the same weights."""
+        if not self.versions.settled.is_set():
+            return None
+        able = (
+            m for m in self.replicas if m is not replica and m.state == "ready" and not m.taking
+        )
+        return next((m for m in able if m.version == replica.version), None)
+
+    def misfit(self, replica: Replica, error: Exception) -> None:
+        """End the run for an engine that will not fit however long one waits."""
+        said = error if isinstance(error, ValueError) else ValueError(f"{replica.url}: {error}")
+        self._answer(-1, said)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _begin_life(self, replica: Replica) -> None:
+        life = self._lives[replica] = asyncio.ensure_future(replica.live())
+
+        def over(life: asyncio.Task[None]) -> None:
+            if not life.cancelled() and (error := life.exception()) is not None:
+                told = ServerError(f"engine {replica.url} is not watched any more: {error!r}")
+                told.__cause__ = error
+                self._answer(-1, told)
+
+        life.add_done_callback(over)
+
+    def _say_goodbye(self) -> None:
+        """Forget those that were to leave and have nothing in flight."""
+        for replica in [m for m in self.replicas if m.leaving and not m.flights]:
+            self._lives.pop(replica).cancel()
+            self.replicas.remove(replica)
+            for name, count in asdict(replica.counts).items():
+                setattr(self._left, name, getattr(self._left, name) + count)
+            log.info("engine %s has left", replica.url)
+        self._note()
+
+    def _note(self) -> None:
+        """Note since when no engine works."""
+        if any(m.state == "ready" for m in self.replicas):
+            self.none_since = None
+        elif self.none_since is None:
+            self.none_since = time.monotonic()
+
+    def _tell_late(self) -> None:
+        seconds, told = self.terms.silent_s, self.describe()
+        log.warning("no engine has answered for %g s: %s. Waiting for one", seconds, told)
+
+
+def _report(replica: Replica) -> EngineReport:
+    state = "leaving" if replica.leaving else replica.state
+    return EngineReport(
+        replica.url,
+        state,
+        replica.version,
+        replica.outstanding,
+        replica.last_error,
+        **asdict(replica.counts),
+    )
