@@ -49,7 +49,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
 from lowroll.parallel.ranks import ALONE, RankGroup, Ranks
 from lowroll.parallel.sharding import Sharded
-from lowroll.runs.launch.process import reserved
+from lowroll.runs.roles.local import reserve_port
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
@@ -287,7 +287,7 @@ def side(
 ) -> Found:
     """What rank 0 of a side found on the GPUs from `first` on, or {"failed": the last line of who
     ended first}."""
-    meeting = reserved("127.0.0.1")  # nobody else gets the port before rank 0 listens there
+    meeting = reserve_port("127.0.0.1")  # nobody else gets the port before rank 0 listens there
     port = meeting.getsockname()[1]
     where = scratch / f"{name}-{which}-{size}"
     words = [sys.executable, "-m", "bench.learners", "--jobs", name, "--side", which]

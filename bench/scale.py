@@ -306,8 +306,10 @@ def measure(
         tree = settings(work, urls, model, run)
         file.write_text(yaml.safe_dump(tree))
         (run / CONFIG).write_text(load(file).dump())
-        heart = stack.enter_context(Heartbeat(place.heart(TRAINER), TRAINER, 1, phase="waiting"))
-        heart.say(phase="waiting", step=0)
+        heart = stack.enter_context(
+            Heartbeat(place.heartbeat(TRAINER), TRAINER, 1, phase="waiting")
+        )
+        heart.update(phase="waiting", step=0)
         learner = stack.enter_context(Learner(place))
         log = scratch / "orchestrator.log"
         process = stack.enter_context(orchestrated(file, log))

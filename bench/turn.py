@@ -113,8 +113,10 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, float]:
         tree = settings(args.batch, args.tokens, args.steps, url, model, place.run)
         file.write_text(yaml.safe_dump(tree))
         (place.run / CONFIG).write_text(load(file).dump())
-        heart = stack.enter_context(Heartbeat(place.heart(TRAINER), TRAINER, 1, phase="waiting"))
-        heart.say(phase="waiting", step=0)
+        heart = stack.enter_context(
+            Heartbeat(place.heartbeat(TRAINER), TRAINER, 1, phase="waiting")
+        )
+        heart.update(phase="waiting", step=0)
         role = stack.enter_context(orchestrated(file, scratch / "orchestrator.log"))
         processes = (role, Process(engine.pid), Process(os.getpid()))
         found = steps(place, Said(engine), learner(args.adapter), args.steps, processes)

@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.peer import PeerFailed, vllm_path
 from bench.vllm_worker import config
-from lowroll.runs.launch.process import reserved
+from lowroll.runs.roles.local import reserve_port
 
 START_S = 300.0
 END_S = 20.0
@@ -35,7 +35,9 @@ class VllmServer:
         (folder / "config.json").write_text(
             json.dumps(config(settings["shape"], settings["format"]))
         )
-        self._held = reserved("127.0.0.1")  # until the server has ended: nobody else gets its port
+        self._held = reserve_port(
+            "127.0.0.1"
+        )  # until the server has ended: nobody else gets its port
         self._port = self._held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
         self.log = folder / "vllm.log"

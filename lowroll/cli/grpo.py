@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = look_at_run(cfg, arguments.resume, arguments.overwrite)
         return show(cfg, plan(cfg), found, arguments.verbose)
     if cfg.launcher != "none":
-        from lowroll.runs.launch.launcher import launch
+        from lowroll.runs.roles.supervisor import launch
 
         result = launch(cfg, resume=arguments.resume, overwrite=arguments.overwrite)
     else:

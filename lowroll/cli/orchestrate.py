@@ -25,11 +25,11 @@ YOUNGEST = 50_000  # new objects between two looks for garbage; Python's own num
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from lowroll.runs.roles.parent import die_with_parent
+    from lowroll.runs.roles.local import die_with_parent
 
     die_with_parent()
     cfg = read_role("orchestrate", arguments)
-    from lowroll.runs.roles.orchestrate import orchestrate
+    from lowroll.runs.roles.orchestrator import orchestrate
 
     before = gc.get_threshold()
     gc.set_threshold(

@@ -181,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
     role = None
     with ExitStack() as stack:
         if arguments.model.endswith((".yaml", ".yml")):
-            role = Role(arguments, stack)
+            role = EngineRole(arguments, stack)
             if role.cfg.rollout.engine == "vllm":
                 role.serve_vllm()
             arguments = role.arguments
@@ -210,15 +210,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 128 + number
 
 
-class Role:
+class EngineRole:
     """The engine of a run, where a run's file is named in the place of a model."""
 
     def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
         from lowroll.cli.settings import read_role
-        from lowroll.runs.roles import serve
+        from lowroll.runs.roles import engine
+        from lowroll.runs.roles.heartbeat import Heartbeat
         from lowroll.runs.roles.limits import refuse_engine
-        from lowroll.runs.roles.parent import die_with_parent
-        from lowroll.runs.roles.run_paths import RunPaths
+        from lowroll.runs.roles.local import die_with_parent
+        from lowroll.runs.roles.run_paths import ENGINE_ROLE, RunPaths
         from lowroll.server.limits import Credentials
 
         die_with_parent()
@@ -227,26 +228,27 @@ class Role:
         self.stack = stack
         self.cfg = read_role("serve", arguments).resolved()
         refuse_engine(self.cfg)
-        self.place = RunPaths(self.cfg.output_dir)
-        self.name, self.attempt = serve.take_role(self.place, stack, os.environ.get(serve.ROLE))
-        self.arguments = serve.arguments_of(self.cfg, arguments)
-        self.tokens = Credentials(*self.place.tokens())
-        self.heart = stack.enter_context(serve.heart(self.place, self.name, self.attempt))
+        self.paths = RunPaths(self.cfg.output_dir)
+        self.name, attempt = engine.take_role(self.paths, stack, os.environ.get(ENGINE_ROLE))
+        self.arguments = engine.arguments_of(self.cfg, arguments)
+        self.tokens = Credentials(*self.paths.tokens())
+        heartbeat = Heartbeat(self.paths.heartbeat(self.name), self.name, attempt)
+        self.heartbeat = stack.enter_context(heartbeat)
 
     def engine(self) -> NativeEngine:
-        from lowroll.runs.roles import serve
+        from lowroll.runs.roles import engine
 
-        return serve.engine(self.cfg)
+        return engine.build(self.cfg)
 
     def serve_vllm(self) -> NoReturn:
         """Serve until a signal."""
-        from lowroll.runs.roles import vllm
+        from lowroll.runs.roles import engine
 
-        vllm.serve(self.cfg, self.place, self.name, self.heart)
+        engine.serve_vllm(self.cfg, self.paths, self.name, self.heartbeat)
 
     def show(self, address: str) -> None:
         """Have the orchestrator find it."""
-        self.heart.say(url=address, phase="serving")
+        self.heartbeat.update(url=address, phase="serving")
 
 
 def _refuse_options(arguments: argparse.Namespace) -> None:
@@ -296,7 +298,7 @@ def is_loopback(host: str) -> bool:
 
 
 def application(
-    arguments: argparse.Namespace, tokens: Credentials, role: Role | None = None
+    arguments: argparse.Namespace, tokens: Credentials, role: EngineRole | None = None
 ) -> web.Application:
     """Return the engine behind its routes."""
     from lowroll.model.folder import resolve
@@ -334,7 +336,9 @@ def collector(arguments: argparse.Namespace, admin: str) -> Collector | None:
     return Collector(host, int(port), pick_device(arguments.device), token=token)
 
 
-def serving(arguments: argparse.Namespace, folder: Path, role: Role | None = None) -> ServerState:
+def serving(
+    arguments: argparse.Namespace, folder: Path, role: EngineRole | None = None
+) -> ServerState:
     """Return the engine's loop, not started yet, and what the routes know of the model."""
     from lowroll import __version__
     from lowroll.engine.native import pick_device

@@ -13,7 +13,7 @@ from lowroll.types import printable
 
 if TYPE_CHECKING:
     from lowroll.config import RunConfig
-    from lowroll.runs.roles.rank_environment import RankEnvironment
+    from lowroll.runs.roles.ranks import RankEnvironment
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,42 +31,40 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from lowroll.runs.roles.parent import die_with_parent
-    from lowroll.runs.roles.rank_environment import seat
+    from lowroll.runs.roles.local import die_with_parent
+    from lowroll.runs.roles.ranks import RankEnvironment, launch_ranks
 
     die_with_parent()
     cfg = read_role("train", arguments)
-    own = seat(cfg)
+    own = RankEnvironment.read(cfg)
     if own is not None and own.size > 1:
         return learn(cfg, own, arguments)
     if cfg.train.gpus > 1:
-        from lowroll.runs.launch.group import start
-
         flags = [f"--{name}" for name in ("resume", "overwrite") if getattr(arguments, name)]
         words = ["train", *arguments.settings, *flags]
-        return conclude(start(cfg, words, arguments.resume, arguments.overwrite))
-    from lowroll.runs.roles.train import train
+        return conclude(launch_ranks(cfg, words, arguments.resume, arguments.overwrite))
+    from lowroll.runs.roles.trainer import train
 
     return conclude(train(cfg, resume=arguments.resume, overwrite=arguments.overwrite))
 
 
 def learn(cfg: RunConfig, own: RankEnvironment, arguments: argparse.Namespace) -> int:
     """Learn as one of several ranks; returns the exit code."""
-    from lowroll.runs.launch import devices
+    from lowroll.runs.roles import devices
 
     if cfg.device != "cpu" and (gpus := devices.visible()):
         os.environ |= devices.own_first(own.local, gpus)  # before CUDA is asked for anything
     from lowroll.parallel.ranks import RankLost
-    from lowroll.runs.launch.group import LOST
     from lowroll.runs.roles.rank_follower import follow
-    from lowroll.runs.roles.train import train
+    from lowroll.runs.roles.ranks import LOST
+    from lowroll.runs.roles.trainer import train
 
     try:
         if own.rank:
             follow(cfg, own)
             return 0
         return conclude(
-            train(cfg, resume=arguments.resume, overwrite=arguments.overwrite, seat=own)
+            train(cfg, resume=arguments.resume, overwrite=arguments.overwrite, environment=own)
         )
     except RankLost as error:
         print(f"error: {printable(error, 4000)}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """A folder's tokenizer.json as the tokenizers library reads it, without transformers and torch.
 
 It has the names of a transformers tokenizer that `ChatTokenizer` uses. Whoever holds both compares
-them (`runs.roles.train`): transformers may read a folder otherwise.
+them (`runs.roles.trainer`): transformers may read a folder otherwise.
 """
 
 from __future__ import annotations

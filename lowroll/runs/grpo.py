@@ -33,10 +33,10 @@ from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder, goes_on
-from lowroll.runs.launch.launcher import launch
 from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import Planner
+from lowroll.runs.roles.supervisor import launch
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.runs.stop import Stop, polite_stop
 from lowroll.runs.terminal import tell

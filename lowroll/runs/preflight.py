@@ -32,9 +32,9 @@ from lowroll.runs import budget, hub, sft
 from lowroll.runs.build import engines, environments, models, orchestrator, prompts, trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
-from lowroll.runs.launch import devices
 from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import MemoryPlan, Planner, Share, plan_sft
+from lowroll.runs.roles import devices
 from lowroll.runs.roles.limits import refuse
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.sft import encode_all

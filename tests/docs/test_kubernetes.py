@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from lowroll.cli.settings import read_role
-from lowroll.runs.roles.run_paths import ADMIN, ENGINE, TOKEN
-from lowroll.runs.roles.serve import ROLE
+from lowroll.runs.roles.run_paths import ADMIN, ENGINE, ENGINE_ROLE, TOKEN
 from tests.fixtures.roles import write
 from tests.fixtures.runs import settings
 
@@ -68,7 +67,9 @@ def test_names_lead_to_what_is_there() -> None:
 
 def test_pods_are_the_engines_of_the_run_folder() -> None:
     (role,) = container(ENGINE)["env"]
-    assert role["name"] == ROLE and at(role, "valueFrom.fieldRef.fieldPath") == "metadata.name"
+    assert (
+        role["name"] == ENGINE_ROLE and at(role, "valueFrom.fieldRef.fieldPath") == "metadata.name"
+    )
     assert at(WORKLOADS[ENGINE], "metadata.name") == ENGINE  # a pod of it is called engine-0
 
 

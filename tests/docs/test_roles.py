@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lowroll.metrics.record import read
-from lowroll.runs.launch.process import reserved
+from lowroll.runs.roles.local import reserve_port
 from tests.fixtures.roles import DEADLINE_S, heart, outcome, started, write
 from tests.fixtures.runs import settings, train
 
@@ -55,7 +55,7 @@ def home(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for name in TOKENS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    with reserved("127.0.0.1") as held:
+    with reserve_port("127.0.0.1") as held:
         port = held.getsockname()[1]
         tree = settings(model, tmp_path / "run", train=STEPS) | {"serve": {"port": port}}
         write(tree, tmp_path / "run.yaml")

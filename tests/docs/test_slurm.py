@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lowroll.metrics.record import read
-from lowroll.runs.launch.process import reserved
+from lowroll.runs.roles.local import reserve_port
 from tests.fixtures import leash
 from tests.fixtures.roles import DEADLINE_S, gate, heart, write
 from tests.fixtures.runs import settings
@@ -74,7 +74,7 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def port() -> Iterator[str]:
     """Of the first engine, also when the job is started again."""
-    with reserved("127.0.0.1") as held:
+    with reserve_port("127.0.0.1") as held:
         yield str(held.getsockname()[1])
 
 

@@ -146,8 +146,9 @@ LIGHT = (
     "runs.build.environments",
     "runs.build.orchestrator",
     "runs.build.prompts",
-    "runs.launch.launcher",
-    "runs.roles.orchestrate",
+    "runs.roles.orchestrator",
+    "runs.roles.ranks",
+    "runs.roles.supervisor",
 )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from lowroll.parallel import ranks as groups
 from lowroll.parallel.ranks import ALONE, RankGroup, RankLost, Ranks
-from lowroll.runs.launch.process import reserved
+from lowroll.runs.roles.local import reserve_port
 from lowroll.transport.base import DeadlineExceeded, TransportError
 from tests.fixtures.ranks import Raised, together
 
@@ -177,7 +177,7 @@ def test_the_others_wait_for_the_first_word_as_long_as_they_are_told() -> None:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     began = time.monotonic()
-    with reserved("127.0.0.1") as meeting:
+    with reserve_port("127.0.0.1") as meeting:
         port = meeting.getsockname()[1]
         with pytest.raises(
             DeadlineExceeded,
@@ -185,7 +185,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
         ):
             RankGroup(0, 3, "127.0.0.1", port, torch.device("cpu"), 0.2)
     with (
-        reserved("127.0.0.1") as meeting,
+        reserve_port("127.0.0.1") as meeting,
         pytest.raises(DeadlineExceeded, match=r"for rank 0 to listen at 127\.0\.0\.1:"),
     ):
         RankGroup(1, 3, "127.0.0.1", meeting.getsockname()[1], torch.device("cpu"), 0.1)

@@ -20,29 +20,29 @@ import pytest
 from lowroll.checkpoint.space import NO_ROOM
 from lowroll.config import from_mapping
 from lowroll.config.roles import one_process_notes
-from lowroll.runs.launch import fleet
-from lowroll.runs.launch import process as process_module
-from lowroll.runs.launch.child import Child
-from lowroll.runs.launch.fleet import Fleet
 from lowroll.runs.preflight import look_at_run
-from lowroll.runs.roles.orchestrate import _check_reached, overheard
+from lowroll.runs.roles import local, supervisor
+from lowroll.runs.roles.local import LocalProcess
+from lowroll.runs.roles.orchestrator import _check_reached, overheard
+from lowroll.runs.roles.role import Exit, Role
+from lowroll.runs.roles.supervisor import Supervisor
 from lowroll.types import RunFailed
 from tests.fixtures.processes import eventually
 from tests.fixtures.runs import settings
 
 
-def child_of(tmp_path: Path, role: str, command: list[str] | None = None) -> Child:
-    words = command or ["no-such-command"]
-    return Child(role, words, os.environ, tmp_path / f"{role}.json", tmp_path / f"{role}.log")
+def role_of(tmp_path: Path, name: str) -> Role:
+    process = LocalProcess(os.environ, tmp_path / f"{name}.log")
+    return Role(name, ["no-such-command"], process, tmp_path / f"{name}.json")
 
 
-def launcher_of(tmp_path: Path, **roles: Any) -> Fleet:
-    """A launcher of children that were not started, but for the given ones."""
-    made = Fleet.__new__(Fleet)
-    made.trainer = roles.get("trainer") or child_of(tmp_path, "trainer")
-    made.orchestrator = roles.get("orchestrator") or child_of(tmp_path, "orchestrator")
-    made.engines = [roles.get("engine") or child_of(tmp_path, "engine-0")]
-    made.at = {}
+def supervisor_of(tmp_path: Path, **roles: Any) -> Supervisor:
+    """A supervisor of children that were not started, but for the given ones."""
+    made = Supervisor.__new__(Supervisor)
+    made.trainer = roles.get("trainer") or role_of(tmp_path, "trainer")
+    made.orchestrator = roles.get("orchestrator") or role_of(tmp_path, "orchestrator")
+    made.engines = [roles.get("engine") or role_of(tmp_path, "engine-0")]
+    made.addresses = {}
     made.flags, made.stop = [], SimpleNamespace(signal=15)  # type: ignore[assignment]
     made._show = lambda: None  # type: ignore[method-assign]
     return made
@@ -50,11 +50,11 @@ def launcher_of(tmp_path: Path, **roles: Any) -> Fleet:
 
 def test_what_a_role_says_of_the_settings_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     """As in one process: one line, and the exit code of a mistake."""
-    launcher = launcher_of(tmp_path)
+    launcher = supervisor_of(tmp_path)
     launcher.trainer.start()
-    assert eventually(lambda: not launcher.trainer.alive(), 60)
+    assert eventually(lambda: not launcher.trainer.process.is_alive(), 60)
     with pytest.raises(ValueError, match="^trainer: unknown command 'no-such-command'"):
-        launcher._look(launcher.trainer)
+        launcher._keep_alive(launcher.trainer)
 
 
 FAILS = """
@@ -86,136 +86,135 @@ def test_what_a_machine_does_is_no_mistake_of_the_user(number: int, code: int) -
     assert told.returncode == code and told.stderr.startswith("error: ") and "file" in told.stderr
 
 
-def ended(one: Child, code: int, log: str = "error: said the test") -> Child:
+def ended(one: Role, code: int) -> Role:
     """A role whose process has ended so, before it was ready."""
-    one.process = SimpleNamespace(  # type: ignore[assignment]
-        pid=7,
-        alive=lambda: False,
-        kill=lambda: code,
-        process=SimpleNamespace(returncode=code),
-        last_words=lambda: log,
-    )
+    one.process.exit = Exit(code, f"exit code {code}", "error: said the test")
     return one
 
 
 def test_a_machine_in_trouble_at_the_very_first_start_ends_no_launch(tmp_path: Path) -> None:
-    launcher = launcher_of(tmp_path)
+    launcher = supervisor_of(tmp_path)
     one = ended(launcher.orchestrator, 1)
-    launcher._look(one)
-    assert one.again_at and not one.done
+    launcher._keep_alive(one)
+    assert one.start_at and not one.is_done
 
 
 def test_a_full_disk_is_waited_for_whatever_the_number_of_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As long as in one process."""
-    launcher = launcher_of(tmp_path)
-    launcher.cfg = SimpleNamespace(ckpt=SimpleNamespace(wait_for_space=300.0))
+    launcher = supervisor_of(tmp_path)
+    launcher.disk_deadline_s = 300.0
     one, now = ended(launcher.orchestrator, NO_ROOM), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for _ in range(30):
-        one.starts.append(now[0])
-        launcher._look(one)
-        assert one.again_at == now[0] + fleet.ROOM_S
-        now[0] = one.again_at
-        one.again_at = 0.0
+        one.budget.count_start()
+        launcher._keep_alive(one)
+        assert one.start_at == now[0] + supervisor.FULL_DISK_PAUSE_S
+        now[0] = one.start_at
+        one.start_at = 0.0
     assert "the run ends in 10 s (ckpt.wait_for_space)" in caplog.text
     with pytest.raises(RunFailed, match=r"said the test.*no room within 300 s .*--resume"):
-        launcher._look(one)
+        launcher._keep_alive(one)
     now[0] += 1e4  # and long after there was room
-    launcher._look(one)
-    assert one.again_at
+    launcher._keep_alive(one)
+    assert one.start_at
 
 
 def test_the_number_of_a_process_that_was_reaped_is_not_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
-    one = child_of(tmp_path, "trainer")
+    one = role_of(tmp_path, "trainer")
     one.start()
-    assert one.process is not None
-    assert eventually(lambda: not one.alive(), 60)
-    assert one.process.process.returncode is None, "its number is kept until its group is killed"
-    monkeypatch.setattr(process_module.os, "killpg", lambda pid, _: killed.append(pid))
-    one.kill()
-    assert killed == [one.process.pid] and one.code == 2
-    one.kill()
-    one.end(0.0)
-    one.signal(signal.SIGTERM)
-    assert killed == [one.process.pid]
+    process = one.process
+    assert isinstance(process, LocalProcess) and process.child is not None
+    assert eventually(lambda: not process.is_alive(), 60)
+    assert process.child.returncode is None, "its number is kept until its group is killed"
+    monkeypatch.setattr(local.os, "killpg", lambda pid, _: killed.append(pid))
+    process.kill()
+    assert killed == [process.pid] and one.exit_code == 2
+    process.kill()
+    one.stop(0.0)
+    process.signal(signal.SIGTERM)
+    assert killed == [process.pid]
 
 
 def test_a_sign_of_life_without_a_phase_is_none_of_readiness(tmp_path: Path) -> None:
-    one = child_of(tmp_path, "trainer")
-    one.process = SimpleNamespace(pid=7, alive=lambda: False)  # type: ignore[assignment]
+    one = role_of(tmp_path, "trainer")
+    one.process.child = SimpleNamespace(pid=7, returncode=0)  # type: ignore[attr-defined]
     for beat, (said, ready) in enumerate([({}, False), ({"phase": "waiting"}, True)]):
-        one.heart.write_text(json.dumps({"pid": 7, "beat": beat, **said}))
-        one.look()
-        assert one.ready == ready
+        one.monitor.path.write_text(json.dumps({"pid": 7, "beat": beat, **said}))
+        one.update()
+        assert one.is_ready == ready
 
 
 def test_an_engine_whose_port_was_taken_gets_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launcher = launcher_of(tmp_path)
+    launcher = supervisor_of(tmp_path)
     engine, killed = launcher.engines[0], []
-    launcher.orchestrator.kill = lambda: killed.append(1)  # type: ignore[method-assign]
+    launcher.orchestrator.process.kill = lambda: killed.append(1)  # type: ignore[method-assign]
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert launcher._port(engine) == 0, "the system chooses"
-        engine.ready, engine.again_at = True, time.monotonic() + 60
-        engine.heart.write_text(json.dumps({"beat": 1, "url": f"http://127.0.0.1:{port}"}))
-        launcher._look(engine)
-        assert launcher._port(engine) == 0 and killed == [1]
+        assert launcher._engine_port(engine) == 0, "the system chooses"
+        engine.is_ready, engine.start_at = True, time.monotonic() + 60
+        engine.monitor.path.write_text(json.dumps({"beat": 1, "url": f"http://127.0.0.1:{port}"}))
+        launcher._keep_alive(engine)
+        assert launcher._engine_port(engine) == 0 and killed == [1]
         assert f"engine-0: its port {port} was taken by another process" in caplog.text
 
 
 def test_an_engine_that_is_lost_while_it_starts_again_keeps_its_port(tmp_path: Path) -> None:
     """The orchestrator looks for it there."""
-    launcher = launcher_of(tmp_path)
+    launcher = supervisor_of(tmp_path)
     engine = launcher.engines[0]
-    engine.ready, engine.again_at = True, time.monotonic() + 60
-    with process_module.reserved("127.0.0.1") as held:
+    engine.is_ready, engine.start_at = True, time.monotonic() + 60
+    with local.reserve_port("127.0.0.1") as held:
         port = held.getsockname()[1]
         for beat, said in enumerate([{"url": f"http://127.0.0.1:{port}"}, {"phase": "starting"}]):
-            engine.heart.write_text(json.dumps({"beat": beat, **said}))
-            launcher._look(engine)
-            assert launcher._port(engine) == port
+            engine.monitor.path.write_text(json.dumps({"beat": beat, **said}))
+            launcher._keep_alive(engine)
+            assert launcher._engine_port(engine) == port
 
 
 def test_a_reserved_port_is_for_those_who_name_it() -> None:
-    with process_module.reserved("127.0.0.1") as held, socket.socket() as other:
+    with local.reserve_port("127.0.0.1") as held, socket.socket() as other:
         with pytest.raises(OSError, match="in use"):
             other.bind(held.getsockname())
         socket.create_server(held.getsockname()).close()
-        assert process_module.is_free(*held.getsockname())
+        assert local.is_port_free(*held.getsockname())
 
 
 def test_an_orchestrator_that_had_ended_comes_back_when_the_trainer_waits(tmp_path: Path) -> None:
     trainer = SimpleNamespace(phase="finishing")
-    launcher = launcher_of(tmp_path, trainer=trainer)
-    launcher.orchestrator.done = True
-    launcher._rejoin()
-    assert launcher.orchestrator.done
+    launcher = supervisor_of(tmp_path, trainer=trainer)
+    launcher.orchestrator.is_done = True
+    launcher._recall_orchestrator()
+    assert launcher.orchestrator.is_done
     trainer.phase = "waiting"
-    launcher._rejoin()
-    assert not launcher.orchestrator.done and launcher.orchestrator.again_at > time.monotonic() - 1
+    launcher._recall_orchestrator()
+    assert (
+        not launcher.orchestrator.is_done and launcher.orchestrator.start_at > time.monotonic() - 1
+    )
 
 
 def test_a_trainer_that_hangs_is_named_while_all_stop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "LOOK_S", 0.001)
+    monkeypatch.setattr(supervisor, "POLL_S", 0.001)
     hangs, ended = iter([None, None, "the trainer (process 7) gives no sign of life"]), []
     trainer = SimpleNamespace(
-        signal=lambda number: None,
-        alive=lambda: True,
-        look=lambda: None,
-        hangs=lambda: next(hangs),
-        kill=lambda: ended.append("trainer"),
+        update=lambda: None,
+        find_hang=lambda: next(hangs),
+        process=SimpleNamespace(
+            signal=lambda number: None,
+            is_alive=lambda: True,
+            kill=lambda: ended.append("trainer"),
+        ),
     )
-    launcher = launcher_of(tmp_path, trainer=trainer)
-    launcher._look = lambda child: None  # type: ignore[method-assign]
+    launcher = supervisor_of(tmp_path, trainer=trainer)
+    launcher._keep_alive = lambda child: None  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         assert launcher._stop() == 15
     assert ended == ["trainer"]

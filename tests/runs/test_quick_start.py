@@ -17,7 +17,7 @@ import pytest
 
 from lowroll.metrics.record import read
 from lowroll.orchestrator import audit
-from lowroll.runs.launch.process import reserved
+from lowroll.runs.roles.local import reserve_port
 from tests.fixtures.quick_start import INFER, ORCH, TRAIN
 from tests.fixtures.roles import DEADLINE_S, started
 
@@ -48,7 +48,7 @@ def is_whole(home: Path, steps: int = STEPS) -> None:
 
 def by_hand(home: Path, order: Sequence[str], *orchestrate: str, gap_s: float = 0.0) -> None:
     """The three commands in an order, until the run has ended."""
-    held = reserved("127.0.0.1")
+    held = reserve_port("127.0.0.1")
     port = held.getsockname()[1]
     words = {
         "infer": ["infer.yaml", f"serve.port={port}"],

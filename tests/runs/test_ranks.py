@@ -26,14 +26,21 @@ from lowroll.parallel.ranks import Ranks
 from lowroll.runs import preflight
 from lowroll.runs.build import models
 from lowroll.runs.build.compute import Compute
-from lowroll.runs.launch import devices, group
-from lowroll.runs.launch.devices import Placement, own_first, place
 from lowroll.runs.learner import refuse_others
 from lowroll.runs.memory.plan import Planner, Share
 from lowroll.runs.preflight import look_at_run, look_at_sft
-from lowroll.runs.roles import rank_follower
-from lowroll.runs.roles.rank_environment import RankEnvironment, seat
-from lowroll.runs.roles.rank_follower import Begin, Lead, Order, Orders, Reader
+from lowroll.runs.roles import devices, rank_follower
+from lowroll.runs.roles import ranks as ranks_module
+from lowroll.runs.roles.devices import Placement, own_first, place
+from lowroll.runs.roles.rank_follower import (
+    Begin,
+    Order,
+    OrderReceiver,
+    OrderSender,
+    ReadOnlyFolder,
+)
+from lowroll.runs.roles.ranks import RankEnvironment, RankSupervisor
+from lowroll.runs.roles.role import Exit, Role
 from lowroll.runs.sft import run_sft
 from lowroll.types import RunFailed
 from tests.fixtures.batches import batch_of
@@ -65,11 +72,13 @@ def test_several_ranks_need_processes(model: Path, tmp_path: Path) -> None:
 
 def test_the_environment_says_which_rank_this_is() -> None:
     cfg = from_mapping({"model": "m", **TWO})
-    own = seat(cfg, SAID)
+    own = RankEnvironment.read(cfg, SAID)
     assert own == RankEnvironment(1, 2, 1, "127.0.0.1", 4000)
-    assert seat(cfg, own.variables) == own
-    assert seat(cfg, SAID | {"LOCAL_RANK": "0"}) == RankEnvironment(1, 2, 0, "127.0.0.1", 4000)
-    assert seat(cfg, {"MASTER_ADDR": "far", "MASTER_PORT": "1"}) is None, (
+    assert RankEnvironment.read(cfg, own.variables) == own
+    assert RankEnvironment.read(cfg, SAID | {"LOCAL_RANK": "0"}) == RankEnvironment(
+        1, 2, 0, "127.0.0.1", 4000
+    )
+    assert RankEnvironment.read(cfg, {"MASTER_ADDR": "far", "MASTER_PORT": "1"}) is None, (
         "a cluster sets these alone"
     )
 
@@ -87,7 +96,7 @@ def test_the_environment_says_which_rank_this_is() -> None:
 )
 def test_an_environment_that_is_wrong_is_named(said: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        seat(from_mapping({"model": "m", **TWO}), SAID | said)
+        RankEnvironment.read(from_mapping({"model": "m", **TWO}), SAID | said)
 
 
 def test_the_line_for_slurm_says_which_rank_each_task_is() -> None:
@@ -103,9 +112,9 @@ def test_the_line_for_slurm_says_which_rank_each_task_is() -> None:
         check=True,
     )
     said = dict(one.partition("=")[::2] for one in done.stdout.splitlines())
-    assert seat(from_mapping({"model": "m", "train": {"gpus": 4}}), said) == RankEnvironment(
-        3, 4, 1, "node1", 29400
-    )
+    assert RankEnvironment.read(
+        from_mapping({"model": "m", "train": {"gpus": 4}}), said
+    ) == RankEnvironment(3, 4, 1, "node1", 29400)
 
 
 def test_the_page_says_what_placement_does() -> None:
@@ -245,15 +254,15 @@ class Two(Ranks):
 
 def test_orders_and_batches_arrive_as_they_were_said() -> None:
     words: deque[bytes] = deque()
-    lead, orders = Lead(Two(0, words)), Orders(Two(1, words))
+    sender, orders = OrderSender(Two(0, words)), OrderReceiver(Two(1, words))
     batch = batch_of(7)
-    lead.say("learn", 7, batch)
-    lead.say("checkpoint", 7)
-    lead.say("end")
-    assert orders.hear() == Order("learn", 7) and orders.receive(1.0) == batch
-    assert orders.hear() == Order("checkpoint", 7)
-    assert orders.hear() == Order("end", 0)
-    Lead(Ranks()).say("learn", 7, None)  # to nobody
+    sender.send("learn", 7, batch)
+    sender.send("checkpoint", 7)
+    sender.send("end")
+    assert orders.next_order() == Order("learn", 7) and orders.receive(1.0) == batch
+    assert orders.next_order() == Order("checkpoint", 7)
+    assert orders.next_order() == Order("end", 0)
+    OrderSender(Ranks()).send("learn", 7, None)  # to nobody
 
 
 def test_a_rank_with_other_weights_or_settings_is_refused(model: Path, tmp_path: Path) -> None:
@@ -270,7 +279,7 @@ def test_a_rank_with_other_weights_or_settings_is_refused(model: Path, tmp_path:
 
 
 def test_the_folder_of_the_others_writes_nothing(model: Path, tmp_path: Path) -> None:
-    home = Reader(from_mapping(settings(model, tmp_path / "run", **TWO)), None)
+    home = ReadOnlyFolder(from_mapping(settings(model, tmp_path / "run", **TWO)), None)
     home.save(1, {}, {}, {})
     home.publish(lambda path: path.mkdir(parents=True))
     home.keep_batch("offending", batch_of(1))
@@ -284,50 +293,57 @@ def test_the_folder_of_the_others_writes_nothing(model: Path, tmp_path: Path) ->
 def rank_of(number: int, code: int | None, words: str = "", hangs: str | None = None) -> Any:
     """A rank that runs (None) or has ended."""
     how = f"exit code {code}" if code is None or code >= 0 else "killed by SIGKILL"
-    return SimpleNamespace(
-        role=f"rank {number}",
-        alive=lambda: code is None,
+    process: Any = SimpleNamespace(
+        is_alive=lambda: code is None,
         kill=lambda: None,
-        look=lambda: None,
-        hangs=lambda: hangs,
-        code=code or 0,
-        ready=code != 2,
-        ended=lambda: how,
-        last_words=lambda: f"error: {words} (log: rank{number}.log)",
+        wrote=lambda report: False,
+        exit=None if code is None else Exit(code, how, f"error: {words} (log: rank{number}.log)"),
         log=Path(f"rank{number}.log"),
     )
+    rank = Role(f"rank {number}", [], process, Path("nowhere"))
+    rank.is_ready = code != 2
+    rank.find_hang = lambda: hangs  # type: ignore[method-assign]
+    return rank
 
 
 @pytest.mark.parametrize(
     ("ranks", "kind", "told"),
     [
         (
-            [rank_of(0, group.LOST, "rank 1 went away"), rank_of(1, -9, "step 3")],
+            [rank_of(0, ranks_module.LOST, "rank 1 went away"), rank_of(1, -9, "step 3")],
             RunFailed,
             r"^rank 1 has ended \(killed by SIGKILL\): error: step 3 \(log: rank1\.log\)",
         ),
-        ([rank_of(0, 1, "disk"), rank_of(1, group.LOST)], RunFailed, r"^rank 0 has ended .*disk"),
+        (
+            [rank_of(0, 1, "disk"), rank_of(1, ranks_module.LOST)],
+            RunFailed,
+            r"^rank 0 has ended .*disk",
+        ),
         ([rank_of(0, 2, "model: m"), rank_of(1, None)], ValueError, r"^rank 0: model: m \(log"),
-        ([rank_of(0, NO_ROOM, "full"), rank_of(1, group.LOST)], OSError, r"rank 0: error: full"),
+        (
+            [rank_of(0, NO_ROOM, "full"), rank_of(1, ranks_module.LOST)],
+            OSError,
+            r"rank 0: error: full",
+        ),
         ([rank_of(0, None), rank_of(1, None, hangs="no sign")], RunFailed, r"^rank 1: no sign"),
     ],
 )
 def test_the_rank_that_ended_by_itself_is_named(
     ranks: list[Any], kind: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "BLAME_S", 0.0)
-    crew = group.Crew.__new__(group.Crew)
+    monkeypatch.setattr(ranks_module, "BLAME_S", 0.0)
+    crew = RankSupervisor.__new__(RankSupervisor)
     crew.ranks = ranks
     with pytest.raises(kind, match=told):
-        crew._look()
+        crew._check()
 
 
 def test_ranks_that_end_as_they_should_are_no_failure() -> None:
-    crew = group.Crew.__new__(group.Crew)
+    crew = RankSupervisor.__new__(RankSupervisor)
     crew.ranks = [rank_of(0, 0), rank_of(1, None)]
-    crew._look()
-    crew.ranks = [rank_of(0, group.STOPPED), rank_of(1, 0)]
-    crew._look()
+    crew._check()
+    crew.ranks = [rank_of(0, ranks_module.STOPPED), rank_of(1, 0)]
+    crew._check()
 
 
 # -- whole runs ------------------------------------------------------------------------------------

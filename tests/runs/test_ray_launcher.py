@@ -16,66 +16,52 @@ import pytest
 
 from lowroll.checkpoint.lock import RunLock
 from lowroll.config import ConfigError, from_mapping
-from lowroll.runs.launch import ray as launcher
-from lowroll.runs.launch.bundle import Away, Bundle, Lost
-from lowroll.runs.launch.fleet import Fleet
-from lowroll.runs.launch.role_actor import RoleActor
-from lowroll.runs.launch.role_process import ActorRole
+from lowroll.runs.roles import ray as launcher
+from lowroll.runs.roles.ray_actor import ActorAway, ActorLost, ActorProcess, Bundle, RoleActor
 from lowroll.runs.roles.run_paths import RunPaths
+from lowroll.runs.roles.supervisor import Supervisor
 from tests.fixtures.processes import eventually
 
-HERE = {"here": "10.0.0.7", "host": "gpu-1", "node": "n1"}
+HERE = {"address": "10.0.0.7", "host": "gpu-1", "node": "n1"}
 
 
-class FakeBundle:
-    """A place whose actor is an object here; `lost` is why it does not answer."""
+class FakeActorProcess(ActorProcess):
+    """A process whose actor is an object here; `lost` is why it does not answer."""
 
-    def __init__(self, owner: Any) -> None:
-        self.actor: Any = owner
-        self.told = HERE
-        self.lost, self.away = "", False
-        self.node = False
-        self.left = 0
-
-    def take(self) -> bool:
-        return True
+    lost, away = "", False
+    node_lost = False
+    left = 0
 
     def ask(self, method: str, *words: Any) -> Any:
         if self.lost:
-            raise Lost(self.lost)
+            raise ActorLost(self.lost)
         return getattr(self.actor, method)(*words)
 
-    def node_is_lost(self) -> bool:
-        return self.node
+    def is_node_lost(self) -> bool:
+        return self.node_lost
 
     def leave(self) -> None:
         self.left += 1
 
 
-def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ActorRole, FakeBundle]:
+def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeActorProcess:
     owner = RoleActor()
-    owner.variables = {"all": dict(os.environ), "engine-0": {"MARK": "1"}}  # type: ignore[dict-item]
-    bundle = FakeBundle(owner)
-    bundle.actor.ended = SimpleNamespace(remote=lambda: "asked")
+    owner.variables = {"all": dict(os.environ), "engine-0": {"MARK": "1"}}
+    paths, bundle = RunPaths(tmp_path), Bundle(None, 0, 1.0, 0.0)
+    met, log, lock = ("", "", ""), paths.log("engine-0"), paths.lock("engine-0")
+    made = FakeActorProcess("engine-0", bundle, met, 600.0, log, lock)
+    made.actor, made.node, made.address = owner, HERE, HERE["address"]
+    monkeypatch.setattr(owner, "ends", SimpleNamespace(remote=lambda: "asked"))
 
     def answer(_: str) -> Any:
-        if bundle.away:
-            raise Away("for now")
-        if bundle.lost:
-            raise Lost(bundle.lost)
-        return RoleActor.ended(owner)
+        if made.away:
+            raise ActorAway("for now")
+        if made.lost:
+            raise ActorLost(made.lost)
+        return RoleActor.ends(owner)
 
-    monkeypatch.setattr("lowroll.runs.launch.role_process.answer", answer)
-    place = RunPaths(tmp_path)
-    made = ActorRole(
-        "engine-0",
-        ["no-such-command"],
-        place.heart("engine-0"),
-        place.log("engine-0"),
-        bundle,  # type: ignore[arg-type]
-        place.lock("engine-0"),
-    )
-    return made, bundle
+    monkeypatch.setattr("lowroll.runs.roles.ray_actor.answer", answer)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -158,17 +144,15 @@ def test_a_package_that_is_missing_is_named_with_its_line(monkeypatch: pytest.Mo
 def test_a_cluster_that_asks_for_no_token_is_refused(
     program: str,
     said: str | None,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stranger = tmp_path / "auth_probe.py"
-    stranger.write_text(
+    probe = (
         "import os, sys; assert sys.argv[1] == 'far:1' and 'RAY_AUTH_TOKEN' not in os.environ\n"
         f"assert os.environ['RAY_AUTH_MODE'] == 'disabled'\n{program}"
     )
-    monkeypatch.setattr(launcher, "AUTH_PROBE", stranger)
-    monkeypatch.setattr(launcher, "STRANGER_S", 1.0 if "sleep" in program else 60.0)
+    monkeypatch.setattr(launcher, "AUTH_PROBE", probe)
+    monkeypatch.setattr(launcher, "AUTH_PROBE_S", 1.0 if "sleep" in program else 60.0)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     if not program:
         with pytest.raises(ValueError, match=f"ray.address: auto: .*{said}"):
@@ -184,10 +168,10 @@ def test_secrets_travel_by_a_file_of_the_run_folder(
 ) -> None:
     for name, value in {"HF_TOKEN": "h", "MINE": "m", "OTHER": "o", "VLLM_API_KEY": "v"}.items():
         monkeypatch.setenv(name, value)
-    place = RunPaths(tmp_path)
-    place.roles.mkdir()
+    paths = RunPaths(tmp_path)
+    paths.roles.mkdir()
     cfg = from_mapping({"model": "m", "ray": {"pass_env": ["MINE"]}})
-    with launcher._variables(cfg, place) as (path, word):
+    with launcher._variables(cfg, paths) as (path, word):
         assert os.stat(path).st_mode & 0o777 == 0o600
         found = json.loads(Path(path).read_text())
         assert found["word"] == word and found["engine-0"] == {"LOWROLL_ENGINE_ROLE": "engine-0"}
@@ -209,7 +193,7 @@ def test_an_actor_says_why_a_role_cannot_run_on_its_node(
     monkeypatch.setitem(sys.modules, "ray", fake)  # type: ignore[arg-type]
     here, file = str(tmp_path), tmp_path / "roles" / "variables.json"
     missing = RoleActor().meet(here, str(file), "w")
-    assert missing["here"] == "10.0.0.7" and "does not see the run folder" in missing["wrong"]
+    assert missing["address"] == "10.0.0.7" and "does not see the run folder" in missing["wrong"]
     file.parent.mkdir()
     file.write_text('{"word": "another"}')
     assert "which is not the run folder" in RoleActor().meet(here, str(file), "w")["wrong"]
@@ -223,98 +207,108 @@ def test_an_actor_says_why_a_role_cannot_run_on_its_node(
 def test_a_node_that_does_not_see_the_folder_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bundle = Bundle.__new__(Bundle)
-    bundle.role, bundle.told, bundle._since, bundle.deadline_s = "trainer", {}, 0.0, 600.0
-    bundle.actor, bundle._meeting = object(), None
+    process = ActorProcess(
+        "trainer", Bundle(None, 0, 1.0, 0.0), ("", "", ""), 600.0, Path("log"), Path("lock")
+    )
+    process.actor = object()
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # type: ignore[arg-type]
     wrong = HERE | {"wrong": "does not see the run folder"}
-    monkeypatch.setattr("lowroll.runs.launch.bundle.answer", lambda _: wrong)
+    monkeypatch.setattr("lowroll.runs.roles.ray_actor.answer", lambda _: wrong)
     with pytest.raises(
         ValueError, match=r"10\.0\.0\.7 \(gpu-1\), where the trainer is placed, does"
     ):
-        bundle.take()
-    assert not bundle.told
+        process.is_placed()
+    assert not process.node
 
 
 def test_a_process_that_an_actor_owns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets nothing of Ray's, its end is told with its last words, and a mistake is a user's."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    one, bundle = owned(tmp_path, monkeypatch)
-    bundle.actor.variables["all"].pop("RAY_AUTH_TOKEN", None)
-    one.start()
-    assert one.pid and one.is_mine({"pid": one.pid, "host": "gpu-1"})
-    assert not one.is_mine({"pid": one.pid, "host": "gpu-2"}), "numbers are of a machine"
+    one = owned(tmp_path, monkeypatch)
+    one.actor.variables["all"].pop("RAY_AUTH_TOKEN", None)
+    one.start(["no-such-command"])
+    assert one.pid and one.wrote({"pid": one.pid, "host": "gpu-1"})
+    assert not one.wrote({"pid": one.pid, "host": "gpu-2"}), "numbers are of a machine"
     env = dict(
         pair.split("=", 1)
         for pair in Path(f"/proc/{one.pid}/environ").read_text().split("\0")
         if "=" in pair
     )
     assert env["MARK"] == "1" and "RAY_AUTH_TOKEN" not in env
-    assert eventually(lambda: not one.alive(), 60)
+    assert eventually(lambda: not one.is_alive(), 60)
     one.kill()
-    assert one.code == 2 and one.ended() == "exit code 2"
-    assert "unknown command 'no-such-command'" in one.last_words()
-    assert str(one.log.absolute()) in one.last_words() and not bundle.left, "the actor stays"
+    assert one.exit is not None
+    assert one.exit.code == 2 and one.exit.cause == "exit code 2"
+    assert "unknown command 'no-such-command'" in one.exit.error
+    assert str(one.log.absolute()) in one.exit.error and not one.left, "the actor stays"
 
 
 @pytest.mark.parametrize(("node", "said"), [(False, "its actor was lost"), (True, "its node 10.0")])
 def test_the_end_of_an_actor_or_of_its_node_is_told_with_the_roles_last_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: bool, said: str
 ) -> None:
-    one, bundle = owned(tmp_path, monkeypatch)
+    one = owned(tmp_path, monkeypatch)
     one.log.parent.mkdir(parents=True)
-    one.pid, bundle.node = 7, node
+    one.pid, one.node_lost = 7, node
     one.log.write_text("RuntimeError: NCCL timed out\n")
-    assert one.alive()
-    bundle.away = True
-    assert one.alive(), "Ray does not know yet"
-    bundle.away, bundle.lost = False, "the actor died because its node has died"
+    assert one.is_alive()
+    one.away = True
+    assert one.is_alive(), "Ray does not know yet"
+    one.away, one.lost = False, "the actor died because its node has died"
     one._ask_at = 0.0
-    assert not one.alive() and one.code == -signal.SIGKILL and bundle.left == 1
-    assert said in one.ended() and bundle.lost in one.ended()
-    assert "RuntimeError: NCCL timed out" in one.last_words() and str(one.log) in one.last_words()
+    assert not one.is_alive() and one.exit is not None
+    assert one.exit.code == -signal.SIGKILL and one.left == 1
+    assert said in one.exit.cause and one.lost in one.exit.cause
+    assert "RuntimeError: NCCL timed out" in one.exit.error and str(one.log) in one.exit.error
     one.kill()
     one.signal(15)
-    assert bundle.left == 1
+    assert one.left == 1
 
 
 def test_a_role_is_not_started_beside_one_that_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process of a lost actor ends when it sees that: until then the role is had."""
-    one, bundle = owned(tmp_path, monkeypatch)
-    bundle.lost = "gone"
+    one = owned(tmp_path, monkeypatch)
+    one.lost = "gone"
     with RunLock(one.lock):
-        assert one.placed(), "nothing was lost"
-        one.begin(["x"])
-        assert not one.alive() and not one.placed()
+        assert one.is_placed(), "nothing was lost"
+        one.start(["x"])
+        assert not one.is_alive() and not one.is_placed()
         one._lost_at -= 3600
-        assert one.placed(), "it says so itself"
+        assert one.is_placed(), "it says so itself"
     one._lost_at = time.monotonic()
-    assert one.placed()
+    assert one.is_placed()
 
 
 def test_an_engine_that_has_moved_is_found_again(tmp_path: Path) -> None:
-    fleet, killed = Fleet.__new__(Fleet), []
-    engine = SimpleNamespace(role="engine-0", here="10.0.0.7", is_free=lambda port: True)
-    fleet.orchestrator = SimpleNamespace(kill=lambda: killed.append(1))  # type: ignore[assignment]
-    fleet.at = {"engine-0": ("10.0.0.7", 4000)}
-    assert fleet._port(engine) == 4000 and not killed  # type: ignore[arg-type]
-    engine.here = "10.0.0.8"
-    assert fleet._port(engine) == 0 and killed == [1]  # type: ignore[arg-type]
+    supervisor, killed = Supervisor.__new__(Supervisor), []
+    process = SimpleNamespace(address="10.0.0.7", is_port_free=lambda port: True)
+    engine: Any = SimpleNamespace(name="engine-0", process=process)
+    orchestrator = SimpleNamespace(process=SimpleNamespace(kill=lambda: killed.append(1)))
+    supervisor.orchestrator = orchestrator  # type: ignore[assignment]
+    supervisor.addresses = {"engine-0": ("10.0.0.7", 4000)}
+    assert supervisor._engine_port(engine) == 4000 and not killed
+    process.address = "10.0.0.8"
+    assert supervisor._engine_port(engine) == 0 and killed == [1]
 
 
 def test_roles_listen_at_their_nodes_addresses(tmp_path: Path) -> None:
-    fleet = Fleet.__new__(Fleet)
-    members = [SimpleNamespace(role=f"r{i}", here=f"10.0.0.{i}", ready=False) for i in range(3)]
-    fleet.trainer, fleet.orchestrator, engine = members  # type: ignore[assignment]
-    fleet.engines, fleet.at, fleet.flags = [engine], {}, ["--overwrite"]  # type: ignore[list-item]
-    said = [" ".join(fleet._addresses(member)) for member in members]  # type: ignore[arg-type]
+    supervisor = Supervisor.__new__(Supervisor)
+    roles: list[Any] = [
+        SimpleNamespace(
+            name=f"r{i}", process=SimpleNamespace(address=f"10.0.0.{i}"), is_ready=False
+        )
+        for i in range(3)
+    ]
+    supervisor.trainer, supervisor.orchestrator, engine = roles
+    supervisor.engines, supervisor.addresses, supervisor.flags = [engine], {}, ["--overwrite"]
+    said = [" ".join(supervisor._late_words(role)) for role in roles]
     assert said[0] == "weight_broadcast.host=10.0.0.0 weight_broadcast.port=0 --overwrite"
     assert said[1] == "rollout_transport.host=10.0.0.1"
     assert said[2].startswith("serve.host=10.0.0.2 serve.port=0")
-    members[1].here = "127.0.0.1"
-    assert fleet._addresses(fleet.orchestrator) == []
+    roles[1].process.address = "127.0.0.1"
+    assert supervisor._late_words(supervisor.orchestrator) == []
 
 
 def test_ray_reads_its_mode_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,15 +26,14 @@ from lowroll.metrics.record import Recorder, add_evaluation, read, read_evaluati
 from lowroll.orchestrator import audit
 from lowroll.orchestrator.loop import logged
 from lowroll.runs.folder import RunFolder
-from lowroll.runs.launch.child import Child
-from lowroll.runs.launch.fleet import Fleet
-from lowroll.runs.launch.process import RoleProcess
-from lowroll.runs.launch.supervised_role import MOST_RESTARTS
 from lowroll.runs.preflight import look_at_run
+from lowroll.runs.roles.engine import arguments_of
 from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat, HeartbeatMonitor
-from lowroll.runs.roles.orchestrate import Orchestration, orchestrate
+from lowroll.runs.roles.local import LocalProcess, processes
+from lowroll.runs.roles.orchestrator import Orchestration, orchestrate
+from lowroll.runs.roles.role import MOST_RESTARTS, RestartBudget, Role
 from lowroll.runs.roles.run_paths import RunPaths
-from lowroll.runs.roles.serve import arguments_of
+from lowroll.runs.roles.supervisor import Display, Supervisor
 from lowroll.runs.stop import Stop
 from lowroll.transport.base import Cursor, PeerSilent
 from lowroll.transport.broadcasts import Broadcasts
@@ -314,21 +312,21 @@ def test_whoever_stops_is_named_by_those_that_wait_for_it(model: Path, tmp_path:
 
 def test_the_orchestrators_command_imports_no_torch() -> None:
     code = (
-        "import sys; import lowroll.cli.orchestrate, lowroll.runs.roles.orchestrate, "
-        "lowroll.runs.launch.launcher; assert not {'torch', 'transformers'} & set(sys.modules)"
+        "import sys; import lowroll.cli.orchestrate, lowroll.runs.roles.orchestrator, "
+        "lowroll.runs.roles.supervisor; assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_an_orchestrator_logs_what_it_had_sent_and_not_logged(tmp_path: Path) -> None:
     """As one that was killed between the two leaves it; what is logged already stays."""
-    place, batch = RunPaths(tmp_path), batch_of(1, orchestrator={"step": 1})
+    paths, batch = RunPaths(tmp_path), batch_of(1, orchestrator={"step": 1})
     batch.stats["time/generate"] = 2.0
-    spool = Spool(place.spool)
+    spool = Spool(paths.spool)
     spool.put(batch)
     cfg = from_mapping({"model": "m", "output_dir": str(tmp_path), "env": [{"id": "arithmetic"}]})
     role: Any = SimpleNamespace(
-        place=place,
+        paths=paths,
         home=RunFolder(cfg, "grpo"),
         channel=SimpleNamespace(spool=spool),
         batches=SimpleNamespace(restore=lambda *args, **kwargs: None),
@@ -347,7 +345,7 @@ def test_a_role_that_was_never_started_is_no_role_that_hangs(
 ) -> None:
     now = [0.0]
     watch = HeartbeatMonitor(tmp_path / "trainer.json", clock=lambda: now[0])
-    assert watch.told() == "nothing"
+    assert watch.describe_report() == "nothing"
     now[0] += 31.0
     watch.check()
     with Heartbeat(tmp_path / "trainer.json", "trainer", 1):
@@ -365,7 +363,7 @@ def test_a_role_that_is_silent_is_named_once_and_waited_for(
     with Heartbeat(tmp_path / "trainer.json", "trainer", 3) as beat:
         watch = HeartbeatMonitor(tmp_path / "trainer.json", clock=lambda: now[0])
         assert not watch.alive, "a file alone is no sign of life"
-        beat.say(step=7, phase="learning")
+        beat.update(step=7, phase="learning")
         assert watch.alive
     watch.look()
     now[0] += 31.0
@@ -396,33 +394,41 @@ def test_one_token_alone_is_refused(
         RunPaths(tmp_path).tokens()
 
 
+def trainer_in(tmp_path: Path) -> Role:
+    process = LocalProcess(os.environ, tmp_path / "log")
+    return Role("trainer", ["no-such-command"], process, tmp_path / "h")
+
+
 def test_a_child_that_ends_too_often_is_given_up(tmp_path: Path) -> None:
-    child = Child("trainer", ["no-such-command"], os.environ, tmp_path / "h", tmp_path / "log")
-    pauses = []
+    budget, pauses = RestartBudget(), []
     for _ in range(MOST_RESTARTS + 1):
-        child.starts.append(time.monotonic())
-        pauses.append(child.pause())
+        budget.count_start()
+        pauses.append(budget.pause_s())
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, None]
+    child = trainer_in(tmp_path)
     child.start()
-    assert child.process is not None and child.process.process.wait(timeout=60) == 2
-    assert "unknown command 'no-such-command'" in child.last_words()
-    assert printable(tmp_path / "log") in child.last_words()
+    assert eventually(lambda: not child.process.is_alive(), 60)
+    child.process.kill()
+    assert child.exit_code == 2
+    said = child.describe_exit()
+    assert said.startswith("trainer has ended (exit code 2): ")
+    assert "unknown command 'no-such-command'" in said and printable(tmp_path / "log") in said
 
 
 def test_a_child_that_ended_in_its_start_was_never_ready(tmp_path: Path) -> None:
     """Else a user's mistake is started again five times, the trainer with --resume."""
-    child = Child("trainer", ["no-such-command"], os.environ, tmp_path / "h", tmp_path / "log")
+    child = trainer_in(tmp_path)
     child.start()
-    assert child.process is not None
+    assert isinstance(child.process, LocalProcess)
     said = {"role": "trainer", "pid": child.process.pid, "phase": "ended"}
     for beat, (phase, ready) in enumerate(
         [(one, False) for one in ("starting", "meeting", "ended")]
         + [("waiting", True), ("ended", True)]
     ):
         (tmp_path / "h").write_text(json.dumps({**said, "phase": phase, "beat": beat}))
-        child.look()
-        assert child.ready == ready, phase
-    child.kill()
+        child.update()
+        assert child.is_ready == ready, phase
+    child.process.kill()
 
 
 def test_an_orchestrator_whose_settings_are_refused_was_never_ready(
@@ -436,8 +442,8 @@ def test_an_orchestrator_whose_settings_are_refused_was_never_ready(
         raise ValueError("env 'chatty': refused")
 
     pool = SimpleNamespace(dialect=SimpleNamespace(cache_tokens=64))
-    module = "lowroll.runs.roles.orchestrate"
-    monkeypatch.setattr(Heartbeat, "say", lambda _, **told: said.append(told.get("phase", "")))
+    module = "lowroll.runs.roles.orchestrator"
+    monkeypatch.setattr(Heartbeat, "update", lambda _, **told: said.append(told.get("phase", "")))
     monkeypatch.setattr(Orchestration, "_meet_trainer", lambda _: None)
     monkeypatch.setattr(Orchestration, "_pool", lambda *_: nullcontext(pool))
     monkeypatch.setattr(f"{module}.check_trainer", lambda *_: cfg)
@@ -463,21 +469,20 @@ def test_a_child_that_starts_or_has_said_its_end_may_take_a_while(
     """Libraries from a slow disk; a machine that is busy, or memory of a large model: it must not
     learn its last steps again."""
     now = [0.0]
-    child = Child("trainer", [], os.environ, tmp_path / "h", tmp_path / "log")
-    child.process = RoleProcess(["--help"], os.environ, tmp_path / "log")
-    child.process.process.wait(timeout=60)
-    child.process.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    child.watch = HeartbeatMonitor(tmp_path / "h", clock=lambda: now[0])
+    child, process = trainer_in(tmp_path), LocalProcess({}, tmp_path / "log")
+    child.process = process
+    process.child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    child.monitor = HeartbeatMonitor(tmp_path / "h", clock=lambda: now[0])
     try:
-        said = {"role": "trainer", "pid": child.process.pid, "phase": phase, "beat": 1}
+        said = {"role": "trainer", "pid": process.pid, "phase": phase, "beat": 1}
         (tmp_path / "h").write_text(json.dumps(said))
-        child.look()
+        child.update()
         now[0] = patience - 1
-        assert child.hangs() is None
+        assert child.find_hang() is None
         now[0] = patience + 1
-        assert "gives no sign of life" in (child.hangs() or "")
+        assert "gives no sign of life" in (child.find_hang() or "")
     finally:
-        child.kill()
+        process.kill()
 
 
 def test_an_orchestrator_that_is_refused_leaves_what_another_was_given(
@@ -526,14 +531,11 @@ def test_the_launcher_shows_evaluations_and_warnings(tmp_path: Path) -> None:
     cfg = from_mapping({"model": "m", "output_dir": str(tmp_path), "rollout": {"engines": 3}})
     out = io.StringIO()
     view = LiveView(4, "run", Console(file=out, width=200))
-    place = RunPaths(tmp_path)
-
-    def make(role: str, words: list[str]) -> Child:
-        return Child(role, words, {}, place.heart(role), place.log(role))
-
-    launcher = Fleet(cfg, place, tmp_path / "x", make, view, Stop())
-    assert [child.role for child in launcher.engines] == ["engine-0", "engine-1", "engine-2"]
-    launcher.trainer.ready = True
+    paths = RunPaths(tmp_path)
+    display = Display(cfg, paths, view, resume=False)
+    launcher = Supervisor(cfg, paths, tmp_path / "x", processes(cfg, paths), display, Stop())
+    assert [child.name for child in launcher.engines] == ["engine-0", "engine-1", "engine-2"]
+    launcher.trainer.is_ready = True
     recorder = Recorder(tmp_path)
     recorder.write(1, {"reward/mean": 0.25})
     launcher._show()
@@ -559,6 +561,6 @@ def test_the_document_says_how_long_roles_wait_for_an_engine() -> None:
 
 
 def test_a_role_is_had_once(tmp_path: Path) -> None:
-    place = RunPaths(tmp_path)
-    with RunLock(place.roles / "orchestrator"):
-        assert (place.roles / "orchestrator" / ".lock").is_file()
+    paths = RunPaths(tmp_path)
+    with RunLock(paths.roles / "orchestrator"):
+        assert (paths.roles / "orchestrator" / ".lock").is_file()

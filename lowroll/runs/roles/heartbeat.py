@@ -1,8 +1,7 @@
-"""The heartbeat of a role: `roles/<role>.json`, written again every few seconds with a growing
-count.
+"""The heartbeat of a role: `roles/<role>.json`, written again every second with a growing count.
 
-Who looks at it goes by changes of the count that it has seen itself, by its own monotonic clock:
-clocks of two machines and times of files say nothing.
+A monitor goes by changes of the count that it has seen itself, by its own monotonic clock: clocks of
+two machines and times of files say nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from lowroll.types import printable
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 1.0
-SILENT_S = 30.0  # from then on a silent role is named
-GONE_S = 1800.0  # so long others wait for one that is started again
-VARIABLE = "LOWROLL_SILENT_S"  # another SILENT_S, for tests
+INTERVAL_S = 1.0
+SILENT_S = 30.0  # without a heartbeat, then a role is named
+GONE_S = 1800.0  # that others wait for a role to be started again
+VARIABLE = "LOWROLL_SILENT_S"  # replaces SILENT_S, for tests
 
 
 def silent_s() -> float:
@@ -35,11 +34,11 @@ def silent_s() -> float:
 
 
 class Heartbeat:
-    """The heartbeat of this process as a role. It beats in a thread from `start` to `close`."""
+    """The heartbeat of this process as a role, written by a thread while the block lasts."""
 
     def __init__(self, path: Path, role: str, attempt: int, **told: object) -> None:
         self.path = path
-        self.said: dict[str, Any] = {
+        self.report: dict[str, Any] = {
             "role": role,
             "pid": os.getpid(),
             "parent": os.getppid(),  # who started the ranks of a learner, for rank 0
@@ -53,7 +52,7 @@ class Heartbeat:
         }
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._trouble = ""
 
     def __enter__(self) -> Heartbeat:
@@ -64,28 +63,28 @@ class Heartbeat:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(timeout=5.0)
-        self.say(phase="ended", doing="")
+        self.update(phase="ended", doing="")
 
-    def say(self, **told: object) -> None:
+    def update(self, **told: object) -> None:
         """Update what the heartbeat reports, and write it at once."""
-        self.said |= told
+        self.report |= told
         self._write()
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Set the progress that the next beat reports."""
-        self.said["doing"] = f"{phase} {done}/{total}" if total else phase
+        self.report["doing"] = f"{phase} {done}/{total}" if total else phase
 
     def _run(self) -> None:
-        while not self._over.wait(min(BEAT_S, silent_s() / 4)):
+        while not self._over.wait(min(INTERVAL_S, silent_s() / 4)):
             self._write()
 
     def _write(self) -> None:
         with self._lock:
-            self.said["beat"] += 1
+            self.report["beat"] += 1
             new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                new.write_text(json.dumps(self.said))
+                new.write_text(json.dumps(self.report))
                 os.replace(new, self.path)
                 self._trouble = ""
             except OSError as error:  # a full disk ends no run; the next beat may work
@@ -110,33 +109,33 @@ class HeartbeatMonitor:
         self.path = path
         self.clock = clock
         self.silent_s = silent_s()
-        self.said: dict[str, Any] | None = read_heartbeat(path)
+        self.report: dict[str, Any] | None = read_heartbeat(path)
         self._changed_at = clock()
         self._changes = 0  # that were seen
-        self._named = False
+        self._is_named = False
 
     def look(self) -> bool:
         """Read the heartbeat; return whether it has changed since the last call."""
-        said = read_heartbeat(self.path)
-        if said is None or said == self.said:
+        report = read_heartbeat(self.path)
+        if report is None or report == self.report:
             return False
-        self.said = said
+        self.report = report
         self._changed_at = self.clock()
         self._changes += 1
-        if self._named:
+        if self._is_named:
             log.warning(
                 "the %s %s", self.name, "is here" if self._changes == 1 else "answers again"
             )
-            self._named = False
+            self._is_named = False
         return True
 
     @property
     def name(self) -> str:
         """The name of the role, with its process."""
-        said = self.said
-        if said is None:
+        report = self.report
+        if report is None:
             return f"{self.path.stem} (which has not shown itself)"
-        return f"{self.path.stem} (process {said.get('pid')} on {printable(said.get('host'))})"
+        return f"{self.path.stem} (process {report.get('pid')} on {printable(report.get('host'))})"
 
     @property
     def alive(self) -> bool:
@@ -149,11 +148,11 @@ class HeartbeatMonitor:
         """Seconds since the last sign of life that was seen here, or since the first look."""
         return self.clock() - self._changed_at
 
-    def told(self) -> str:
+    def describe_report(self) -> str:
         """Describe what the role has reported last."""
-        said = self.said or {}
-        step = "" if said.get("step") is None else f"step {said['step']}"
-        words = (step, said.get("phase"), said.get("doing"))
+        report = self.report or {}
+        step = "" if report.get("step") is None else f"step {report['step']}"
+        words = (step, report.get("phase"), report.get("doing"))
         return printable(", ".join(str(word) for word in words if word)) or "nothing"
 
     def check(self) -> None:
@@ -161,22 +160,26 @@ class HeartbeatMonitor:
         when it stays so."""
         self.look()
         silent = self.silent_for
-        if silent > self.silent_s and not self._named:
-            self._named = True
-            log.warning("%s", self.diagnosis())
+        if silent > self.silent_s and not self._is_named:
+            self._is_named = True
+            if self.report is None:
+                log.warning(
+                    "no %s has shown itself for %.0f s (%s would be there). Waiting for it",
+                    self.path.stem,
+                    silent,
+                    self.path,
+                )
+            else:
+                words = self.describe_silence("has ended, is stopped or hangs")
+                log.warning("%s. Waiting for it", words)
         if silent > GONE_S:
             raise PeerSilent(
-                f"a sign of life of the {self.name}; last it said: {self.told()}", GONE_S
+                f"a sign of life of the {self.name}; last it said: {self.describe_report()}", GONE_S
             )
 
-    def diagnosis(self) -> str:
-        """Describe the silence of the role."""
-        if self.said is None:
-            return (
-                f"no {self.path.stem} has shown itself for {self.silent_for:.0f} s ({self.path} would "
-                "be there). Waiting for it"
-            )
+    def describe_silence(self, cause: str) -> str:
+        """Describe the silence of the role; cause: what may have become of it."""
         return (
-            f"the {self.name} gives no sign of life for {self.silent_for:.0f} s: it has ended, is "
-            f"stopped or hangs; last it said: {self.told()}. Waiting for it"
+            f"the {self.name} gives no sign of life for {self.silent_for:.0f} s: it {cause}; last it "
+            f"said: {self.describe_report()}"
         )

@@ -30,7 +30,7 @@ from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat
-from lowroll.runs.roles.rank_environment import RankEnvironment
+from lowroll.runs.roles.ranks import RankEnvironment
 from lowroll.runs.roles.run_paths import RunPaths, rank_role
 from lowroll.runs.stop import polite_stop
 from lowroll.transport.base import RolloutReceiver
@@ -64,23 +64,25 @@ class Begin:
 
 
 @contextmanager
-def joined(cfg: RunConfig, seat: RankEnvironment | None) -> Iterator[Ranks]:
+def join_ranks(cfg: RunConfig, environment: RankEnvironment | None) -> Iterator[Ranks]:
     """Connect the ranks that this process learns with, for the block."""
-    if seat is None or seat.size == 1:
+    if environment is None or environment.size == 1:
         yield ALONE
         return
     device = Compute.of(cfg).device
     if device.type == "cuda":
-        device = torch.device("cuda", 0)  # its own is the first (`runs.launch.devices`)
+        device = torch.device("cuda", 0)  # its own is the first (`runs.roles.devices`)
     kind = Sharded if cfg.is_sharded else RankGroup
-    ranks = kind(seat.rank, seat.size, seat.host, seat.port, device, GONE_S)
+    ranks = kind(
+        environment.rank, environment.size, environment.host, environment.port, device, GONE_S
+    )
     try:
         yield ranks
     finally:
         ranks.close()
 
 
-class Lead:
+class OrderSender:
     """Rank 0's side: it sends each order before it does the same. It sends nothing where it is
     alone."""
 
@@ -93,40 +95,40 @@ class Lead:
         if self.ranks.size > 1:
             self.ranks.tell(json.dumps(asdict(Begin(attempt, step, cfg.dump()))).encode())
 
-    def say(self, do: Do, step: int = 0, batch: Batch | None = None) -> None:
+    def send(self, do: Do, step: int = 0, batch: Batch | None = None) -> None:
         """Send the next order, with the batch that it is of."""
         if self.ranks.size > 1:
             payload = b"" if batch is None else encode_batch(batch)
             self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
 
 
-def follow(cfg: RunConfig, seat: RankEnvironment) -> None:
+def follow(cfg: RunConfig, environment: RankEnvironment) -> None:
     """Learn with rank 0 until it says that the run is over. ValueError when this rank was given
     another run's settings or weights."""
     cfg = cfg.resolved()
-    place, role = RunPaths(cfg.output_dir), rank_role(seat.rank)
+    paths, role = RunPaths(cfg.output_dir), rank_role(environment.rank)
     with ExitStack() as stack:
         stack.enter_context(polite_stop())  # rank 0 stops for all
-        ranks = stack.enter_context(joined(cfg, seat))
+        ranks = stack.enter_context(join_ranks(cfg, environment))
         begin = Begin(**json.loads(ranks.tell(wait_s=ORDER_S)))
         _refuse_other(cfg, begin)
-        stack.enter_context(log_file(place.run, begin.attempt, role))
-        heart = stack.enter_context(Heartbeat(place.heart(role), role, begin.attempt))
-        log.info("rank %d of %d, attempt %d", seat.rank, seat.size, begin.attempt)
-        Follower(cfg, ranks, heart, begin).run()
+        stack.enter_context(log_file(paths.run, begin.attempt, role))
+        heartbeat = stack.enter_context(Heartbeat(paths.heartbeat(role), role, begin.attempt))
+        log.info("rank %d of %d, attempt %d", environment.rank, environment.size, begin.attempt)
+        Follower(cfg, ranks, heartbeat, begin).run()
 
 
 class Follower:
     """A rank that follows the orders of rank 0."""
 
-    def __init__(self, cfg: RunConfig, ranks: Ranks, heart: Heartbeat, begin: Begin) -> None:
+    def __init__(self, cfg: RunConfig, ranks: Ranks, heartbeat: Heartbeat, begin: Begin) -> None:
         self.ranks = ranks
-        self.heart = heart
-        checkpoints = Checkpointing(Reader(cfg, begin.step), resume=begin.step is not None)
+        self.heartbeat = heartbeat
+        checkpoints = Checkpointing(ReadOnlyFolder(cfg, begin.step), resume=begin.step is not None)
         policy = Policy.load(cfg, models.chat_of(cfg), Compute.of(cfg), ranks)
         ranks.mirror(policy.model)
-        self.orders = Orders(ranks)
-        publisher = Nowhere(cfg, policy)
+        self.orders = OrderReceiver(ranks)
+        publisher = MirrorPublisher(cfg, policy)
         self.learner = Learner(cfg, policy, checkpoints, self.orders, publisher, deadline_s=ORDER_S)
         self.learner.watch(self._phase, lambda _: None)
         if begin.step is not None:
@@ -142,12 +144,12 @@ class Follower:
             "finish": self.learner.finish,
         }
         while True:
-            self.heart.say(phase="waiting", doing="for rank 0")
-            order = self.orders.hear()
+            self.heartbeat.update(phase="waiting", doing="for rank 0")
+            order = self.orders.next_order()
             faultpoint(f"rank.{order.do}/{order.step}")
             if order.do == "end":
                 return
-            self.heart.say(phase=order.do, step=order.step, doing="")
+            self.heartbeat.update(phase=order.do, step=order.step, doing="")
             does[order.do](order.step)
 
     def _checkpoint(self, step: int) -> None:
@@ -155,18 +157,18 @@ class Follower:
         self.learner.checkpoint(step)
 
     def _phase(self, name: str, done: int, total: int) -> None:
-        self.heart.progress(name, done, total)
+        self.heartbeat.progress(name, done, total)
         faultpoint(f"rank.{name}")
 
 
-class Orders:
+class OrderReceiver:
     """Rank 0's orders, and, for the learner, the batches that come with them."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._batch: Batch | None = None
 
-    def hear(self) -> Order:
+    def next_order(self) -> Order:
         """Receive the next order."""
         line, _, payload = self.ranks.tell(wait_s=ORDER_S).partition(b"\n")
         self._batch = decode_batch(payload) if payload else None
@@ -184,22 +186,22 @@ class Orders:
         """Do nothing: rank 0 closes the channel."""
 
 
-class Told:
+class ForwardingReceiver:
     """Rank 0's channel, which sends each batch that it receives to the other ranks."""
 
-    def __init__(self, channel: RolloutReceiver, lead: Lead) -> None:
+    def __init__(self, channel: RolloutReceiver, orders: OrderSender) -> None:
         self.channel = channel
-        self.lead = lead
+        self.orders = orders
         self.commit = channel.commit
         self.close = channel.close
 
     def receive(self, deadline_s: float) -> Batch:
         batch = self.channel.receive(deadline_s)
-        self.lead.say("learn", batch.step, batch)
+        self.orders.send("learn", batch.step, batch)
         return batch
 
 
-class Reader(RunFolder):
+class ReadOnlyFolder(RunFolder):
     """The run folder for a rank that writes nothing there. step: of the checkpoint to go on from,
     which rank 0 has verified."""
 
@@ -228,7 +230,7 @@ class Reader(RunFolder):
         """Do nothing: rank 0 publishes the folder."""
 
 
-class Nowhere:
+class MirrorPublisher:
     """A publisher of ranks other than rank 0, which broadcasts the weights
     (`runs.learner.Publisher`)."""
 

@@ -2,7 +2,7 @@
 
 config.yaml, metrics.jsonl, checkpoints/, final/, broadcasts/    the trainer's
 rollouts/, orchestrator/{ledger.jsonl, spool/, evaluations.jsonl}   the orchestrator's
-roles/<role>.json     a role's sign of life      roles/<role>/.lock   who has the role
+roles/<role>.json     a role's heartbeat      roles/<role>/.lock   who has the role
 roles/rollouts.json   where the orchestrator's socket is (zmq)
 roles/weights.json    where the trainer's socket is (nccl, cuda_ipc)
 roles/tokens.json     what engines ask of who speaks to them; for the user alone
@@ -16,10 +16,20 @@ import secrets
 from pathlib import Path
 
 from lowroll.checkpoint.files import read_file
+from lowroll.config import RunConfig
 
 TRAINER, ORCHESTRATOR, ENGINE, LAUNCHER = "trainer", "orchestrator", "engine", "launcher"
+ENGINE_ROLE = "LOWROLL_ENGINE_ROLE"  # by which a launcher says which engine a process is
 TOKEN, ADMIN = "LOWROLL_TOKEN", "LOWROLL_ADMIN_TOKEN"
 SHORTEST = 16  # characters of a token
+
+
+def engine_roles(cfg: RunConfig) -> list[str]:
+    """Return the roles of the engines that a launcher starts; none where the settings name
+    others."""
+    if cfg.client.base_url or cfg.client.elastic.hostname is not None:
+        return []
+    return [f"{ENGINE}-{i}" for i in range(cfg.rollout.engines)]
 
 
 def rank_role(rank: int) -> str:
@@ -40,7 +50,7 @@ class RunPaths:
         self.direct = self.roles / "weights.json"  # of the trainer's socket
         self.ledger = self.run / "orchestrator" / "ledger.jsonl"
 
-    def heart(self, role: str) -> Path:
+    def heartbeat(self, role: str) -> Path:
         """Return the file of a role's heartbeat."""
         return self.roles / f"{role}.json"
 

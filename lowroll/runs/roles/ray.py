@@ -21,12 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.config import RunConfig
-from lowroll.runs.launch.bundle import Bundle
-from lowroll.runs.launch.fleet import LOOK_S, Make, engines
-from lowroll.runs.launch.role_actor import THREADS, WORD
-from lowroll.runs.launch.role_process import ActorRole
-from lowroll.runs.roles.run_paths import ADMIN, ORCHESTRATOR, TOKEN, TRAINER, RunPaths
-from lowroll.runs.roles.serve import ROLE
+from lowroll.runs.roles.ray_actor import THREADS, WORD, ActorProcess, Bundle
+from lowroll.runs.roles.run_paths import (
+    ADMIN,
+    ENGINE_ROLE,
+    ORCHESTRATOR,
+    TOKEN,
+    TRAINER,
+    RunPaths,
+    engine_roles,
+)
 from lowroll.runs.terminal import tell
 from lowroll.transport.base import wait_until
 from lowroll.types import RunFailed, printable
@@ -34,8 +38,15 @@ from lowroll.types import RunFailed, printable
 MODE, RAYS_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 # of the command's environment, what a role on another machine gets
 PASSED = ("LOWROLL_", "HF_", "WANDB_", "MLFLOW_", "TRACKIO_", "NCCL_", "GLOO_")
-AUTH_PROBE = Path(__file__).with_name("auth_probe.py")
-STRANGER_S = 120.0  # for a Python with Ray on a busy machine, and its question
+POLL_S = 0.1
+# a program of its own, since Ray reads at its import whether it has a token: it ends with 0 where the
+# cluster at the address answers a client without one
+AUTH_PROBE = """
+import sys
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=10.0)
+"""
+AUTH_PROBE_S = 120.0  # for a Python with Ray on a busy machine, and its question
 OWN = {  # settings of a cluster of our own
     "prestart_worker_first_driver": False,  # nobody would use them
     "worker_niceness": 0,  # Ray's 15 is that of the roles, too, which are what this machine is for
@@ -43,33 +54,27 @@ OWN = {  # settings of a cluster of our own
 STORE = 80 << 20  # bytes of the object store of a cluster of our own, which carries nothing
 
 
-def crew(cfg: RunConfig, place: RunPaths, stack: ExitStack) -> Make:
-    """Return a function that makes a role a process on the cluster. All have their places when this
-    returns: ValueError names a node that does not see the run folder, RunFailed what the cluster
-    has no room for."""
+def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, ActorProcess]:
+    """Return the processes of the roles, each with a node on the cluster; none is started.
+    ValueError names a node that does not see the run folder, RunFailed what the cluster has no room
+    for."""
     stack.enter_context(_cluster(cfg))
-    met = (os.getcwd(), *stack.enter_context(_variables(cfg, place)))
-    wanted = demands(cfg, _gpus())
-    group = stack.enter_context(_group(wanted, cfg.ray.node_deadline))
-    bundles = {
-        role: Bundle(role, group, i, *demand, met, cfg.ray.node_deadline)
-        for i, (role, demand) in enumerate(wanted.items())
-    }
-    for bundle in bundles.values():
-        stack.callback(bundle.leave)
-    late = cfg.ray.node_deadline + LOOK_S  # a bundle names what is missing before that
+    met = (os.getcwd(), *stack.enter_context(_variables(cfg, paths)))
+    wanted, deadline_s = demands(cfg, _gpus()), cfg.ray.node_deadline
+    group = stack.enter_context(_group(wanted, deadline_s))
+    made = {}
+    for index, (role, demand) in enumerate(wanted.items()):
+        bundle = Bundle(group, index, *demand)
+        process = ActorProcess(role, bundle, met, deadline_s, paths.log(role), paths.lock(role))
+        stack.callback(process.leave)
+        made[role] = process
+    late_s = deadline_s + POLL_S  # a process names what is missing before that
     wait_until(
-        lambda: all([bundle.take() for bundle in bundles.values()]), "the actors of Ray", late
+        lambda: all([process.is_placed() for process in made.values()]), "the actors of Ray", late_s
     )
-    for role, bundle in bundles.items():
-        tell(f"{role} on {bundle.told['here']} ({printable(bundle.told['host'])})")
-
-    def make(role: str, words: list[str]) -> ActorRole:
-        return ActorRole(
-            role, words, place.heart(role), place.log(role), bundles[role], place.lock(role)
-        )
-
-    return make
+    for role, process in made.items():
+        tell(f"{role} on {process.address} ({printable(process.node['host'])})")
+    return made
 
 
 def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
@@ -83,7 +88,7 @@ def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
         TRAINER: (ray.trainer_cpus, learner),
         ORCHESTRATOR: (ray.orchestrator_cpus, 0.0),
     }
-    return wanted | {role: (ray.engine_cpus, engine) for role in engines(cfg)}
+    return wanted | {role: (ray.engine_cpus, engine) for role in engine_roles(cfg)}
 
 
 def package(address: str | None) -> Any:
@@ -192,17 +197,17 @@ def _refuse_open(named: str, address: str) -> None:
     token."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | {MODE: "disabled"}
     asked = subprocess.Popen(
-        [sys.executable, "-P", AUTH_PROBE, address],
+        [sys.executable, "-P", "-c", AUTH_PROBE, address],
         env=env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        _, said = asked.communicate(timeout=STRANGER_S)
+        _, said = asked.communicate(timeout=AUTH_PROBE_S)
     except subprocess.TimeoutExpired:
         asked.kill()
-        _, said = asked.communicate(timeout=STRANGER_S)
+        _, said = asked.communicate(timeout=AUTH_PROBE_S)
     if asked.returncode == 0:
         raise ValueError(
             f"ray.address: {named}: this cluster asks nobody for a token: whoever reaches it can run "
@@ -255,19 +260,21 @@ def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterato
 
 
 @contextmanager
-def _variables(cfg: RunConfig, place: RunPaths) -> Iterator[tuple[str, str]]:
+def _variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]:
     """Write the file of the roles' environment variables, with the run's tokens and a word in it;
     yield its path and the word. It is readable by this user alone: nothing of that goes through
     Ray."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
     names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
     passed = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}
-    roles = engines(cfg)
+    roles = engine_roles(cfg)
     if roles:
         passed |= {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
     word = secrets.token_hex(16)
-    given: dict[str, Any] = {WORD: word, "all": passed} | {role: {ROLE: role} for role in roles}
-    path = (place.roles / "variables.json").absolute()
+    given: dict[str, Any] = {WORD: word, "all": passed} | {
+        role: {ENGINE_ROLE: role} for role in roles
+    }
+    path = (paths.roles / "variables.json").absolute()
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

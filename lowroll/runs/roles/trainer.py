@@ -29,8 +29,8 @@ from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.roles.channels import receiver
 from lowroll.runs.roles.heartbeat import GONE_S, Heartbeat, HeartbeatMonitor
 from lowroll.runs.roles.limits import refuse
-from lowroll.runs.roles.rank_environment import RankEnvironment
-from lowroll.runs.roles.rank_follower import Lead, Told, joined
+from lowroll.runs.roles.rank_follower import ForwardingReceiver, OrderSender, join_ranks
+from lowroll.runs.roles.ranks import RankEnvironment
 from lowroll.runs.roles.run_paths import ORCHESTRATOR, TRAINER, RunPaths
 from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed, RolloutReceiver
@@ -54,21 +54,21 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    seat: RankEnvironment | None = None,
+    environment: RankEnvironment | None = None,
 ) -> RunResult:
     """Learn as `cfg` says from an orchestrator's batches; returns the run folder and its records.
-    The folder is treated as by `lowroll.run`, `resume`, `overwrite` and signals included. seat: of
+    The folder is treated as by `lowroll.run`, `resume`, `overwrite` and signals included. environment: of
     rank 0, where several ranks learn."""
     resume = resume or goes_on(cfg)
     cfg = cfg.resolved()
     refuse(cfg)
     last = cfg.train.max_steps
-    place = RunPaths(cfg.output_dir)
+    paths = RunPaths(cfg.output_dir)
     with ExitStack() as stack:
         home = stack.enter_context(attempt(cfg, "grpo", resume, overwrite, alone=False))
-        heart = stack.enter_context(Heartbeat(place.heart(TRAINER), TRAINER, home.attempt))
-        ranks = stack.enter_context(joined(cfg, seat))
-        role = Training(home, place, heart, resume, ranks)
+        heartbeat = stack.enter_context(Heartbeat(paths.heartbeat(TRAINER), TRAINER, home.attempt))
+        ranks = stack.enter_context(join_ranks(cfg, environment))
+        role = Training(home, paths, heartbeat, resume, ranks)
         first = role.go_on() if resume else role.begin()
         view = stack.enter_context(
             LiveView(last, f"{home.path}: {cfg.algorithm}, {cfg.correction}")
@@ -85,11 +85,11 @@ def train(
             signal = drive(role, first, last, cfg.ckpt.interval, show, stop)
         except ChannelClosed as reason:
             role.finish(role.learner.made)
-            role.lead.say("end")
+            role.orders.send("end")
             return RunResult(home.path, read(home.path), ended=str(reason))
         finally:
             role.close()
-        role.lead.say("end")
+        role.orders.send("end")
     return RunResult(home.path, read(home.path), signal=signal)
 
 
@@ -100,29 +100,29 @@ class Training:
     def __init__(
         self,
         home: RunFolder,
-        place: RunPaths,
-        heart: Heartbeat,
+        paths: RunPaths,
+        heartbeat: Heartbeat,
         resume: bool,
         ranks: Ranks = ALONE,
     ) -> None:
         cfg = home.cfg
         self.home = home
         self.cfg = cfg
-        self.place = place
-        self.heart = heart
+        self.paths = paths
+        self.heartbeat = heartbeat
         self.stop = Stop()
-        self.lead = Lead(ranks)
-        self.orchestrator = HeartbeatMonitor(place.heart(ORCHESTRATOR))
+        self.orders = OrderSender(ranks)
+        self.orchestrator = HeartbeatMonitor(paths.heartbeat(ORCHESTRATOR))
         checkpoints = Checkpointing(home, resume)
-        self.lead.begin(home.attempt, checkpoints, cfg)
+        self.orders.begin(home.attempt, checkpoints, cfg)
         policy = Policy.load(cfg, models.chat_of(cfg), Compute.of(cfg), ranks)
-        self.channel = _Late()
-        self.publisher = Broadcasting(cfg, policy, place, home.attempt)
+        self.channel = DeferredReceiver()
+        self.publisher = Broadcasting(cfg, policy, paths, home.attempt)
         self.learner = Learner(
             cfg,
             policy,
             checkpoints,
-            Told(self.channel, self.lead),
+            ForwardingReceiver(self.channel, self.orders),
             self.publisher,
             deadline_s=GONE_S * 48,
             whole=self.publisher.whole,
@@ -134,7 +134,7 @@ class Training:
 
         def phase(name: str, done: int, total: int) -> None:
             view.phase(name, done, total)
-            self.heart.progress(name, done, total)
+            self.heartbeat.progress(name, done, total)
             faultpoint(f"train.{name}")
 
         def note(text: str) -> None:
@@ -156,7 +156,7 @@ class Training:
         """Continue from the newest undamaged checkpoint, or learn from the first batch on when there
         is none; returns the next step."""
         saved = self.learner.restore()
-        spool = Spool(self.place.spool)
+        spool = Spool(self.paths.spool)
         if not spool.reaches(0 if saved is None else saved.step):
             self.publisher.forget_after(0 if saved is None else saved.step)
         spool.reopen()  # who ended the run says so again
@@ -169,9 +169,9 @@ class Training:
     def _open(self, committed: int) -> None:
         """Open the channel: from here on the orchestrator may rely on what is in the folder."""
         self.channel.channel = receiver(
-            self.cfg, self.place, self.home.attempt, committed, self._waiting
+            self.cfg, self.paths, self.home.attempt, committed, self._waiting
         )
-        self.heart.say(phase="waiting", step=committed)
+        self.heartbeat.update(phase="waiting", step=committed)
 
     def _waiting(self) -> None:
         """Check for a stop and for trouble elsewhere while there is no batch: nothing is lost when
@@ -184,7 +184,7 @@ class Training:
     def step(self, step: int) -> Record:
         """Learn from the batch of a step, and record it."""
         began = time.monotonic()
-        self.heart.say(step=step, phase="waiting", doing=f"for batch {step}")
+        self.heartbeat.update(step=step, phase="waiting", doing=f"for batch {step}")
         metrics = self.learner.step(step)
         ended = time.monotonic()
         wall = max(ended - self._ended, 1e-9)
@@ -193,7 +193,7 @@ class Training:
             "time/wait_batch": self.channel.waited,
             "perf/trainer_idle_fraction": min(1.0, self.channel.waited / wall),
         }
-        self.heart.say(phase="recording", doing="")
+        self.heartbeat.update(phase="recording", doing="")
         record = self.learner.record(step, metrics, began)
         faultpoint(f"train.recorded/{step}")
         return record
@@ -206,16 +206,16 @@ class Training:
 
     def checkpoint(self, step: int) -> None:
         """Save a checkpoint; the orchestrator's batches up to it are not needed any more."""
-        self.heart.say(phase="checkpoint", doing="")
-        self.lead.say("checkpoint", step)
+        self.heartbeat.update(phase="checkpoint", doing="")
+        self.orders.send("checkpoint", step)
         self.learner.checkpoint(step)
         faultpoint(f"train.checkpoint/{step}")
         self.channel.commit(step)
 
     def finish(self, step: int) -> None:
         """Save the last checkpoint and the trained model."""
-        self.heart.say(phase="finishing", doing="")
-        self.lead.say("finish", step)
+        self.heartbeat.update(phase="finishing", doing="")
+        self.orders.send("finish", step)
         self.learner.finish(step)
         if step:
             self.channel.commit(step)
@@ -227,7 +227,7 @@ class Training:
         self.publisher.close()
 
 
-class _Late:
+class DeferredReceiver:
     """A channel that is opened when the run folder is ready for it."""
 
     channel: RolloutReceiver | None = None
@@ -257,7 +257,7 @@ class Broadcasting:
     cache_tokens = None
     hidden_bytes = 0
 
-    def __init__(self, cfg: RunConfig, policy: Policy, place: RunPaths, attempt: int) -> None:
+    def __init__(self, cfg: RunConfig, policy: Policy, paths: RunPaths, attempt: int) -> None:
         compute = policy.compute
         self.cfg = cfg
         self.model = policy.model
@@ -271,14 +271,14 @@ class Broadcasting:
         self.weights = cfg.rollout.weights
         self.noise = trainer.noise(cfg)
         self.broadcaster = Broadcaster(
-            place.broadcasts,
+            paths.broadcasts,
             whole,
             attempt=attempt,
             keep=cfg.asynchrony.max_async_level + STEPS_IN_USE,
             base=cfg.model,
             noise=self.noise,
             shadow=_shadow(cfg, compute, whole),
-            offers=_offers(cfg, compute, place),
+            offers=_offers(cfg, compute, paths),
         )
         self.watch = self._watch(compute)
 
@@ -316,12 +316,12 @@ class Broadcasting:
     def release(self) -> None:
         """Do nothing: engines keep their memory."""
 
-    def _watch(self, compute: Compute) -> AdapterWatch | _OwnWatch | None:
+    def _watch(self, compute: Compute) -> AdapterWatch | CopyWatch | None:
         if not self.cfg.train.weight_metrics:
             return None
         if self.cfg.train.lora:
             return AdapterWatch(self.whole)
-        watch = _OwnWatch(self.whole, compute, compute.format(self.weights))
+        watch = CopyWatch(self.whole, compute, compute.format(self.weights))
         return watch if watch.held else None
 
 
@@ -337,14 +337,14 @@ def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | No
     return Shadow(model, weights, get_format(weights).dtype or compute.dtype)
 
 
-def _offers(cfg: RunConfig, compute: Compute, place: RunPaths) -> Offers | None:
+def _offers(cfg: RunConfig, compute: Compute, paths: RunPaths) -> Offers | None:
     """Open the direct way of whole models, and write its address for engines that look for it; None
     for `filesystem`."""
     way = cfg.weight_broadcast
     if way.type == "filesystem":
         return None
     try:
-        token = secret(place.tokens()[1])
+        token = secret(paths.tokens()[1])
         level = cfg.asynchrony
         keep = level.max_async_level + 1 if level.strict_async_level else 1
         made = Offers(way.type, compute.device, way.host, way.port, way.timeout, token, keep)
@@ -352,12 +352,12 @@ def _offers(cfg: RunConfig, compute: Compute, place: RunPaths) -> Offers | None:
         raise ValueError(f"weight_broadcast.{error}") from None
     except OSError as error:
         raise ValueError(f"weight_broadcast: {way.host}:{way.port}: {error}") from None
-    place.direct.parent.mkdir(parents=True, exist_ok=True)
-    write_file(place.direct, json.dumps({"host": way.host, "port": made.port}).encode())
+    paths.direct.parent.mkdir(parents=True, exist_ok=True)
+    write_file(paths.direct, json.dumps({"host": way.host, "port": made.port}).encode())
     return made
 
 
-class _OwnWatch:
+class CopyWatch:
     """A `WeightWatch` where the engine's codes lie elsewhere: the same codes are made here."""
 
     def __init__(self, model: Transformer, compute: Compute, weights: str) -> None:

@@ -71,16 +71,16 @@ def orchestrate(cfg: RunConfig) -> int:
     """
     cfg = cfg.resolved()
     refuse(cfg)
-    place = RunPaths(cfg.output_dir)
+    paths = RunPaths(cfg.output_dir)
     with ExitStack() as stack:
-        lock = stack.enter_context(own(place.roles / ORCHESTRATOR))
+        lock = stack.enter_context(own(paths.roles / ORCHESTRATOR))
         if cfg.given is not None:  # for a trainer that has its own file alone
-            path = place.run / GIVEN
+            path = paths.run / GIVEN
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, cfg.given.encode())
-        stack.enter_context(log_file(place.run, lock.attempt, ORCHESTRATOR))
-        heart = stack.enter_context(
-            Heartbeat(place.heart(ORCHESTRATOR), ORCHESTRATOR, lock.attempt, phase="starting")
+        stack.enter_context(log_file(paths.run, lock.attempt, ORCHESTRATOR))
+        heartbeat = stack.enter_context(
+            Heartbeat(paths.heartbeat(ORCHESTRATOR), ORCHESTRATOR, lock.attempt, phase="starting")
         )
         stop = stack.enter_context(polite_stop())
 
@@ -89,10 +89,10 @@ def orchestrate(cfg: RunConfig) -> int:
                 raise Stopped
 
         try:
-            role = Orchestration(cfg, place, stack, heart, lock.attempt, alive)
+            role = Orchestration(cfg, paths, stack, heartbeat, lock.attempt, alive)
             role.run()
         except Stopped:
-            log.warning("stopped; what was sent is in %s", place.spool)
+            log.warning("stopped; what was sent is in %s", paths.spool)
             return stop.signal
     return 0
 
@@ -113,15 +113,15 @@ class Orchestration:
     def __init__(
         self,
         cfg: RunConfig,
-        place: RunPaths,
+        paths: RunPaths,
         stack: ExitStack,
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
         attempt: int,
         alive: Callable[[], None],
     ) -> None:
-        self.place = place
-        self.heart = heart
-        self.trainer = HeartbeatMonitor(place.heart(TRAINER))
+        self.paths = paths
+        self.heartbeat = heartbeat
+        self.trainer = HeartbeatMonitor(paths.heartbeat(TRAINER))
         self.stopped = alive
         self.committed = 0  # that the ledger knows of
         self.last = cfg.train.max_steps
@@ -131,13 +131,13 @@ class Orchestration:
             FileTokenizer(folder), cfg.rollout.tool_call_parser, cfg.chat_template_kwargs
         )
         self.tasks = RunEnvironments(cfg)
-        self.tokens = place.tokens()  # one that is missing is told before anybody is waited for
+        self.tokens = paths.tokens()  # one that is missing is told before anybody is waited for
         # not "waiting" yet: settings that are refused below end a launch at once
-        heart.say(phase="meeting", doing="the trainer")
-        tell(f"waiting for the trainer in {place.run} (lowroll train)")
+        heartbeat.update(phase="meeting", doing="the trainer")
+        tell(f"waiting for the trainer in {paths.run} (lowroll train)")
         self._meet_trainer()
-        theirs = check_trainer(cfg, place.run, self.trainer.name)
-        heart.say(doing="engines")
+        theirs = check_trainer(cfg, paths.run, self.trainer.name)
+        heartbeat.update(doing="engines")
         tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
         check_engines(theirs, self.pool)
@@ -146,10 +146,10 @@ class Orchestration:
         self.cfg = cfg = cfg.model_copy(update={"rollout": sized})
         self.level = cfg.asynchrony.max_async_level
         patience = cfg.ckpt.wait_for_weights_timeout or cfg.weight_broadcast.timeout
-        self.versions = Versions(Broadcasts(place.broadcasts), self.pool, self.abreast, patience)
-        self.channel = sender(cfg, place, attempt, self.alive)
+        self.versions = Versions(Broadcasts(paths.broadcasts), self.pool, self.abreast, patience)
+        self.channel = sender(cfg, paths, attempt, self.alive)
         stack.callback(self.channel.close)
-        place.ledger.parent.mkdir(parents=True, exist_ok=True)
+        paths.ledger.parent.mkdir(parents=True, exist_ok=True)
         self.home = RunFolder(cfg, "grpo")
         self.batches = BatchSource(
             cfg,
@@ -161,11 +161,11 @@ class Orchestration:
             partial(self.home.keep_batch, "rollouts"),
             stack,
             self.versions if self.level else None,
-            Journal(place.ledger),
+            Journal(paths.ledger),
             alone=False,
         )
         self.versions.retract = self.batches.orchestrator.retract
-        heart.say(phase="waiting", doing="")
+        heartbeat.update(phase="waiting", doing="")
         self.begun = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))
         self.batches.more = self._pace
@@ -185,7 +185,7 @@ class Orchestration:
         self.channel.check()
 
     def _phase(self, name: str, done: int, total: int) -> None:
-        self.heart.progress(name, done, total)
+        self.heartbeat.progress(name, done, total)
         faultpoint(f"orchestrate.{name}")
         self.stopped()
 
@@ -193,14 +193,14 @@ class Orchestration:
         """Wait until the trainer has begun or gone on: what lies here may be of an earlier run."""
 
         def has_begun() -> bool:
-            alive, said = self.trainer.alive, self.trainer.said or {}
-            is_over = said.get("step") == self.last or (self.place.spool / END).exists()
+            alive, said = self.trainer.alive, self.trainer.report or {}
+            is_over = said.get("step") == self.last or (self.paths.spool / END).exists()
             has_ended = said.get("phase") == "ended" and is_over
             return has_ended or (alive and said.get("phase") not in ("starting", "ended"))
 
         wait_until(
             has_begun,
-            f"a sign of life of the trainer in {self.place.heart(TRAINER)} (lowroll train)",
+            f"a sign of life of the trainer in {self.paths.heartbeat(TRAINER)} (lowroll train)",
             GONE_S * 48,
             self.alive,
         )
@@ -245,9 +245,9 @@ class Orchestration:
         urls: list[str] = []
 
         def ready() -> bool:
-            for role in self.place.engines():
-                watches.setdefault(role, HeartbeatMonitor(self.place.heart(role)))
-            alive = [watch.said or {} for watch in watches.values() if watch.alive]
+            for role in self.paths.engines():
+                watches.setdefault(role, HeartbeatMonitor(self.paths.heartbeat(role)))
+            alive = [watch.report or {} for watch in watches.values() if watch.alive]
             shown = [one for one in alive if one.get("url")]
             for one in shown:
                 _check_reached(one)
@@ -257,7 +257,7 @@ class Orchestration:
         what = "an engine" if count == 1 else f"{count} engines (rollout.engines)"
         wait_until(
             ready,
-            f"{what} in {self.place.roles} (lowroll serve), or client.base_url",
+            f"{what} in {self.paths.roles} (lowroll serve), or client.base_url",
             GONE_S,
             self.stopped,
         )
@@ -290,19 +290,21 @@ class Orchestration:
             self._evaluate_after(self.last)
         if unjudged := self.batches.orchestrator.errors.unjudged():
             log.warning(unjudged)
-        self.heart.say(phase="waiting", doing="for the last checkpoint")
+        self.heartbeat.update(phase="waiting", doing="for the last checkpoint")
         self.channel.drain(GONE_S * 48)
 
     def step(self, step: int) -> None:
         """Make the batch of a step, when its weights are there."""
-        self.heart.say(step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}")
+        self.heartbeat.update(
+            step=step, phase="waiting", doing=f"for the weights of {self.needs(step)}"
+        )
         if step == 1 or self.level == 0:  # else the batches wait for them
             began = time.monotonic()
             self.versions.at_least(self.needs(step), step - 1)
             self._waited = time.monotonic() - began
         if step == 1:
             self._evaluate_before()
-        self.heart.say(phase="generating", doing="")
+        self.heartbeat.update(phase="generating", doing="")
         faultpoint(f"orchestrate.step/{step}")
         self.batches.step(step, step - 1)
         self._commit()
@@ -337,7 +339,7 @@ class Orchestration:
         newest = spool.newest()
         if newest is not None and spool.reaches(cursor.received) and newest.orchestrator:
             self.batches.restore(newest.step, newest.orchestrator, resumed=True)
-            if not rollouts_path(self.place.run / "rollouts", newest.step).exists():
+            if not rollouts_path(self.paths.run / "rollouts", newest.step).exists():
                 self.home.keep_batch("rollouts", logged(newest))
             log.info("going on after the batch of step %d in the spool", newest.step)
             return newest.step
@@ -346,12 +348,12 @@ class Orchestration:
             tell(dismissal(cursor.attempt))
             cursor = self._cursor()
         self.committed = cursor.committed
-        forget_evaluations(self.place.run, cursor.committed)
-        truncate_rollouts(self.place.run / "rollouts", cursor.committed)
+        forget_evaluations(self.paths.run, cursor.committed)
+        truncate_rollouts(self.paths.run / "rollouts", cursor.committed)
         if cursor.committed == 0:
             self.batches.restore(0, self.begun)
             return 0
-        saved = Store(self.place.run / "checkpoints").load(cursor.committed, only=())
+        saved = Store(self.paths.run / "checkpoints").load(cursor.committed, only=())
         state: Mapping[str, Any] = saved.state["orchestrator"]
         self.batches.restore(saved.step, state, resumed=True)
         log.info("going on after the checkpoint of step %d", saved.step)
@@ -361,15 +363,15 @@ class Orchestration:
         """Wait for the cursor of the trainer that runs now, or that it left when it ended, and
         return it."""
 
-        def heard() -> bool:
+        def has_spoken() -> bool:
             self.trainer.look()
-            said, cursor = self.trainer.said or {}, self.channel.cursor()
+            said, cursor = self.trainer.report or {}, self.channel.cursor()
             if cursor is None:
                 return False
             return said.get("phase") == "ended" or cursor.attempt >= said.get("attempt", 0)
 
         wait_until(
-            heard,
+            has_spoken,
             "the trainer's word about what it has received",
             GONE_S * 48,
             self.alive,
@@ -390,18 +392,18 @@ class Orchestration:
         that there is by then."""
         if step < 1 or not self.batches.evaluations.due(step) or self._recorded(step):
             return
-        self.heart.say(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
+        self.heartbeat.update(phase="waiting", doing=f"for the weights of {step}, to evaluate them")
         version = self.versions.at_least(step, step)
-        self.heart.say(phase="evaluating")
+        self.heartbeat.update(phase="evaluating")
         self.batches.enter(step)
         self._record(step, around({}, self.batches.after(step, version)))
 
     def _recorded(self, step: int) -> bool:
-        return step in read_evaluations(self.place.run)
+        return step in read_evaluations(self.paths.run)
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:
-            add_evaluation(self.place.run, step, metrics)
+            add_evaluation(self.paths.run, step, metrics)
 
 
 def _check_reached(said: Mapping[str, Any]) -> None:

@@ -1,0 +1,116 @@
+"""The engine of a run, for `lowroll serve FILE`: what one process would make of the same settings.
+
+With `rollout.engine: vllm` it is a vLLM, which listens on a Unix socket that this user alone can reach,
+since vLLM's control routes ask nobody for a token. The role's heartbeat says where; one that is started
+again has the same socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from lowroll.checkpoint.lock import RunLockedError
+from lowroll.config import RunConfig
+from lowroll.runs.attempt import own
+from lowroll.runs.folder import LOGS
+from lowroll.runs.roles.heartbeat import Heartbeat
+from lowroll.runs.roles.limits import refuse_budget
+from lowroll.runs.roles.run_paths import ENGINE, RunPaths
+from lowroll.types import RunFailed
+
+if TYPE_CHECKING:
+    from lowroll.engine.native import NativeEngine
+
+MOST = 64  # engines of one run folder
+POLL_S = 0.2
+
+
+def take_role(paths: RunPaths, stack: ExitStack, named: str | None) -> tuple[str, int]:
+    """Take a role in the run folder: (its name, the attempt). RunLockedError names who has it."""
+    names = [named] if named else [f"{ENGINE}-{i}" for i in range(MOST)]
+    for name in names:
+        try:
+            lock = stack.enter_context(own(paths.roles / name))
+            return name, lock.attempt
+        except RunLockedError:
+            if name == names[-1]:
+                raise
+    raise AssertionError("not reached")
+
+
+def build(cfg: RunConfig) -> NativeEngine:
+    """Build an engine over the model that the learner begins with, so that version 0 is the
+    learner's. ValueError names the setting that is wrong."""
+    from lowroll.engine.native import NativeEngine
+    from lowroll.runs.build import engines, models
+    from lowroll.runs.build.compute import Compute
+
+    refuse_budget(cfg)
+    compute = Compute.of(cfg)
+    chat = models.chat_of(cfg)
+    made = engines.make(cfg, compute, models.learner(cfg, compute), chat)
+    assert isinstance(made, NativeEngine)
+    return made
+
+
+def arguments_of(cfg: RunConfig, given: argparse.Namespace) -> argparse.Namespace:
+    """Return the options of `lowroll serve` that a run's settings stand for."""
+    paths = RunPaths(cfg.output_dir)
+    paths.broadcasts.mkdir(parents=True, exist_ok=True)
+    found = argparse.Namespace(**vars(given))
+    found.model = cfg.model
+    found.weights_dir = given.weights_dir or str(paths.broadcasts)
+    found.host, found.port = cfg.serve.host, cfg.serve.port
+    way = cfg.weight_broadcast
+    if way.type != "filesystem" and found.weights_from is None:
+        found.weights_from = f"{way.host}:{way.port}" if way.port else str(paths.direct)
+    found.device = cfg.device
+    found.tool_call_parser = cfg.rollout.tool_call_parser
+    groups = [stage.rollouts_per_example for stage in cfg.each_stage()]
+    found.max_n = max(given.max_n, *groups, cfg.eval.rollouts_per_example)
+    found.max_requests = max(given.max_requests, 8192)
+    return found
+
+
+def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat) -> NoReturn:
+    """Run a vLLM until a signal comes, which is SystemExit. ValueError names what it cannot do for
+    the run, RunFailed how it ended."""
+    from lowroll.engine.remote.vllm_process import lasting_folder
+    from lowroll.runs.build import vllm
+
+    socket = lasting_folder(f"{paths.run.resolve()} {role}")
+    with _ended_by_signals():
+        engine = vllm.serve(cfg, paths.run / LOGS / f"{role}-vllm.log", socket)
+        process = engine.process
+        assert process is not None
+        try:
+            heartbeat.update(url=process.url, phase="serving")
+            print(f"serving {cfg.model} at {process.url}", flush=True)
+            while (why := process.lost()) is None:
+                time.sleep(POLL_S)
+            raise RunFailed(why)
+        finally:
+            engine.close()
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Exit at a signal in the block, which unwinds what there is, also while vLLM starts."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

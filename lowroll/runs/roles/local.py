@@ -1,0 +1,159 @@
+"""`launcher: local`: the roles of a run as children of one command, on this machine.
+
+A child ends with its launcher, however that ends: the launcher names itself in the environment
+(`PARENT`), and the child asks the kernel to be killed with it (`die_with_parent`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lowroll.checkpoint.logfile import last_error
+from lowroll.config import RunConfig
+from lowroll.runs.roles import devices
+from lowroll.runs.roles.role import Exit, RoleProcess
+from lowroll.runs.roles.run_paths import (
+    ADMIN,
+    ENGINE_ROLE,
+    ORCHESTRATOR,
+    TOKEN,
+    TRAINER,
+    RunPaths,
+    engine_roles,
+)
+
+log = logging.getLogger(__name__)
+
+PARENT = "LOWROLL_LAUNCHER_PID"
+REAP_S = 30.0  # for a killed process to be reaped
+_PR_SET_PDEATHSIG = 1
+
+
+def processes(cfg: RunConfig, paths: RunPaths) -> dict[str, LocalProcess]:
+    """Return the processes of the roles, each on its share of the devices; none is started."""
+    env = dict(os.environ)
+    engines = engine_roles(cfg)
+    if engines:  # else they have tokens of their own
+        env |= {TOKEN: secrets.token_hex(16), ADMIN: secrets.token_hex(16)}
+    placement = devices.of_run(cfg)
+    log.info("%s", placement.line())
+    own = {TRAINER: placement.learner, ORCHESTRATOR: {}}
+    for number, role in enumerate(engines):
+        own[role] = placement.engine(number) | {ENGINE_ROLE: role}
+    return {role: LocalProcess(env | more, paths.log(role)) for role, more in own.items()}
+
+
+class LocalProcess(RoleProcess):
+    """A child of this process. env: its whole environment. folder: its working directory; None for
+    this process's own."""
+
+    def __init__(self, env: Mapping[str, str], log: Path, folder: Path | None = None) -> None:
+        self.env = dict(env)
+        self.log = log
+        self.folder = folder
+        self.log_start = 0  # the size of the log when the child was started
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def start(self, words: Sequence[str]) -> None:
+        self.exit = None
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:
+            self.log_start = out.tell()
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", "lowroll", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**self.env, PARENT: str(os.getpid())},
+                start_new_session=True,
+                cwd=self.folder,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process ID; 0 before the first start."""
+        return 0 if self.child is None else self.child.pid
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs. One that has ended keeps its ID until `kill`, so that no
+        other process gets it."""
+        if self.child is None or self.child.returncode is not None:
+            return False
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.child.pid, flags) is None
+
+    def wrote(self, heartbeat: Mapping[str, object]) -> bool:
+        """Return whether the process, or a rank that it has started, wrote a heartbeat."""
+        return self.child is not None and self.pid in (
+            heartbeat.get("pid"),
+            heartbeat.get("parent"),
+        )
+
+    def is_port_free(self, port: int) -> bool:
+        return is_port_free(self.address, port)
+
+    def signal(self, number: int) -> None:
+        if self.is_alive():
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process and all of its group now, and wait for that. Idempotent: an ID that was
+        given back may be another's."""
+        if self.child is None or self.exit is not None:
+            return
+        if self.child.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.child.wait(timeout=REAP_S)
+        self.exit = exit_of(self.child.returncode, self.log, self.log_start)
+
+    def describe(self) -> str:
+        return f"process {self.pid}"
+
+
+def exit_of(code: int, log: Path, log_start: int, cause: str = "") -> Exit:
+    """Describe the end of a process by its exit code and the last error in its log."""
+    if not cause:
+        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return Exit(code, cause, f"{last_error(log, log_start)} (log: {log})")
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the launcher that the environment names is gone; at
+    once when it is gone already. Do nothing without a launcher."""
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(128 + signal.SIGKILL)
+
+
+def reserve_port(host: str) -> socket.socket:
+    """Return a socket at a port of its own. Until it is closed, nobody who asks for a free port
+    gets that one, and whoever names it may listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
+
+
+def is_port_free(host: str, port: int) -> bool:
+    """Return whether nobody listens there, so that a server could."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError:
+            return False
+    return True

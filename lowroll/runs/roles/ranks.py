@@ -1,0 +1,214 @@
+"""The learner's ranks as processes: which one this is, and starting all of them on one machine.
+
+torchrun, srun or `lowroll train` with `train.gpus` above 1 say it in the environment. The latter has the
+ranks as its children:
+
+    rank 0         the trainer: its words are this command's                log logs/trainer-rank0.log
+    rank 1, ...    follow its orders (`runs.roles.rank_follower`)           log logs/trainer-rank1.log, ...
+
+One that has ended or gives no sign of life ends them all: no rank goes on without the others. Who
+started this command starts it again from the checkpoint. The first signal goes to rank 0, which
+finishes the step, writes a checkpoint, and lets the others go. Children end with this process,
+however it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lowroll.checkpoint.space import NO_ROOM
+from lowroll.config import RunConfig
+from lowroll.metrics.record import read
+from lowroll.runs.attempt import RunResult
+from lowroll.runs.folder import RunFolder
+from lowroll.runs.roles import devices
+from lowroll.runs.roles.limits import refuse
+from lowroll.runs.roles.local import LocalProcess, reserve_port
+from lowroll.runs.roles.role import Role
+from lowroll.runs.roles.run_paths import TRAINER, RunPaths, rank_role
+from lowroll.runs.roles.supervisor import await_unlocked
+from lowroll.runs.stop import Stop, polite_stop
+from lowroll.types import RunFailed
+
+NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOCAL = "LOCAL_RANK"  # among those of its machine; without it all are on one
+
+POLL_S = 0.1
+BLAME_S = 1.0  # for others to end too, after the first: the cause is not always seen first
+LEAVING_S = 30.0  # for the others, after rank 0
+LOST = 3  # exit code of a rank that could not go on without another
+STOPPED = 128 + signal.SIGTERM  # exit code of rank 0 that was asked to stop
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """Rank `rank` of `size`, the `local`th of its machine; they meet at host:port."""
+
+    rank: int
+    size: int
+    local: int
+    host: str
+    port: int
+
+    @classmethod
+    def read(
+        cls, cfg: RunConfig, environ: Mapping[str, str] = os.environ
+    ) -> RankEnvironment | None:
+        """Return the rank that the environment makes of this process; None where it says nothing of
+        ranks. ValueError names the variable that is missing or wrong, or the setting that wants
+        another number of ranks."""
+        given = [name for name in NAMES[:2] if environ.get(name)]
+        if not given:
+            return None
+        if missing := [name for name in NAMES if not environ.get(name)]:
+            raise ValueError(
+                f"{missing[0]}: not set, and {given[0]} is: a rank of the learner needs "
+                f"{', '.join(NAMES)} (torchrun sets them); without RANK and WORLD_SIZE lowroll train "
+                "starts all ranks itself"
+            )
+        rank, size, port = (
+            _number(name, environ) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+        )
+        if size != cfg.train.gpus:
+            raise ValueError(
+                f"WORLD_SIZE: {size} ranks were started, and train.gpus is {cfg.train.gpus}: write "
+                f"train.gpus={size}, or start as many"
+            )
+        if rank >= size:
+            raise ValueError(
+                f"RANK: {rank}, of {size} ranks (WORLD_SIZE), which are counted from 0"
+            )
+        local = _number(LOCAL, environ) if environ.get(LOCAL) else rank
+        return cls(rank, size, local, environ["MASTER_ADDR"], port)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that `read` reads."""
+        values = (self.rank, self.size, self.host, self.port)
+        return dict(zip((*NAMES, LOCAL), map(str, (*values, self.local)), strict=True))
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    text = environ[name]
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{name}: expected a whole number, got {text!r}")
+    return int(text)
+
+
+def launch_ranks(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -> RunResult:
+    """Learn with as many ranks as `train.gpus` says; words: of the command, after `lowroll`.
+
+    ValueError has what a rank says of the settings, the folder or the devices; RunFailed names the
+    rank that ended or hangs, with its own last error and its log; OSError one that found no room on the
+    disk.
+    """
+    resolved = cfg.resolved()
+    refuse(resolved)
+    paths = RunPaths(cfg.output_dir)
+    devices.check_ranks(resolved)
+    RunFolder(resolved, "grpo", alone=False).check(resume, overwrite)
+    await_unlocked(paths.run)
+    with polite_stop() as stop:
+        supervisor = RankSupervisor(cfg, paths, words, stop)
+        try:
+            number = supervisor.run()
+        finally:
+            supervisor.close()
+    return RunResult(paths.run, read(paths.run), signal=number)
+
+
+class RankSupervisor:
+    """The ranks of a learner, which live and end together: none is restarted alone."""
+
+    def __init__(self, cfg: RunConfig, paths: RunPaths, words: Sequence[str], stop: Stop) -> None:
+        self.stop = stop
+        self._meeting_point = reserve_port("127.0.0.1")
+        size, (host, port) = cfg.train.gpus, self._meeting_point.getsockname()
+        self.ranks = []
+        for rank in range(size):
+            heartbeat = paths.heartbeat(rank_role(rank))
+            heartbeat.unlink(missing_ok=True)  # of another launch
+            env = os.environ | RankEnvironment(rank, size, rank, host, port).variables
+            process = LocalProcess(env, paths.log(f"{TRAINER}-rank{rank}"))
+            self.ranks.append(Role(f"rank {rank}", words, process, heartbeat))
+        self._printed = self._log_size()
+
+    def run(self) -> int:
+        """Run until all ranks have ended; return the number of the signal that ended them early,
+        else 0. RunFailed when one fails."""
+        for rank in self.ranks:
+            rank.start()
+        first, is_told = self.ranks[0], False
+        while first.process.is_alive():
+            if self.stop and not is_told:
+                first.process.signal(signal.SIGTERM)
+                is_told = True
+            self._check()
+            self._print_log()
+            time.sleep(POLL_S)
+        until = time.monotonic() + LEAVING_S
+        while self._is_any_alive() and time.monotonic() < until:
+            self._check()
+            time.sleep(POLL_S)
+        self._check()
+        return self.stop.signal or (signal.SIGTERM if first.exit_code == STOPPED else 0)
+
+    def _check(self) -> None:
+        """Raise RunFailed when a rank has ended before its time, or hangs."""
+        for rank in self.ranks:
+            rank.update()
+            if (hang := rank.find_hang()) is not None:
+                raise RunFailed(f"{rank.name}: {hang} (log: {rank.process.log})")
+        if self._failed():
+            until = time.monotonic() + BLAME_S
+            while time.monotonic() < until and self._is_any_alive():
+                time.sleep(POLL_S)
+            self._blame()
+
+    def _blame(self) -> None:
+        """Raise the error of the rank that ended by itself."""
+        failed = self._failed()
+        rank = next((rank for rank in failed if rank.exit_code != LOST), failed[0])
+        rank.raise_users_mistake()
+        if rank.exit_code == NO_ROOM:
+            assert rank.process.exit is not None
+            raise OSError(errno.ENOSPC, f"{rank.name}: {rank.process.exit.error}")
+        raise RunFailed(rank.describe_exit())
+
+    def _failed(self) -> list[Role]:
+        """Return the ranks that have ended otherwise than they should."""
+        ended = [rank for rank in self.ranks if not rank.process.is_alive()]
+        for rank in ended:
+            rank.process.kill()  # what is left of its group
+        return [rank for rank in ended if rank.exit_code not in (0, STOPPED)]
+
+    def _is_any_alive(self) -> bool:
+        return any(rank.process.is_alive() for rank in self.ranks)
+
+    def _print_log(self) -> None:
+        """Print what rank 0 has written since the last call."""
+        if self._log_size() == self._printed:
+            return
+        with self.ranks[0].process.log.open("rb") as file:
+            file.seek(self._printed)
+            text = file.read()
+        self._printed += len(text)
+        sys.stdout.write(text.decode(errors="replace"))
+        sys.stdout.flush()
+
+    def _log_size(self) -> int:
+        log = self.ranks[0].process.log
+        return log.stat().st_size if log.exists() else 0
+
+    def close(self) -> None:
+        """End all ranks, and print rank 0's last lines."""
+        for rank in reversed(self.ranks):
+            rank.process.kill()
+        self._meeting_point.close()
+        self._print_log()

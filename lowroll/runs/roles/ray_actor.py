@@ -1,0 +1,340 @@
+"""A role's process on a Ray cluster: an actor owns it, and it ends with the actor.
+
+`ActorProcess` is the launcher's side, `RoleActor` the actor on its node. What they tell each other are
+commands, addresses, exit codes and last lines of logs: weights, rollouts and requests travel by
+lowroll's own transports, and secrets by a file of the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowroll.checkpoint.files import read_file
+from lowroll.checkpoint.lock import RunLockedError, refuse_locked
+from lowroll.runs.roles.local import LocalProcess, exit_of, is_port_free
+from lowroll.runs.roles.role import Exit, RoleProcess
+from lowroll.types import RunFailed, printable
+
+WORD = "word"  # by which a file is known to be the launcher's own
+# of a worker's own environment, that a role does not get: it speaks to no cluster, and Ray sets the
+# number of threads where nobody has
+OURS, THREADS = "RAY_", "OMP_NUM_THREADS"
+ANSWER_S = 20.0  # for an actor that has been met
+POLL_S = 0.25  # between two questions whether a process runs
+LEFT_S = 60.0  # for a process to end whose actor or node was lost
+
+
+class RoleActor:
+    """The actor on its node, in a process of its own."""
+
+    def __init__(self) -> None:
+        self.process: LocalProcess | None = None
+        self.variables: dict[str, Any] = {}
+
+    def meet(self, folder: str, variables: str, word: str) -> dict[str, str]:
+        """Return where the actor is (address, host, node), and as `wrong` why the role cannot run
+        there. folder: in which the role is started. variables: the file of the role's environment
+        variables, in the run folder."""
+        import ray
+
+        told = {
+            "address": ray.util.get_node_ip_address(),
+            "host": socket.gethostname(),
+            "node": ray.get_runtime_context().get_node_id(),
+        }
+        path = Path(variables)
+        run = printable(path.parent.parent)
+        try:
+            found = json.loads(read_file(path))
+        except (OSError, ValueError) as error:
+            return told | {"wrong": f"does not see the run folder: {printable(error)}"}
+        if found.get(WORD) != word:
+            return told | {"wrong": f"has another {run}, which is not the run folder"}
+        if not os.access(path.parent, os.W_OK):
+            return told | {"wrong": f"may not write to the run folder {run}"}
+        if not Path(folder).is_dir():
+            return told | {"wrong": f"has no {printable(folder)}, where this command was started"}
+        self.variables = found
+        return told
+
+    def start(self, role: str, words: list[str], folder: str, log: str) -> tuple[int, int]:
+        """Start the role's process; return its ID, and the size of its log before."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+        env.pop(THREADS, None)
+        env |= self.variables["all"] | self.variables.get(role, {})
+        self.process = LocalProcess(env, Path(log), Path(folder))
+        self.process.start(words)
+        return self.process.pid, self.process.log_start
+
+    def ends(self) -> list[Exit]:
+        """Return how the process ended, once it has, and all of its group with it; [] before."""
+        if self.process is None or self.process.is_alive():
+            return []
+        return [self.kill()]
+
+    def kill(self) -> Exit:
+        """End the process; return how it ended."""
+        assert self.process is not None, "the launcher asks for one that was started"
+        self.process.kill()
+        assert self.process.exit is not None
+        return self.process.exit
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        if self.process is not None:
+            self.process.signal(number)
+
+    def is_port_free(self, host: str, port: int) -> bool:
+        """Return whether a server could listen there."""
+        return is_port_free(host, port)
+
+
+class ActorLost(Exception):
+    """An actor that is gone, or answers no more; the message says why."""
+
+
+class ActorAway(ActorLost):
+    """An actor that does not answer now; Ray will say whether it is gone."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle of the run's placement group. group, index: of Ray. cpus, gpus: in it."""
+
+    group: Any
+    index: int
+    cpus: float
+    gpus: float
+
+    def create_actor(self) -> Any:
+        """Create an actor in the bundle, whose process ends with it."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # the class itself is sent by its name: lowroll is installed on every node
+        options = ray.remote(RoleActor).options(
+            num_cpus=self.cpus,
+            num_gpus=self.gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, self.index),
+            max_restarts=0,
+            max_task_retries=0,
+        )
+        return options.remote()
+
+
+class ActorProcess(RoleProcess):
+    """A process that an actor owns.
+
+    met: the arguments of `RoleActor.meet`. deadline_s: until a node has room for the actor. lock: the
+    folder that the role has while its process runs. node: what the actor has told of its node; {}
+    before it was met.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        bundle: Bundle,
+        met: tuple[str, str, str],
+        deadline_s: float,
+        log: Path,
+        lock: Path,
+    ) -> None:
+        self.role = role
+        self.bundle = bundle
+        self.met = met
+        self.deadline_s = deadline_s
+        self.log = log
+        self.lock = lock
+        self.pid = 0
+        self.node: dict[str, str] = {}
+        self.actor: Any = None
+        self._meeting: Any = None  # the actor's answer to come
+        self._unplaced_since = 0.0
+        self._log_start = 0
+        self._ends: Any = None  # the answer to come, whether the process has ended
+        self._ask_at = 0.0
+        self._lost_at = 0.0
+
+    # -- placing -----------------------------------------------------------------------------------
+
+    def is_placed(self) -> bool:
+        """Return whether an actor has reported where it is, and no process of a lost one has the
+        role; create one when there is none. ValueError when the role cannot run where it is,
+        RunFailed when there is no room in time."""
+        return self._meet() and not self._is_left()
+
+    def _meet(self) -> bool:
+        if self.node:
+            return True
+        if self.actor is None:
+            self._unplaced_since = self._unplaced_since or time.monotonic()
+            self.actor = self.bundle.create_actor()
+            self._meeting = self.actor.meet.remote(*self.met)
+        try:
+            told = answer(self._meeting)
+        except ActorLost:
+            self.leave()
+            told = None
+        if told is None:
+            if time.monotonic() - self._unplaced_since > self.deadline_s:
+                raise RunFailed(self._no_room())
+            return False
+        if "wrong" in told:
+            where = f"{told['address']} ({printable(told['host'])})"
+            raise ValueError(
+                f"launcher: ray: node {where}, where the {self.role} is placed, {told['wrong']}; "
+                "all nodes need the same output_dir and working directory, on a shared file system"
+            )
+        self.node, self.address = told, told["address"]
+        self._unplaced_since = 0.0
+        return True
+
+    def _no_room(self) -> str:
+        import ray
+
+        free = ray.available_resources()
+        return (
+            f"{self.role}: no node of the Ray cluster has had room for it ({self.bundle.cpus:g} CPUs, "
+            f"{self.bundle.gpus:g} GPUs) within {self.deadline_s:.0f} s (ray.node_deadline); free are "
+            f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs in all"
+        )
+
+    def _is_left(self) -> bool:
+        """Return whether the process of a lost actor still has the role: it ends when it sees
+        that."""
+        if not self._lost_at or time.monotonic() - self._lost_at > LEFT_S:
+            return False  # if it has, the next one says so by name
+        try:
+            refuse_locked(self.lock)
+        except RunLockedError:
+            return True
+        self._lost_at = 0.0
+        return False
+
+    # -- the process -------------------------------------------------------------------------------
+
+    def start(self, words: Sequence[str]) -> None:
+        self.exit, self._ends, self.pid = None, None, 0
+        folder, log = os.getcwd(), str(self.log.absolute())
+        try:
+            self.pid, self._log_start = self.ask("start", self.role, list(words), folder, log)
+        except ActorLost as error:
+            self._lose(error)
+
+    def is_alive(self) -> bool:
+        if self.exit is None and self.pid:
+            self._ask_for_exit()
+        return self.exit is None and self.pid > 0
+
+    def _ask_for_exit(self) -> None:
+        """Ask the actor whether the process has ended, without waiting for its answer."""
+        try:
+            if self._ends is None and time.monotonic() >= self._ask_at:
+                self._ends = self.actor.ends.remote()
+            if self._ends is None or (ends := answer(self._ends)) is None:
+                return
+        except ActorAway:
+            self._ends, self._ask_at = None, time.monotonic() + POLL_S
+            return  # when it stays so its role is silent, too
+        except ActorLost as error:
+            return self._lose(error)
+        self._ends, self._ask_at = None, time.monotonic() + POLL_S
+        if ends:
+            (self.exit,) = ends
+
+    def wrote(self, heartbeat: Mapping[str, object]) -> bool:
+        host = self.node.get("host")
+        return self.pid == heartbeat.get("pid") and host == heartbeat.get("host")
+
+    def is_port_free(self, port: int) -> bool:
+        try:
+            return bool(self.ask("is_port_free", self.address, port))
+        except ActorLost:
+            return True  # its next start will find that out
+
+    def signal(self, number: int) -> None:
+        with suppress(ActorLost):
+            self.ask("signal", number)
+
+    def kill(self) -> None:
+        if self.exit is not None or not self.pid:
+            return
+        try:
+            self.exit = self.ask("kill")
+        except ActorLost as error:
+            self._lose(error)
+
+    def describe(self) -> str:
+        return f"process {self.pid} on {self.address} ({self.node.get('host')})"
+
+    # -- the actor ---------------------------------------------------------------------------------
+
+    def ask(self, method: str, *words: object) -> Any:
+        """Call a method of the actor and return its answer. ActorLost when there is none."""
+        import ray
+
+        if self.actor is None:
+            raise ActorLost("there is none")
+        asked = getattr(self.actor, method).remote(*words)
+        try:
+            return ray.get(asked, timeout=ANSWER_S)
+        except ray.exceptions.GetTimeoutError:
+            raise ActorLost(f"it has not answered for {ANSWER_S:.0f} s") from None
+        except ray.exceptions.RayActorError as error:
+            raise ActorLost(first_cause(error)) from None
+
+    def leave(self) -> None:
+        """End the actor, and the process with it."""
+        import ray
+
+        if self.actor is not None:
+            ray.kill(self.actor, no_restart=True)
+        self.actor, self.node = None, {}
+
+    def is_node_lost(self) -> bool:
+        """Return whether the cluster has given up the node of the actor that was met."""
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return bool(self.node) and self.node["node"] not in alive
+
+    def _lose(self, error: ActorLost) -> None:
+        """Note that the process has ended with its actor or node."""
+        what = f"node {self.address}" if self.is_node_lost() else "actor"
+        cause = f"its {what} was lost: {error}"
+        self.exit = exit_of(-signal.SIGKILL, self.log, self._log_start, cause)
+        self._lost_at = time.monotonic()
+        self.leave()
+
+
+def answer(asked: Any) -> Any:
+    """Return an actor's answer; None while there is none. ActorLost when there will be none,
+    ActorAway when it has to be asked again."""
+    import ray
+
+    ready, _ = ray.wait([asked], timeout=0)
+    if not ready:
+        return None
+    try:
+        return ray.get(asked, timeout=ANSWER_S)
+    except ray.exceptions.ActorUnavailableError as error:
+        raise ActorAway(first_cause(error)) from None
+    except ray.exceptions.RayActorError as error:
+        raise ActorLost(first_cause(error)) from None
+
+
+def first_cause(error: Exception) -> str:
+    """Return the cause of an actor's end, from Ray's first sentence about it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if "because" in line]
+    told = (causes or lines or [type(error).__name__])[0]
+    return printable(told.partition(". ")[0].rstrip("."), 160)

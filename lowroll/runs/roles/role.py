@@ -1,0 +1,198 @@
+"""A role as its supervisor sees it: a process with a heartbeat, deadlines and a restart budget.
+
+`Role` is the same for every launcher. The process behind it is a `RoleProcess`: a child of this command
+(`local`), or one that an actor of a Ray cluster owns (`ray_actor`).
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowroll.runs.roles.heartbeat import HeartbeatMonitor
+
+MOST_RESTARTS = 5  # within WINDOW_S
+WINDOW_S = 600.0
+FIRST_PAUSE_S = 0.5  # before a restart; it doubles with each one
+LONGEST_PAUSE_S = 10.0
+POLL_S = 0.05
+ENDING_S = 120.0  # from the last heartbeat to the end: a large model's memory is given back
+START_S = 900.0  # until the first heartbeat: loading a large model takes minutes
+STARTING_FACTOR = 10.0  # of the usual deadline: a library on a slow disk holds Python's lock
+USERS_MISTAKE = 2  # the exit code of commands
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of a role's process. code: negative after a signal. cause: the end in words. error: the
+    last error in the log since the start, with the log's path."""
+
+    code: int
+    cause: str
+    error: str
+
+
+class RoleProcess(ABC):
+    """The process of a role, which can be started again once it has ended.
+
+    log: the file to which its output is appended. address: of its machine, at which it listens. exit:
+    how the process ended, once it was killed or found dead; None before.
+    """
+
+    log: Path
+    address = "127.0.0.1"
+    exit: Exit | None = None
+
+    def is_placed(self) -> bool:
+        """Return whether there is a machine to start the process on. RunFailed when none is found
+        in time."""
+        return True
+
+    @abstractmethod
+    def start(self, words: Sequence[str]) -> None:
+        """Start `lowroll WORDS` in a process group of its own."""
+
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+
+    @abstractmethod
+    def wrote(self, heartbeat: Mapping[str, object]) -> bool:
+        """Return whether the current process wrote a heartbeat."""
+
+    @abstractmethod
+    def is_port_free(self, port: int) -> bool:
+        """Return whether the process could listen on a port of its machine."""
+
+    @abstractmethod
+    def signal(self, number: int) -> None:
+        """Send a signal to the process alone."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process and all of its group now, and wait for that. Idempotent."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the name of the process for a log."""
+
+
+class RestartBudget:
+    """The restarts of a role: MOST_RESTARTS within WINDOW_S, and any number for a full disk."""
+
+    def __init__(self) -> None:
+        self.starts: deque[float] = deque()
+        self.full_disks: deque[float] = deque()  # when the role has ended because of one
+
+    @property
+    def restarts(self) -> int:
+        """The number of restarts within the window."""
+        return len(self.starts) - 1
+
+    def count_start(self) -> None:
+        """Count a start of the role."""
+        self.starts.append(time.monotonic())
+
+    def pause_s(self) -> float | None:
+        """Return the seconds to wait before the next restart; None when the budget is spent."""
+        now = time.monotonic()
+        while self.starts and now - self.starts[0] > WINDOW_S:
+            self.starts.popleft()
+        if self.restarts >= MOST_RESTARTS:
+            return None
+        return float(min(FIRST_PAUSE_S * 2.0 ** max(0, self.restarts), LONGEST_PAUSE_S))
+
+    def count_full_disk(self) -> float:
+        """Take back the start of a role that a full disk has ended, and return the seconds since
+        the first such end. After WINDOW_S without one the disk counts as full anew."""
+        now = time.monotonic()
+        if self.full_disks and now - self.full_disks[-1] > WINDOW_S:
+            self.full_disks.clear()
+        self.full_disks.append(now)
+        if self.starts:
+            self.starts.pop()
+        return now - self.full_disks[0]
+
+
+class Role:
+    """A role that is kept alive. words: the command after `lowroll`. heartbeat: the file that the
+    process writes."""
+
+    def __init__(
+        self, name: str, words: Sequence[str], process: RoleProcess, heartbeat: Path
+    ) -> None:
+        self.name = name
+        self.words = list(words)
+        self.process = process
+        self.monitor = HeartbeatMonitor(heartbeat)
+        self.budget = RestartBudget()
+        self.is_ready = False  # in this launch the role was past its start once
+        self.is_done = False  # it has ended as it should
+        self.start_at = 0.0  # of `time.monotonic`, when it is to be started; 0 when it was
+
+    def start(self, *more: str) -> None:
+        """Start the process of the role; more: words that are known only now."""
+        self.budget.count_start()
+        self.process.start([*self.words, *more])
+        self.monitor = HeartbeatMonitor(self.monitor.path)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the process; 0 before it has ended."""
+        return 0 if self.process.exit is None else self.process.exit.code
+
+    def update(self) -> None:
+        """Read the role's heartbeat."""
+        if self.monitor.look() and (heartbeat := self._own_heartbeat()) is not None:
+            # "ended" does not count: a user's mistake ends a role in its start, too
+            phase = heartbeat.get("phase", "starting")
+            self.is_ready |= phase not in ("starting", "meeting", "ended")
+
+    def _own_heartbeat(self) -> dict[str, object] | None:
+        """Return the last heartbeat when the current process wrote it."""
+        report = self.monitor.report
+        return report if report is not None and self.process.wrote(report) else None
+
+    @property
+    def phase(self) -> str:
+        """The phase that the current process has reported; "" before."""
+        heartbeat = self._own_heartbeat() if self.process.is_alive() else None
+        return str((heartbeat or {}).get("phase", ""))
+
+    def find_hang(self) -> str | None:
+        """Return why the process counts as hanging; None when it does not."""
+        if not self.process.is_alive():
+            return None
+        deadline = START_S
+        if (heartbeat := self._own_heartbeat()) is not None:
+            usual = self.monitor.silent_s
+            deadlines = {"starting": STARTING_FACTOR * usual, "ended": ENDING_S}
+            deadline = deadlines.get(str(heartbeat["phase"]), usual)
+        if self.monitor.silent_for <= deadline:
+            return None
+        return self.monitor.describe_silence("is stopped or hangs")
+
+    def describe_exit(self) -> str:
+        """Describe the end of the process."""
+        assert self.process.exit is not None, "it was killed or found dead"
+        return f"{self.name} has ended ({self.process.exit.cause}): {self.process.exit.error}"
+
+    def raise_users_mistake(self) -> None:
+        """Raise ValueError with the role's own error when it has refused its settings before it was
+        ready: a restart would not help."""
+        end = self.process.exit
+        if end is not None and end.code == USERS_MISTAKE and not self.is_ready:
+            raise ValueError(f"{self.name}: {end.error.removeprefix('error: ')}")
+
+    def stop(self, deadline_s: float) -> None:
+        """Ask the process to end, and kill it after the deadline."""
+        self.process.signal(signal.SIGTERM)
+        until = time.monotonic() + deadline_s
+        while self.process.is_alive() and time.monotonic() < until:
+            time.sleep(POLL_S)
+        self.process.kill()

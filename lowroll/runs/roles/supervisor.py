@@ -1,0 +1,376 @@
+"""A run by its roles, whoever starts their processes (`launcher: local`, `launcher: ray`).
+
+    engine-0, ...   lowroll serve          each on a port that the system chose
+    orchestrator    lowroll orchestrate
+    trainer         lowroll train
+
+A role that has ended, or gives no sign of life for 30 s, is started again alone: an engine takes the
+newest weights first, the orchestrator goes on from its last batch, the trainer from its checkpoint.
+After 5 restarts within 10 minutes the run stops with that role's own last error. The first signal
+lets the trainer finish its step and write a checkpoint; the second ends everything at once. The roles
+end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lowroll.checkpoint.files import write_file
+from lowroll.checkpoint.lock import LOCK, RunLock, RunLockedError, refuse_locked
+from lowroll.checkpoint.logfile import Warnings
+from lowroll.checkpoint.space import NO_ROOM
+from lowroll.config import RunConfig
+from lowroll.metrics.live import LiveView
+from lowroll.metrics.record import EVALUATIONS_FILE, METRICS_FILE, read, read_evaluations
+from lowroll.runs.attempt import RunResult, log_file
+from lowroll.runs.folder import LOGS, RunFolder
+from lowroll.runs.roles import local
+from lowroll.runs.roles.limits import refuse
+from lowroll.runs.roles.role import Role, RoleProcess
+from lowroll.runs.roles.run_paths import (
+    LAUNCHER,
+    ORCHESTRATOR,
+    TRAINER,
+    RunPaths,
+    engine_roles,
+    rank_role,
+)
+from lowroll.runs.stop import Stop, polite_stop
+from lowroll.types import RunFailed
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+ENDING_S = 30.0  # for a role that has nothing more to do
+STOPPING_S = 590.0  # for the trainer's step and checkpoint
+DYING_S = 5.0  # for the trainer of a launcher that was killed
+FULL_DISK_PAUSE_S = 10.0  # before a role is started again that found no room on the disk
+
+
+def launch(
+    cfg: RunConfig,
+    texts: Mapping[Path, str] | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> RunResult:
+    """Make a run by its roles; returns the run folder and its records. The folder is treated as by
+    `lowroll.run`. texts: files of a notebook or script that the roles need.
+
+    RunLockedError names who makes or launches a run in the folder already; ValueError has what a role
+    says of the settings or the folder, RunFailed names the one that could not be kept alive, with its own
+    last error.
+    """
+    resolved = cfg.resolved()
+    refuse(resolved)
+    paths = RunPaths(cfg.output_dir)
+    folder = RunFolder(resolved, "grpo", alone=False)
+    if not (paths.roles / LAUNCHER / LOCK).exists():
+        folder.check(resume, overwrite)  # a folder that nobody has touched is not even given a lock
+    with ExitStack() as stack:
+        lock = stack.enter_context(RunLock(paths.roles / LAUNCHER))
+        await_unlocked(paths.run)
+        folder.check(resume, overwrite)
+        stack.enter_context(log_file(paths.run, lock.attempt, LAUNCHER))
+        folder.keep(texts or {})
+        settings = paths.roles / "launch.yaml"
+        write_file(settings, cfg.dump().encode())
+        processes = _processes(resolved, paths, stack)
+        stop = stack.enter_context(polite_stop())  # Ray has taken signals for itself
+        title = (
+            f"{paths.run}: {resolved.algorithm}, {resolved.correction}; logs in {paths.run / LOGS}"
+        )
+        view = stack.enter_context(
+            LiveView(resolved.train.max_steps, title, every=resolved.logging_steps)
+        )
+        display = Display(resolved, paths, view, resume)
+        flags = ["--resume"] if resume else ["--overwrite"] if overwrite else []
+        supervisor = Supervisor(resolved, paths, settings, processes, display, stop, flags)
+        stack.callback(supervisor.close)
+        number = supervisor.run()
+    return RunResult(paths.run, read(paths.run), signal=number)
+
+
+def _processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mapping[str, RoleProcess]:
+    """Return the process of each role, for the launcher of the settings."""
+    if cfg.launcher == "local":
+        return local.processes(cfg, paths)
+    from lowroll.runs.roles import ray
+
+    return ray.processes(cfg, paths, stack)
+
+
+def await_unlocked(folder: Path) -> None:
+    """Raise RunLockedError when a process makes a run there that no launcher started; the roles of
+    one that has just died may still have a moment to go."""
+    until = time.monotonic() + DYING_S
+    while True:
+        try:
+            return refuse_locked(folder)
+        except RunLockedError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(POLL_S)
+
+
+class Supervisor:
+    """The roles of a run, each kept alive until it is done. cfg: resolved. settings: the file that
+    the roles read. processes: of all roles, by name. flags: of the trainer's first start."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        paths: RunPaths,
+        settings: Path,
+        processes: Mapping[str, RoleProcess],
+        display: Display,
+        stop: Stop,
+        flags: Sequence[str] = (),
+    ) -> None:
+        def role(name: str, command: str) -> Role:
+            return Role(name, [command, str(settings)], processes[name], paths.heartbeat(name))
+
+        self.disk_deadline_s = cfg.ckpt.wait_for_space
+        self.display = display
+        self.stop = stop
+        self.flags = list(flags)
+        self.addresses: dict[str, tuple[str, int]] = {}  # at which engines have served, by role
+        self.trainer = role(TRAINER, "train")
+        self.orchestrator = role(ORCHESTRATOR, "orchestrate")
+        self.engines = [role(name, "serve") for name in engine_roles(cfg)]
+        for name in (TRAINER, ORCHESTRATOR, *paths.engines()):  # heartbeats of another launch
+            paths.heartbeat(name).unlink(missing_ok=True)
+
+    @property
+    def roles(self) -> list[Role]:
+        """The roles in the order in which they are started."""
+        return [*self.engines, self.orchestrator, self.trainer]
+
+    def run(self) -> int:
+        """Run until the run has ended; return the number of the signal that ended it early, else
+        0."""
+        for role in self.roles:
+            role.start_at = time.monotonic()
+        while not self.trainer.is_done:
+            if self.stop:
+                return self._stop()
+            for role in self.roles:
+                self._keep_alive(role)
+            self._recall_orchestrator()
+            self._show()
+            time.sleep(POLL_S)
+        while not self.orchestrator.is_done and not self.stop:  # the last evaluation
+            for role in (*self.engines, self.orchestrator):
+                self._keep_alive(role)
+            time.sleep(POLL_S)
+        self._show()
+        for engine in self.engines:
+            engine.stop(ENDING_S)
+        return self.stop.signal
+
+    def _stop(self) -> int:
+        """Stop after a signal: the trainer finishes its step, then all end."""
+        self.trainer.process.signal(signal.SIGTERM)
+        until = time.monotonic() + STOPPING_S
+        while self.trainer.process.is_alive() and time.monotonic() < until:
+            self.trainer.update()
+            if (hang := self.trainer.find_hang()) is not None:
+                log.warning("%s; it is ended, and --resume goes on from its checkpoint", hang)
+                break
+            for engine in self.engines:
+                self._keep_alive(engine)
+            if not self.orchestrator.is_done:
+                self._keep_alive(self.orchestrator)
+            self._show()
+            time.sleep(POLL_S)
+        self.trainer.process.kill()
+        for role in (self.orchestrator, *self.engines):
+            role.stop(ENDING_S)
+        return self.stop.signal
+
+    def _show(self) -> None:
+        self.display.show(self.roles, records=self.trainer.is_ready)
+
+    def close(self) -> None:
+        """End all roles."""
+        for role in reversed(self.roles):
+            role.process.kill()
+
+    # -- restarts ----------------------------------------------------------------------------------
+
+    def _keep_alive(self, role: Role) -> None:
+        """Start a role that is due, and restart one that has ended or hangs. RunFailed when that
+        does not help."""
+        if role.is_done:
+            return
+        role.update()
+        self._note_address(role)
+        if role.start_at:
+            if time.monotonic() >= role.start_at and role.process.is_placed():
+                role.start_at = 0.0
+                self._start(role)
+            return
+        if (hang := role.find_hang()) is not None:
+            role.process.kill()
+            self._restart(role, hang)
+        elif not role.process.is_alive():
+            role.process.kill()  # what is left of its group
+            if role.exit_code == 0 and role not in self.engines:
+                role.is_done = True
+                return
+            self._restart(role, role.describe_exit())
+
+    def _recall_orchestrator(self) -> None:
+        """Restart an orchestrator that has ended, when the trainer waits for a batch: the trainer
+        was lost while it finished, and its last checkpoint is damaged."""
+        if self.orchestrator.is_done and self.trainer.phase == "waiting":
+            log.warning("the trainer has gone back, and the orchestrator is started again")
+            self.orchestrator.is_done, self.orchestrator.start_at = False, time.monotonic()
+
+    def _restart(self, role: Role, why: str) -> None:
+        """Set the time of a restart within the role's budget."""
+        if role.exit_code == NO_ROOM:
+            return self._restart_after_full_disk(role, why)
+        pause_s = role.budget.pause_s()
+        role.raise_users_mistake()
+        if pause_s is None:
+            raise RunFailed(f"{role.name}: stopped after {role.budget.restarts} restarts: {why}")
+        log.warning("%s; it is started again in %.1f s", why, pause_s)
+        role.start_at = time.monotonic() + pause_s
+
+    def _restart_after_full_disk(self, role: Role, why: str) -> None:
+        """Set the time of a restart until there is room on the disk. RunFailed after
+        `ckpt.wait_for_space` seconds."""
+        waited = role.budget.count_full_disk()
+        if waited >= self.disk_deadline_s:
+            raise RunFailed(
+                f"{why}. There was no room within {self.disk_deadline_s:g} s (ckpt.wait_for_space). What "
+                "was committed before is intact: make room, then go on with --resume"
+            )
+        log.warning(
+            "%s. It is started again in %g s, and so on until there is room; the run ends in %.0f s "
+            "(ckpt.wait_for_space)",
+            why,
+            FULL_DISK_PAUSE_S,
+            self.disk_deadline_s - waited,
+        )
+        role.start_at = time.monotonic() + FULL_DISK_PAUSE_S
+
+    # -- starts and addresses ----------------------------------------------------------------------
+
+    def _start(self, role: Role) -> None:
+        role.start(*self._late_words(role))
+        log.info("%s: %s: lowroll %s", role.name, role.process.describe(), " ".join(role.words))
+
+    def _late_words(self, role: Role) -> list[str]:
+        """Return the settings and flags of a role that are known when it is started."""
+        address = role.process.address
+        if role in self.engines:
+            # for direct weights: the trainer's address is the one that it names in the run folder
+            listens = [f"serve.host={address}", f"serve.port={self._engine_port(role)}"]
+            return [*listens, *self._weight_words("127.0.0.1")]
+        if role is self.trainer:
+            return [*self._weight_words(address), *(["--resume"] if role.is_ready else self.flags)]
+        if ip_address(address).is_loopback:
+            return []
+        return [f"rollout_transport.host={address}"]
+
+    def _weight_words(self, address: str) -> list[str]:
+        if not self.engines:
+            return []
+        return [f"weight_broadcast.host={address}", "weight_broadcast.port=0"]
+
+    def _note_address(self, role: Role) -> None:
+        """Remember where an engine serves. One that is lost while it starts again reports
+        nothing."""
+        url = (role.monitor.report or {}).get("url") if role.is_ready else None
+        if url:
+            parts = urlsplit(str(url))
+            self.addresses[role.name] = (parts.hostname or "", parts.port or 0)
+
+    def _engine_port(self, engine: Role) -> int:
+        """Return the port of an engine: a free one at first (0), then the one that the orchestrator
+        knows. Where that one is on another machine or taken by another process now, return a new
+        one and restart the orchestrator, which asks the engines where they are."""
+        address = engine.process.address
+        host, port = self.addresses.get(engine.name, ("", 0))
+        if not port or (host == address and engine.process.is_port_free(port)):
+            return port
+        why = f"its port {port} was taken by another process"
+        if host != address:
+            why = f"it has moved from {host} to {address}"
+        log.warning(
+            "%s: %s: it gets a new port, and the orchestrator is started again to find it",
+            engine.name,
+            why,
+        )
+        self.orchestrator.process.kill()
+        del self.addresses[engine.name]
+        return 0
+
+
+class Display:
+    """The terminal of a launch: new records, evaluations and warnings of the roles, and what each
+    of them does."""
+
+    def __init__(self, cfg: RunConfig, paths: RunPaths, view: LiveView, resume: bool) -> None:
+        self.run = paths.run
+        self.view = view
+        self.step = 0  # of the last record that was shown
+        if resume and (self.run / METRICS_FILE).is_file():
+            self.step = max((record["step"] for record in read(self.run)), default=0)
+        self.evaluations = read_evaluations(self.run)  # that were shown
+        self._sizes: list[int] = []  # of the files of records
+        logs = self.run / LOGS
+        self.warnings = {
+            TRAINER: Warnings(logs, "attempt", *map(rank_role, range(1, cfg.train.gpus))),
+            ORCHESTRATOR: Warnings(logs, ORCHESTRATOR),
+        }
+
+    def show(self, roles: Sequence[Role], records: bool) -> None:
+        """Show what is new. records: those in the run folder are of this launch."""
+        files = [self.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
+        sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
+        if records and sizes != self._sizes:
+            self._sizes = sizes
+            self._show_records()
+        for role, warnings in self.warnings.items():
+            for line in warnings.new():
+                self.view.note(f"{role}: {line}")
+        self.view.phase(" | ".join(map(_activity, roles)), 0, 0)
+
+    def _show_records(self) -> None:
+        """Show new records, and each evaluation after the record of its step, or with it."""
+        with_record = set()
+        for record in read(self.run):
+            if record["step"] > self.step:
+                self.step = record["step"]
+                with_record.add(self.step)
+                self.view.step(record)
+                log.info("%s", self.view.line())
+        for step, evaluation in read_evaluations(self.run).items():
+            if self.evaluations.get(step) != evaluation and max(1, step) <= self.step:
+                self.evaluations[step] = evaluation
+                if max(1, step) not in with_record:
+                    self.view.evaluation(evaluation)
+
+
+def _activity(role: Role) -> str:
+    """Describe what a role does."""
+    role.update()
+    if not role.process.is_alive():
+        return f"{role.name}: {'done' if role.is_done else 'ended'}"
+    monitor = role.monitor
+    if monitor.report is None:
+        return f"{role.name}: starting"
+    silent_s = monitor.silent_for
+    if silent_s > monitor.silent_s / 2 and role.is_ready:
+        return f"{role.name}: silent for {silent_s:.0f} s ({monitor.describe_report()})"
+    return f"{role.name}: {monitor.describe_report()}"
