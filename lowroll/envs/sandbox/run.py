@@ -11,46 +11,51 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowroll.envs.sandbox import filter, walls
+from lowroll.envs.sandbox import filter
 from lowroll.envs.sandbox.cases import Case, CaseResults, Result, SandboxLimits, Status, is_right
 
+# the same order of sets in every run; a home that can be written to
+ENV = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/bin:/bin",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+}
 START_LIMIT = 20.0  # seconds until the sandbox stands
-DEFAULT = SandboxLimits()
 SLACK = 5.0  # seconds that its own bookkeeping may take
 MAX_SAID = 500  # characters of its own errors
+
+
+@dataclass(frozen=True)
+class Walls:
+    """A way to isolate: its name, and the command that starts `inside` in it."""
+
+    name: str
+    command: Callable[[int], list[str]]  # by the size of /tmp in MB
 
 
 class SandboxError(RuntimeError):
     """A failure of the sandbox, not of the program."""
 
 
-def run_cases(
-    source: str,
-    cases: Sequence[Case],
-    limits: SandboxLimits = DEFAULT,
-    stop_at_failure: bool = False,
-) -> CaseResults:
-    """Run the Python program `source` on every case, each in a process of its own, and compare.
-
-    `stop_at_failure`: the cases behind the first that fails are not run and count as wrong.
-    ValueError without cases; SandboxMissing where nothing isolates; SandboxError when the sandbox
-    failed.
-    """
-    return run_in(walls.found(), source, cases, limits, stop_at_failure)
-
-
 def run_in(
-    here: walls.Walls,
+    here: Walls,
     source: str,
     cases: Sequence[Case],
     limits: SandboxLimits,
     stop_at_failure: bool = False,
 ) -> CaseResults:
-    """Run the cases like `run_cases`, in this sandbox."""
+    """Run the Python program `source` on every case, each in a process of its own of this sandbox,
+    and compare.
+
+    `stop_at_failure`: the cases behind the first that fails are not run and count as wrong.
+    ValueError without cases; SandboxError when the sandbox failed.
+    """
     if not cases:
         raise ValueError("a program is judged by its cases, and there are none")
     results: list[Result] = []
@@ -94,7 +99,7 @@ def _judged(case: Case, reply: dict[str, Any]) -> Result:
 class _Sandbox:
     """A sandbox for one program."""
 
-    def __init__(self, here: walls.Walls, limits: SandboxLimits) -> None:
+    def __init__(self, here: Walls, limits: SandboxLimits) -> None:
         self.limits, self.name = limits, here.name
         try:
             self.process = subprocess.Popen(
@@ -102,7 +107,7 @@ class _Sandbox:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=walls.ENV,
+                env=ENV,
                 cwd="/",
                 start_new_session=True,
                 bufsize=0,

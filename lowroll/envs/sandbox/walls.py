@@ -12,40 +12,26 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lowroll.envs.sandbox import filter
+from lowroll.envs.sandbox.cases import Case, CaseResults, SandboxLimits
+from lowroll.envs.sandbox.run import SandboxError, Walls, run_in
 
 HERE = Path(__file__).parent
 INSIDE, JAIL = HERE / "inside.py", HERE / "jail.py"
-# the same order of sets in every run; a home that can be written to
-ENV = {
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "PATH": "/usr/bin:/bin",
-    "PYTHONHASHSEED": "0",
-    "PYTHONUTF8": "1",
-}
 LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 PYTHON_FLAGS = ("-S", "-s", "-P", "-B")
 NAMES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")  # of namespaces, in /proc/self/ns
+DEFAULT = SandboxLimits()
 USER = 1000  # of the program, as it sees itself
 
 
 class SandboxMissing(ValueError):
     """Nothing isolates a program on this machine. The message says how to get it."""
-
-
-@dataclass(frozen=True)
-class Walls:
-    """A way to isolate: its name, and the command that starts `inside` in it."""
-
-    name: str
-    command: Callable[[int], list[str]]  # by the size of /tmp in MB
 
 
 def python() -> str:
@@ -100,6 +86,17 @@ def found() -> Walls:
     return NAMESPACES
 
 
+def run_cases(
+    source: str,
+    cases: Sequence[Case],
+    limits: SandboxLimits = DEFAULT,
+    stop_at_failure: bool = False,
+) -> CaseResults:
+    """Run a program on its cases like `run_in`, behind the isolation that works here. Raises
+    SandboxMissing where nothing isolates."""
+    return run_in(found(), source, cases, limits, stop_at_failure)
+
+
 # what a program sees: a file of the machine, who started it, its user, the other processes
 PROOF = """
 import os
@@ -110,9 +107,6 @@ print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"
 def _try(walls: Walls) -> str | None:
     """Explain why this does not isolate here; None when a program was run in it and saw nothing of
     this machine."""
-    from lowroll.envs.sandbox.cases import Case, SandboxLimits
-    from lowroll.envs.sandbox.run import SandboxError, run_in
-
     limits = SandboxLimits(total_seconds=30.0, wall_seconds=30.0)
     with tempfile.NamedTemporaryFile(prefix="lowroll-") as witness:
         case = Case(witness.name, f"False 1 {USER} False")
