@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lowroll.model import hf
+from lowroll.model.headers import low_bit_format
 from lowroll.model.spec import read_config, read_spec
 from lowroll.model.tokenizer import eos_id
 from lowroll.quant import dense
@@ -41,7 +41,7 @@ def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{folder / 'config.json'}: dtype: {name} is no dtype of weights")
-    weights = hf.low_bit_format(folder) or dense.of(dtype)
+    weights = low_bit_format(folder) or dense.of(dtype)
     eos = {*spec.eos_ids}
     if (folder / "tokenizer.json").is_file() and (known := eos_id(folder)) is not None:
         eos.add(known)

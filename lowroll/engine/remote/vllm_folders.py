@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.model import hf, lora
+from lowroll.model.headers import low_bit_format
 from lowroll.model.names import hf_names, part_rows
 from lowroll.model.spec import ModelSpec, read_config, spec_from_config
 from lowroll.quant.formats import get_format
@@ -42,7 +43,7 @@ def write_model(update: WeightUpdate, folder: Path, base: Path, dtype: torch.dty
     """Write the model of a full update as a new folder in the format of `base`, whose dense parts
     are in `dtype`. ValueError as `weights.receive` raises it."""
     spec = spec_from_config(read_config(base))
-    format = hf.low_bit_format(base)
+    format = low_bit_format(base)
     if format is None:
         tensors = dict(arrivals(update, _shapes(spec), "cpu"))
         check_content(update, tensors)
