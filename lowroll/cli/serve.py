@@ -426,6 +426,7 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
     """Return the model in its format, with an adapter that changes nothing yet."""
     from lowroll.engine.native import dtype_on
     from lowroll.model import hf, lora
+    from lowroll.model.headers import exact_format
     from lowroll.quant.formats import get_format
     from lowroll.weights.publish import quantize_base
 
@@ -433,7 +434,7 @@ def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -
         raise ValueError(f"--lora-rank: {folder} is an adapter folder, and brings its own")
     rank = arguments.lora_rank
     alpha = LORA_ALPHA if arguments.lora_alpha is None else arguments.lora_alpha
-    format = arguments.weights or hf.exact_format(folder, dtype_on(device)) or DEFAULT
+    format = arguments.weights or exact_format(folder, dtype_on(device)) or DEFAULT
     if arguments.uaq_scale is not None:  # before it is quantized
         model = quantize_base(scaled(folder, device, arguments), format)
     else:

@@ -46,7 +46,8 @@ from lowroll.kernels.launch import captured, overlapping
 from lowroll.kernels.sampling.advance import advance
 from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.marks import shape
-from lowroll.kv.cache import DecodeRows, KVCache, PagedDecode
+from lowroll.kv.attention import PagedDecode
+from lowroll.kv.cache import DecodeRows, KVCache
 from lowroll.kv.policy.base import Selector, dead_slot
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import all_finite

@@ -41,6 +41,7 @@ from lowroll.model import hf
 from lowroll.model.claims import total_memory
 from lowroll.model.experts import StackedLinear
 from lowroll.model.folder import resolve
+from lowroll.model.headers import exact_format
 from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer, tokenizer_home
 from lowroll.model.transformer import Transformer
@@ -589,7 +590,7 @@ class NativeEngine:
         if isinstance(model, Transformer):
             return model.weight_format or DEFAULT
         assert self.folder is not None
-        return hf.exact_format(self.folder, dtype or dtype_on(device)) or DEFAULT
+        return exact_format(self.folder, dtype or dtype_on(device)) or DEFAULT
 
     def _give_up(self) -> None:
         """After a step that failed: nothing in flight can go on, and no K/V may be trusted."""

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from lowroll.kernels.launch import captured, overlapping
-from lowroll.kv.cache import KVCache, PackedPrompts, PromptChunk
+from lowroll.kv.attention import PackedPrompts
+from lowroll.kv.cache import KVCache, PromptChunk
 from lowroll.model.attention import flashes, upload
 from lowroll.model.transformer import Transformer
 

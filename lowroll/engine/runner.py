@@ -39,14 +39,8 @@ from lowroll.engine.sequence import (
     places_of,
 )
 from lowroll.kernels.sampling import chosen
-from lowroll.kv.cache import (
-    DecodeRows,
-    KVCache,
-    MixedAttention,
-    PagedAttention,
-    PagedDecode,
-    PromptChunk,
-)
+from lowroll.kv.attention import MixedAttention, PagedAttention, PagedDecode
+from lowroll.kv.cache import DecodeRows, KVCache, PromptChunk
 from lowroll.kv.policy.base import CachePolicy, num_slots
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.recorder import CompactionRecorder, Dropped, most_held

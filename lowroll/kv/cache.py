@@ -1,26 +1,19 @@
-"""The paged KV cache, and the engine's side of the `attend` seam.
-
-One buffer a layer for keys and one for values, [pages, page, G, d], allocated once. `PagedDecode`
-is one token a row over the row's page table: all of it lives on the device, nothing is gathered.
-`PagedAttention` is built for the prompts of one step: it writes their keys and values to their
-slots; prompts that start at position 0 attend over their own fresh keys as the cache holds them,
-which without a rounding is exactly what the learner does, later chunks of a prompt gather all their
-sequence's tokens. `MixedAttention` is both in one pass.
+"""The paged KV cache: one buffer a layer for keys and one for values, [pages, page, G, d], allocated
+once.
 
 Where a cache policy drops keys, `KVCache.keep` moves those that stay, between two runs of steps.
 How keys and values are stored is known to `KVCache` alone: another storage (`kv.fp8`) has the same
 verbs.
 
-Legend: T tokens, B decode rows, P pages of the longest row, H query heads, G key-value heads, d
-head size, K keys that stay.
+Legend: T tokens, B decode rows, P pages of the longest row, G key-value heads, d head size, K keys
+that stay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -30,16 +23,12 @@ from torch import Tensor
 from lowroll.kernels.attention.decode import gather_pages, paged_decode, write_pages
 from lowroll.kernels.compact.move import move
 from lowroll.kernels.invariant import attention as invariant
-from lowroll.kv.policy.base import Selector
 from lowroll.kv.virtual_memory import VirtualMemory, virtual_memory_works
-from lowroll.model.attention import Attend, packed, suffixes, upload, varlen
+from lowroll.model.attention import upload
 from lowroll.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from lowroll.model.transformer import Transformer
-
-# tokens of later chunks' sequences whose keys and values are copied out at once
-MOST_GATHERED = 1 << 17
 
 
 class KVCache:
@@ -239,144 +228,3 @@ class DecodeRows:
     table_BP: Tensor  # int32
     lengths_B: Tensor  # int32; 0 is a dead row
     positions_B: Tensor  # int64: of the last key
-
-
-@dataclass(frozen=True)
-class PagedDecode:
-    """`attend` for rows of one token each. `rows.lengths_B` counts the new token; a dead row writes
-    nothing. selector: the policy's device side, if it watches."""
-
-    cache: KVCache
-    rows: DecodeRows
-    selector: Selector | None = None
-
-    def __call__(self, layer: int, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
-        o_BHd = self.cache.decode(layer, q_BHd, k_BGd, v_BGd, self.rows)
-        if self.selector is not None:
-            self.selector.decoded(layer, q_BHd, self.rows)
-        return o_BHd
-
-
-class PagedAttention:
-    """`attend` for the prompts of one step: first the fresh ones, then later chunks over all that
-    came before them. selector: the policy's device side, if it watches."""
-
-    def __init__(
-        self,
-        cache: KVCache,
-        fresh: list[PromptChunk],
-        later: list[PromptChunk],
-        selector: Selector | None = None,
-    ) -> None:
-        device = cache.device
-        self.cache = cache
-        self.selector = selector
-        self.chunks = [*fresh, *later]
-        page_size = cache.page_size
-        slots = [c.slots(page_size)[c.start :] for c in self.chunks]
-        self.slots_T = upload(torch.cat(slots), device)
-        self.exact = _ExactAttention(cache, self.chunks) if cache.exact else None
-        if self.exact is not None:
-            fresh, later = [], []  # it reads all of them where they lie
-        self.num_fresh = sum(c.num_tokens for c in fresh)
-        self.fresh: Attend | None = varlen([c.num_tokens for c in fresh], device) if fresh else None
-        # queries, the slots of all their tokens, attention
-        self.later: list[tuple[int, Tensor, Attend]] = []
-        for some in _portions(later):
-            lengths = [c.num_tokens for c in some]
-            totals = [c.stop for c in some]
-            slots_T = upload(torch.cat([c.slots(page_size) for c in some]), device)
-            self.later.append((sum(lengths), slots_T, suffixes(lengths, totals, device)))
-
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
-        if self.exact is not None:
-            return self.exact(layer, q_THd)
-        outputs = []
-        first = self.num_fresh
-        if self.fresh is not None:
-            outputs.append(self.fresh(layer, q_THd[:first], k_TGd[:first], v_TGd[:first]))
-        for count, slots_T, attend in self.later:
-            keys_TGd, values_TGd = self.cache.read(layer, slots_T)
-            outputs.append(attend(layer, q_THd[first : first + count], keys_TGd, values_TGd))
-            first += count
-        if self.selector is not None:
-            self.selector.prefilled(layer, q_THd, self.chunks)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-class _ExactAttention:
-    """Attention of chunks over the cache, as rows that are decoded have it, bit for bit."""
-
-    def __init__(self, cache: KVCache, chunks: list[PromptChunk]) -> None:
-        self.cache = cache
-        widest = max(len(c.pages) for c in chunks)
-        padded = [c.pages + [0] * (widest - len(c.pages)) for c in chunks]
-        sizes = [c.num_tokens for c in chunks]
-        starts = [c.start for c in chunks]
-        self.table_SP, self.lengths_S, self.before_S = (
-            upload(torch.tensor(numbers, dtype=torch.int32), cache.device)
-            for numbers in (padded, sizes, starts)
-        )
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-
-    def __call__(self, layer: int, q_THd: Tensor) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if self.attend is None:
-            self.attend = invariant.paged(
-                keys, self.table_SP, self.lengths_S, self.before_S, *q_THd.shape[:2]
-            )
-        return self.attend(q_THd, keys, values)
-
-
-@dataclass(frozen=True)
-class PackedPrompts:
-    """`attend` for whole prompts that lie on the device with their bounds, int32 [prompts + 1], none
-    longer than `longest`: nothing of it waits for the host. A negative slot is none."""
-
-    cache: KVCache
-    slots_T: Tensor
-    bounds: Tensor
-    longest: int
-
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        k_TGd, v_TGd = self.cache.write(layer, self.slots_T, k_TGd, v_TGd)
-        if self.cache.exact:
-            return self._exact(q_THd, k_TGd, v_TGd)
-        return packed(q_THd, k_TGd, v_TGd, self.bounds, self.longest)
-
-    @cached_property
-    def _exact(self) -> invariant.Causal:
-        return invariant.packed(self.bounds.diff(), len(self.slots_T))
-
-
-@dataclass(frozen=True)
-class MixedAttention:
-    """`attend` for rows of one token each, and for the prompts of a step behind them."""
-
-    rows: PagedDecode
-    prompts: PagedAttention
-
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        count = len(self.rows.rows.lengths_B)
-        drawn, read = (
-            attend(layer, q_THd[part], k_TGd[part], v_TGd[part])
-            for attend, part in (
-                (self.rows, slice(None, count)),
-                (self.prompts, slice(count, None)),
-            )
-        )
-        return torch.cat([drawn, read])
-
-
-def _portions(chunks: list[PromptChunk]) -> Iterator[list[PromptChunk]]:
-    """Neighbours whose keys and values are gathered at once: MOST_GATHERED tokens, or a single
-    chunk."""
-    some: list[PromptChunk] = []
-    for chunk in chunks:
-        if some and sum(c.stop for c in some) + chunk.stop > MOST_GATHERED:
-            yield some
-            some = []
-        some.append(chunk)
-    if some:
-        yield some

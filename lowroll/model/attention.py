@@ -2,7 +2,7 @@
 
 A model calls `attend(layer, q_THd, k_TGd, v_TGd) -> o_THd` and knows no more. The learner passes
 `varlen`: causal attention within each of the packed sequences. The engine passes paged attention
-(`lowroll.kv.cache`).
+(`lowroll.kv.attention`).
 
 Legend: T packed tokens, H query heads, G key-value heads, d head size, S sequences, L tokens of a
 sequence.

@@ -19,11 +19,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lowroll.model import hf, lora, scaling
-from lowroll.model.folder import read_json
+from lowroll.model.files import read_json
+from lowroll.model.folder import resolve
 from lowroll.model.spec import LARGE
 from lowroll.model.transformer import Transformer
 from lowroll.quant import dense, mixed
@@ -98,26 +99,48 @@ def read(folder: Path) -> Base | None:
     return Base(weights, dtype, s)
 
 
-def load(
-    folder: Path,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    weights: str | None = None,
-) -> Transformer:
-    """The base that a folder's adapter learned on, made again as the run made it, with the adapter
-    on top.
+def base_of(folder: Path) -> str:
+    """Return the folder of the model that an adapter folder belongs to: a `base` inside it, else
+    what its adapter_config.json names, of a hub id the revision that was downloaded.
 
-    dtype: of what is not quantized, as in `hf.load`. weights: a format to keep dense layers in,
-    where the base has none of its own. ValueError as `read`, `hf.load` and `lora.load` say.
+    A name that came with a folder opens no connection. ValueError when the model is not on this
+    machine, or is an adapter itself.
     """
-    base, named = read(folder), lora.base_of(folder)
-    if base is None:
-        return lora.load(hf.load(named, device, dtype, weights), folder).eval()
-    early = base.weights if base.rounds else weights
-    model = hf.load(named, device, _DTYPES[base.dtype], early if base.uaq_scale is None else None)
-    if base.uaq_scale is not None:
-        scaling.scale(model, base.uaq_scale)
-    for name, linear in model.linears() if base.rounds else ():
-        linear.set_weight(linear.quantized(get_format(str(base.weights)).of(name).name))
-    model.to(dtype or (torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32))
-    return lora.load(model, folder, base.uaq_scale or 1.0).eval()
+    if (folder / "base").is_dir():
+        return str(folder / "base")
+    path = folder / "adapter_config.json"
+    config = read_adapter_config(path)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(base, str) or not base:
+        raise ValueError(
+            f"{path}: base_model_name_or_path: expected the base model's folder or hub id, got "
+            f"{printable(repr(base))}"
+        )
+    if revision is not None and not isinstance(revision, str):
+        raise ValueError(
+            f"{path}: revision: expected a commit, branch or tag of the base model, got "
+            f"{printable(repr(revision))}"
+        )
+    try:
+        named = resolve(base, revision, connect=False)
+    except ValueError:
+        wanted = f"{base} --revision {revision}" if revision else base
+        raise ValueError(
+            f"{path}: base_model_name_or_path: {printable(repr(base))} is not on this machine, and "
+            "a name that comes with a folder opens no connection. If you want that model: `hf "
+            f"download {printable(wanted)}`"
+        ) from None
+    if (named / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{path}: base_model_name_or_path: {named} is an adapter folder itself; merge it into "
+            f"its base first (lowroll export {named} OUT --as merged)"
+        )
+    return str(named)
+
+
+def read_adapter_config(path: Path) -> dict[str, Any]:
+    """Read the adapter_config.json of a LoRA adapter. ValueError for another kind of adapter."""
+    config = read_json(path)
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type: expected LORA")
+    return config

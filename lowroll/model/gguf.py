@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lowroll.checkpoint.publish import publish_folder
-from lowroll.model.folder import read_json
+from lowroll.model.files import read_json
 from lowroll.quant.blocks import keeps
 from lowroll.types import printable
 

@@ -14,16 +14,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lowroll.model import base as bases
+from lowroll.model import card
 from lowroll.model.adapter import Adapter
+from lowroll.model.base import read_adapter_config
 from lowroll.model.claims import total_memory
-from lowroll.model.folder import Headers, read_json, resolve, some, tensor_headers
-from lowroll.model.hf import copy_tokenizer, low_bit_format
+from lowroll.model.files import Headers, some, tensor_headers
+from lowroll.model.folder import copy_tokenizer, resolve
+from lowroll.model.headers import low_bit_format
 from lowroll.model.known import KNOWN
 from lowroll.model.spec import LARGE, ModelSpec
 from lowroll.model.transformer import Transformer
@@ -228,8 +231,6 @@ def save(
     `base` is the model that it belongs to, a folder or hub id; input_scale is explained at `state`.
     ValueError when the model has no adapter, FileExistsError when the folder exists already."""
     from lowroll.checkpoint.publish import publish_folder
-    from lowroll.model import base as bases
-    from lowroll.model import card
 
     if all(linear.adapter is None for _, linear in model.linears()):
         raise ValueError("the model has no adapter to save")
@@ -254,8 +255,6 @@ def write(
 ) -> None:
     """Write the model's adapter into an existing folder, with what it stands on; the card for people
     is `model.card`'s. revision: the commit of a base on the hub."""
-    from lowroll.model import base as bases
-
     alpha = next(linear.adapter.alpha for _, linear in model.linears() if linear.adapter)
     write_tensors(state(model, input_scale), target, alpha, _absolute(base), revision)
     bases.write(bases.of(model, input_scale), target)
@@ -298,45 +297,6 @@ def _absolute(base: str) -> str:
     short name (`model.known`) means nothing to other tools: the folder does."""
     folder = resolve(base) if base in KNOWN else Path(base).expanduser()
     return str(folder.resolve()) if base and folder.is_dir() else base
-
-
-def base_of(folder: Path) -> str:
-    """The folder of the model that an adapter folder belongs to: a `base` inside it, else what its
-    adapter_config.json names, of a hub id the revision that was downloaded.
-
-    A name that came with a folder opens no connection. ValueError when the model is not on this
-    machine, or is an adapter itself.
-    """
-    if (folder / "base").is_dir():
-        return str(folder / "base")
-    path = folder / "adapter_config.json"
-    config = _read_json(path)
-    base, revision = config.get("base_model_name_or_path"), config.get("revision")
-    if not isinstance(base, str) or not base:
-        raise ValueError(
-            f"{path}: base_model_name_or_path: expected the base model's folder or hub id, got "
-            f"{printable(repr(base))}"
-        )
-    if revision is not None and not isinstance(revision, str):
-        raise ValueError(
-            f"{path}: revision: expected a commit, branch or tag of the base model, got "
-            f"{printable(repr(revision))}"
-        )
-    try:
-        named = resolve(base, revision, connect=False)
-    except ValueError:
-        wanted = f"{base} --revision {revision}" if revision else base
-        raise ValueError(
-            f"{path}: base_model_name_or_path: {printable(repr(base))} is not on this machine, and "
-            "a name that comes with a folder opens no connection. If you want that model: `hf "
-            f"download {printable(wanted)}`"
-        ) from None
-    if (named / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{path}: base_model_name_or_path: {named} is an adapter folder itself; merge it into "
-            f"its base first (lowroll export {named} OUT --as merged)"
-        )
-    return str(named)
 
 
 def load(model: Transformer, folder: str | Path, input_scale: float = 1.0) -> Transformer:
@@ -384,7 +344,7 @@ def stored(folder: Path, input_scale: float = 1.0) -> tuple[float, dict[str, Ten
 
 def _read_config(path: Path) -> tuple[int, float, list[str]]:
     """(rank, alpha, targets) of an adapter_config.json. ValueError names the key."""
-    config = _read_json(path)
+    config = read_adapter_config(path)
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"{path}: r: expected a positive integer, got {printable(repr(rank))}")
@@ -412,13 +372,6 @@ def _parts(targets: list[object]) -> set[str]:
     """The parts of a block that are named, also one by one (`model.layers.0.self_attn.q_proj`), as
     PEFT does for `all-linear` in a model of few layers; that none is missing the tensors must show."""
     return {str(target).rpartition(".")[2] for target in targets}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    config = read_json(path)
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type: expected LORA")
-    return config
 
 
 def _check_headers(

@@ -7,7 +7,7 @@ other and need no second copy. Threads read pieces ahead of who uses them: for a
 memory and on from there, so that reading and copying overlap; files in the page cache arrive at the
 speed of memory and not of one thread.
 
-Headers must have been checked (`model.hf`): nothing here asks twice what a file holds.
+Headers must have been checked (`model.headers`): nothing here asks twice what a file holds.
 
 `write` makes files of at most SHARD_BYTES, several at once, with names and index as transformers has
 them.

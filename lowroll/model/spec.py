@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lowroll.model.folder import read_json
+from lowroll.model.files import read_json
 from lowroll.types import RunFailed, printable
 
 MOST = 2**31 - 1  # of any integer in a config,

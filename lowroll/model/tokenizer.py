@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.model import tokenizer_trial
-from lowroll.model.folder import MOST_TOKENIZER, read_json, regular
+from lowroll.model.files import MOST_TOKENIZER, read_json, regular
 from lowroll.model.template import template
 from lowroll.tool_calls import FORMATS, format_of, read
 from lowroll.types import Message, Turn, printable
@@ -60,7 +60,7 @@ def tokenizer_home(folder: str | Path) -> Path:
     base's is meant."""
     folder = Path(folder)
     if not has_tokenizer(folder) and (folder / "adapter_config.json").is_file():
-        from lowroll.model.lora import base_of
+        from lowroll.model.base import base_of
 
         return Path(base_of(folder))
     return folder

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from lowroll import machine
-from lowroll.model.folder import MOST_TOKENIZER, regular
+from lowroll.model.files import MOST_TOKENIZER, regular
 from lowroll.types import printable
 
 # 150,000 tokens take 0.4 s and 170 MB

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.model import tokenizer_trial
-from lowroll.model.folder import read_json, regular
+from lowroll.model.files import read_json, regular
 from lowroll.types import printable
 
 SPECIAL = (

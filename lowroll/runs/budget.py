@@ -27,7 +27,9 @@ from lowroll.config import RunConfig, from_mapping
 from lowroll.engine.native import NativeEngine, dtype_on
 from lowroll.metrics.progress import phases
 from lowroll.model import hf, scaling
-from lowroll.model.folder import read_json, resolve
+from lowroll.model.files import read_json
+from lowroll.model.folder import resolve
+from lowroll.model.headers import exact_format, low_bit_format
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
@@ -224,8 +226,8 @@ def _calibration(samples: Sequence[Sample]) -> Calibration:
 def stored(cfg: RunConfig, dtype: torch.dtype) -> str:
     """Return the low-bit format of the run's model folder, whose dense layers have `dtype`;
     ValueError for a dense one."""
-    held = hf.exact_format(resolve(cfg.model, weights=False), dtype)
-    if held is None and hf.exact_format(resolve(cfg.model, weights=False), torch.float32):
+    held = exact_format(resolve(cfg.model, weights=False), dtype)
+    if held is None and exact_format(resolve(cfg.model, weights=False), torch.float32):
         raise ValueError(
             f"rollout.weights: {STORED}: the codes of {cfg.model} are exact in float32 alone; write "
             "dtype: float32"
@@ -254,7 +256,7 @@ def refuse_model(cfg: RunConfig) -> None:
             f"rollout.weights: {spec.architecture} has experts, whose matrices are not chosen for one "
             "by one; write a format"
         )
-    held = hf.low_bit_format(folder)
+    held = low_bit_format(folder)
     if held is not None:
         raise ValueError(
             f"rollout.weights: {cfg.model} holds {held} weights, and a budget needs the dense model; "

@@ -24,6 +24,7 @@ from lowroll.envs.rewards import ScorerPool
 from lowroll.metrics.progress import phases
 from lowroll.model import hf
 from lowroll.model.folder import resolve
+from lowroll.model.headers import exact_format
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.orchestrator import examples as responses_of
 from lowroll.orchestrator.client import PhaseProgress
@@ -240,9 +241,9 @@ def _under(cfg: RunConfig, kv: KvConfig) -> RunConfig:
 
 def _rollouts(cfg: RunConfig) -> str:
     if cfg.rollout.weights == STORED:  # a dense model may stand in the place of the run's folder
-        return hf.exact_format(resolve(cfg.model), Compute.of(cfg).dtype) or OWN
+        return exact_format(resolve(cfg.model), Compute.of(cfg).dtype) or OWN
     if "weights" in cfg.rollout.model_fields_set:
         own = None
     else:
-        own = hf.exact_format(resolve(cfg.model), Compute.of(cfg).dtype)
+        own = exact_format(resolve(cfg.model), Compute.of(cfg).dtype)
     return own or cfg.rollout.weights

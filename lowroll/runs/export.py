@@ -28,7 +28,9 @@ from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
 from lowroll.engine.native import free_memory
 from lowroll.model import base, card, hf, lora
+from lowroll.model.base import base_of
 from lowroll.model.folder import resolve
+from lowroll.model.headers import low_bit_format, read_folder_layout
 from lowroll.model.scoring import score
 from lowroll.model.spec import read_config
 from lowroll.model.tokenizer import tokenizer_home
@@ -103,8 +105,8 @@ def quantize_folder(
     folder = resolve(model)
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"model: {model} is an adapter folder; merge it into its base first")
-    if hf.read_folder_layout(folder) is not None:
-        held = hf.low_bit_format(folder) or "quantized"
+    if read_folder_layout(folder) is not None:
+        held = low_bit_format(folder) or "quantized"
         raise ValueError(f"model: {model} holds {held} weights already; quantize the dense model")
     dense = hf.load(folder, device, stored_dtype(folder))
     if transform is not None:
@@ -177,7 +179,7 @@ def publish_adapter(
     source = resolve(cfg.model)
     gap = None
     stands_on = base.of(model, scale)
-    holds = hf.low_bit_format(source)
+    holds = low_bit_format(source)
     revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
 
     def write(target: Path) -> None:
@@ -219,7 +221,7 @@ def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exp
             f"rollout"
         )
     stated = base.read(folder)
-    source = resolve(lora.base_of(folder))
+    source = resolve(base_of(folder))
     dtype = stored_dtype(source) if stated is None else _STORED[stated.dtype]
     model = hf.load(folder, dtype=dtype)
     note = None

@@ -20,8 +20,9 @@ from lowroll.config.roles import one_process_notes, one_process_problems
 from lowroll.envs import Environment, child
 from lowroll.kv.capacity import Workload
 from lowroll.metrics import trackers
-from lowroll.model import claims, exact, hf, lora
+from lowroll.model import claims, exact, lora
 from lowroll.model.folder import resolve
+from lowroll.model.headers import read_headers
 from lowroll.model.spec import read_spec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
@@ -192,7 +193,7 @@ def _outline(key: str, source: str, compute: Compute, found: Findings) -> Transf
     here."""
     folder = resolve(source, weights=False, key=key)
     if Path(source).expanduser().is_dir():
-        spec, _, _ = hf.read_headers(folder)
+        spec, _, _ = read_headers(folder)
     else:
         spec = read_spec(folder)
         claims.check_memory(folder / "config.json", spec, claims.LEAST_BITS, compute.device)

@@ -260,9 +260,10 @@ def _full(
 
 def _checked_scale(spec: ModelSpec, model: Path, meta: dict[str, Any]) -> float:
     """Return the input scale of the weights. Raises ValueError when they are of another model."""
-    from lowroll.model import hf, scaling
+    from lowroll.model import scaling
+    from lowroll.model.headers import read_headers
 
-    served = replace(hf.read_headers(model)[0], eos_ids=spec.eos_ids)  # a server's own
+    served = replace(read_headers(model)[0], eos_ids=spec.eos_ids)  # a server's own
     odd = [f.name for f in fields(spec) if f.compare and vars(spec)[f.name] != vars(served)[f.name]]
     if odd:
         raise ValueError(f"config.json: {', '.join(odd)}: not as the served model's")

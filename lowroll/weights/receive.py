@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowroll.kernels import checksum
 from lowroll.model import lora, scaling, shards
-from lowroll.model.folder import some
+from lowroll.model.files import some
 from lowroll.model.names import hf_names, part_rows
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer

@@ -198,10 +198,6 @@ def test_the_plan_has_no_cycle() -> None:
 KNOWN_CYCLES = {
     "config.buffer config.data config.exact config.ray config.roles config.schema config.vllm",
     "config.load config.surogate.read",
-    "envs.sandbox.run envs.sandbox.walls",
-    "kv.cache kv.policy.base",
-    "model.base model.card model.hf model.lora",
-    "model.folder model.gguf model.known",
 }
 
 

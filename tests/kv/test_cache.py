@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from lowroll import Engine, Request
-from lowroll.kv import cache as kv_cache
+from lowroll.kv import attention as kv_attention
 from lowroll.kv import virtual_memory as kv_arena
-from lowroll.kv.cache import KVCache, PagedAttention, PromptChunk
+from lowroll.kv.attention import PagedAttention
+from lowroll.kv.cache import KVCache, PromptChunk
 from lowroll.kv.virtual_memory import VirtualMemory
 from lowroll.model import attention
 from lowroll.model.attention import suffixes, varlen
@@ -114,7 +115,7 @@ def test_chunks_of_many_sequences_attend_over_their_pages(
 ) -> None:
     """Two fresh prompts and three later chunks in one step, against each sequence alone and
     whole."""
-    monkeypatch.setattr(kv_cache, "MOST_GATHERED", most)
+    monkeypatch.setattr(kv_attention, "MOST_GATHERED", most)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     spec = read_spec(
         hf_folder(tmp_path / "m", num_attention_heads=4, num_key_value_heads=2, head_dim=64)
@@ -157,9 +158,9 @@ def test_what_is_gathered_at_once_stays_within_its_bound(
 ) -> None:
     """Tokens of the whole sequences count, not of the chunks; a sequence longer than the bound
     comes alone."""
-    monkeypatch.setattr(kv_cache, "MOST_GATHERED", most)
+    monkeypatch.setattr(kv_attention, "MOST_GATHERED", most)
     chunks = [PromptChunk(stop - 2, stop, []) for stop in (30, 21, 48)]
-    assert [[c.stop for c in some] for some in kv_cache._portions(chunks)] == portions
+    assert [[c.stop for c in some] for some in kv_attention._portions(chunks)] == portions
 
 
 def test_device_memory_that_fails_half_way_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

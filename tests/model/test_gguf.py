@@ -20,6 +20,7 @@ from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.folder import resolve
 from lowroll.model.gguf import NOTE
+from lowroll.model.headers import exact_format, low_bit_format
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.runs.evaluate import _rollouts
 from lowroll.runs.export import quantize_folder
@@ -130,7 +131,7 @@ def test_a_file_gives_the_numbers_that_it_stands_for(
     assert ours.weight_format is None
     noted = {Kind.Q4_0: "q4_0", Kind.Q4_1: "q4_1", Kind.Q8_0: "q8_0"}.get(kind)
     folder = resolve(tmp_path / "tiny.gguf")
-    assert hf.exact_format(folder) == noted and hf.low_bit_format(folder) is None
+    assert exact_format(folder) == noted and low_bit_format(folder) is None
     ids = torch.arange(len(TOKENS))
     with torch.no_grad():
         wanted: Tensor = theirs(ids[None]).logits[0].log_softmax(-1)
@@ -157,10 +158,10 @@ def test_no_format_is_noted_where_layers_have_several_or_codes_would_change(tmp_
     write(tmp_path / "moved.gguf", "qwen3", Kind.Q4_1, moved=True)
     for name in ("mixed", "moved"):
         folder = resolve(tmp_path / f"{name}.gguf")
-        assert hf.exact_format(folder) is None and not (folder / NOTE).exists()
+        assert exact_format(folder) is None and not (folder / NOTE).exists()
     (folder / NOTE).write_text('{"format": "int3"}')
     with pytest.raises(ValueError, match=r"gguf\.json: format: 'int3' is unknown"):
-        hf.exact_format(folder)
+        exact_format(folder)
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])

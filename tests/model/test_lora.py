@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from lowroll.model import hf, lora
 from lowroll.model.attention import varlen
+from lowroll.model.base import base_of
+from lowroll.model.headers import low_bit_format
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.tokenizer import eos_id, load_tokenizer
 from lowroll.model.transformer import Transformer
@@ -466,7 +468,7 @@ def test_a_relative_base_is_found_from_any_folder(
     )  # it looks like a hub id
     monkeypatch.chdir(tmp_path / "models")
     for adapter in ("adapter", "home"):
-        assert lora.base_of(tmp_path / adapter) == str(tmp_path / "models" / "base")
+        assert base_of(tmp_path / adapter) == str(tmp_path / "models" / "base")
         assert "base_model" not in (tmp_path / adapter / "README.md").read_text()
 
 
@@ -493,9 +495,9 @@ def test_the_base_of_an_adapter_folder(adapter: Path) -> None:
         with pytest.raises(
             ValueError, match="base_model_name_or_path: expected the base model's folder or hub id"
         ):
-            lora.base_of(adapter)
+            base_of(adapter)
     (adapter / "base").mkdir()
-    assert lora.base_of(adapter) == str(adapter / "base")
+    assert base_of(adapter) == str(adapter / "base")
 
 
 def test_a_revision_of_the_base_is_that_revision(
@@ -514,14 +516,14 @@ def test_a_revision_of_the_base_is_that_revision(
     config = {**json.loads(path.read_text()), "base_model_name_or_path": "some/model"}
     for revision, family in ((None, tmp_path / "other"), ("0a1b", folders["qwen3"])):
         path.write_text(json.dumps({**config, "revision": revision}))
-        assert hf.low_bit_format(adapter) is None
+        assert low_bit_format(adapter) is None
         assert torch.equal(logits(hf.load(adapter)), logits(lora.load(hf.load(family), adapter)))
     assert set(asked) == {("some/model", None), ("some/model", "0a1b")}
     path.write_text(json.dumps({**config, "revision": 7}))
     with pytest.raises(
         ValueError, match="revision: expected a commit, branch or tag of the base model, got 7"
     ):
-        lora.base_of(adapter)
+        base_of(adapter)
 
 
 def test_a_refusal_names_five_tensors_and_counts_the_rest(

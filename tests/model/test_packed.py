@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowroll.model import hf
 from lowroll.model.attention import varlen
+from lowroll.model.headers import low_bit_format
 from lowroll.runs.export import quantize_folder
 from tests.fixtures.tiny import hf_model
 
@@ -114,7 +115,7 @@ def test_a_folder_gives_the_numbers_that_it_stands_for(
     theirs = write(tmp_path, config)
     ours = hf.load(tmp_path, dtype=torch.float32)
     assert ours.weight_format == format
-    assert hf.low_bit_format(tmp_path) == format
+    assert low_bit_format(tmp_path) == format
     said = [record.getMessage() for record in caplog.records if "become dense" in record.message]
     assert len(said) == (format is None)
     tokens = torch.arange(24) % 64

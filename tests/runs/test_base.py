@@ -20,6 +20,8 @@ from torch import Tensor
 import lowroll
 from lowroll.cli.main import main
 from lowroll.model import base, hf, lora
+from lowroll.model.base import base_of
+from lowroll.model.headers import low_bit_format
 from lowroll.quant.formats import get_format
 from lowroll.runs import export
 from lowroll.runs.build import engines
@@ -364,7 +366,7 @@ def test_a_bad_statement_is_refused_by_its_key(case: str, adapter: Path, tmp_pat
     (tmp_path / "a" / base.FILE).write_text(
         content if isinstance(content, str) else json.dumps(content)
     )
-    for read in (hf.load, hf.low_bit_format):
+    for read in (hf.load, low_bit_format):
         with pytest.raises(ValueError, match=words) as caught:
             read(tmp_path / "a")
         assert str(caught.value).startswith(
@@ -383,13 +385,13 @@ def test_any_positive_scale_is_read(adapter: Path, tmp_path: Path) -> None:
 def test_without_a_statement_it_is_the_model_that_is_named(adapter: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter, tmp_path / "a")
     (tmp_path / "a" / base.FILE).unlink()
-    named = lora.base_of(adapter)
+    named = base_of(adapter)
     wanted = logits(lora.load(hf.load(named), adapter))
-    assert hf.low_bit_format(tmp_path / "a") is None and torch.equal(
+    assert low_bit_format(tmp_path / "a") is None and torch.equal(
         logits(hf.load(tmp_path / "a")), wanted
     )
     assert (logits(hf.load(adapter)) - wanted).abs().max() > 1e-3
-    assert hf.low_bit_format(adapter) == hf.load(adapter).weight_format == "nf4"
+    assert low_bit_format(adapter) == hf.load(adapter).weight_format == "nf4"
 
 
 def test_layers_are_quantized_as_they_arrive(
@@ -397,8 +399,8 @@ def test_layers_are_quantized_as_they_arrive(
 ) -> None:
     """A dense base is never in memory whole: neither where the adapter says the format, nor where
     its reader does."""
-    plain = lora.attach(hf.load(lora.base_of(adapter)), 2, 4.0)
-    lora.save(plain, tmp_path / "plain", base=lora.base_of(adapter))
+    plain = lora.attach(hf.load(base_of(adapter)), 2, 4.0)
+    lora.save(plain, tmp_path / "plain", base=base_of(adapter))
     load, asked = hf.load, []
 
     def watched(source: Any, *args: Any) -> Any:
@@ -413,18 +415,18 @@ def test_layers_are_quantized_as_they_arrive(
         (tmp_path / "plain", None),
     ):
         load(folder, "cpu", torch.float32, weights)
-    assert asked == [(lora.base_of(adapter), early) for early in ("nf4", "nf4", "fp8", None)]
+    assert asked == [(base_of(adapter), early) for early in ("nf4", "nf4", "fp8", None)]
 
 
 def test_a_model_that_is_low_bit_by_now_is_taken_as_it_is(adapter: Path, tmp_path: Path) -> None:
     """An adapter on the linear weights "as they are"."""
-    quantize_folder(lora.base_of(adapter), tmp_path / "low", "int8")
+    quantize_folder(base_of(adapter), tmp_path / "low", "int8")
     lora.save(
-        lora.attach(hf.load(lora.base_of(adapter)), 2, 4.0),
+        lora.attach(hf.load(base_of(adapter)), 2, 4.0),
         tmp_path / "a",
         base=str(tmp_path / "low"),
     )
-    assert base.read(tmp_path / "a").weights is None and hf.low_bit_format(tmp_path / "a") == "int8"
+    assert base.read(tmp_path / "a").weights is None and low_bit_format(tmp_path / "a") == "int8"
     assert hf.load(tmp_path / "a").weight_format == "int8"
 
 

@@ -17,6 +17,7 @@ from lowroll.cli.main import main
 from lowroll.config import from_mapping
 from lowroll.metrics.record import read
 from lowroll.model import hf
+from lowroll.model.headers import low_bit_format
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant import mixed
 from lowroll.quant.budget import Budget
@@ -335,7 +336,7 @@ def test_an_adapter_learns_on_the_codes_that_a_folder_stores(
 ) -> None:
     asked = tree(careful, tmp_path / "whole", "stored", lora=True) | {"dtype": dtype}
     whole = train(asked).folder
-    own = str(hf.low_bit_format(careful, getattr(torch, dtype)))
+    own = str(low_bit_format(careful, getattr(torch, dtype)))
     assert own.startswith("mixed-")
     assert read_rollouts(_first(whole)).samples[0].rollout.behavior.weights == own
     held = hf.load(careful, dtype=getattr(torch, dtype))

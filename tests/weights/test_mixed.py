@@ -11,6 +11,7 @@ import torch
 
 from lowroll import Engine, Request
 from lowroll.model import base, hf, lora
+from lowroll.model.headers import low_bit_format
 from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
 from lowroll.quant.formats import QTensor, get_format
@@ -187,7 +188,7 @@ def test_a_folder_of_several_formats_is_read_bit_for_bit(
     again = hf.load(tmp_path / "out")
     assert again.weight_format == name
     assert digest(again) == digest(model)
-    assert hf.low_bit_format(tmp_path / "out") == name
+    assert low_bit_format(tmp_path / "out") == name
     engine = Engine(tmp_path / "out", device="cpu", cache_tokens=1024, page_size=4)
     assert engine.behavior.weights == name
     assert drawn(engine) == drawn(engine_of(hf.load(folder), name))

@@ -14,6 +14,7 @@ import torch
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.engine.remote.vllm_server import ServedModel
 from lowroll.model import hf, lora
+from lowroll.model.headers import low_bit_format
 from lowroll.model.names import hf_names, part_rows
 from lowroll.model.spec import ModelSpec, read_config, read_spec, spec_from_config
 from lowroll.model.tokenizer import eos_id
@@ -33,7 +34,7 @@ def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{folder / 'config.json'}: dtype: {name} is no dtype of weights")
-    weights = hf.low_bit_format(folder) or dense.of(dtype)
+    weights = low_bit_format(folder) or dense.of(dtype)
     eos = {*spec.eos_ids}
     if (folder / "tokenizer.json").is_file() and (known := eos_id(folder)) is not None:
         eos.add(known)
@@ -67,7 +68,7 @@ def write_model(update: WeightUpdate, folder: Path, base: Path, dtype_name: str)
     are in a dtype. ValueError as `weights.receive` raises it."""
     dtype = getattr(torch, dtype_name)
     spec = spec_from_config(read_config(base))
-    format = hf.low_bit_format(base)
+    format = low_bit_format(base)
     if format is None:
         tensors = dict(arrivals(update, _shapes(spec), "cpu"))
         check_content(update, tensors)

@@ -1,7 +1,7 @@
-"""Runs a program on hidden tests; this end of the pipes knows the expected outputs.
+"""Run a program on hidden tests: the end of the sandbox's pipes that knows what is expected.
 
-A wrong, slow, crashing or flooding program fails its cases; SandboxError means that the sandbox
-itself failed.
+A program that is wrong, slow, crashes, floods or is none fails its cases. SandboxError is raised
+only when the sandbox itself did: it did not start, or ended under the program.
 """
 
 from __future__ import annotations
@@ -11,45 +11,51 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowroll.envs.sandbox import filter, walls
+from lowroll.envs.sandbox import filter
 from lowroll.envs.sandbox.cases import Case, CaseResults, Result, SandboxLimits, Status, is_right
 
+# the same order of sets in every run; a home that can be written to
+ENV = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/bin:/bin",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+}
 START_LIMIT = 20.0  # seconds until the sandbox stands
-DEFAULT = SandboxLimits()
 SLACK = 5.0  # seconds that its own bookkeeping may take
 MAX_SAID = 500  # characters of its own errors
+
+
+@dataclass(frozen=True)
+class Walls:
+    """A way to isolate: its name, and the command that starts `inside` in it."""
+
+    name: str
+    command: Callable[[int], list[str]]  # by the size of /tmp in MB
 
 
 class SandboxError(RuntimeError):
     """A failure of the sandbox, not of the program."""
 
 
-def run_cases(
-    source: str,
-    cases: Sequence[Case],
-    limits: SandboxLimits = DEFAULT,
-    stop_at_failure: bool = False,
-) -> CaseResults:
-    """Run the Python program `source` on every case, each in its own process, and compare.
-
-    `stop_at_failure`: later cases count as wrong without a run. ValueError without cases;
-    SandboxMissing where nothing isolates; SandboxError when the sandbox failed.
-    """
-    return run_in(walls.found(), source, cases, limits, stop_at_failure)
-
-
 def run_in(
-    here: walls.Walls,
+    here: Walls,
     source: str,
     cases: Sequence[Case],
     limits: SandboxLimits,
     stop_at_failure: bool = False,
 ) -> CaseResults:
-    """Run the cases like `run_cases`, in this sandbox."""
+    """Run the Python program `source` on every case, each in a process of its own of this sandbox,
+    and compare.
+
+    `stop_at_failure`: the cases behind the first that fails are not run and count as wrong.
+    ValueError without cases; SandboxError when the sandbox failed.
+    """
     if not cases:
         raise ValueError("a program is judged by its cases, and there are none")
     results: list[Result] = []
@@ -91,7 +97,9 @@ def _judged(case: Case, reply: dict[str, Any]) -> Result:
 
 
 class _Sandbox:
-    def __init__(self, here: walls.Walls, limits: SandboxLimits) -> None:
+    """A sandbox for one program."""
+
+    def __init__(self, here: Walls, limits: SandboxLimits) -> None:
         self.limits, self.name = limits, here.name
         try:
             self.process = subprocess.Popen(
@@ -99,7 +107,7 @@ class _Sandbox:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=walls.ENV,
+                env=ENV,
                 cwd="/",
                 start_new_session=True,
                 bufsize=0,
@@ -113,7 +121,8 @@ class _Sandbox:
         self.deadline = time.monotonic() + START_LIMIT
 
     def ask(self, source: str, cases: Sequence[Case]) -> None:
-        """Wait until the sandbox is ready, and send it program, inputs and limits, nothing else."""
+        """Wait until the sandbox is ready, and send it the program, its inputs and the limits,
+        nothing else."""
         if self._next() != {"ready": True}:
             raise SandboxError(f"{self.name}: {self._how_it_ended()}")
         lines = filter.program()
@@ -146,7 +155,7 @@ class _Sandbox:
         return reply
 
     def close(self) -> None:
-        """Kill the sandbox and all that runs in it."""
+        """Kill the sandbox, and with it all that runs in it."""
         self.process.kill()
         self.process.wait(START_LIMIT)
         for pipe in (self.input, self.output, self.errors):
@@ -156,7 +165,7 @@ class _Sandbox:
         return next(self.lines, None)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the sandbox's reply lines until its end or the deadline."""
+        """Yield the sandbox's reply lines, until it ends or the deadline comes."""
         data = bytearray()
         while select.select([self.output], [], [], self._seconds())[0]:
             piece = os.read(self.output.fileno(), 1 << 16)

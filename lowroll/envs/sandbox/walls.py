@@ -1,7 +1,8 @@
-"""Isolation of a program from this machine, with advice where nothing isolates.
+"""Isolation of a program in the sandbox from this machine, and what to do where nothing isolates.
 
-Only `jail` is trusted, no program of the PATH. Isolation is proven once a process: `inside` refuses
-unless it finds itself isolated, and a probe reports what it sees.
+`jail` makes the namespaces, and nothing else does: no program of the PATH is believed to isolate.
+Whether it works is proven once for each process: `inside` refuses to take a program unless it finds
+itself isolated, and a program says what it sees.
 """
 
 from __future__ import annotations
@@ -11,50 +12,36 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lowroll.envs.sandbox import filter
+from lowroll.envs.sandbox.cases import Case, CaseResults, SandboxLimits
+from lowroll.envs.sandbox.run import SandboxError, Walls, run_in
 
 HERE = Path(__file__).parent
 INSIDE, JAIL = HERE / "inside.py", HERE / "jail.py"
-# a fixed order of sets; a writable home
-ENV = {
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "PATH": "/usr/bin:/bin",
-    "PYTHONHASHSEED": "0",
-    "PYTHONUTF8": "1",
-}
 LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 PYTHON_FLAGS = ("-S", "-s", "-P", "-B")
 NAMES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")  # of namespaces, in /proc/self/ns
-USER = 1000  # of the program, inside
+DEFAULT = SandboxLimits()
+USER = 1000  # of the program, as it sees itself
 
 
 class SandboxMissing(ValueError):
-    """A machine on which nothing isolates a program; the message says how to get it."""
-
-
-@dataclass(frozen=True)
-class Walls:
-    """A way to isolate: its name, and the command that starts `inside`."""
-
-    name: str
-    command: Callable[[int], list[str]]  # by the size of /tmp in MB
+    """Nothing isolates a program on this machine. The message says how to get it."""
 
 
 def python() -> str:
-    """Return the interpreter's real path, behind virtual environments."""
+    """Return the path of the interpreter itself, behind the links of virtual environments."""
     return os.path.realpath(sys.executable)
 
 
 def _layout() -> dict[str, Any]:
-    """Return what a program sees: the interpreter, its library and shared ones, but no installed
-    packages."""
+    """Return the parts of this machine that a program sees: the interpreter, its library and the
+    shared ones. Installed packages are not among them."""
     library = sysconfig.get_paths()["stdlib"]
     binds = [python(), str(INSIDE)]
     links = []
@@ -84,7 +71,8 @@ NAMESPACES = Walls("namespaces", _jail)
 
 @cache
 def found() -> Walls:
-    """Return the isolation that works here; SandboxMissing says what was tried and what helps."""
+    """Return the isolation that works on this machine. Raises SandboxMissing, with what was tried
+    and what helps."""
     if not sys.platform.startswith("linux") or filter.program() is None:
         raise SandboxMissing(
             "no sandbox for programs: it needs Linux on x86_64 or aarch64, and this is "
@@ -98,7 +86,18 @@ def found() -> Walls:
     return NAMESPACES
 
 
-# reports: a file of the machine, its parent, its user, other processes
+def run_cases(
+    source: str,
+    cases: Sequence[Case],
+    limits: SandboxLimits = DEFAULT,
+    stop_at_failure: bool = False,
+) -> CaseResults:
+    """Run a program on its cases like `run_in`, behind the isolation that works here. Raises
+    SandboxMissing where nothing isolates."""
+    return run_in(found(), source, cases, limits, stop_at_failure)
+
+
+# what a program sees: a file of the machine, who started it, its user, the other processes
 PROOF = """
 import os
 print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"))
@@ -106,10 +105,8 @@ print(os.path.exists(input()), os.getppid(), os.getuid(), os.path.exists("/proc"
 
 
 def _try(walls: Walls) -> str | None:
-    """Explain why this does not isolate here; None when a program ran in it and saw nothing."""
-    from lowroll.envs.sandbox.cases import Case, SandboxLimits
-    from lowroll.envs.sandbox.run import SandboxError, run_in
-
+    """Explain why this does not isolate here; None when a program was run in it and saw nothing of
+    this machine."""
     limits = SandboxLimits(total_seconds=30.0, wall_seconds=30.0)
     with tempfile.NamedTemporaryFile(prefix="lowroll-") as witness:
         case = Case(witness.name, f"False 1 {USER} False")
@@ -123,7 +120,7 @@ def _try(walls: Walls) -> str | None:
 
 
 def _advice() -> str:
-    """Return how to get isolation on this machine, with a command where there is one."""
+    """Return what gives this machine the isolation that it lacks, a command where there is one."""
     if _reads("/proc/sys/kernel/unprivileged_userns_clone") == "0":
         return "sudo sysctl kernel.unprivileged_userns_clone=1"
     if _reads("/proc/sys/user/max_user_namespaces") == "0":

@@ -11,6 +11,7 @@ from lowroll.config import RunConfig
 from lowroll.kernels.matmul.w8a8 import scaled_mm_supports
 from lowroll.model import exact, hf, lora, scaling
 from lowroll.model.folder import resolve
+from lowroll.model.headers import low_bit_format
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
@@ -162,7 +163,7 @@ def refuse_adapter(key: str, source: str | Path) -> None:
 
 def refuse_scale(cfg: RunConfig) -> None:
     """Raise ValueError where the weights that would be scaled are codes that stay."""
-    held = hf.low_bit_format(resolve(cfg.model, weights=False))
+    held = low_bit_format(resolve(cfg.model, weights=False))
     if cfg.train.uaq_scale is not None and cfg.train.lora and held is not None:
         raise ValueError(
             f"train.uaq_scale: {cfg.model} holds {held} weights, which an adapter's base keeps; scale the "

@@ -23,6 +23,7 @@ from lowroll.engine.base import Engine
 from lowroll.engine.native import pick_device
 from lowroll.model import hf
 from lowroll.model.folder import resolve
+from lowroll.model.headers import low_bit_format
 from lowroll.model.scoring import score
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.transformer import Transformer
@@ -217,4 +218,4 @@ def _base(
 def _holds(folder: Path, weights: str) -> bool:
     """Return whether the linear weights of a folder are those that the rollouts multiply with."""
     wanted = None if get_format(weights).dense else stored_format(weights)
-    return hf.low_bit_format(folder) == wanted
+    return low_bit_format(folder) == wanted

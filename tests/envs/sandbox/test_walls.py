@@ -23,7 +23,7 @@ def kill(pid, number):
 os.kill = kill
 runpy.run_path({str(walls.INSIDE)!r}, run_name="__main__")
 """
-NOTHING = walls.Walls("nothing", lambda size: [sys.executable, "-c", BARE])
+NOTHING = run.Walls("nothing", lambda size: [sys.executable, "-c", BARE])
 
 
 @pytest.fixture

@@ -1,0 +1,86 @@
+"""The bounds on what a model folder may make us read: regular files of a bounded size, JSON of a
+bounded depth, honest headers.
+
+A folder comes from strangers. Nothing here follows what it says before a number beside it (the size
+of a file, the memory of the machine) allows that, and every refusal is a ValueError of one line
+that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from lowroll.types import printable
+
+MOST_JSON = 16 << 20  # bytes; parsed, JSON takes up to forty times as much memory
+# of a tokenizer.json, which the tokenizers library parses; the largest known has 35 MB
+MOST_TOKENIZER = 256 << 20
+MOST_HEADER = 32 << 20  # of a safetensors file; 100 bytes a tensor
+
+Headers = dict[str, tuple[tuple[int, ...], str]]  # tensor: (shape, safetensors dtype)
+
+
+def regular(path: Path, most: int) -> int:
+    """The size of a regular file (links are followed). ValueError for another kind of file, or more
+    than `most` bytes."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ValueError(f"{printable(path)}: {error.strerror or error}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{printable(path)}: not a regular file")
+    if status.st_size > most:
+        raise ValueError(
+            f"{printable(path)}: {status.st_size:,} bytes; a file of this kind has {most:,} at most"
+        )
+    return status.st_size
+
+
+def read_json(path: Path, most: int = MOST_JSON) -> Any:
+    """Read the JSON of a file of at most `most` bytes. ValueError names the file and says what is
+    wrong with it."""
+    regular(path, most)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(
+            f"{printable(path)}: not JSON that can be read (nested too deeply)"
+        ) from None
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{printable(path)}: not JSON ({printable(error)})") from None
+
+
+def tensor_headers(path: Path) -> Headers:
+    """Read the shapes and dtypes of a safetensors file from its header alone. ValueError names a
+    file that is damaged."""
+    size = regular(path, 1 << 62)
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > min(size, MOST_HEADER):
+            raise ValueError(
+                f"a header of {length:,} bytes in a file of {size:,}; {MOST_HEADER:,} at most are "
+                f"read"
+            )
+        with safe_open(path, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
+            return {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{printable(path)}: damaged or not a safetensors file ({printable(error)})"
+        ) from None
+
+
+def some(names: Iterable[str]) -> str:
+    """The first five of the names, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(printable(name, 200) for name in names[:5])
+    if len(names) <= 5:
+        return shown
+    return f"{shown} and {len(names) - 5} more"
