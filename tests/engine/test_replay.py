@@ -544,9 +544,9 @@ def test_noise_goes_by_request_sample_and_position(folder: Path) -> None:
     engine = engine_of(folder)
     handle = engine.add(Request(prompt(5), n=3, max_tokens=9, seed=4, ignore_eos=True))
     step(engine, 5)
-    keys = [s.noise_key for s in engine.scheduler._groups[handle].sequences]
+    keys = [s.noise_key for s in engine.scheduler.in_flight[handle].sequences]
     engine.release(in_flight="replay")
-    again = engine.scheduler._groups[handle]
+    again = engine.scheduler.in_flight[handle]
     assert keys == [s.noise_key for s in again.sequences]
     assert keys == [noise_key(again.request, i) for i in range(3)]
     assert [len(s.draft) for s in again.sequences] == [5, 5, 5]
