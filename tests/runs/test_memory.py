@@ -128,20 +128,18 @@ def test_what_stays_is_planned_to_the_byte(
         learner, engine = session.learner.model, session.rollouts.engine
         assert planned.cache_tokens == engine.stats().cache_tokens == planned.usable_tokens
         assert parts[CACHE] == engine.stats().cache_bytes
-        for _, linear in learner.linears():
-            if linear.adapter is not None:  # the copies that its products read
-                linear.adapter.matrices(linear.parts, compute.dtype)
-        for _, linear in engine.model.linears():
-            if linear.adapter is not None:
-                linear.adapter.matrices(linear.parts, compute.dtype)
-        mine = tensors(learner)
+        mine = tensors(learner, compute.dtype)
         assert parts["learner's weights"] == size(mine)
         held = {t.data_ptr() for t in mine.values()}
-        own = {key: t for key, t in tensors(engine.model).items() if t.data_ptr() not in held}
+        own = {
+            key: t
+            for key, t in tensors(engine.model, compute.dtype).items()
+            if t.data_ptr() not in held
+        }
         assert parts["rollouts' weights"] == size(own)
         if engine.large_batch_model is not None:
             held |= {t.data_ptr() for t in own.values()}
-            second = tensors(engine.large_batch_model)
+            second = tensors(engine.large_batch_model, compute.dtype)
             more = {key: t for key, t in second.items() if t.data_ptr() not in held}
             assert parts["second format"] == size(more)
         watch = session.rollouts.watch
@@ -163,7 +161,7 @@ def outline(cfg: RunConfig, model: Path) -> Transformer:
     return Transformer(read_spec(model), "meta", Compute.of(cfg).dtype)
 
 
-def tensors(model: Transformer) -> dict[str, torch.Tensor]:
+def tensors(model: Transformer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every tensor of a model's weights: codes and scales, and an adapter's copies."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, linear in model.linears():
@@ -171,8 +169,9 @@ def tensors(model: Transformer) -> dict[str, torch.Tensor]:
         for kind, made in codes.items():
             if isinstance(made, QTensor):
                 found |= {f"{name}.{kind}.{key}": tensor for key, tensor in made.tensors.items()}
-        if linear.adapter is not None and linear.adapter._made is not None:
-            found |= {f"{name}.made.{i}": x for i, x in enumerate(linear.adapter._made)}
+        if linear.adapter is not None:
+            pair = linear.adapter.matrices(linear.parts, dtype)
+            found |= {f"{name}.made.{i}": x for i, x in enumerate(pair)}
     return found
 
 

@@ -211,21 +211,26 @@ def test_three_publications_with_and_without_noise_move_nothing(
     assert len(seen) == 3
 
 
+def products_of(model: Transformer) -> list[Tensor]:
+    """The copies of A and B that an adapted model multiplies with."""
+    pairs = [one.adapter.matrices(one.parts, torch.float32) for _, one in model.linears()]
+    return [matrix for pair in pairs for matrix in pair]
+
+
 def test_what_an_adapter_keeps_for_its_products_is_published_in_place(folder: Path) -> None:
     """A graph reads the copies of A and B, and nobody asks the adapter for them before it runs
     again."""
     learner = lora_learner(folder)
     rollout = rollout_copy(learner, "int8", torch.float32)
     logits(rollout)
-    kept = [t for _, linear in rollout.linears() for t in linear.adapter._made]
+    kept = products_of(rollout)
     before, places = [t.clone() for t in kept], [t.data_ptr() for t in kept]
     publish(nudge(learner, seed=1), rollout)
     fresh = rollout_copy(learner, "int8", torch.float32)
     logits(fresh)
-    wanted = [t for _, linear in fresh.linears() for t in linear.adapter._made]
-    assert all(torch.equal(a, b) for a, b in zip(kept, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(kept, products_of(fresh), strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
-    assert places == [t.data_ptr() for _, linear in rollout.linears() for t in linear.adapter._made]
+    assert places == [t.data_ptr() for t in products_of(rollout)]
 
 
 def test_a_second_format_beside_the_first_is_published_with_it(folder: Path) -> None:
