@@ -29,11 +29,6 @@ from tests.fixtures.tiny import COMMON, hf_folder
 V, CONTEXT = COMMON["vocab_size"], COMMON["max_position_embeddings"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3")
-
-
 def engine_of(source: object, **options: object) -> Engine:
     return Engine(
         source,

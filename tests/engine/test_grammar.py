@@ -16,11 +16,9 @@ from llguidance import LLMatcher
 from lowroll import Engine, Request
 from lowroll.engine.grammar import Grammars, held
 from lowroll.model import hf
-from lowroll.runs import demo
 from lowroll.runs.demo import build_tokenizer
 from lowroll.types import Rollout
 from lowroll.weights.update import WeightUpdate
-from tests.fixtures.runs import TINY
 
 DIGITS = LLMatcher.grammar_from_regex("([0-9]{2},){1,5}[a-f]+")
 POINT = LLMatcher.grammar_from_json_schema(
@@ -33,11 +31,6 @@ POINT = LLMatcher.grammar_from_json_schema(
     overrides={"whitespace_flexible": False},
 )
 PROMPT = [5, 9, 9, 7]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.build_model(tmp_path_factory.mktemp("held") / "model", 0, TINY)
 
 
 def engine_of(model: Path, **options: Any) -> Engine:

@@ -37,11 +37,6 @@ ROUNDING = 3e-5  # nats: of a piece of a draft against tokens one by one, in flo
 BOUND = {"int8": 0.05, "w4a8": 0.05, "fp8": 0.3, "fp8_block": 0.3, "bf16": 0.2}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3")
-
-
 def moved(folder: Path, size: float, seed: int = 1) -> Transformer:
     """The model after a step of learning: every number is off by about `size` of itself."""
     model = hf.load(folder)

@@ -88,7 +88,6 @@ def test_captured_steps_over_bounded_caches_are_the_cpus(
     max_batch: int,
     tmp_path: Path,
     counts: Counter[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """float32: shared prompts over and under the budget, samples in waves, rows that wait for their
     compaction within a run of steps. Steps one by one give the same bits."""
@@ -128,7 +127,6 @@ def test_many_rows_in_half_precision_keep_the_same_keys(
     kind: Callable[[int, int], Bounded],
     tmp_path: Path,
     counts: Counter[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """48 rows, whose attention reads shared pages once for several. The engine's log-probs are
     those of the keys that stay, and not those of all keys."""

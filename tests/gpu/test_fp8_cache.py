@@ -128,9 +128,7 @@ LARGE = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head
 
 
 @pytest.mark.parametrize("policy", [None, "rkv", "h2o", "streaming"])
-def test_captured_steps_are_the_cpus(
-    policy: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_are_the_cpus(policy: str | None, tmp_path: Path) -> None:
     """float32: most samples draw the same tokens as on the CPU (a code next to the middle may go
     either way), and steps one by one, after a release, give the same bits."""
     folder = hf_folder(tmp_path / "m", "qwen3", **LARGE)

@@ -96,7 +96,7 @@ def masters(folder: Path, kind: str, format: str) -> Transformer:
     ],
 )
 def test_three_publications_move_nothing_and_reach_every_step(
-    folder: Path, format: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, format: str, kind: str
 ) -> None:
     """After each, an engine that has run for long draws what a new one draws, and graphs draw what
     single steps do."""
@@ -125,6 +125,7 @@ def test_three_publications_move_nothing_and_reach_every_step(
     eager = Engine(
         master, weights=format, cache_tokens=4096, max_batch=16, noisy=True, cuda_graphs=False
     )
+    eager.update_weights(WeightUpdate.local(master, 3))
     plain, logprobs = drawn(eager)
     assert plain == got and torch.equal(logprobs, theirs)
 
@@ -188,7 +189,7 @@ MANY = [
     ],
 )
 def test_publications_reach_dense_copies_the_bulk_and_experts(
-    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """48 rows of sizes that every kernel takes: siblings in one block, streamed codes, grouped
     products."""

@@ -115,6 +115,7 @@ TORCH_FREE = (
 )
 LIGHT = (
     "types",
+    "checkpoint",
     "machine",
     "config",
     "advantages",

@@ -23,7 +23,8 @@ from lowroll.model import experts
 from lowroll.model.experts import EngineExperts, Experts, LearnerExperts
 from lowroll.model.spec import spec_from_config
 from tests.fixtures.compiled import built
-from tests.fixtures.experts import TENSORS, encoded, normal, rounded, stack_of
+from tests.fixtures.experts import TENSORS, encoded, rounded, stack_of
+from tests.fixtures.tensors import normal
 
 # -- routing ---------------------------------------------------------------------------------------
 

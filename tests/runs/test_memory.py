@@ -25,7 +25,6 @@ from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import read_spec, spec_from_config
 from lowroll.model.transformer import Transformer, initialize
 from lowroll.quant.formats import QTensor
-from lowroll.runs import demo
 from lowroll.runs.build import trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
@@ -40,7 +39,6 @@ from lowroll.trainer.optim import Optimizer
 from lowroll.weights.aligned import align
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.live import Live
-from tests.fixtures.runs import TINY
 
 BASELINE = Path(__file__).parents[2] / "bench" / "baselines" / "memory.json"
 WORDS = {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5}
@@ -62,11 +60,6 @@ MIXTURE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.build_model(tmp_path_factory.mktemp("memory") / "model", 0, TINY)
 
 
 def tree(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
