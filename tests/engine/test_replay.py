@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import lowroll
 from lowroll import Engine, Request
 from lowroll.engine import drafts
 from lowroll.engine.base import replayed
@@ -27,6 +26,7 @@ from lowroll.types import Group
 from lowroll.weights.noise import Noise
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
+from tests.fixtures.formats import LAYOUTS
 from tests.fixtures.scheduling import NEED, letters
 from tests.fixtures.tiny import hf_folder, hf_model
 
@@ -103,7 +103,7 @@ def assert_same(found: Group, wanted: Group, exact: bool = True, version: int = 
     return same
 
 
-@pytest.mark.parametrize("weights", lowroll.formats())
+@pytest.mark.parametrize("weights", LAYOUTS)
 def test_what_comes_out_is_what_the_new_weights_draw_from_the_start(
     folder: Path, weights: str
 ) -> None:
