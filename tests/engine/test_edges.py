@@ -351,6 +351,19 @@ def test_a_cpu_holds_the_rows_that_it_was_given_and_no_more(folder: Path) -> Non
     )
 
 
+def test_page_tables_follow_rows_that_change_places(folder: Path) -> None:
+    engine = engine_of(folder)
+    engine.add(Request(ids(6), n=2, max_tokens=9, ignore_eos=True))
+    engine.step()
+    (a, b), decoder = engine.scheduler.plan().decodes, engine.runner.decoder
+    for rows in ([a, b], [b, a], [a], [b], [a, b]):  # the numbers of pages are the same in each
+        decoder._upload_pages(rows, len(rows))
+        assert [decoder.table_BP[i, : len(row.pages)].tolist() for i, row in enumerate(rows)] == [
+            r.pages for r in rows
+        ]
+    assert a.pages != b.pages and len(a.pages) == len(b.pages)
+
+
 # -- memory
 
 
