@@ -501,6 +501,25 @@ def test_how_a_worker_ended_is_told_with_its_last_words(pool):
     assert killed == ScoreError("crash", f"{who} the scorer's process ended: signal 9")
 
 
+def test_a_worker_is_late_only_when_it_owes_an_answer():
+    worker = object.__new__(rewards._Worker)
+    now = time.monotonic()
+    for ready, held, deadline, late in (
+        (True, [(0, "a")], now - 1, True),
+        (True, [], now - 1, False),
+        (False, [], now - 1, True),
+        (False, [], now + 60, False),
+        (True, [(0, "a")], now + 60, False),
+    ):
+        worker.ready, worker.held, worker.deadline = ready, held, deadline
+        assert worker.late is late
+
+
+def test_killing_twice_is_once(pool):
+    worker = pool._workers[0]
+    assert worker.kill() == "signal 9" and worker.kill() == ""
+
+
 @pytest.mark.slow
 def test_a_worker_has_so_long_to_start(tmp_path, monkeypatch):
     (tmp_path / "sleepy.py").write_text("import time\ntime.sleep(600)\n")

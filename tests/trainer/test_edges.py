@@ -187,6 +187,24 @@ def test_only_what_is_there_can_be_no_number() -> None:
         assert odd(bad) == 1.0 and odd(bad, nonfinite=False) == 0.0
 
 
+def test_the_trend_of_the_kl_by_hand() -> None:
+    """Five steps make the baseline, their mean 0.01; then the average moves by a tenth: to 0.1, ten
+    times it."""
+    for last, rings in ((0.91, False), (0.9101, True)):
+        guard = Guard(GuardSettings(patience=9), "int8")
+        for kl in (0.0, 0.02, 0.01, 0.015, 0.005):
+            assert guard.look({"mismatch/kl_k3": kl})[0]["guard/kl"] == 0.0
+        assert guard.baseline == pytest.approx(0.01) and guard.num_seen == 5
+        guard.baseline = guard.average = 0.01  # without the rounding of the mean
+        assert guard.look({"mismatch/kl_k3": last})[0]["guard/kl"] == rings
+        assert guard.average == pytest.approx(0.01 + (last - 0.01) / 10)
+    guard = Guard(GuardSettings(kl_floor=2e-3), "int8")  # a small KL may grow as it likes
+    for kl in (1e-5,) * 5:
+        guard.look({"mismatch/kl_k3": kl})
+    assert guard.look({"mismatch/kl_k3": 1.9e-2})[0]["guard/kl"] == 0.0
+    assert guard.look({"mismatch/kl_k3": 9e-2})[0]["guard/kl"] == 1.0
+
+
 # -- a step
 
 
