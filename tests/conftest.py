@@ -10,8 +10,10 @@ their own (`fixtures/interpreted.py`).
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -54,6 +56,24 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)  # what is never collected Triton reports as leaked
 
 
+COROUTINE_SECONDS = 120  # of a test that is one
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own; one that hangs fails by name."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+
+    async def bounded() -> None:
+        async with asyncio.timeout(COROUTINE_SECONDS):
+            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+
+    asyncio.run(bounded())
+    return True
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny untrained model folder with the demo's tokenizer."""
@@ -61,6 +81,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.fixtures.runs import TINY
 
     return demo.build_model(tmp_path_factory.mktemp("run") / "model", 0, TINY)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that transformers has saved."""
+    from tests.fixtures.tiny import hf_folder
+
+    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3")
 
 
 @pytest.fixture(scope="session")

@@ -567,7 +567,9 @@ class Block:
             engine.release()
 
     def take(self, *handles: int) -> None:
-        self.asked |= {handle: self.engine.scheduler._groups[handle].request for handle in handles}
+        self.asked |= {
+            handle: self.engine.scheduler.in_flight[handle].request for handle in handles
+        }
 
     def look(self) -> None:
         """Note what a request has drawn so far: its end has to begin so."""
@@ -614,7 +616,7 @@ class Block:
         if self.side.random() < 0.3:
             self.engine.release(in_flight="replay")
         self.engine.update_weights(update, in_flight="replay")
-        in_flight = self.engine.scheduler._groups.keys()
+        in_flight = self.engine.scheduler.in_flight.keys()
         self.made = {h: made for h, made in self.made.items() if h not in in_flight}
         self.drawn = {k: drawn for k, drawn in self.drawn.items() if k[0] not in in_flight}
         self.looks = [look for look in self.looks if look[0] not in in_flight]

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -136,6 +136,11 @@ class Scheduler:
     def has_finished(self) -> bool:
         """Return whether `finished` has something to return."""
         return bool(self._finished)
+
+    @property
+    def in_flight(self) -> Mapping[int, LiveGroup]:
+        """Return the groups that have not ended, by handle, in order of arrival."""
+        return self._groups
 
     @property
     def num_running(self) -> int:

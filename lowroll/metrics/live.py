@@ -94,7 +94,7 @@ class LiveView:
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(
-                console=self._console, refresh_per_second=4, get_renderable=self._panel
+                console=self._console, refresh_per_second=4, get_renderable=self.__rich__
             )
 
     def __enter__(self) -> LiveView:
@@ -176,7 +176,8 @@ class LiveView:
         left = max(0, self.total_steps - int(self._record.get("step", 0)))
         return duration(left * statistics.fmean(self._seconds))
 
-    def _panel(self) -> Panel:
+    def __rich__(self) -> Panel:
+        """Return what the view shows, for a console of rich to print."""
         record = self._record
         step, inner = int(record.get("step", 0)), max(1, self._console.width - 4)
         name, done, total = self._phase

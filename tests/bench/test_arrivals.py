@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import arrivals
-from bench.arrivals import Closed, set_looks
+from bench.arrivals import Closed
 from bench.shapes import SHAPES
 from tests.fixtures.engines import engine_of
 from tests.fixtures.shapes import TINY
@@ -24,12 +24,6 @@ def test_every_client_has_its_requests_answered(tmp_path: Path) -> None:
         assert len(client.to_first) == len(client.between) == 3
         assert min(client.to_first) > 0 and min(client.between) > 0
     assert engine.stats().tokens == 3 * 4 * 6 and not engine.has_work
-
-
-def test_looks_are_those_of_the_engine(tmp_path: Path) -> None:
-    engine = engine_of(hf_folder(tmp_path / "m"))
-    set_looks(engine, 8, 7)
-    assert (engine.scheduler.lookahead, engine.scheduler.gather) == (8, 7)
 
 
 @pytest.mark.slow

@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import engine as bench_engine
 from bench import harness, learner
-from bench.engine import MODELS, STOP, EndAtLength, Targets, Workload, compare, ours
+from bench.engine import MODELS, STOP, Targets, Workload, compare, ours
 from lowroll import Engine
 from lowroll.model import initialize
 from lowroll.model.spec import spec_from_config
@@ -72,26 +70,6 @@ def test_every_sample_keeps_to_its_length(share: bool) -> None:
         assert sum(fed) == (10 if share else 20) + WORK.useful_tokens - 4
 
 
-def test_rows_end_at_their_lengths() -> None:
-    end = EndAtLength(torch.tensor([1, 3, 2]), prompt_tokens=4)
-    done = [end(torch.zeros(3, 4 + n, dtype=torch.int64), None).tolist() for n in (1, 2, 3)]
-    assert done == [[True, False, False], [True, False, True], [True, True, True]]
-
-
-def test_transformers_runs_to_the_longest_row(tmp_path: Path) -> None:
-    calls = []
-    model = SimpleNamespace(
-        generate=lambda ids, **options: calls.append(options) or torch.zeros(4, ids.shape[1] + 7)
-    )
-    assert bench_engine.transformers_generate(model, WORK)() == WORK.longest == 7
-    assert (
-        calls[0]["num_return_sequences"] == 2
-        and calls[0]["max_new_tokens"] == 7
-        and calls[0]["top_k"] == 0
-    )
-    assert calls[0]["stopping_criteria"][0].lengths_B.tolist() == [1, 7, 4, 2]
-
-
 @pytest.mark.slow
 def test_compare_at_tiny_sizes() -> None:
     targets = Targets(int8=1.5, four=(1.8, 2.5), held=7.0)
@@ -105,14 +83,6 @@ def test_compare_at_tiny_sizes() -> None:
         )
     for row in speeds:
         assert row.ours > 0 and row.peer > 0 and row.spread[0] <= row.ratio <= row.spread[1]
-
-
-def test_sides_take_turns() -> None:
-    order: list[str] = []
-    seconds = harness.interleave(
-        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3
-    )
-    assert order == list("ababab") and [len(values) for values in seconds.values()] == [3, 3]
 
 
 def test_a_ratio_is_the_median_of_the_rounds() -> None:
@@ -160,7 +130,7 @@ def test_both_learner_sides_take_the_same_step() -> None:
     torch.testing.assert_close(updated[0][1], updated[1][1], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_learner_command(tmp_path: Path) -> None:
     """Each side in its own process. The chunks of 1024 rows hold a fraction of the 100 MB of
     logits."""

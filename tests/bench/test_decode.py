@@ -4,15 +4,9 @@ honest sums."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import itertools
 import json
-import os
-import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,17 +19,14 @@ from bench import (
     rivals,
     roofline,
     routing,
-    startup,
     step,
     targets,
     train,
     turns,
-    vllm_worker,
     work,
 )
 from bench.harness import Row
 from bench.peer import Peer, PeerFailed
-from bench.rivals import Setting
 from bench.shapes import SHAPES, random_model
 from bench.turns import OURS, OWN_PLAIN, Case, Found, Side, Times, measure
 from bench.work import FIRST, PLAIN, SAMPLINGS, Work
@@ -78,7 +69,6 @@ def test_a_peer_answers_and_ends(tmp_path: Path) -> None:
     with Peer({"format": "bf16"}, fake(tmp_path), start_s=60) as peer:
         assert peer.ready["seconds"] == 2.5
         assert peer.generate([[1, 2], [3, 4]], copies=3, new_tokens=7) >= 0
-    assert peer._process.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -105,86 +95,6 @@ def test_a_peer_that_cannot_start_gives_its_last_words(tmp_path: Path) -> None:
         Peer({"format": "nvfp4"}, fake(tmp_path, "refuses"), start_s=60)
     with pytest.raises(PeerFailed, match="no/such/python"):
         Peer({}, ["/no/such/python"])
-
-
-def test_the_worker_repeats_prompts_and_keeps_time() -> None:
-    said: list[dict[str, Any]] = []
-    seen: list[tuple[list[list[int]], dict[str, Any]]] = []
-    lines = [
-        json.dumps({"a": 1}),
-        json.dumps({"prompts": [[1], [2]], "copies": 2, "new_tokens": 3, "asked": {"top_k": 4}}),
-    ]
-    vllm_worker.serve(
-        lines,
-        said.append,
-        lambda settings: (
-            lambda prompts, new, asked: seen.append((prompts, asked)) or len(prompts) * new,
-            {"ready": settings["a"]},
-        ),
-    )
-    assert seen == [([[1], [1], [2], [2]], {"top_k": 4})]
-    assert said[0] == {"ready": 1} and said[1]["tokens"] == 12 and 0 <= said[1]["seconds"] < 1
-
-
-def test_the_worker_knows_the_formats() -> None:
-    assert vllm_worker.config(TINY, "bf16") == TINY and set(decode.FORMATS) <= set(
-        vllm_worker.FORMATS
-    )
-    quantized = vllm_worker.config(TINY, "nvfp4")["quantization_config"]
-    group = quantized["config_groups"]["group_0"]
-    assert quantized["format"] == "nvfp4-pack-quantized" and quantized["ignore"][0] == "lm_head"
-    assert group["weights"]["group_size"] == 16 and group["input_activations"] is None
-    fp8 = vllm_worker.config(TINY, "fp8")["quantization_config"]["config_groups"]["group_0"]
-    assert fp8["weights"]["type"] == "float" and fp8["input_activations"]["dynamic"] is True
-
-
-@pytest.mark.parametrize(
-    ("router", "shape"),
-    [("RoutingSimulatorRouter", MIXTURE), ("FusedTopKRouter", MIXTURE), (None, TINY)],
-)
-def test_the_worker_has_a_mixture_routed_by_the_simulator(
-    router: str | None, shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[dict[str, Any]] = []
-
-    class LLM:
-        def __init__(self, **options: Any) -> None:
-            made.append(
-                options | {"strategy": os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")}
-            )
-
-        def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-            routed = SimpleNamespace(router=type(str(router), (), {})())
-            return [function(SimpleNamespace(modules=lambda: [object(), routed, routed]))]
-
-    vllm, inputs = ModuleType("vllm"), ModuleType("vllm.inputs")
-    vllm.LLM, vllm.SamplingParams, vllm.__version__, inputs.TokensPrompt = LLM, dict, "0.24.0", dict
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setitem(sys.modules, "vllm.inputs", inputs)
-    monkeypatch.setattr(vllm_worker.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "")
-    settings = {
-        "name": "m",
-        "shape": shape,
-        "format": "fp8",
-        "batches": [1, 64],
-        "length": 32,
-        "memory_fraction": 0.5,
-        "cache_bytes": 10,
-    }
-    if router == "FusedTopKRouter":
-        with pytest.raises(
-            RuntimeError, match="routed by {'FusedTopKRouter'}, not by its simulator"
-        ):
-            vllm_worker.load(settings)
-    else:
-        assert vllm_worker.load(settings)[1]["ready"]
-    assert made[0]["strategy"] == ("" if router is None else "uniform_random")
-    assert made[0]["compilation_config"]["cudagraph_capture_sizes"] == [1, 8, 64]
-    assert (
-        json.loads((tmp_path / "bench-vllm/m-fp8/config.json").read_text())["num_hidden_layers"]
-        == 2
-    )
 
 
 # -- turns -----------------------------------------------------------------------------------------
@@ -235,24 +145,6 @@ def test_the_fastest_of_each_family_goes_on() -> None:
     assert len(found.times["b"].whole) == len(found.times[OURS].whole) == 2
 
 
-def test_rivals_that_come_later_take_the_place_of_slower_ones() -> None:
-    def times(**whole: float) -> dict[str, Times]:
-        return {name: Times([seconds], [0.1]) for name, seconds in whole.items()}
-
-    held: dict[str, Found] = {}
-    turns.keep(held, Found(times(ours=1.0, a=3.0), {"a": "nvfp4", "z": "nvfp4"}, {"z": 8.0}))
-    turns.keep(held, Found(times(ours=1.1, b=2.0), {"b": "nvfp4"}, {}))
-    turns.keep(held, Found(times(ours=1.2, c=5.0), {"c": "nvfp4"}, {}))
-    turns.keep(held, Found(times(ours=1.3, d=4.0), {"d": "int4"}, {}))
-    assert held["nvfp4"].rival("nvfp4") == "b" and held["nvfp4"].times["ours"].whole == [1.1]
-    assert held["nvfp4"].tried == {"a": 3.0, "c": 5.0, "z": 8.0}
-    assert held["int4"].times["ours"].whole == [1.3]
-    alone: dict[str, Found] = {}
-    turns.keep(alone, Found(times(ours=1.0), {}, {}))
-    turns.keep(alone, Found(times(a=3.0), {"a": "fp8"}, {}))
-    assert alone["fp8"].times["ours"].whole == [1.0] and alone["fp8"].rival("fp8") == "a"
-
-
 def test_a_batch_is_groups_of_equal_prompts() -> None:
     prompts = Work(64).prompts(152064, 3)
     assert len(prompts) == 8 and Work(64).copies == 8 and {len(ids) for ids in prompts} == {256}
@@ -273,20 +165,6 @@ def test_every_way_of_drawing_is_a_request_that_ends_at_its_length() -> None:
         assert (request.min_tokens == 5) == ("stop ids" not in name)
         assert bool(request.stop_ids) == (banned or name.endswith("stop ids"))
         assert all(getattr(request, key) == value for key, value in fields.items())
-
-
-def test_what_is_measured_of_a_format() -> None:
-    parts, batches = work.PARTS, [64, 1]
-    bf16 = work.works("bf16", parts, batches)
-    assert [one.title for one in bf16[:4]] == ["B=1", "B=64", "B=64, top-p + top-k"] + [
-        "B=256, top-p + top-k"
-    ]
-    assert len(bf16) == 2 + 6 + 1 and bf16[-1] == FIRST and not work.dense_works("bf16", parts, [1])
-    assert [one.batch for one in work.works("fp8", ["prompts"], batches)] == [128, 32]
-    assert work.works("int8", ["prompts", "filters", "codes"], batches) == []
-    assert work.dense_works("nvfp4", ["rollout"], batches) == [Work(1), Work(64)]
-    assert work.works("nvfp4", ["rollout"], batches) == []
-    assert work.works("nvfp4", ["codes"], batches) == [Work(1), Work(64)]
 
 
 def test_the_rows_of_a_batch(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,50 +218,6 @@ def test_the_rows_of_other_works() -> None:
     alone = {"": Found({OURS: times[OURS]}, {}, {})}
     (first,) = turns.rows_of(Case("qwen2.5-7b", "bf16", False, FIRST, 1e9), alone)
     assert (first.ours, first.must, first.goal) == (1000.0, 12.0, "ours at most")
-
-
-def test_the_second_family_is_vllms_fastest_format_of_four_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rivals, "version", lambda python, path: path or "0.26.0")
-    fp8 = rivals.settings(rivals.families("fp8"), ["V1", "V2"], None, [])
-    assert fp8 == [Setting("0.26.0", runner, "fp8") for runner in ("V1", "V2")]
-    assert str(fp8[1]) == "vLLM 0.26.0, V2, fp8"
-    assert [one.environment["VLLM_USE_V2_MODEL_RUNNER"] for one in fp8] == ["0", "1"]
-    assert len({one.environment["VLLM_CACHE_ROOT"] for one in fp8}) == 2
-    four = rivals.settings(rivals.families("nvfp4"), ["V1"], None, ["a", "b"])
-    assert [(one.format, one.path) for one in four] == [
-        ("nvfp4", "a"),
-        ("nvfp4", "b"),
-        ("int4", "a"),
-        ("int4", "b"),
-    ]
-    assert rivals.families("int4") == ["int4"]
-    assert [len(group) for group in rivals.together(four, 3)] == [3, 1]
-
-
-def test_how_many_engines_fit_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 150 * 10**9))
-    assert decode.fitting(30e9, 0.0, torch.device("cuda")) == (4, 5)
-    assert decode.fitting(30e9, 40e9, torch.device("cuda")) == (2, 5)
-    assert decode.fitting(200e9, 0.0, torch.device("cuda")) == (0, 1)
-    dense, codes = decode.Variant(False, ()), decode.Variant(True, ())
-    big = ("qwen2.5-32b", "nvfp4")
-    assert decode.passing(*big, [codes]) == 0 < decode.passing(*big, [dense])
-    both = decode.passing(*big, [dense, codes]) - decode.passing(*big, [dense])
-    assert both == roofline.weight_bytes(SHAPES["qwen2.5-32b"], "bf16")
-    assert decode.passing("qwen2.5-7b", "fp8", [dense]) == 0
-
-
-def test_an_installation_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PeerFailed, match="no vLLM"):
-        rivals.version(sys.executable, str(tmp_path))
-    about = tmp_path / "vllm-9.9.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n")
-    assert rivals.version(sys.executable, str(tmp_path)) == "9.9"
-    with pytest.raises(PeerFailed, match="no/such/python"):
-        rivals.version("/no/such/python", None)
 
 
 # -- the whole command, at tiny sizes --------------------------------------------------------------
@@ -453,53 +287,6 @@ def test_the_command_with_a_peer(
 
 
 @pytest.mark.slow
-def test_every_part_of_four_bits(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rivals, "vllm_command", lambda python: fake(tmp_path))
-    decode.main(args_for(tmp_path, "--formats", "nvfp4", "--parts", *work.PARTS))
-    rows = stored(tmp_path)
-    for name in ("tiny nvfp4 B=4", "tiny nvfp4 from codes B=4"):
-        assert rows[f"{name}: rollout"].against.endswith("nvfp4")
-        machete = rows[f"{name}: rollout over int4 by Machete"]
-        assert machete.against.endswith("int4") and machete.ratio > 0
-        assert "tokens/s at first" in machete.note  # of the other runner
-    assert rows["tiny nvfp4 from codes 4 prompts of 48, 5 new: prefill"].peer > 0
-    assert rows["tiny nvfp4 from codes B=1: first token of a prompt of 256"].ratio > 0
-
-
-@pytest.mark.slow
-def test_filters_beside_a_peer_and_beside_plain(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rivals, "vllm_command", lambda python: fake(tmp_path))
-    parts = ("--parts", "filters", "first", "--runners", "V2")
-    decode.main(args_for(tmp_path, "--formats", "bf16", *parts))
-    rows = stored(tmp_path)
-    for name in list(SAMPLINGS)[1:]:
-        assert rows[f"tiny bf16 B=4, {name}: rollout"].peer > 0
-        assert rows[f"tiny bf16 B=4, {name}: over plain sampling"].against == "ours, plain"
-
-
-@pytest.mark.slow
-def test_a_peer_that_dies_leaves_ours_and_the_others(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def command(python: str | None) -> list[str]:
-        folder = tmp_path / str(next(numbers))
-        folder.mkdir()
-        return fake(folder, *(("dies", 5) if folder.name == "0" else ()))
-
-    numbers = itertools.count()
-    monkeypatch.setattr(rivals, "vllm_command", command)
-    decode.main(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout"))
-    rows = stored(tmp_path)
-    assert rows["tiny bf16 B=1: rollout"].peer is not None
-    later = rows["tiny bf16 B=4: rollout"]
-    assert later.ours > 0 and later.peer > 0 and "not run (it ended with 3" in later.note
-
-
-@pytest.mark.slow
 def test_without_a_peer_the_rows_say_so(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,28 +299,6 @@ def test_without_a_peer_the_rows_say_so(
         "vLLM: not run (not asked for)"
     }
     assert rows["tiny int8 B=1: rollout"].ours > 0
-
-
-@pytest.mark.slow
-def test_engines_that_do_not_fit_run_one_after_the_other(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rivals, "vllm_command", lambda python: fake(tmp_path))
-    monkeypatch.setattr(decode, "fitting", lambda *_: (0, 1))
-    decode.main(args_for(tmp_path, "--formats", "bf16", "--parts", "rollout"))
-    rows = [row for name, row in stored(tmp_path).items() if "B=" in name]
-    assert all("one after the other" in row.note and row.peer is not None for row in rows)
-    assert len(rows) == 6
-
-
-@pytest.mark.slow
-def test_first_token_of_a_folder_in_a_new_process(tiny: str) -> None:
-    ready, imports = startup.rows("tiny", "int8", torch.device("cpu"))
-    assert (
-        ready.name == targets.first_token("tiny", "int8")
-        and 0 < ready.ours < 30
-        and 0 < imports.ours < 60
-    )
 
 
 @pytest.mark.parametrize(
@@ -680,52 +445,6 @@ def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
     )
 
 
-def test_experts_are_counted_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that reads the token's parity sends it to one pair of experts or the other."""
-    model = random_model(MIXTURE, dtype=torch.float32)
-    with torch.no_grad():
-        model.embedding.zero_()
-        model.embedding[0::2, 0], model.embedding[1::2, 0] = 1.0, -1.0
-        for block in model.blocks:
-            block.experts.router.weight.zero_()
-            block.experts.router.weight[:, 0] = torch.tensor([2.0, 1.0, -1.0, -2.0])
-    prompt = [9, 9, 8]
-    counts = routing.touched(
-        model, [prompt + response for response in ([2, 4, 7], [4, 3, 6], [6, 2, 3])], 3, (1, 2, 3)
-    )
-    assert counts == {1: 2.0, 2: pytest.approx((2 + 4 + 4) / 3), 3: pytest.approx((2 + 4 + 4) / 3)}
-
-
-@pytest.mark.slow
-def test_a_random_mixture_routes_evenly() -> None:
-    """Rows that share prompts touch as many experts as even draws would; plainly random routers
-    send them together."""
-    config = {
-        **MIXTURE,
-        "hidden_size": 256,
-        "head_dim": 32,
-        "num_experts": 64,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 6,
-        "vocab_size": 4096,
-    }
-    model, dice = random_model(config, dtype=torch.float32), random.Random(0)
-    prompts = Work(64, prompt_tokens=48).prompts(4096, 1)
-    rows = [ids + [dice.randrange(4096) for _ in range(8)] for ids in prompts for _ in range(8)]
-    counts = routing.touched(model, rows, 48, (1, 8, 64))
-    assert counts == {
-        batch: pytest.approx(routing.uniform(config, batch), rel=0.03) for batch in (1, 8, 64)
-    }
-    with torch.no_grad():
-        for block in model.blocks:
-            block.experts.router.weight.normal_(generator=torch.Generator().manual_seed(0))
-    assert routing.touched(model, rows, 48, (8,))[8] < 0.75 * routing.uniform(config, 8)
-
-
-def test_bandwidth_of_this_machine() -> None:
-    assert 1e8 < roofline.bandwidth(torch.device("cpu"), 1 << 22, rounds=2) < 1e13
-
-
 @pytest.mark.slow
 def test_a_mixture_of_experts_runs_through_it(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -750,16 +469,6 @@ def test_a_mixture_of_experts_runs_through_it(
             and four.must == pytest.approx(0.95 * 4 * (1 - 0.5**4))
         )
         assert rows[f"tiny {format} B=4: rollout"].ratio > 0
-
-
-def test_random_weights_repeat() -> None:
-    one, two, other = (random_model(TINY, seed=seed) for seed in (1, 1, 2))
-    weights = one.blocks[1].down.weight
-    assert torch.equal(weights, two.blocks[1].down.weight) and not torch.equal(
-        weights, other.blocks[1].down.weight
-    )
-    assert 0.017 < float(weights.float().std()) < 0.023 and not weights.requires_grad
-    assert torch.equal(one.norm.weight, torch.ones(32)) and not one.blocks[0].qkv.bias.any()
 
 
 def test_rows_of_parts_are_merged_and_those_of_another_machine_are_not(
@@ -812,74 +521,3 @@ def test_targets_fit_their_rows() -> None:
         [Row(targets.rollout(targets.batch_of("qwen2.5-7b", "nvfp4", 256)), "tokens/s", 1.0)]
     )
     assert (row.must, row.aim) == (1.4, 2.2)
-
-
-def test_the_table_of_targets_says_what_was_missed_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = Path(decode.__file__).parents[1]
-    spec = importlib.util.spec_from_file_location("tables", root / "docs" / "tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    assert "yet: run `make bench-gpu`" in tables.targets() and tables.gpu() == tables.NOT_RUN
-    rows = [
-        Row(
-            targets.rollout(targets.batch_of("qwen2.5-7b", "bf16", batch)),
-            "tokens/s",
-            10.0 * batch,
-            5.0 * batch,
-            ratio,
-            (1, 3),
-            note="in turns",
-        )
-        for batch, ratio in ((1, 1.5), (64, 0.9), (256, 1.4))
-    ]
-    monkeypatch.setattr(
-        targets,
-        "REASONS",
-        dict.fromkeys((row.name for row in rows), "waits for the host")
-        | {
-            "learner, spee": "the products",
-            targets.rollout(targets.batch_of("qwen2.5-7b", "fp8", 1)): "never shown",
-        },
-    )
-    folder = tmp_path / "bench" / "baselines"
-    harness.merge("decode", targets.aimed(rows), folder, vllm="0.24.0")
-    harness.merge(
-        "train",
-        [
-            Row("learner, memory", "GB", 5.0, 10.0, 0.5, None, 0.6, 0.4, "ratio at most"),
-            Row("learner, speed (2 x rows/2)", "tokens/s", 5.0, 5.0, 1.0, None, 1.3, 1.6),
-        ],
-        folder,
-    )
-    harness.merge(
-        "decode",
-        [
-            Row(
-                targets.rollout(targets.batch_of("qwen2.5-7b", "fp8", 1)),
-                "tokens/s",
-                5.0,
-                must=1.1,
-                note="no vLLM",
-            )
-        ],
-        folder,
-    )
-    lines = tables.targets().splitlines()
-    assert "vLLM 0.24.0 (decode)." in lines[0]
-    wanted = (
-        "B = 1 / 64 / 256 | 10 / 640 / 2,560 | 5 / 320 / 1,280 | 1.5 / 0.9 / 1.4 "
-        "| 1.15 / 1.1 / 1.25 | 1.3 / 1.3 / 1.4 | met / missed / met: waits for the host |"
-    )
-    assert sum(line.endswith(wanted) for line in lines) == 1
-    assert lines[-2] == "| learner, memory, GB | 5 | 10 | 0.5 | 0.6 | 0.4 | met |"
-    assert lines[-1].endswith(
-        "(2 x rows/2), tokens/s | 5 | 5 | 1 | 1.3 | 1.6 | missed: the products |"
-    )
-    assert sum(
-        line.endswith("| not run: no vLLM |") for line in lines
-    ) == 1 and "never shown" not in "".join(lines)
-    assert "ratio at most 0.6" in tables.gpu() and "1.50x (1.00 to 3.00)" in tables.gpu()
-    assert "decode" not in tables.measured()

@@ -12,7 +12,7 @@ import torch
 
 from bench import harness, kv, targets
 from bench.harness import Row
-from bench.kv import CACHES, Cache, Measured, Memory, spread
+from bench.kv import Cache, Measured, Memory, spread
 from bench.placed import Compacting, Placed
 from bench.shapes import SHAPES, random_model
 from lowroll import Engine
@@ -20,6 +20,7 @@ from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
 from tests.bench.workers import fake
+from tests.fixtures.scheduling import running_samples
 from tests.fixtures.shapes import TINY as ONE_LAYER
 
 TINY = {**ONE_LAYER, "num_hidden_layers": 2, "max_position_embeddings": 512}
@@ -46,7 +47,7 @@ def placed(policy: CachePolicy, max_batch: int = 4, tokens: int = 4096) -> Place
 def test_samples_stand_at_their_contexts_over_noise() -> None:
     side = placed(DENSE)
     side.stand([100, 37, 64], 20)
-    rows = list(side.engine.scheduler._running)
+    rows = running_samples(side.engine.scheduler)
     assert [row.cached_len for row in rows] == [100, 37, 64] and side.cached() == 67
     assert [row.position for row in rows] == [100, 37, 64]
     cache = side.engine.runner.cache
@@ -61,14 +62,6 @@ def test_samples_stand_at_their_contexts_over_noise() -> None:
     assert side.engine.pool.num_used == 0 and not side.engine.has_work
 
 
-def test_a_policy_sees_queries_of_the_placed_prompt() -> None:
-    side = placed(RKV)
-    side.stand([28, 30], 20)
-    for row in side.engine.scheduler._running:
-        ring_LAHd = side.engine.runner.decoder.watcher.ring_LSAHd[:, row.slot]
-        assert (ring_LAHd != 0).float().mean() > 0.99
-
-
 def test_a_row_that_ended_is_no_steady_state() -> None:
     side = placed(DENSE)
     side.stand([10, 10], 5)
@@ -80,27 +73,12 @@ def test_a_row_that_ended_is_no_steady_state() -> None:
 
 
 @pytest.mark.parametrize("name", ["rkv", "snapkv", "streaming", "h2o"])
-def test_every_row_is_compacted_once_a_round(name: str) -> None:
-    policy = SMALL[name].kv
-    side = placed(policy)
-    side.stand(spread(policy, 4), 64)
-    assert [row.cached_len for row in side.engine.scheduler._running] == [24, 26, 28, 30]
-    side.step_ms(8)
-    for _ in range(2):
-        cost = side.compacting(8)
-        assert cost.samples == 4 and cost.calls == 4 and 0 < cost.share < 1 and cost.ms > 0
-        assert 24 <= side.cached() < 32
-    compact = side.engine.runner._compact
-    assert compact.__func__ is type(side.engine.runner)._compact  # the clock is gone
-
-
-@pytest.mark.parametrize("name", ["rkv", "snapkv", "streaming", "h2o"])
 def test_a_bounded_row_behind_a_long_context(name: str) -> None:
     """The prompt is compacted, its pages come back, and tokens stand at their true positions."""
     side = placed(SMALL[name].kv, tokens=640)  # the prompts enter one after the other
     side.stand([400] * 4, 64)
     side.step_ms(8)
-    rows = list(side.engine.scheduler._running)
+    rows = running_samples(side.engine.scheduler)
     assert all(24 <= row.cached_len <= 32 and row.position > 400 for row in rows)
     assert side.engine.pool.num_used <= 4 * 2
     assert side.engine.stats().prefix_hits == 0  # no prompt is another one's
@@ -199,43 +177,6 @@ def test_the_command(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[
         "tiny bf16 rkv B=2 in step at 128: decode step",
     } <= set(rows)
     assert rows["tiny bf16 rkv over dense: whole rollouts in a cache of 0 GiB"].ratio > 0
-
-
-@pytest.mark.slow
-def test_a_cache_that_the_engine_lacks_is_said(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Cache, "known", property(lambda cache: cache.kv_dtype is None))
-    rows, _ = run(tmp_path, "--caches", "fp8", "--parts", "equal")
-    lonely = rows["tiny bf16 fp8"]
-    assert lonely.ours is None and lonely.note == "not run: this engine has no 8-bit cache"
-
-
-@pytest.mark.slow
-def test_a_cache_that_fails_leaves_the_others(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grown = kv.Bench.grown
-
-    def failing(bench: kv.Bench, name: str, cache: Cache) -> None:
-        grown(bench, name, cache)
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(kv.Bench, "grown", failing)
-    rows, code = run(tmp_path, "--caches", "streaming", "--parts", "equal")
-    assert code == 1 and rows["tiny bf16 dense"].note == "failed"
-    assert rows["tiny bf16 streaming 64 B=2: decode step over dense"].ratio
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CACHES["fp8"].known, reason="this engine has no 8-bit cache")
-def test_an_8_bit_cache(small: None, tmp_path: Path) -> None:
-    rows, code = run(tmp_path, "--caches", "fp8", "rkv+fp8")
-    assert code == 0
-    for name in ("fp8", "rkv+fp8"):
-        assert rows[f"tiny bf16 {name} 64 B=2: decode step over dense"].ratio > 0
-    fits = rows["tiny bf16 fp8 128, largest batch: rows"]
-    assert fits.ours > fits.peer == 8
 
 
 @pytest.mark.slow

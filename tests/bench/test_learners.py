@@ -10,16 +10,9 @@ from pathlib import Path
 import pytest
 
 from bench import learners
-from bench.learners import ENGINES, JOBS, Found, rows_of, side, until_held
-from lowroll.transport.broadcasts import read_broadcast
+from bench.learners import JOBS, Found, rows_of, side, until_held
 
 TINY = replace(JOBS["tiny"], device="cpu")
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
-SMALLEST = replace(
-    TINY,
-    config={**TINY.config, **SMALL, "num_attention_heads": 1, "num_hidden_layers": 1},
-    length=8,
-)
 
 
 SENT = {"gather_s": 0.5, "write_s": 0.25, "published_bytes": 100}
@@ -47,56 +40,6 @@ def test_rows_hold_ranks_against_one_and_against_the_peer() -> None:
     assert not any("engines" in name for name in adapter) and len(adapter) == 4
     (lost,) = rows_of(TINY, {2: {"failed": "rank 1: killed"}}, {})
     assert lost.ours is None and "rank 1: killed" in lost.note
-
-
-@pytest.mark.slow
-def test_engines_of_each_format_are_sent_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without processes: what a version holds, and that a learner in fp8 sends changed codes."""
-    sent: list[tuple[str, str, int]] = []
-
-    class Engine:
-        def __init__(self, folder: Path, shelf: Path, format: str, place: str) -> None:
-            self.shelf, self.format = shelf, format
-
-        def __enter__(self) -> Engine:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def ready(self) -> None: ...
-
-        def ask(self, version: int) -> None:
-            sent.append(
-                (self.format, read_broadcast(self.shelf / f"step_{version:06}").kind, version)
-            )
-
-        def answer(self) -> dict[str, str]:
-            return {"digest": "one" if odd is None else f"{next(odd)}"}
-
-    odd = None
-    monkeypatch.setattr(learners, "Reader", Engine)
-    dense = learners.ours(SMALLEST, 0, 1, 0, steps=1)["published"]
-    assert [*dense] == ["bf16", "fp8"]
-    assert dense["bf16"]["published_bytes"] == dense["fp8"]["published_bytes"]  # engines quantize
-    two = ENGINES * [1], ENGINES * [2]
-    wanted = [(f, "full", v) for f in ("bf16", "fp8") for versions in two for v in versions]
-    assert sent == wanted
-    sent.clear()
-    codes = learners.ours(replace(SMALLEST, fp8=True), 0, 1, 0, steps=1)["published"]
-    assert [*codes] == ["fp8"] and sent[ENGINES:] == ENGINES * [("fp8", "codes", 2)]
-    assert codes["fp8"]["published_bytes"] < dense["fp8"]["published_bytes"] / 2
-    odd = iter(range(9))
-    with pytest.raises(RuntimeError, match="different weights of version 1"):
-        learners.ours(SMALLEST, 0, 1, 0, steps=1)
-
-
-@pytest.mark.slow
-def test_two_ranks_learn_and_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = two_ranks(tmp_path, monkeypatch, "tiny-lora")
-    assert made["published"]["bf16"].keys() == {"gather_s", "write_s", "published_bytes"}
-    args = argparse.Namespace(steps=1, cpu=True)
-    lost = side("tiny", "neither", 1, 0, args, tmp_path)
-    assert lost["failed"].startswith("rank 0: ")
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import prompts
-from bench.prompts import Turns, kind
+from bench.prompts import Turns
 from bench.shapes import SHAPES
 from tests.fixtures.engines import engine_of
 from tests.fixtures.shapes import TINY
@@ -28,13 +28,6 @@ def test_a_turn_runs_its_prompts_beside_the_rows(
     assert engine.stats().tokens == before + 3 + 3
     turns.stand(0, 1)
     assert not engine.has_work
-
-
-def test_kernels_have_kinds() -> None:
-    assert kind("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT") == "products"
-    assert kind("flash_fwd_splitkv_kernel") == "attention"
-    assert kind("add_rms_norm_kernel") == "norms"
-    assert kind("void at::native::vectorized_elementwise_kernel") == "others"
 
 
 @pytest.mark.slow

@@ -27,18 +27,6 @@ def test_two_engines_are_measured_over_one(tmp_path: Path) -> None:
         assert row["ratio"] == pytest.approx(row["ours"] / row["peer"])
 
 
-def test_engines_that_are_not_there_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert replicas.arguments(["tiny"]).engines == 2
-    for words, said in ((["--engines", "3"], "3 need a GPU each, and 2 are here"),
-                        (["--engines", "1"], "two at least")):  # fmt: skip
-        with pytest.raises(SystemExit):
-            replicas.arguments(["tiny", *words])
-        assert said in capsys.readouterr().err
-
-
 def test_every_round_draws_as_many_tokens() -> None:
     args = replicas.arguments("tiny --cpu --requests 9 --tokens 40 --prompt 3 --spread".split())
     one, other = (replicas.requests(args, seed) for seed in (1, 2))

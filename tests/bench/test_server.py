@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from bench import load, server, targets, vllm_worker, vocabulary
+from bench import load, server, targets, vocabulary
 from bench.harness import Row
 from bench.peer import Peer, PeerFailed
 from bench.server import Seen
-from bench.vllm_server import VllmServer, arguments, environment
+from bench.vllm_server import VllmServer
 from lowroll.model.tokenizer import load_tokenizer
 from tests.fixtures.shapes import TINY
 
@@ -102,28 +101,6 @@ def test_means_are_over_requests() -> None:
         server.seen({**answer, "errors": 3, "error": "500: broken"}, 11)
 
 
-def test_vllms_numbers_are_taken_when_all_requests_are_whole() -> None:
-    answer = {
-        "completed": 8,
-        "total_output_tokens": 80,
-        "request_throughput": 2.0,
-        "mean_ttft_ms": 30.0,
-        "mean_tpot_ms": 5.0,
-        "p99_itl_ms": 9.0,
-    }
-    assert server.seen_by_vllm(answer, 8, 10) == Seen(2.0, 30.0, 5.0, 9.0)
-    for wrong in ({"completed": 7}, {"total_output_tokens": 79}):
-        with pytest.raises(PeerFailed, match="of 8 requests"):
-            server.seen_by_vllm(answer | wrong, 8, 10)
-
-
-def test_vllms_client_is_asked_by_lines() -> None:
-    said: list[dict[str, Any]] = []
-    lines = ["{}", json.dumps({"arguments": ["--port", "1"]})]
-    vllm_worker.serve(lines, said.append, lambda _: (lambda a: {"got": a}, {"ready": True}))
-    assert said == [{"ready": True}, {"got": ["--port", "1"]}]
-
-
 # -- the comparison --------------------------------------------------------------------------------
 
 
@@ -186,20 +163,6 @@ def test_a_vocabulary_has_the_bytes_at_least() -> None:
 # -- vLLM's server ---------------------------------------------------------------------------------
 
 
-def test_vllm_is_told_the_cache_in_bytes() -> None:
-    said = " ".join(arguments(settings(Path("folder")), 81))
-    assert "--port 81" in said and "--kv-cache-memory-bytes 1048576" in said
-    assert "--load-format dummy" in said and "--max-num-seqs 8" in said
-    assert "kv-cache" not in " ".join(arguments({**settings(Path("f")), "device": "cpu"}, 81))
-
-
-def test_vllms_folder_is_in_its_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "ours")
-    assert environment("/site", "cuda")["PYTHONPATH"] == "/site"
-    assert "PYTHONPATH" not in environment(None, "cpu")
-    assert os.environ["PYTHONPATH"] == "ours"
-
-
 @pytest.mark.slow
 def test_vllms_server_is_waited_for_and_ended(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
@@ -256,16 +219,7 @@ def test_a_small_run_measures_both_sides(tmp_path: Path, small: None) -> None:
     assert len(rows) == 8
 
 
-@pytest.mark.slow
-def test_without_vllm_ours_is_measured_and_the_reason_told(tmp_path: Path, small: None) -> None:
-    dead = site(tmp_path / "site", dies=True)
-    rows = run(tmp_path / "out", "--formats", "bf16", "--parts", "vllm", "--vllm-path", dead)
-    row = rows[targets.over_vllm_server("demo", "bf16", 2, "requests a second")]
-    assert row["ours"] > 0 and row["peer"] is None
-    assert "vLLM: not run (it ended with 1" in row["note"] and "no such kernel" in row["note"]
-
-
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pause_is_seen_as_the_longest_gap(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,11 +247,3 @@ def test_a_request_that_fails_ends_the_run(tmp_path: Path) -> None:
         answer = client.ask(order, "nothing", 30.0)
     with pytest.raises(PeerFailed, match="1 requests failed: Client"):
         server.check(answer)
-
-
-def test_vllm_is_not_asked_for_a_format_that_it_has_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        server.main(["--model", "demo", "--device", "cpu", "--formats", "fp32"])
-    assert "vLLM is not measured with fp32" in capsys.readouterr().err

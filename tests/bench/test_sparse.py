@@ -15,7 +15,6 @@ from rich.console import Console
 
 from bench import sparse
 from lowroll.runs.demo import build_model
-from tests.fixtures.jobs import works_once
 from tests.fixtures.runs import TINY
 
 SMALL: dict[str, Any] = {
@@ -56,14 +55,6 @@ def test_an_arm_changes_the_cache_and_its_price_alone(arm: str, tmp_path: Path) 
         assert cfg.correction == "none"
     if "sparse-rl" in arm or "repair" in arm:
         assert cfg.correction == "sparse"
-
-
-def test_a_bounded_cache_drops_a_third_of_the_tokens() -> None:
-    env = sparse.SETTINGS["env"][0]["args"]
-    sums = env["entries"] * env["min_rounds"]
-    peak = sparse.BOUNDS["budget"] + sparse.BOUNDS["buffer"]
-    response = 3 * sums + 4 * env["min_rounds"]  # a letter, a sum and a space; a round's number
-    assert response >= 300 and peak <= 0.65 * (response + 40)  # and the shortest of prompts
 
 
 def test_demonstrations_slip_as_often_as_said_and_carry_on(
@@ -120,14 +111,6 @@ def test_the_summary_is_that_of_hand_worked_runs() -> None:
     )
 
 
-def test_all_metrics_of_the_families_are_kept() -> None:
-    records = [{"reward/mean": 0.123456789, "kv/new": 1.0}, {"kv/other": 2.0, "time/odd": 3.0}]
-    curves = sparse.recorded(records)
-    assert curves["reward/mean"] == [0.12346, None]
-    assert curves["kv/new"] == [1.0, None] and curves["kv/other"] == [None, 2.0]
-    assert "time/odd" not in curves
-
-
 def test_runs_of_other_settings_are_left_out(tmp_path: Path) -> None:
     path, about = tmp_path / "sparse.json", {"steps": 4, "settings": {"a": 1}}
     assert sparse.stored(path, about) == []
@@ -137,16 +120,6 @@ def test_runs_of_other_settings_are_left_out(tmp_path: Path) -> None:
     assert sparse.stored(path, about) == [run]  # the other arm says something else today
     assert sparse.stored(path, about | {"steps": 5}) == []
     assert sparse.stored(path, about | {"settings": {}}) == []
-
-
-@pytest.mark.slow
-def test_a_failed_run_does_not_take_the_others_with_it() -> None:
-    jobs = [("broken", 1), ("sound", 2), ("sound", 3)]
-    ended = []
-    with pytest.raises(ValueError, match="broken by 1"):
-        for done in sparse.side_by_side(works_once, jobs, 1):
-            ended.append(done["seed"])
-    assert ended == [2, 3]
 
 
 @pytest.mark.slow

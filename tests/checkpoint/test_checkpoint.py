@@ -570,11 +570,6 @@ def test_the_lock_of_a_killed_owner_is_free(tmp_path: Path) -> None:
         assert lock.attempt == 2
 
 
-def test_the_room_opens_without_torch() -> None:
-    code = "import sys, lowroll.checkpoint; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
-
-
 @pytest.mark.slow
 def test_others_run_while_a_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

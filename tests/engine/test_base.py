@@ -19,12 +19,7 @@ from lowroll.orchestrator.client import EngineClient
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.runs.build.capabilities import check as check_capabilities
 from tests.fixtures.engines import engine_of, prompt
-from tests.fixtures.tiny import COMMON, hf_folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
+from tests.fixtures.tiny import COMMON
 
 
 def methods(protocol: type) -> dict[str, inspect.Signature]:

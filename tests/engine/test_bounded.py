@@ -31,7 +31,6 @@ from tests.fixtures.policies import (
     Recent,
     check_group,
 )
-from tests.fixtures.tiny import hf_folder
 
 Kind = Callable[[int, int], Bounded]  # of budget and buffer
 
@@ -45,11 +44,6 @@ def rkv(budget: int, buffer: int) -> ChosenRKV:
 
 
 POLICIES: list[Kind] = [Recent, Parity, Liked, ChosenStreaming, ChosenH2O, snapkv, rkv]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "m")
 
 
 @pytest.fixture(scope="module")

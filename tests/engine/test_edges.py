@@ -29,11 +29,6 @@ from tests.fixtures.tiny import COMMON, hf_folder
 V, CONTEXT = COMMON["vocab_size"], COMMON["max_position_embeddings"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3")
-
-
 def engine_of(source: object, **options: object) -> Engine:
     return Engine(
         source,
@@ -115,7 +110,7 @@ def test_the_pieces_in_which_logits_exist_change_nothing(
 
 def eos_of(engine: Engine, **changes: object) -> tuple[int, ...]:
     engine.add(replace(Request(ids(3)), **changes))
-    return list(engine.scheduler._groups.values())[-1].stop_ids
+    return list(engine.scheduler.in_flight.values())[-1].stop_ids
 
 
 def test_the_models_eos_and_the_tokenizers_both_end_a_sample(folder: Path, tmp_path: Path) -> None:

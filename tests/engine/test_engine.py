@@ -24,11 +24,6 @@ from tests.fixtures.engines import V, engine_of, prompt
 from tests.fixtures.tiny import FAMILIES, hf_folder, hf_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3")
-
-
 def tokens(group: Group) -> list[list[int]]:
     return [r.token_ids for r in group.rollouts]
 

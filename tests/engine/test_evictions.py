@@ -47,11 +47,6 @@ POLICIES = [streaming, snapkv, rkv, h2o]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "m")
-
-
-@pytest.fixture(scope="module")
 def model(folder: Path) -> Transformer:
     return hf.load(folder)
 

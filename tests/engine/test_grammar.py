@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
 
 from lowroll import Engine, Request
 from lowroll.engine.grammar import Grammars, held
 from lowroll.model import hf
-from lowroll.runs import demo
 from lowroll.runs.demo import build_tokenizer
 from lowroll.types import Rollout
 from lowroll.weights.update import WeightUpdate
-from tests.fixtures.runs import TINY
 
 DIGITS = LLMatcher.grammar_from_regex("([0-9]{2},){1,5}[a-f]+")
 POINT = LLMatcher.grammar_from_json_schema(
@@ -35,20 +34,23 @@ POINT = LLMatcher.grammar_from_json_schema(
 PROMPT = [5, 9, 9, 7]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.build_model(tmp_path_factory.mktemp("held") / "model", 0, TINY)
-
-
 def engine_of(model: Path, **options: Any) -> Engine:
     settings = {"weights": "fp32", "device": "cpu", "cache_tokens": 2048, "page_size": 4}
     return Engine(model, **(settings | options))
 
 
+def matcher_of(engine: Engine, grammar: str) -> LLMatcher:
+    """The library's own reading of a grammar over the engine's tokenizer."""
+    tokenizer = from_tokenizer(
+        engine.tokenizer, engine.spec.vocab_size, sorted(engine.scheduler.eos_ids)
+    )
+    return LLMatcher(tokenizer, grammar)
+
+
 def oracle(engine: Engine, ask: Request, drawn: Rollout) -> list[float]:
     """Log-probs of the drawn tokens from logits without any setting, and the grammar's own mask."""
     assert ask.grammar is not None
-    state = engine.grammars._compile(ask.grammar).deep_copy()
+    state = matcher_of(engine, ask.grammar)
     found, every = [], engine.spec.vocab_size
     for i, token in enumerate(drawn.token_ids):
         ids = [*ask.prompt_ids, *drawn.token_ids[:i]]
@@ -106,8 +108,7 @@ def test_it_holds_in_every_engine_beside_rows_that_are_free(
         json.loads(engine.text(rollout))
     for group in digits:
         for rollout in group.rollouts:
-            matcher = LLMatcher(engine.grammars._tokenizer, DIGITS)
-            taken = matcher.try_consume_tokens(rollout.token_ids)
+            taken = matcher_of(engine, DIGITS).try_consume_tokens(rollout.token_ids)
             assert taken == len(rollout.token_ids)
             assert all(map(math.isfinite, rollout.logprobs))
     if options in ({}, {"max_batch": 3, "lookahead": 8}, {"prefill_chunk": 2}):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import lowroll
 from lowroll import Engine, Request
 from lowroll.engine import drafts
 from lowroll.engine.base import replayed
@@ -27,6 +26,7 @@ from lowroll.types import Group
 from lowroll.weights.noise import Noise
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
+from tests.fixtures.formats import LAYOUTS
 from tests.fixtures.scheduling import NEED, letters
 from tests.fixtures.tiny import hf_folder, hf_model
 
@@ -35,11 +35,6 @@ EXACT = {"fp32", "nvfp4", "mxfp4", "mxfp4_floor", "int4", "int4_asym", "nf4", "n
 ROUNDING = 3e-5  # nats: of a piece of a draft against tokens one by one, in float32
 # nats, of the others (as in test_engine): codes of activations, or bfloat16
 BOUND = {"int8": 0.05, "w4a8": 0.05, "fp8": 0.3, "fp8_block": 0.3, "bf16": 0.2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3")
 
 
 def moved(folder: Path, size: float, seed: int = 1) -> Transformer:
@@ -108,7 +103,7 @@ def assert_same(found: Group, wanted: Group, exact: bool = True, version: int = 
     return same
 
 
-@pytest.mark.parametrize("weights", lowroll.formats())
+@pytest.mark.parametrize("weights", LAYOUTS)
 def test_what_comes_out_is_what_the_new_weights_draw_from_the_start(
     folder: Path, weights: str
 ) -> None:
@@ -544,9 +539,9 @@ def test_noise_goes_by_request_sample_and_position(folder: Path) -> None:
     engine = engine_of(folder)
     handle = engine.add(Request(prompt(5), n=3, max_tokens=9, seed=4, ignore_eos=True))
     step(engine, 5)
-    keys = [s.noise_key for s in engine.scheduler._groups[handle].sequences]
+    keys = [s.noise_key for s in engine.scheduler.in_flight[handle].sequences]
     engine.release(in_flight="replay")
-    again = engine.scheduler._groups[handle]
+    again = engine.scheduler.in_flight[handle]
     assert keys == [s.noise_key for s in again.sequences]
     assert keys == [noise_key(again.request, i) for i in range(3)]
     assert [len(s.draft) for s in again.sequences] == [5, 5, 5]

@@ -412,7 +412,7 @@ def test_a_finished_sample_keeps_the_behavior_it_was_drawn_under():
     scheduler, runner = make()
     pairs = (Request(prompt_ids=[1], n=2, max_tokens=6, seed=seed) for seed in range(99))
     scheduler.add(next(r for r in pairs if len({len(ids) for ids, _, _ in expected(r)}) == 2))
-    while not any(s.finish_reason for s in scheduler._groups[0].sequences):  # at most 6 steps
+    while not any(s.finish_reason for s in scheduler.in_flight[0].sequences):  # at most 6 steps
         commit_all(scheduler, runner.run(scheduler.plan()))
     scheduler.set_behavior(replace(tag(2), noise_sigma=0.5))
     rollouts = run_all(scheduler, runner)[0].rollouts

@@ -274,8 +274,9 @@ import sys, threading, time
 from lowroll.envs.rewards import ScorerPool
 from lowroll.types import Prompt
 pool = ScorerPool({{"bombs": ({bombs!r}, {{}}, 0)}}, num_workers=2, time_limit=600)
-print(*[w.process.pid for w in pool._workers], flush=True)
-pool.score([(Prompt("0", "bombs", [], {{"answer": 1}}), {bomb!r})] * 4)
+prompt = Prompt("0", "bombs", [], {{"answer": 1}})
+print(*{{int(one.metrics["pid"]) for one in pool.score([(prompt, "pid")] * 50)}}, flush=True)
+pool.score([(prompt, {bomb!r})] * 4)
 print("idle", flush=True)
 time.sleep(600)
 """
@@ -444,20 +445,6 @@ def test_a_reply_may_be_so_long_and_no_longer():
         assert worker.read() == [] and worker.ended
 
 
-def test_a_worker_is_late_only_when_it_owes_an_answer():
-    worker = object.__new__(rewards._Worker)
-    now = time.monotonic()
-    for ready, held, deadline, late in (
-        (True, [(0, "a")], now - 1, True),
-        (True, [], now - 1, False),
-        (False, [], now - 1, True),
-        (False, [], now + 60, False),
-        (True, [(0, "a")], now + 60, False),
-    ):
-        worker.ready, worker.held, worker.deadline = ready, held, deadline
-        assert worker.late is late
-
-
 @pytest.mark.parametrize(
     "count, workers, first",
     [
@@ -512,6 +499,20 @@ def test_how_a_worker_ended_is_told_with_its_last_words(pool):
     )
     assert silent == ScoreError("crash", f"{who} the scorer's process ended: exit status 0")
     assert killed == ScoreError("crash", f"{who} the scorer's process ended: signal 9")
+
+
+def test_a_worker_is_late_only_when_it_owes_an_answer():
+    worker = object.__new__(rewards._Worker)
+    now = time.monotonic()
+    for ready, held, deadline, late in (
+        (True, [(0, "a")], now - 1, True),
+        (True, [], now - 1, False),
+        (False, [], now - 1, True),
+        (False, [], now + 60, False),
+        (True, [(0, "a")], now + 60, False),
+    ):
+        worker.ready, worker.held, worker.deadline = ready, held, deadline
+        assert worker.late is late
 
 
 def test_killing_twice_is_once(pool):

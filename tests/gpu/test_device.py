@@ -37,11 +37,6 @@ IDS = torch.randint(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("models") / "qwen3")
-
-
 def forward(model: Transformer) -> Tensor:
     """Logits [T, V] of the packed sequences, on the CPU."""
     pos = torch.cat([torch.arange(n) for n in LENGTHS]).to(model.device)

@@ -26,7 +26,8 @@ from lowroll.model.experts import EngineExperts, Experts, LearnerExperts, _low_b
 from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import spec_from_config
 from lowroll.quant.formats import quantize
-from tests.fixtures.experts import normal, rounded, stack_of
+from tests.fixtures.experts import rounded, stack_of
+from tests.fixtures.tensors import normal
 from tests.fixtures.tiny import hf_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]

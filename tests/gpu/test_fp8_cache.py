@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lowroll import Engine, Request
-from lowroll.engine.decoder import Decoder
 from lowroll.kernels.attention import paged
 from lowroll.kernels.attention.codes import Codes, encode
 from lowroll.kernels.attention.decode8 import paged_decode8
@@ -129,9 +128,7 @@ LARGE = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head
 
 
 @pytest.mark.parametrize("policy", [None, "rkv", "h2o", "streaming"])
-def test_captured_steps_are_the_cpus(
-    policy: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_are_the_cpus(policy: str | None, tmp_path: Path) -> None:
     """float32: most samples draw the same tokens as on the CPU (a code next to the middle may go
     either way), and steps one by one, after a release, give the same bits."""
     folder = hf_folder(tmp_path / "m", "qwen3", **LARGE)
@@ -155,8 +152,7 @@ def test_captured_steps_are_the_cpus(
         )
     ]
     assert sum(same) >= 0.7 * len(same)
-    monkeypatch.setattr(Decoder, "_step", Decoder._advance)
-    eager = Engine(folder, device="cuda", **options)
+    eager = Engine(folder, device="cuda", cuda_graphs=False, **options)
     assert [
         (r.token_ids, r.logprobs) for group in eager.generate(REQUESTS) for r in group.rollouts
     ] == numbers[0]

@@ -245,10 +245,14 @@ def in_functions(tree: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]
         yield from in_functions(node, inner)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_no_file_runs_foreign_code_or_hides_errors_or_grows_without_end(file: str) -> None:
-    assert list(offences(tree_of(file))) == []
-    assert sum(1 for _ in ast.walk(tree_of(file))) <= FILE_NODES
+def test_no_file_runs_foreign_code_or_hides_errors() -> None:
+    found = [f"{file}, {offence}" for file in FILES for offence in offences(tree_of(file))]
+    assert found == []
+
+
+def test_no_file_grows_without_end() -> None:
+    sizes = {file: sum(1 for _ in ast.walk(tree_of(file))) for file in FILES}
+    assert {file: nodes for file, nodes in sizes.items() if nodes > FILE_NODES} == {}
 
 
 def test_every_broad_except_raises_or_has_its_reason() -> None:

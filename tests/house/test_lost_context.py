@@ -37,7 +37,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tests_after_a_lost_context_run_in_another_worker(tmp_path: Path) -> None:
     done = run(tmp_path, "--numprocesses", "1", "--max-worker-restart", "2")
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr

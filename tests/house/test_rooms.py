@@ -1,4 +1,4 @@
-"""The tests' own plan: each room of the package has its folder, and no test imports another test.
+"""The plan of the tests: each package has its folder, and no test imports another test.
 
 What several tests need is a plain module of `tests/fixtures`, or a fixture of `tests/conftest.py`.
 """
@@ -6,7 +6,7 @@ What several tests need is a plain module of `tests/fixtures`, or a fixture of `
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import pytest
@@ -16,90 +16,56 @@ TESTS = ROOT / "tests"
 FILES = {
     path.relative_to(TESTS).as_posix(): path.read_text() for path in sorted(TESTS.rglob("*.py"))
 }
-BESIDE = {"bench", "docs", "fixtures", "gpu", "house", "parity"}  # no rooms of the package
+BESIDE = {"bench", "docs", "fixtures", "gpu", "house", "parity"}  # no packages of lowroll
+# an import of a module test_* of the tests, also in a program that a test holds as text
+IMPORTED_TEST = re.compile(
+    r"\bfrom (?:tests(?:\.\w+)*)?\.?test_\w+ import"
+    r"|\bfrom (?:tests(?:\.\w+)*|\.) import test_\w+"
+    r"|(?:^|[;'\"])\s*import (?:tests\.(?:\w+\.)*)?test_\w+",
+    re.MULTILINE,
+)
 
 
-def imported_tests(source: str) -> Iterator[str]:
-    """The test modules that a file imports, inside functions too, and in programs that it holds as
-    text."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module or ''}.{alias.name}" for alias in node.names]
-        else:
-            names = []
-        yield from (name for name in names if names_a_test(name))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from imported_by_text(node.value)
-
-
-def names_a_test(name: str) -> bool:
-    """Is it, or something in it, a module test_*? What a package beside the tests exports is not."""
-    package, *inside = name.split(".")
-    if package not in ("", "tests"):
-        inside = []
-    return any(part.startswith("test_") for part in [package, *inside])
-
-
-def imported_by_text(text: str) -> Iterator[str]:
-    """The same of a program that a test hands to a child."""
-    if "import" not in text:
-        return
-    try:
-        yield from imported_tests(text)
-    except (SyntaxError, ValueError):  # prose
-        return
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_no_test_imports_another_test(file: str) -> None:
-    imported = list(imported_tests(FILES[file]))
-    assert imported == [] or file == "house/test_rooms.py"  # which quotes such lines
+def test_no_test_imports_another_test() -> None:
+    found = {file: IMPORTED_TEST.findall(source) for file, source in FILES.items()}
+    assert {file for file, lines in found.items() if lines} <= {"house/test_rooms.py"}
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "seen"),
     [
-        ("import test_run", ["test_run"]),
-        ("from test_run import TINY", ["test_run.TINY"]),
-        ("from tests.runs.test_run import TINY", ["tests.runs.test_run.TINY"]),
-        ("from tests.runs import test_run", ["tests.runs.test_run"]),
-        ("def f():\n    import tests.runs.test_run", ["tests.runs.test_run"]),
-        ("CODE = 'import sys; from tests.runs.test_run import TINY'", ["tests.runs.test_run.TINY"]),
-        ("from . import test_run", [".test_run"]),
-        ("from .test_run import TINY", ["test_run.TINY"]),
-        ("from tests.fixtures.runs import TINY", []),
-        ("from tests import fuzz", []),
-        ("from lowroll.envs import test_path", []),
+        ("import test_run", True),
+        ("def f():\n    import tests.runs.test_run", True),
+        ("from tests.runs.test_run import TINY", True),
+        ("from tests.runs import test_run", True),
+        ("CODE = 'import sys; from tests.runs.test_run import TINY'", True),
+        ("from . import test_run", True),
+        ("from .test_run import TINY", True),
+        ("from tests.fixtures.runs import TINY", False),
+        ("from lowroll.envs import test_path", False),
     ],
 )
-def test_the_lint_sees(line: str, found: list[str]) -> None:
-    source = f"LINE = {line!r}" if found else line
-    assert list(imported_tests(line)) == found == list(imported_tests(source))
+def test_an_import_of_a_test_is_seen(line: str, seen: bool) -> None:
+    assert bool(IMPORTED_TEST.search(line)) is seen
 
 
-def test_each_room_has_its_tests() -> None:
-    rooms = {path.parent.name for path in (ROOT / "lowroll").glob("*/__init__.py")}
+def test_each_package_has_its_tests() -> None:
+    packages = {path.parent.name for path in (ROOT / "lowroll").glob("*/__init__.py")}
     folders = {file.split("/")[0] for file in FILES if "/" in file}
-    assert folders == rooms | BESIDE
+    assert folders == packages | BESIDE
 
 
-def left_by_quick(source: str) -> set[str]:
-    """The tests of a file without a mark that `make quick` leaves out."""
+def is_quick(source: str) -> bool:
+    """Return whether a file has a test that `make quick` runs."""
     left_out = {f"pytest.mark.{mark}" for mark in ("slow", "interpreted", "gpu")}
-    return {
-        node.name
+    return any(
+        not left_out & {ast.unparse(mark) for mark in node.decorator_list}
         for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef)
-        and node.name.startswith("test_")
-        and not left_out & {ast.unparse(mark) for mark in node.decorator_list}
-    }
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    )
 
 
-@pytest.mark.parametrize(
-    "room", sorted({file.split("/")[0] for file in FILES if "/test_" in file} - {"gpu"})
-)
-def test_quick_enters_every_room(room: str) -> None:
-    kept = [left_by_quick(FILES[file]) for file in FILES if file.startswith(f"{room}/test_")]
-    assert any(kept)
+def test_quick_enters_every_package() -> None:
+    tests = {file: source for file, source in FILES.items() if "/test_" in file}
+    quick = {file.split("/")[0] for file, source in tests.items() if is_quick(source)}
+    assert {file.split("/")[0] for file in tests} - quick <= {"gpu"}

@@ -12,16 +12,13 @@ from torch import Tensor
 from lowroll.kernels.fused import rope
 from lowroll.kernels.invariant import heads, product, rows
 from lowroll.model.attention import exact_varlen, varlen
+from tests.fixtures.tensors import normal
 
 pytestmark = pytest.mark.skipif(
     not rows.supports_device(torch.device("cpu")), reason="needs a CPU with AVX2 and a C++ compiler"
 )
 SIZES = (1, 7, 8, 9, 16, 31, 48, 576)
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def normed(x: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -48,12 +45,12 @@ def gated(x: Tensor) -> Tensor:
 
 def cases(size: int) -> Iterator[tuple[str, Op, Op, list[Tensor]]]:
     """Name, ours, plain, inputs; the first ones have a row a token."""
-    x, update, weight = drawn(37, size), drawn(37, size, seed=1), drawn(size, seed=2)
+    x, update, weight = normal(37, size), normal(37, size, seed=1), normal(size, seed=2)
     yield "norm", first_normed, plain_first, [x, weight]
     yield "add and norm", normed, plain_normed, [x, update, weight]
-    yield "gate", rows.silu_mul, gated, [4 * drawn(37, 2 * size)]
+    yield "gate", rows.silu_mul, gated, [4 * normal(37, 2 * size)]
     plain = torch.nn.functional.linear
-    yield "product", product.linear, plain, [x, drawn(19, size, seed=3), drawn(19, seed=4)]
+    yield "product", product.linear, plain, [x, normal(19, size, seed=3), normal(19, seed=4)]
 
 
 def as_tuple(made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -65,7 +62,7 @@ def test_values_and_gradients_are_those_of_torch(size: int) -> None:
     for name, ours, plain, inputs in cases(size):
         mine, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
         got, want = as_tuple(ours(*mine)), as_tuple(plain(*theirs))
-        weights = [drawn(*y.shape, seed=9) for y in want]
+        weights = [normal(*y.shape, seed=9) for y in want]
         sum((y * w).sum() for y, w in zip(got, weights, strict=True)).backward()  # type: ignore[union-attr]
         sum((y * w).sum() for y, w in zip(want, weights, strict=True)).backward()  # type: ignore[union-attr]
         for a, b in zip(
@@ -109,14 +106,14 @@ def test_a_gate_takes_any_number() -> None:
 @pytest.mark.parametrize("norms", [False, True])
 def test_heads_have_the_gradients_of_plain_ones(norms: bool) -> None:
     tokens, num, kv, d = 11, 4, 2, 16
-    qkv, angle = drawn(tokens, (num + 2 * kv) * d), drawn(tokens, 1, d // 2)
-    gains = (drawn(d, seed=1), drawn(d, seed=2)) if norms else (None, None)
+    qkv, angle = normal(tokens, (num + 2 * kv) * d), normal(tokens, 1, d // 2)
+    gains = (normal(d, seed=1), normal(d, seed=2)) if norms else (None, None)
     grads = []
     for rotate in (heads.rotate_heads, rope.plain_heads):
         x = qkv.clone().requires_grad_()
         ws = [None if g is None else g.clone().requires_grad_() for g in gains]
         made = rotate(x, angle.cos(), angle.sin(), num, kv, d, *ws, 1e-6)
-        sum((y * drawn(*y.shape, seed=7)).sum() for y in made).backward()  # type: ignore[union-attr]
+        sum((y * normal(*y.shape, seed=7)).sum() for y in made).backward()  # type: ignore[union-attr]
         grads.append([*made, x.grad, *(w.grad for w in ws if w is not None)])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
@@ -125,12 +122,12 @@ def test_heads_have_the_gradients_of_plain_ones(norms: bool) -> None:
 @pytest.mark.parametrize(("num", "kv"), [(4, 4), (6, 2), (5, 1)])
 def test_attention_is_causal_and_has_the_gradients_of_plain_attention(num: int, kv: int) -> None:
     lengths = [1, 5, 70, 5]
-    q, k, v = (drawn(sum(lengths), n, 16, seed=i) for i, n in enumerate((num, kv, kv)))
+    q, k, v = (normal(sum(lengths), n, 16, seed=i) for i, n in enumerate((num, kv, kv)))
     grads = []
     for attend in (exact_varlen(lengths), varlen(lengths)):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         made = attend(0, *inputs)
-        (made * drawn(*made.shape, seed=8)).sum().backward()
+        (made * normal(*made.shape, seed=8)).sum().backward()
         grads.append([made, *(x.grad for x in inputs)])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)

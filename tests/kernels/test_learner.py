@@ -23,14 +23,11 @@ from lowroll.model.attention import varlen
 from lowroll.model.learner_linear import LearnerLinear
 from tests.fixtures.compiled import built, compiled
 from tests.fixtures.learner import tiny_model
+from tests.fixtures.tensors import normal
 
 both = pytest.mark.parametrize(
     "path", [pytest.param("triton", marks=pytest.mark.interpreted), "plain"]
 )
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # -- log-probs -------------------------------------------------------------------------------------
@@ -40,10 +37,10 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("vocab", [1, 61, 4096, 9000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_statistics_and_gradient(path: str, vocab: int, temperature: float) -> None:
-    logits = random(3, vocab) * 4
+    logits = normal(3, vocab) * 4
     logits[1, ::3] = -torch.inf
     logits[1, 0] = 3.0
-    targets, scale = torch.tensor([0, 0, vocab - 1]), random(3, seed=1)
+    targets, scale = torch.tensor([0, 0, vocab - 1]), normal(3, seed=1)
     truth = torch.log_softmax(logits.double() / temperature, -1)
     p, onehot = truth.exp(), torch.zeros(3, vocab).scatter_(1, targets[:, None], 1.0)
     gradient = torch.empty(3, vocab)
@@ -94,10 +91,10 @@ def test_gradients_are_those_of_materialised_logits(
 ) -> None:
     monkeypatch.setattr(model_logprobs, "_kept", lambda hidden: kept)
     leaves = [
-        random(7, 8).requires_grad_(learns[0]),
-        random(13, 8, seed=1).requires_grad_(learns[1]),
+        normal(7, 8).requires_grad_(learns[0]),
+        normal(13, 8, seed=1).requires_grad_(learns[1]),
     ]
-    targets, weights = torch.arange(7) % 13, random(7, seed=2)
+    targets, weights = torch.arange(7) % 13, normal(7, seed=2)
     logp, entropy = model_logprobs.token_log_probs(*leaves, targets, 0.8, chunk)
     truth = torch.log_softmax(leaves[0].double() @ leaves[1].double().t() / 0.8, -1)
     torch.testing.assert_close(logp.double(), truth[torch.arange(7), targets], rtol=1e-5, atol=1e-5)
@@ -117,7 +114,7 @@ def test_gradients_are_those_of_materialised_logits(
 def test_what_is_kept_is_read_once_and_made_again_for_a_second_time(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    leaves = [x.to(dtype).requires_grad_() for x in (random(7, 8), random(13, 8, seed=1))]
+    leaves = [x.to(dtype).requires_grad_() for x in (normal(7, 8), normal(13, 8, seed=1))]
     made = []
     monkeypatch.setattr(
         model_logprobs.kernels, "logit_gradient", lambda *args: made.append(logit_gradient(*args))
@@ -126,7 +123,7 @@ def test_what_is_kept_is_read_once_and_made_again_for_a_second_time(
     def gradients(kept: int) -> list[list[Tensor]]:
         monkeypatch.setattr(model_logprobs, "_kept", lambda hidden: kept)
         logp, _ = model_logprobs.token_log_probs(*leaves, torch.arange(7), 0.8, 2)
-        loss = (logp * random(7, seed=2)).sum()
+        loss = (logp * normal(7, seed=2)).sum()
         return [list(torch.autograd.grad(loss, leaves, retain_graph=True)) for _ in range(2)]
 
     want, again = gradients(0)
@@ -141,7 +138,7 @@ def test_what_is_kept_is_read_once_and_made_again_for_a_second_time(
 @both
 def test_the_gradient_of_a_plain_sum_is_that_of_equal_weights(path: str) -> None:
     """Autograd hands a sum's gradient on as one number with stride 0."""
-    hidden, weight, targets = random(7, 8), random(13, 8, seed=1).requires_grad_(), torch.arange(7)
+    hidden, weight, targets = normal(7, 8), normal(13, 8, seed=1).requires_grad_(), torch.arange(7)
     logp, _ = model_logprobs.token_log_probs(hidden, weight, targets, chunk=3)
     (got,) = torch.autograd.grad(logp.sum(), [weight])
     truth = torch.log_softmax(hidden.double() @ weight.double().t(), -1)[torch.arange(7), targets]
@@ -158,12 +155,12 @@ def test_the_gradient_of_a_plain_sum_is_that_of_equal_weights(path: str) -> None
 )
 def test_the_gate_of_an_adapted_product(path: str, shape: tuple[int, int, int, int]) -> None:
     tokens, size, rank, parts = shape
-    gate_up, low = random(tokens, 2 * size), random(tokens, parts * rank, seed=1)
-    b = random(2 * size, parts * rank, seed=2) * 0.3
+    gate_up, low = normal(tokens, 2 * size), normal(tokens, parts * rank, seed=1)
+    b = normal(2 * size, parts * rank, seed=2) * 0.3
     if parts == 2:  # block-diagonal
         b[:size, rank:] = b[size:, :rank] = 0
     gate_up.requires_grad_()
-    slope = random(tokens, size, seed=3)
+    slope = normal(tokens, size, seed=3)
     got = silu_mul_adapted(gate_up, low, b, rank)
     whole = (gate_up.detach().double() + low.double() @ b.double().t()).requires_grad_()
     gate, up = whole.chunk(2, dim=-1)
@@ -187,7 +184,7 @@ def test_updates_of_large_ranks_are_plain_products(
     monkeypatch.setattr(low_rank, "_silu_mul_adapted_kernel", None)
     monkeypatch.setattr(low_rank, "_silu_mul_adapted_backward_kernel", None)
     gate_up, low, b = (
-        random(*shape, seed=i).to(dtype) for i, shape in enumerate([(5, 14), (5, rank), (14, rank)])
+        normal(*shape, seed=i).to(dtype) for i, shape in enumerate([(5, 14), (5, rank), (14, rank)])
     )
     gate, up = (gate_up.float() + low.float() @ b.float().t()).chunk(2, dim=-1)
     got = silu_mul_adapted(gate_up.requires_grad_(), low, b, rank)
@@ -200,10 +197,10 @@ def test_updates_of_large_ranks_are_plain_products(
     linear.weight.normal_()
     linear.adapter = Adapter(rank, 1.0)
     linear.adapter.a["up_proj"], linear.adapter.b["up_proj"] = (
-        torch.nn.Parameter(random(*shape)) for shape in ((rank, 6), (4, rank))
+        torch.nn.Parameter(normal(*shape)) for shape in ((rank, 6), (4, rank))
     )
-    y_TN, update = linear.base_and_update(random(3, 6).to(dtype))
-    assert update is None and torch.equal(y_TN, linear(random(3, 6).to(dtype)))
+    y_TN, update = linear.base_and_update(normal(3, 6).to(dtype))
+    assert update is None and torch.equal(y_TN, linear(normal(3, 6).to(dtype)))
 
 
 @pytest.mark.slow
@@ -239,7 +236,7 @@ def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> N
             patch("lowroll.model.learner_linear.triton_supports", lambda x, plain=plain: not plain),
         ):
             hidden = model(torch.arange(9), torch.arange(9), varlen([9]))
-            (hidden * random(*hidden.shape)).sum().backward()
+            (hidden * normal(*hidden.shape)).sum().backward()
         found.append([hidden.detach(), *(p.grad for p in model.trainable_parameters().values())])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
@@ -247,8 +244,8 @@ def test_a_model_learns_by_its_kernels_as_without(targets: tuple[str, ...]) -> N
 
 @pytest.mark.interpreted
 def test_an_adapted_gate_is_made_again_beside_its_gradient() -> None:
-    gate_up, low, b = random(5, 2 * 70), random(5, 6, seed=1), random(2 * 70, 6, seed=2)
-    slope, update = random(5, 70, seed=3), low_rank.Update(low, b, 3)
+    gate_up, low, b = normal(5, 2 * 70), normal(5, 6, seed=1), normal(2 * 70, 6, seed=2)
+    slope, update = normal(5, 70, seed=3), low_rank.Update(low, b, 3)
     want = silu_mul_adapted(gate_up.requires_grad_(), low, b, 3)
     want.backward(slope)
     grad, again = update.gate_backward(gate_up.detach(), slope)
@@ -258,7 +255,7 @@ def test_an_adapted_gate_is_made_again_beside_its_gradient() -> None:
 
 @pytest.mark.interpreted
 def test_the_gate_is_made_again_beside_its_gradient() -> None:
-    gate_up, grad, again = random(5, 2 * 70), random(5, 70, seed=1), torch.empty(5, 70)
+    gate_up, grad, again = normal(5, 2 * 70), normal(5, 70, seed=1), torch.empty(5, 70)
     silu_mul_backward(gate_up, grad, again)
     assert torch.equal(again, silu_mul(gate_up))
 
@@ -272,7 +269,7 @@ DECAYS = [0.1, 0.0, 0.1, 0.05]
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_adamw_in_one_launch_is_torchs(dtype: torch.dtype) -> None:
-    masters = [random(*shape, seed=i) for i, shape in enumerate(SHAPES)]
+    masters = [normal(*shape, seed=i) for i, shape in enumerate(SHAPES)]
     truth = [torch.nn.Parameter(m.double()) for m in masters]
     firsts, seconds = ([torch.zeros_like(m) for m in masters] for _ in range(2))
     lows = [m.half() if i % 2 else None for i, m in enumerate(masters)]
@@ -284,7 +281,7 @@ def test_adamw_in_one_launch_is_torchs(dtype: torch.dtype) -> None:
     )
     tensors = Tensors(masters, firsts, seconds, lows, DECAYS)
     for t in (1, 2, 3):
-        gradients = [random(*shape, seed=10 * t + i).to(dtype) for i, shape in enumerate(SHAPES)]
+        gradients = [normal(*shape, seed=10 * t + i).to(dtype) for i, shape in enumerate(SHAPES)]
         gradients[0] = gradients[0].t()  # strides that the kernel does not read
         gradients[1] = torch.cat([torch.zeros(1).to(dtype), gradients[1]])[
             1:
@@ -321,14 +318,14 @@ def test_adamws_moments_weigh_a_gradient_by_what_the_betas_leave(
             )
 
     monkeypatch.setattr(adamw, "_adamw_kernel", OnDevice())
-    master, first, second = random(70), torch.zeros(70), torch.zeros(70)
+    master, first, second = normal(70), torch.zeros(70), torch.zeros(70)
     truth = torch.nn.Parameter(master.double())
     torchs = torch.optim.AdamW([truth], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     tensors = Tensors([master], [first], [second], [None], [1e-2])
     for t in (1, 2, 3):
-        truth.grad = random(70, seed=t).double()
+        truth.grad = normal(70, seed=t).double()
         torchs.step()
-        at = tensors.addresses([random(70, seed=t)])
+        at = tensors.addresses([normal(70, seed=t)])
         tensors.step(at, torch.tensor(1.0), rate=1e-3, betas=(0.9, 0.999), eps=1e-8, t=t)
     for got, want in (
         (first, torchs.state[truth]["exp_avg"]),
@@ -417,9 +414,9 @@ def test_nothing_spills(kernel: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which this machine has not")
 def test_the_gates_spill_nothing() -> None:
-    gate_up = random(64, 2 * 18944).bfloat16().requires_grad_()
+    gate_up = normal(64, 2 * 18944).bfloat16().requires_grad_()
     call = lambda: silu_mul_adapted(
-        gate_up, random(64, 32).bfloat16(), random(2 * 18944, 32).bfloat16(), 16
+        gate_up, normal(64, 32).bfloat16(), normal(2 * 18944, 32).bfloat16(), 16
     )
     for name, listing in compiled(lambda: call().sum().backward()):
         assert "STL" not in listing, f"{name} spills"

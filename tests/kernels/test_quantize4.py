@@ -1,15 +1,7 @@
 """The 4-bit quantizers in one launch give the bytes of plain torch: in Triton's interpreter, and
-compiled for a GPU.
-
-The checks run in a process of their own, where the interpreter is on before the kernels are made.
-"""
+compiled for a GPU."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +12,15 @@ from lowroll.quant.formats import get_format
 from tests.fixtures.compiled import built
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
 FORMATS = ("nvfp4", "mxfp4", "mxfp4_floor", "int4", "int4_asym", "w4a8")
 
 
-def check_bytes_are_those_of_plain_torch() -> None:
+@pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy counts overflows that are meant
+def test_bytes_are_those_of_plain_torch() -> None:
     """Odd sizes, rows of zeros, values that tie, and sizes at both ends of float32; storages are
     written whole."""
+    assert triton_supports(torch.empty(0))
     torch.manual_seed(0)
     for shape in ((5, 7), (3, 256), (2, 130), (1, 1), (17, 33), (40, 128)):
         w = torch.randn(shape) * torch.rand(shape[0], 1)
@@ -45,19 +39,6 @@ def check_bytes_are_those_of_plain_torch() -> None:
                         shape,
                         part,
                     )
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", __name__],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow
@@ -85,11 +66,3 @@ def test_compiled_for_a_gpu_nothing_spills(name: str) -> None:
         quantize4._quantize4_kernel, types, constants, loose=("num_groups", "G", "U"), num_warps=4
     ).asm["sass"]
     assert "STL" not in sass and "LDG.E.128" in sass
-
-
-if __name__ == "__main__":
-    import warnings
-
-    warnings.simplefilter("ignore")  # numpy counts overflows that are meant
-    assert triton_supports(torch.empty(0))
-    check_bytes_are_those_of_plain_torch()

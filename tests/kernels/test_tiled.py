@@ -118,12 +118,14 @@ def test_the_log_prob_is_the_one_that_was_drawn(temperature: float) -> None:
     assert chosen.log_probs(logits[:0], tokens[:0], temperature).shape == (0,)
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "adapter", [pytest.param(False, marks=pytest.mark.long), True], ids=["full", "lora"]
+)
 def test_an_engine_and_a_learner(adapter: bool, tmp_path: Path) -> None:
     """The same path as on a GPU: recorded is recomputed up to numpy's order of sums."""
     folder = hf_folder(tmp_path / "m", "qwen3", **SIZES)
     model = exact_model(folder, "int8", adapter)
-    assert check(model, "int8", 6, bound=2e-5) > 10
+    assert check(model, "int8", 46, bound=2e-5) > 10
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])

@@ -358,7 +358,7 @@ def test_a_bounded_cache_has_two_words_in_the_live_view() -> None:
     view = LiveView(9, "run", terminal)
     view.step(record)
     with terminal.capture() as shown:
-        terminal.print(view._panel())
+        terminal.print(view)
     assert "kv 52 % saved, rejected 6.2 %" in shown.get()
 
 
@@ -412,7 +412,7 @@ def test_on_a_terminal_the_panel_shows_the_step() -> None:
     with view:
         view.step(RECORD)
         view.phase("learn", 3, 8)
-        console.print(view._panel())
+        console.print(view)
     text = console.export_text()
     for part in (
         "demo",
@@ -456,7 +456,7 @@ def test_the_panel_keeps_to_the_terminal(width: int, height: int) -> None:
     view.asked_to_stop = asked
     asked.append(2)
     with console.capture() as shown:
-        console.print(view._panel())
+        console.print(view)
     lines = shown.get().splitlines()
     assert {len(line) for line in lines} == {width} and len(lines) == height
     text = "\n".join(lines)

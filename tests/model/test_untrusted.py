@@ -196,10 +196,13 @@ NORM = "model.norm.weight"
 CASES: dict[str, tuple[str, Change]] = {
     # config.json: every field of the spec, wrong type, negative, huge, NaN, missing
     **{
-        f"{key} {value!r:.12}": (key, config(**{key: value}))
+        f"hidden_size {value!r:.12}": ("hidden_size", config(hidden_size=value))
+        for value in ("8", -1, 0, 1.5, NAN, True, [8], {"a": 1}, LONG)
+    },
+    **{
+        f"{key} {value!r}": (key, config(**{key: value}))
         for key in (
             "vocab_size",
-            "hidden_size",
             "intermediate_size",
             "num_hidden_layers",
             "num_attention_heads",
@@ -207,7 +210,7 @@ CASES: dict[str, tuple[str, Change]] = {
             "head_dim",
             "max_position_embeddings",
         )
-        for value in ("8", -1, 0, 1.5, NAN, True, [8], {"a": 1}, LONG)
+        for value in ("8", 0)
     },
     **{
         f"{key} huge": (key, config(**{key: HUGE}))

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from docs import tables
 from lowroll.config import ConfigError, from_mapping
@@ -17,7 +20,7 @@ from lowroll.metrics import names as metrics
 from lowroll.objectives.kl import penalty
 from lowroll.objectives.mismatch import by_length, by_staleness, mismatch, spread
 from lowroll.objectives.objective import INPUTS, named, select
-from lowroll.objectives.reduce import Denominators, count
+from lowroll.objectives.reduce import Denominators
 from lowroll.objectives.rejection import rejection
 from lowroll.objectives.table import (
     ALGORITHMS,
@@ -29,7 +32,7 @@ from lowroll.objectives.table import (
     Correction,
     forms,
 )
-from tests.fixtures.objectives import random_batch
+from tests.fixtures.objectives import VARIANTS, batch_with_teacher, call, pack
 from tests.fixtures.runs import settings, train
 
 SOFT = Correction(
@@ -46,24 +49,18 @@ TIGHT = Algorithm(
     advantage="rloo",
 )
 NAMES = (*ALGORITHMS, *CORRECTIONS, "soft", "tight")
+CASES = {name: (name, {}) for name in NAMES} | VARIANTS
+# rows that no log-probs of a behaviour enter
+BEHAVIOR_FREE = (*ALGORITHMS, "tight", "none")
+RULES_ALONE = [
+    ("reweight", {"reject": {rule: (0.8, 1.2) if rule.endswith("k1") else 0.1}}) for rule in RULES
+]
 
 
 @pytest.fixture(autouse=True)
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CORRECTIONS, "soft", SOFT)
     monkeypatch.setitem(ALGORITHMS, "tight", TIGHT)
-
-
-def call(name, batch, learner=None, **options):
-    return named(name)(
-        learner=batch["lpn"] if learner is None else learner,
-        proximal=batch["lpo"],
-        behavior=batch["lpr"],
-        advantages=batch["A"],
-        mask=batch["mask"],
-        max_length=9,
-        **options,
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,44 +75,10 @@ def test_every_option_has_a_default_and_an_argument(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_statistics_have_names(name):
-    J, statistics = call(name, random_batch(3))
+    J, statistics = call(name, batch_with_teacher(3))
     assert J.isfinite() and statistics
     for statistic, value in statistics.items():
         assert math.isfinite(value) and metrics.find(statistic).meaning
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mode", MODES)
-def test_micro_batches_add_up(name, mode):
-    batch = random_batch(5, B=6, T=9)
-    learner, micro = (batch["lpn"].clone().requires_grad_() for _ in range(2))
-    whole, _ = call(name, batch, learner, reduce=mode)
-    whole.backward()
-    parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
-    counts = sum((count(mask=batch["mask"][part]) for part in parts), Denominators(0, 0))
-    total = 0.0
-    for part in parts:
-        piece = {key: value[part] for key, value in batch.items()}
-        J, _ = call(name, piece, micro[part], reduce=mode, counts=counts)
-        J.backward()
-        total += J.item()
-    assert total == pytest.approx(whole.item(), rel=1e-12, abs=1e-14)
-    torch.testing.assert_close(micro.grad, learner.grad, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_masked_tokens_hold_anything_and_only_the_learner_learns(name):
-    clean, dirty = random_batch(7), random_batch(7)
-    results = []
-    for batch, fill in ((clean, -1.0), (dirty, math.nan)):
-        for key in ("lpn", "lpo", "lpr", "A"):
-            batch[key] = torch.where(batch["mask"], batch[key], fill).requires_grad_()
-        J, statistics = call(name, batch)
-        J.backward()
-        assert all(batch[key].grad is None for key in ("lpo", "lpr", "A"))
-        results.append((J.item(), statistics, batch["lpn"].grad))
-    assert results[0][:2] == results[1][:2] and torch.equal(results[0][2], results[1][2])
-    assert (results[0][2][~clean["mask"]] == 0).all()
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "tight"])
@@ -132,7 +95,7 @@ def test_the_settings_take_it(algorithm, correction):
     assert from_mapping({"model": "m"}, tree).objective_options == cfg.objective_options
     for name, value in cfg.objective_options.items():
         assert name == "max_length" or value == objective.options[name], name
-    batch = random_batch(1)
+    batch = batch_with_teacher(1)
     J, _ = objective(
         learner=batch["lpn"],
         proximal=batch["lpo"],
@@ -165,6 +128,182 @@ def test_a_run_learns_by_it(model: Path, tmp_path: Path):
     assert 0 < records[1]["correction/weight_mean"] <= math.sqrt(2)
 
 
+# -- packed, micro-batched, masked -----------------------------------------------------------------
+
+
+def counted(case, batch, segments=None):
+    name, options = case
+    return named(name).count(
+        mask=batch["mask"],
+        proximal=batch["lpo"],
+        behavior=batch["lpr"],
+        segments=segments,
+        **options,
+    )
+
+
+@hypothesis_settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    case=st.sampled_from(sorted(CASES)),
+    mode=st.sampled_from(MODES),
+)
+def test_packed_equals_padded(seed, case, mode):
+    name, options = CASES[case]
+    batch = batch_with_teacher(seed, B=3, T=5)
+    batch["mask"][-1, 0] = True  # the last segment id must occur for S to be known without counts
+    order = torch.randperm(int(batch["mask"].sum()), generator=torch.Generator().manual_seed(seed))
+    if "repair" in options:  # the tokens of a sequence come in their order
+        order = batch["mask"].nonzero()[:, 1].argsort(stable=True)
+    packed, segments = pack(batch, order)
+    padded_learner, packed_learner = (x["lpn"].clone().requires_grad_() for x in (batch, packed))
+    J_padded, stats_padded = call(name, batch, padded_learner, reduce=mode, **options)
+    J_packed, stats_packed = call(
+        name, packed, packed_learner, reduce=mode, segments=segments, **options
+    )
+    J_padded.backward()
+    J_packed.backward()
+    assert J_packed.item() == pytest.approx(J_padded.item(), rel=1e-12, abs=1e-14)
+    assert stats_packed == pytest.approx(stats_padded, rel=1e-12, abs=1e-14)
+    expected = pack(batch | {"lpn": padded_learner.grad}, order)[0]["lpn"]
+    torch.testing.assert_close(packed_learner.grad, expected, rtol=1e-12, atol=1e-14)
+    assert counted(CASES[case], packed, segments).weight_sum == pytest.approx(
+        counted(CASES[case], batch).weight_sum
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_add_up(case):
+    """In float32, with a row that is masked whole and a token without a behaviour."""
+    name, options = CASES[case]
+    batch = {
+        key: value.float() if value.is_floating_point() else value
+        for key, value in batch_with_teacher(5, 6, 9).items()
+    }
+    batch["mask"][2] = False
+    batch["lpr"][1, batch["mask"][1].nonzero()[0, 0]] = -math.inf
+    parts = [
+        {key: value[rows] for key, value in batch.items()}
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 6))
+    ]
+    counts = sum((counted(CASES[case], part) for part in parts), Denominators(0, 0))
+    dropped = int(named(name).needs_behavior)
+    assert (counts.num_tokens, counts.num_sequences) == (int(batch["mask"].sum()) - dropped, 6)
+    assert (counts.weight_sum > 0) == named(name).normalizes(**options)
+    for mode in MODES:
+        learner = batch["lpn"].clone().requires_grad_()
+        whole, _ = call(name, batch, learner, reduce=mode, **options)
+        whole.backward()
+        total, gradients = 0.0, []
+        for part in parts:
+            micro = part["lpn"].clone().requires_grad_()
+            J, _ = call(name, part, micro, reduce=mode, counts=counts, **options)
+            J.backward()
+            total += J.item()
+            gradients.append(micro.grad)
+        assert total == pytest.approx(whole.item(), rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(torch.cat(gradients), learner.grad, rtol=1e-5, atol=1e-7)
+        assert learner.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_masked_tokens_hold_anything(case):
+    name, options = CASES[case]
+    results = []
+    for fill in (-1.0, math.nan, -math.inf, math.inf, 1e30):
+        batch = batch_with_teacher(7)
+        assert not batch["mask"].all()
+        for key in ("lpn", "lpo", "lpr", "lpt", "A"):
+            batch[key] = torch.where(batch["mask"], batch[key], fill)
+        learner = batch["lpn"].requires_grad_()
+        J, stats = call(name, batch, learner, **options)
+        J.backward()
+        assert (learner.grad[~batch["mask"]] == 0).all()
+        results.append((J.item(), stats, learner.grad.tolist(), counted(CASES[case], batch)))
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_empty_mask_gives_zero_and_zero_gradient(case):
+    name, options = CASES[case]
+    for mode in MODES:
+        batch = batch_with_teacher(3)
+        batch["mask"][:] = False
+        learner = (batch["lpn"] + math.nan).requires_grad_()
+        J, stats = call(name, batch, learner, reduce=mode, **options)
+        J.backward()
+        assert J.item() == 0 and torch.equal(learner.grad, torch.zeros_like(learner))
+        assert all(math.isfinite(value) for value in stats.values())
+        empty = {key: value[:0, 0] for key, value in batch.items()}
+        learner = empty["lpn"].requires_grad_()
+        none = torch.zeros(0, dtype=torch.int64)
+        J, _ = call(name, empty, learner, reduce=mode, segments=none, **options)
+        J.backward()
+        assert J.item() == 0
+
+
+@pytest.mark.parametrize("missing", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize(
+    "case", [case for case, (name, _) in CASES.items() if name not in BEHAVIOR_FREE]
+)
+def test_a_token_without_a_behavior_is_dropped_and_counted(case, missing):
+    name, options = CASES[case]
+    batch, without = batch_with_teacher(11), batch_with_teacher(11)
+    row, column = batch["mask"].nonzero()[2].tolist()
+    batch["lpr"][row, column] = missing
+    without["mask"][row, column] = False
+    learner = batch["lpn"].clone().requires_grad_()
+    J, stats = call(name, batch, learner, **options)
+    J.backward()
+    expected, expected_stats = call(name, without, **options)
+    assert J.item() == expected.item()
+    assert learner.grad[row, column] == 0
+    assert stats == expected_stats | {"correction/dropped_tokens": 1}
+    assert counted(CASES[case], batch) == counted(CASES[case], without)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_extreme_ratios_stay_finite(case):
+    name, options = CASES[case]
+    batch = {
+        "lpn": torch.tensor([[-200.0, -1e-3]]).requires_grad_(),
+        "lpo": torch.tensor([[-1e-3, -200.0]]),
+        "lpr": torch.tensor([[-300.0, -1e-3]]),
+        "lpt": torch.tensor([[-1e-3, -200.0]]),
+        "mask": torch.ones(1, 2),
+    }
+    for sign in (1.0, -1.0):
+        J, stats = call(name, batch | {"A": torch.full((1, 2), sign)}, **options)
+        (gradient,) = torch.autograd.grad(J, batch["lpn"])
+        assert J.isfinite() and gradient.isfinite().all()
+        assert all(map(math.isfinite, stats.values()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_non_finite_learner_shows(case):
+    name, options = CASES[case]
+    batch = batch_with_teacher(2)
+    batch["lpn"][batch["mask"]] = math.nan
+    assert call(name, batch, **options)[0].isnan()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_the_learner_carries_gradient_and_halves_are_upcast(case):
+    name, options = CASES[case]
+    batch = batch_with_teacher(1)
+    batch = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in batch.items()}
+    call(name, batch, **options)[0].backward()
+    assert batch["lpn"].grad is not None
+    assert all(batch[key].grad is None for key in ("lpo", "lpr", "lpt", "A"))
+    halves = {k: v.detach().bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+    upcast = {k: v.float() if v.is_floating_point() else v for k, v in halves.items()}
+    J, _ = call(name, halves, **options)
+    assert J.dtype == torch.float32 and J.item() == call(name, upcast, **options)[0].item()
+
+
+# -- tokens of an environment ----------------------------------------------------------------------
+
+
 def heard(batch, seed):
     """The batch with tokens of an environment in and before its rows: they hold anything."""
     B, T = batch["mask"].shape
@@ -182,23 +321,10 @@ def heard(batch, seed):
     return {key: widened(value) for key, value in batch.items()}, columns
 
 
-OPTIONS = [(name, {}) for name in NAMES] + [
-    ("reweight", {"weight": "sequence"}),
-    ("reweight", {"normalize": True, "veto": 0.3}),
-    *(
-        ("reweight", {"reject": {rule: (0.8, 1.2) if rule.endswith("k1") else 0.1}})
-        for rule in RULES
-    ),
-    ("sparse", {"veto": 0.5, "repair": "mask"}),
-    ("sparse", {"normalize_xi": True, "token_rs": (0.5, 1.5)}),
-    ("aipo", {"ratio_type": "sequence", "kl_tau": 0.1}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), OPTIONS)
+@pytest.mark.parametrize(("name", "options"), [*CASES.values(), *RULES_ALONE])
 def test_an_environments_tokens_count_nowhere(name, options):
     """However many there are, and whatever is said of them."""
-    batch = random_batch(11, B=4, T=9)
+    batch = batch_with_teacher(11, B=4, T=9)
     wide, columns = heard(batch, 1)
     for mode in MODES:
         found = []
@@ -216,7 +342,7 @@ def test_an_environments_tokens_count_nowhere(name, options):
 
 
 def test_an_environments_tokens_are_not_measured():
-    batch = random_batch(13, B=4, T=9)
+    batch = batch_with_teacher(13, B=4, T=9)
     wide, _ = heard(batch, 2)
     found = []
     for one in (batch, wide):

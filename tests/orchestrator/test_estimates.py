@@ -88,9 +88,9 @@ class Judge:
 
     def score(self, items: Sequence[Any], on_progress: Any = None) -> list[Any]:
         self.asked += len(items)
-        return [self._one(prompt.info["gold"], text) for prompt, text in items]
+        return [self.one(prompt.info["gold"], text) for prompt, text in items]
 
-    def _one(self, gold: str, text: str) -> Score | ScoreError:
+    def one(self, gold: str, text: str) -> Score | ScoreError:
         if "!" in gold + text:
             return ScoreError("exception", "!")
         return Score(float(text != "" and equal(gold, text)), {"has_answer": float(text != "")})

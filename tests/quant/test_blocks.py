@@ -11,12 +11,9 @@ from torch import Tensor
 import lowroll
 from lowroll.quant.blocks import keeps
 from lowroll.quant.layouts import describe
+from tests.fixtures.tensors import normal
 
 KINDS = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q8_0": "Q8_0"}
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def blocks(w: Tensor, name: str) -> tuple[np.ndarray, Tensor]:

@@ -22,6 +22,7 @@ from lowroll.runs.export import quantize_folder
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.weights.publish import digest, publish, rollout_copy
 from tests.fixtures.runs import settings, train
+from tests.fixtures.tensors import normal
 from tests.fixtures.tiny import hf_folder
 
 MADE_UP = "ternary"
@@ -37,10 +38,6 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_folder(tmp_path_factory.mktemp("formats") / "dense", "qwen3", intermediate_size=64)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

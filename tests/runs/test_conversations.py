@@ -91,14 +91,13 @@ def test_a_run_with_conversations_goes_on_where_it_stopped(model: Path, tmp_path
 @pytest.mark.parametrize(
     "changes",
     [
-        {"asynchrony": {"oversampling_factor": 1.5}},
         {"asynchrony": {"oversampling_factor": 1.5, "partial": "keep"}},
         {"asynchrony": {"oversampling_factor": 1.5, "partial": "replay"}},
         {"algorithm": "dapo", "dapo": {"max_rounds": 2, "no_signal": "go_on"}},
         {"algorithm": "ppo"},
         {"rollout": {"kv": {"policy": "rkv", "budget": 16}}, "correction": "sparse"},
     ],
-    ids=["oversampled", "keep", "replay", "dapo", "ppo", "bounded"],
+    ids=["keep", "replay", "dapo", "ppo", "bounded"],
 )
 @pytest.mark.slow
 def test_everything_goes_with_conversations(model: Path, tmp_path: Path, changes) -> None:

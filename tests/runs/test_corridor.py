@@ -16,15 +16,12 @@ import lowroll
 from lowroll.checkpoint.store import Store
 from lowroll.metrics.record import reproducible
 from lowroll.model import hf, scaling
-from lowroll.quant.formats import get_format
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import rollout_copy
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.runs import copy_stopped_after, fingerprint, settings, train
 
-FORMATS = ("int8", "bf16", "fp32")
-QUANTIZED = tuple(name for name in lowroll.formats() if not get_format(name).dense)
 NOISE = {"sigma_start": 0.1, "sigma_end": 0.01, "num_stages": 3}
 TWO = {"max_steps": 2, "lr_scheduler_type": "constant"}
 
@@ -45,8 +42,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize(
+    ("switch", "lora"),
+    [("scaled", False), ("aligned", True), ("shared noise", True), ("all", False), ("all", True)],
+)
 def test_two_steps(model: Path, tmp_path: Path, switch: str, lora: bool) -> None:
     changes = SWITCHES[switch]
     more = {**TWO, **changes.get("train", {}), "lora": lora, "lora_rank": 4}
@@ -68,9 +67,7 @@ def test_two_steps(model: Path, tmp_path: Path, switch: str, lora: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("switch", "steps"), [("noise", [2]), ("shared noise", [3]), ("muon", [1]), ("all", [1, 2, 3])]
-)
+@pytest.mark.parametrize(("switch", "steps"), [("shared noise", [3]), ("all", [1, 2, 3])])
 def test_resume_is_bitwise(model: Path, tmp_path: Path, switch: str, steps: list[int]) -> None:
     changes = SWITCHES[switch]
     tree = settings(
@@ -101,7 +98,7 @@ def records_of(model: Path, out: Path, **changes: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("weights", ["int8", "fp32"])
 def test_settings_that_are_the_baseline(model: Path, tmp_path: Path, weights: str) -> None:
     """sigma 0, scale 1, and in float32 the aligned forward: the records are those of the plain
     run."""
@@ -237,7 +234,7 @@ def test_the_reference_under_a_shared_noise_is_the_base_without_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", QUANTIZED)
+@pytest.mark.parametrize("weights", ["int8", "nvfp4"])
 def test_an_aligned_run_has_no_mismatch_but_the_kernels(
     model: Path, tmp_path: Path, weights: str
 ) -> None:

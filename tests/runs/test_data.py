@@ -24,9 +24,7 @@ from lowroll.config.document import ConfigError
 from lowroll.envs import make
 from lowroll.envs.cells import named
 from lowroll.metrics.record import read
-from lowroll.runs import demo
 from lowroll.types import Score
-from tests.fixtures.runs import TINY
 
 ROWS = [
     {
@@ -54,11 +52,6 @@ SMALL = {
     "score": {"workers": 1},
     "ckpt": {"interval": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.build_model(tmp_path_factory.mktemp("data") / "model", 0, TINY)
 
 
 @pytest.fixture()

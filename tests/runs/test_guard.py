@@ -426,7 +426,7 @@ def test_a_run_falls_back_and_resumes_bitwise(
     if changes == {}:
         assert kl[4] < 1e-9 < kl[2] < kl[0]
     whole = fingerprint(result.folder)
-    for step in (1, 2, 3, 5) if changes == {} else (3,):
+    for step in (1, 3, 5) if changes == {} else (3,):
         copy_stopped_after(tmp_path / "whole", step, tmp_path / f"cut{step}")
         resumed = train({**tree, "output_dir": str(tmp_path / f"cut{step}")}, resume=True)
         assert fingerprint(resumed.folder) == whole, f"resumed after step {step}"
@@ -448,7 +448,7 @@ def test_noise_that_was_asked_for_is_no_reason_to_fall_back(model: Path, tmp_pat
     kl = [record["mismatch/kl_k3"] for record in records]
     assert min(kl[9:]) > 8 * max(kl[:9])
     assert all(record["guard/kl"] == record["guard/fallbacks"] == 0 for record in records)
-    for step in (9, 12, 16):
+    for step in (9, 16):
         shutil.copytree(tmp_path / "whole", tmp_path / f"cut{step}")
         for later in range(step + 1, 19):
             shutil.rmtree(tmp_path / f"cut{step}" / "checkpoints" / f"step_{later:06d}")
@@ -539,7 +539,7 @@ def test_a_run_tightens_and_resumes_bitwise(model: Path, tmp_path: Path) -> None
         max(record["correction/weight_max"] for record in result.records[3:])
         <= 1.0001**0.125 + 1e-7
     )
-    for step in (1, 2, 3):
+    for step in (1, 3):
         copy_stopped_after(tmp_path / "whole", step, tmp_path / f"cut{step}")
         resumed = train({**tree, "output_dir": str(tmp_path / f"cut{step}")}, resume=True)
         assert fingerprint(resumed.folder) == fingerprint(result.folder)

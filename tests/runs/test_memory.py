@@ -25,7 +25,6 @@ from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import read_spec, spec_from_config
 from lowroll.model.transformer import Transformer, initialize
 from lowroll.quant.formats import QTensor
-from lowroll.runs import demo
 from lowroll.runs.build import trainer
 from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
@@ -40,7 +39,6 @@ from lowroll.trainer.optim import Optimizer
 from lowroll.weights.aligned import align
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.live import Live
-from tests.fixtures.runs import TINY
 
 BASELINE = Path(__file__).parents[2] / "bench" / "baselines" / "memory.json"
 WORDS = {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5}
@@ -62,11 +60,6 @@ MIXTURE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.build_model(tmp_path_factory.mktemp("memory") / "model", 0, TINY)
 
 
 def tree(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
@@ -128,20 +121,18 @@ def test_what_stays_is_planned_to_the_byte(
         learner, engine = session.learner.model, session.rollouts.engine
         assert planned.cache_tokens == engine.stats().cache_tokens == planned.usable_tokens
         assert parts[CACHE] == engine.stats().cache_bytes
-        for _, linear in learner.linears():
-            if linear.adapter is not None:  # the copies that its products read
-                linear.adapter.matrices(linear.parts, compute.dtype)
-        for _, linear in engine.model.linears():
-            if linear.adapter is not None:
-                linear.adapter.matrices(linear.parts, compute.dtype)
-        mine = tensors(learner)
+        mine = tensors(learner, compute.dtype)
         assert parts["learner's weights"] == size(mine)
         held = {t.data_ptr() for t in mine.values()}
-        own = {key: t for key, t in tensors(engine.model).items() if t.data_ptr() not in held}
+        own = {
+            key: t
+            for key, t in tensors(engine.model, compute.dtype).items()
+            if t.data_ptr() not in held
+        }
         assert parts["rollouts' weights"] == size(own)
         if engine.large_batch_model is not None:
             held |= {t.data_ptr() for t in own.values()}
-            second = tensors(engine.large_batch_model)
+            second = tensors(engine.large_batch_model, compute.dtype)
             more = {key: t for key, t in second.items() if t.data_ptr() not in held}
             assert parts["second format"] == size(more)
         watch = session.rollouts.watch
@@ -163,7 +154,7 @@ def outline(cfg: RunConfig, model: Path) -> Transformer:
     return Transformer(read_spec(model), "meta", Compute.of(cfg).dtype)
 
 
-def tensors(model: Transformer) -> dict[str, torch.Tensor]:
+def tensors(model: Transformer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every tensor of a model's weights: codes and scales, and an adapter's copies."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, linear in model.linears():
@@ -171,8 +162,9 @@ def tensors(model: Transformer) -> dict[str, torch.Tensor]:
         for kind, made in codes.items():
             if isinstance(made, QTensor):
                 found |= {f"{name}.{kind}.{key}": tensor for key, tensor in made.tensors.items()}
-        if linear.adapter is not None and linear.adapter._made is not None:
-            found |= {f"{name}.made.{i}": x for i, x in enumerate(linear.adapter._made)}
+        if linear.adapter is not None:
+            pair = linear.adapter.matrices(linear.parts, dtype)
+            found |= {f"{name}.made.{i}": x for i, x in enumerate(pair)}
     return found
 
 

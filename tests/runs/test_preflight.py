@@ -14,16 +14,9 @@ import torch
 
 from lowroll.cli.main import main
 from lowroll.config import from_mapping, load
-from lowroll.runs import demo
 from lowroll.runs.preflight import look_at_run
-from tests.fixtures.runs import TINY
 
 WORDS = {"template": "{text}", "max_words": 1, "min_len": 3, "max_len": 5}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.build_model(tmp_path_factory.mktemp("preflight") / "model", 0, TINY)
 
 
 def tree(model: Path, out: Path, **changes: Any) -> dict[str, Any]:

@@ -24,20 +24,20 @@ class Distant:
     """An engine of which nothing but the protocol can be reached."""
 
     def __init__(self, engine: NativeEngine, streams: bool) -> None:
-        self._engine, self._streams, self.num_streams = engine, streams, 0
+        self.engine, self.streams, self.num_streams = engine, streams, 0
 
     def __getattr__(self, name: str) -> Any:
         if name not in MEMBERS:
             raise AttributeError(f"{name} is not in the protocol")
-        return getattr(self._engine, name)
+        return getattr(self.engine, name)
 
     def update_weights(self, update: WeightUpdate, in_flight: InFlight = "keep") -> Any:
-        if self._streams and update.kind in self.capabilities.updates:
+        if self.streams and update.kind in self.capabilities.updates:
             self.num_streams += 1
             sent = update.as_stream()
             arrived = [(name, tensor.clone()) for name, tensor in sent.tensors()]
             update = replace(sent, tensors=lambda: iter(arrived))
-        return self._engine.update_weights(update, in_flight=in_flight)
+        return self.engine.update_weights(update, in_flight=in_flight)
 
 
 @pytest.mark.slow

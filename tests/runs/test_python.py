@@ -23,11 +23,6 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.build_model(tmp_path_factory.mktemp("python") / "model", 0, TINY)
-
-
 def test_settings_of_a_run(tmp_path: Path) -> None:
     tree = {"model": "m", "train": {"max_steps": 7}, "rollout": {"top_p": 0.9}}
     (tmp_path / "run.yaml").write_text("model: m\ntrain: {max_steps: 7}\nrollout: {top_p: 0.9}\n")

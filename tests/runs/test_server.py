@@ -153,7 +153,7 @@ def test_what_a_server_is_refused_for_names_the_option(
 @pytest.mark.slow
 def test_responses_must_fit_the_servers_context(there: Asked, model: Path) -> None:
     found = server.reach(URL)
-    found.engine._able["context_length"] = 40  # type: ignore[attr-defined]
+    found.engine.able["context_length"] = 40  # type: ignore[attr-defined]
     cfg = lowroll.config.from_mapping({"model": "m", "rollout": {"max_tokens": 40}})
     with pytest.raises(ValueError, match="40 leaves no room for a prompt in the context of http"):
         evaluate.evaluate_server(cfg, found)

@@ -34,9 +34,9 @@ class Scripted:
         self.chat, self.say, self.seen = chat, say, []
 
     def generate(self, requests: list[Request], on_progress: Any = None) -> list[Group]:
-        return [Group(one, [self._draw(one, i) for i in range(one.n)]) for one in requests]
+        return [Group(one, [self.draw(one, i) for i in range(one.n)]) for one in requests]
 
-    def _draw(self, request: Request, sample: int) -> Rollout:
+    def draw(self, request: Request, sample: int) -> Rollout:
         asked = self.chat.tokenizer.decode(request.prompt_ids)
         self.seen.append(asked)
         ids = self.chat.encode_response(self.say(asked, sample))

@@ -105,51 +105,46 @@ def versions_of(answer: Any, i: int = 0) -> list[int]:
 
 
 @pytest.mark.slow
-def test_three_versions_while_requests_are_in_flight(model: Path, folder: Path) -> None:
+async def test_three_versions_while_requests_are_in_flight(model: Path, folder: Path) -> None:
     engine = Moody(tiny(model))
     cold = [tiny(folder / f"step_{number}") for number in (1, 2, 3)]
 
-    async def body() -> None:
-        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
-            engine.slow_s = 0.02
-            asked = asyncio.ensure_future(post(client, "/v1/completions", LONG | {"n": 2}))
-            await until(lambda: engine.stats().tokens > 4, "tokens")
-            digests = []
-            for number in (1, 2, 3):
-                before = engine.stats().tokens
-                answer = await post(client, "/weights", {"version": f"step_{number}"})
-                assert answer["version"] == f"step_{number}" and answer["seconds"] > 0
-                assert [span["version"] for span in answer["policy"]] == [number]
-                digests.append(answer["policy"][0]["digest"])
-                held = await get(client, "/weights")
-                assert held["version"] == f"step_{number}" and held["policy"] == answer["policy"]
-                await until(lambda b=before: engine.stats().tokens > b + 8, "tokens")
-            engine.slow_s = 0
-            found = await asked
-            assert versions_of(found) == versions_of(found, 1) == [0, 1, 2, 3]
-            assert digests == [one.behavior.policy[0].digest for one in cold]
-            after = await post(client, "/v1/completions", LONG | {"seed": 9})
-            await post(client, "/reset_prefix_cache")
-            again = await post(client, "/v1/completions", LONG | {"seed": 9})
-            assert versions_of(after) == [3]
-            for name in ("token_ids", "logprobs"):
-                assert after["choices"][0][name] == again["choices"][0][name]
-            from lowroll.types import Request
+    async with served(engine, TOKENS, WeightStore(folder, model)) as client:
+        engine.slow_s = 0.02
+        asked = asyncio.ensure_future(post(client, "/v1/completions", LONG | {"n": 2}))
+        await until(lambda: engine.stats().tokens > 4, "tokens")
+        digests = []
+        for number in (1, 2, 3):
+            before = engine.stats().tokens
+            answer = await post(client, "/weights", {"version": f"step_{number}"})
+            assert answer["version"] == f"step_{number}" and answer["seconds"] > 0
+            assert [span["version"] for span in answer["policy"]] == [number]
+            digests.append(answer["policy"][0]["digest"])
+            held = await get(client, "/weights")
+            assert held["version"] == f"step_{number}" and held["policy"] == answer["policy"]
+            await until(lambda b=before: engine.stats().tokens > b + 8, "tokens")
+        engine.slow_s = 0
+        found = await asked
+        assert versions_of(found) == versions_of(found, 1) == [0, 1, 2, 3]
+        assert digests == [one.behavior.policy[0].digest for one in cold]
+        after = await post(client, "/v1/completions", LONG | {"seed": 9})
+        await post(client, "/reset_prefix_cache")
+        again = await post(client, "/v1/completions", LONG | {"seed": 9})
+        assert versions_of(after) == [3]
+        for name in ("token_ids", "logprobs"):
+            assert after["choices"][0][name] == again["choices"][0][name]
+        from lowroll.types import Request
 
-            wanted = cold[2].generate(
-                [Request([3, 4, 5], max_tokens=100, ignore_eos=True, seed=9)]
-            )[0]
-            assert after["choices"][0]["token_ids"] == wanted.rollouts[0].token_ids
-            assert held["available"] == [
-                "damaged_9",
-                "int8_4",
-                "small",
-                "step_1",
-                "step_2",
-                "step_3",
-            ]
-
-    run(body)
+        wanted = cold[2].generate([Request([3, 4, 5], max_tokens=100, ignore_eos=True, seed=9)])[0]
+        assert after["choices"][0]["token_ids"] == wanted.rollouts[0].token_ids
+        assert held["available"] == [
+            "damaged_9",
+            "int8_4",
+            "small",
+            "step_1",
+            "step_2",
+            "step_3",
+        ]
 
 
 def test_requests_in_flight_are_replayed_where_that_is_asked_for(model: Path, folder: Path) -> None:
@@ -214,22 +209,19 @@ def test_requests_in_flight_are_replayed_where_that_is_asked_for(model: Path, fo
         ({"version": "step_1", "in_flight": "drop"}, 400, "in_flight: expected keep or replay"),
     ],
 )
-def test_a_version_that_does_not_fit_changes_nothing(
+async def test_a_version_that_does_not_fit_changes_nothing(
     model: Path, folder: Path, body: Any, wanted: int, says: str
 ) -> None:
     engine = tiny(model)
 
-    async def ask() -> None:
-        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
-            before = await get(client, "/weights")
-            error = (await post(client, "/weights", body, wanted))["error"]
-            assert says in error["message"] and str(folder) not in error["message"]
-            named = {"path", "in_flight"} & body.keys()
-            assert error["param"] == (named.pop() if named else "version")
-            assert await get(client, "/weights") == before
-            await post(client, "/weights", {"version": "step_1"})
-
-    run(ask)
+    async with served(engine, TOKENS, WeightStore(folder, model)) as client:
+        before = await get(client, "/weights")
+        error = (await post(client, "/weights", body, wanted))["error"]
+        assert says in error["message"] and str(folder) not in error["message"]
+        named = {"path", "in_flight"} & body.keys()
+        assert error["param"] == (named.pop() if named else "version")
+        assert await get(client, "/weights") == before
+        await post(client, "/weights", {"version": "step_1"})
 
 
 def test_files_that_came_later_are_not_read(model: Path, folder: Path, tmp_path: Path) -> None:
@@ -264,53 +256,47 @@ def hostile_ids() -> list[str]:
     return made
 
 
-def test_no_id_leads_out_of_the_shelf(model: Path, folder: Path) -> None:
+async def test_no_id_leads_out_of_the_shelf(model: Path, folder: Path) -> None:
     engine = tiny(model)
     ids = hostile_ids()
     assert len(ids) == 300
 
-    async def ask() -> None:
-        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
-            await post(client, "/weights", {"version": "step_1"})
-            before = await get(client, "/weights")
-            with opened() as names:
-                for version in ids:
-                    answer = await post(client, "/weights", {"version": version}, 400)
-                    assert answer["error"]["param"] == "version"
-            assert names == []
-            assert await get(client, "/weights") == before
-            with opened() as names:
-                await post(client, "/weights", {"version": "step_2"})
-            inside = (str(folder), str(model))
-            odd = [n for n in names if not str(n).startswith(inside) and n.startswith("/")]
-            assert names and not [n for n in odd if not n.endswith((".py", ".pyc", ".so"))]
-
-    run(ask)
+    async with served(engine, TOKENS, WeightStore(folder, model)) as client:
+        await post(client, "/weights", {"version": "step_1"})
+        before = await get(client, "/weights")
+        with opened() as names:
+            for version in ids:
+                answer = await post(client, "/weights", {"version": version}, 400)
+                assert answer["error"]["param"] == "version"
+        assert names == []
+        assert await get(client, "/weights") == before
+        with opened() as names:
+            await post(client, "/weights", {"version": "step_2"})
+        inside = (str(folder), str(model))
+        odd = [n for n in names if not str(n).startswith(inside) and n.startswith("/")]
+        assert names and not [n for n in odd if not n.endswith((".py", ".pyc", ".so"))]
 
 
-def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: Path) -> None:
+async def test_one_update_at_a_time_and_one_that_hangs_is_named(model: Path, folder: Path) -> None:
     engine = Moody(tiny(model))
 
-    async def ask() -> None:
-        shelf = WeightStore(folder, model)
-        async with served(engine, TOKENS, shelf) as client:
-            loop = client.server.app[STATE].engine
-            await hung(engine, loop)
-            first = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}, 503))
-            await until(client.server.app[UPDATING].locked, "the first update")
-            second = await post(client, "/weights", {"version": "step_2"}, 409)
-            assert "another update" in second["error"]["message"]
-            with impatient(loop):
-                assert "busy with a step" in (await first)["error"]["message"]
-            engine.hang.clear()
-            await until(lambda: not loop.open, "the hung request")
-            assert (await get(client, "/weights"))["version"] is None
-            await post(client, "/weights", {"version": "step_2"})
-
-    run(ask)
+    shelf = WeightStore(folder, model)
+    async with served(engine, TOKENS, shelf) as client:
+        loop = client.server.app[STATE].engine
+        await hung(engine, loop)
+        first = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}, 503))
+        await until(client.server.app[UPDATING].locked, "the first update")
+        second = await post(client, "/weights", {"version": "step_2"}, 409)
+        assert "another update" in second["error"]["message"]
+        with impatient(loop):
+            assert "busy with a step" in (await first)["error"]["message"]
+        engine.hang.clear()
+        await until(lambda: not loop.open, "the hung request")
+        assert (await get(client, "/weights"))["version"] is None
+        await post(client, "/weights", {"version": "step_2"})
 
 
-def test_an_update_whose_client_goes_is_told_as_it_is(model: Path, folder: Path) -> None:
+async def test_an_update_whose_client_goes_is_told_as_it_is(model: Path, folder: Path) -> None:
     engine, begun = Moody(tiny(model)), threading.Event()
 
     def slow(update: WeightUpdate, in_flight: InFlight) -> BehaviorTag:
@@ -320,24 +306,18 @@ def test_an_update_whose_client_goes_is_told_as_it_is(model: Path, folder: Path)
 
     engine.update_weights = slow  # type: ignore[attr-defined]
 
-    async def ask() -> None:
-        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
-            asked = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}))
-            await until(begun.is_set, "the update")
-            asked.cancel()
-            await asyncio.wait([asked])
-            await until(lambda: engine.behavior.policy[-1].version == 1, "its end")
-            assert (await get(client, "/weights"))["version"] == "step_1"
-
-    run(ask)
+    async with served(engine, TOKENS, WeightStore(folder, model)) as client:
+        asked = asyncio.ensure_future(post(client, "/weights", {"version": "step_1"}))
+        await until(begun.is_set, "the update")
+        asked.cancel()
+        await asyncio.wait([asked])
+        await until(lambda: engine.behavior.policy[-1].version == 1, "its end")
+        assert (await get(client, "/weights"))["version"] == "step_1"
 
 
-def test_without_a_shelf_there_is_no_such_route(model: Path) -> None:
-    async def ask() -> None:
-        async with served(tiny(model), TOKENS) as client:
-            await post(client, "/weights", {"version": "step_1"}, 404)
-
-    run(ask)
+async def test_without_a_shelf_there_is_no_such_route(model: Path) -> None:
+    async with served(tiny(model), TOKENS) as client:
+        await post(client, "/weights", {"version": "step_1"}, 404)
 
 
 # -- adapters ----------------------------------------------------------------------------------------
@@ -355,7 +335,7 @@ def adapted(model: Path, seed: int | None, rank: int = 4, weights: str | None = 
 
 
 @pytest.mark.slow
-def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None:
+async def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         lora.save(adapted(model, seed), tmp_path / f"pol-v{seed}", base=str(model))
     lora.save(adapted(model, 4, rank=5), tmp_path / "rank-5", base=str(model))
@@ -363,30 +343,27 @@ def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None:
     hf.save(hf.load(model), tmp_path / "full_4")
     engine = Engine(adapted(model, None), weights="fp32", device="cpu", cache_tokens=2048)
 
-    async def ask() -> None:
-        async with served(engine, TOKENS, WeightStore(tmp_path, model)) as client:
-            for seed in (1, 2, 3):
-                answer = await post(client, "/weights", {"version": f"pol-v{seed}"})
-                assert [span["version"] for span in answer["policy"]] == [seed]
-                found = await post(client, "/v1/completions", LONG | {"temperature": 0})
-                alone = Engine(tmp_path / f"pol-v{seed}", "fp32", device="cpu", cache_tokens=2048)
-                assert answer["policy"][0]["digest"] == alone.behavior.policy[0].digest
-                from lowroll.types import Request
+    async with served(engine, TOKENS, WeightStore(tmp_path, model)) as client:
+        for seed in (1, 2, 3):
+            answer = await post(client, "/weights", {"version": f"pol-v{seed}"})
+            assert [span["version"] for span in answer["policy"]] == [seed]
+            found = await post(client, "/v1/completions", LONG | {"temperature": 0})
+            alone = Engine(tmp_path / f"pol-v{seed}", "fp32", device="cpu", cache_tokens=2048)
+            assert answer["policy"][0]["digest"] == alone.behavior.policy[0].digest
+            from lowroll.types import Request
 
-                greedy = Request([3, 4, 5], max_tokens=100, ignore_eos=True, temperature=0)
-                wanted = alone.generate([greedy])[0].rollouts[0]
-                assert found["choices"][0]["token_ids"] == wanted.token_ids
-            before = await get(client, "/weights")
-            for version, says in (
-                ("rank-5", "the adapter has rank 5, and this engine has room for 4"),
-                ("int8", "it learned on int8, and this engine's are fp32"),
-                ("full_4", "kind 'full': this engine takes updates of kind adapter"),
-            ):
-                error = (await post(client, "/weights", {"version": version}, 409))["error"]
-                assert says in error["message"]
-            assert await get(client, "/weights") == before
-
-    run(ask)
+            greedy = Request([3, 4, 5], max_tokens=100, ignore_eos=True, temperature=0)
+            wanted = alone.generate([greedy])[0].rollouts[0]
+            assert found["choices"][0]["token_ids"] == wanted.token_ids
+        before = await get(client, "/weights")
+        for version, says in (
+            ("rank-5", "the adapter has rank 5, and this engine has room for 4"),
+            ("int8", "it learned on int8, and this engine's are fp32"),
+            ("full_4", "kind 'full': this engine takes updates of kind adapter"),
+        ):
+            error = (await post(client, "/weights", {"version": version}, 409))["error"]
+            assert says in error["message"]
+        assert await get(client, "/weights") == before
 
 
 # -- pausing -----------------------------------------------------------------------------------------
@@ -394,81 +371,72 @@ def test_adapters_come_by_version_too(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 @pytest.mark.slow
-def test_a_client_sees_a_pause_in_its_answer(model: Path, folder: Path, mode: str) -> None:
+async def test_a_client_sees_a_pause_in_its_answer(model: Path, folder: Path, mode: str) -> None:
     engine = Moody(tiny(model))
 
-    async def ask() -> None:
-        async with served(engine, TOKENS, WeightStore(folder, model)) as client:
-            engine.slow_s = 0.005
-            asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
-            await until(lambda: engine.stats().tokens > 4, "tokens")
-            assert await post(client, f"/pause?mode={mode}") == {"status": "paused", "mode": mode}
-            assert await get(client, "/is_paused") == {"is_paused": True}
-            assert await get(client, "/health") == {"status": "paused"}
-            await post(client, "/weights", {"version": "step_1"})
-            late = asyncio.ensure_future(post(client, "/v1/completions", LONG))
-            await asyncio.sleep(0.05)
-            assert asked.done() == (mode != "keep") and not late.done()
-            await post(client, "/resume")
-            assert await get(client, "/is_paused") == {"is_paused": False}
-            found, after = await asked, await late
-            assert versions_of(after) == [1]
-            drawn = len(found["choices"][0]["token_ids"])
-            if mode == "abort":
-                assert found["choices"][0]["finish_reason"] == "abort" and 4 < drawn < 100
-            else:
-                assert found["choices"][0]["finish_reason"] == "length" and drawn == 100
-            assert versions_of(found) == ([0, 1] if mode == "keep" else [0])
-
-    run(ask)
+    async with served(engine, TOKENS, WeightStore(folder, model)) as client:
+        engine.slow_s = 0.005
+        asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
+        await until(lambda: engine.stats().tokens > 4, "tokens")
+        assert await post(client, f"/pause?mode={mode}") == {"status": "paused", "mode": mode}
+        assert await get(client, "/is_paused") == {"is_paused": True}
+        assert await get(client, "/health") == {"status": "paused"}
+        await post(client, "/weights", {"version": "step_1"})
+        late = asyncio.ensure_future(post(client, "/v1/completions", LONG))
+        await asyncio.sleep(0.05)
+        assert asked.done() == (mode != "keep") and not late.done()
+        await post(client, "/resume")
+        assert await get(client, "/is_paused") == {"is_paused": False}
+        found, after = await asked, await late
+        assert versions_of(after) == [1]
+        drawn = len(found["choices"][0]["token_ids"])
+        if mode == "abort":
+            assert found["choices"][0]["finish_reason"] == "abort" and 4 < drawn < 100
+        else:
+            assert found["choices"][0]["finish_reason"] == "length" and drawn == 100
+        assert versions_of(found) == ([0, 1] if mode == "keep" else [0])
 
 
-def test_pauses_that_are_wrong_are_named(model: Path) -> None:
+async def test_pauses_that_are_wrong_are_named(model: Path) -> None:
     engine = Moody(tiny(model))
 
-    async def ask() -> None:
-        async with served(engine, TOKENS) as client:
-            for query, param in (("mode=stop", "mode"), ("mod=keep", "mod"), ("mode=", "mode")):
-                error = (await post(client, f"/pause?{query}", wanted=400))["error"]
-                assert error["param"] == param
-            engine.slow_s = 0.01
-            asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
-            await until(lambda: engine.stats().tokens > 4, "tokens")
-            waits = asyncio.ensure_future(post(client, "/pause?mode=wait", wanted=409))
-            loop = client.server.app[STATE].engine
-            await until(lambda: loop.state == "draining", "the first pause")
-            assert "another pause" in str(await post(client, "/pause?mode=wait", wanted=409))
-            await post(client, "/resume")
-            assert "resumed before" in str(await waits)
-            assert await post(client, "/abort") == {"aborted": 1}
-            assert (await asked)["choices"][0]["finish_reason"] == "abort"
-
-    run(ask)
+    async with served(engine, TOKENS) as client:
+        for query, param in (("mode=stop", "mode"), ("mod=keep", "mod"), ("mode=", "mode")):
+            error = (await post(client, f"/pause?{query}", wanted=400))["error"]
+            assert error["param"] == param
+        engine.slow_s = 0.01
+        asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
+        await until(lambda: engine.stats().tokens > 4, "tokens")
+        waits = asyncio.ensure_future(post(client, "/pause?mode=wait", wanted=409))
+        loop = client.server.app[STATE].engine
+        await until(lambda: loop.state == "draining", "the first pause")
+        assert "another pause" in str(await post(client, "/pause?mode=wait", wanted=409))
+        await post(client, "/resume")
+        assert "resumed before" in str(await waits)
+        assert await post(client, "/abort") == {"aborted": 1}
+        assert (await asked)["choices"][0]["finish_reason"] == "abort"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_request_that_was_held_back_is_named(model: Path, stream: bool) -> None:
+async def test_a_wrong_request_that_was_held_back_is_named(model: Path, stream: bool) -> None:
     engine = Moody(tiny(model))
     wrong = LONG | {"top_p": 0, "stream": stream}
 
-    async def ask() -> None:
-        async with served(engine, TOKENS) as client:
-            loop = client.server.app[STATE].engine
-            engine.slow_s = 0.005
-            asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
-            await until(lambda: engine.stats().tokens > 4, "tokens")
-            pausing = asyncio.ensure_future(post(client, "/pause?mode=wait"))
-            await until(lambda: loop.state == "draining", "the pause")
-            held = asyncio.ensure_future(client.post("/v1/completions", json=wrong, headers=ADMIN))
-            await until(lambda: bool(loop.held), "the request that is held back")
-            engine.slow_s = 0
-            await pausing
-            await asked
-            async with await held as answer:
-                said = await answer.text()
-                assert answer.status == (200 if stream else 400)
-            error = json.loads(said.removeprefix("data: ").split("\n\n")[0])["error"]
-            assert error["param"] == "top_p" and said.endswith("[DONE]\n\n") == stream
-            await post(client, "/resume")
-
-    run(ask)
+    async with served(engine, TOKENS) as client:
+        loop = client.server.app[STATE].engine
+        engine.slow_s = 0.005
+        asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
+        await until(lambda: engine.stats().tokens > 4, "tokens")
+        pausing = asyncio.ensure_future(post(client, "/pause?mode=wait"))
+        await until(lambda: loop.state == "draining", "the pause")
+        held = asyncio.ensure_future(client.post("/v1/completions", json=wrong, headers=ADMIN))
+        await until(lambda: bool(loop.held), "the request that is held back")
+        engine.slow_s = 0
+        await pausing
+        await asked
+        async with await held as answer:
+            said = await answer.text()
+            assert answer.status == (200 if stream else 400)
+        error = json.loads(said.removeprefix("data: ").split("\n\n")[0])["error"]
+        assert error["param"] == "top_p" and said.endswith("[DONE]\n\n") == stream
+        await post(client, "/resume")

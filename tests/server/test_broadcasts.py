@@ -26,15 +26,9 @@ from lowroll.weights.publish import quantize_base
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.broadcasts import adapted, broadcaster, moved
 from tests.fixtures.serving import ADMIN, TOKENS, run, served
-from tests.fixtures.tiny import hf_folder
 
 NOISE = NoiseSchedule(sigma_start=0.05, sigma_end=0.01, num_stages=2, total_steps=4, seed=5)
 ASKED = Request([3, 4, 5], n=2, max_tokens=24, ignore_eos=True, seed=9)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("broadcasts") / "model")
 
 
 def base(
@@ -155,7 +149,7 @@ async def post(client: Any, body: Any, wanted: int = 200) -> Any:
         return found
 
 
-def test_versions_over_http(folder: Path, tmp_path: Path) -> None:
+async def test_versions_over_http(folder: Path, tmp_path: Path) -> None:
     learner = base(folder, "int8", torch.float32, False, None)
     engine = engine_of(hf.load(folder), "int8", torch.float32, False)
     at = broadcaster(tmp_path, learner, attempt=1)
@@ -168,28 +162,25 @@ def test_versions_over_http(folder: Path, tmp_path: Path) -> None:
 
     engine.update_weights = counted  # type: ignore[method-assign]
 
-    async def body() -> None:
-        async with served(engine, TOKENS, WeightStore(tmp_path, folder)) as client:
-            at.publish(moved_to(learner, 7))
-            first = await post(client, {"version": "step_7"})
-            found = at.broadcasts.at(7)
-            assert found is not None
-            assert first["version"] == "step_000007"
-            assert first["manifest_digest"] == found.digest
-            assert [span["version"] for span in first["policy"]] == [7]
-            again = await post(client, {"version": "step_000007"})
-            assert taken == [7] and again["policy"] == first["policy"]
-            moved(learner, 8)  # the trainer died, and learnt something else
-            broadcaster(tmp_path, learner, attempt=2).publish(7)
-            other = await post(client, {"version": "step_000007"})
-            assert taken == [7, 7] and other["policy"] != first["policy"]
-            assert other["manifest_digest"] != first["manifest_digest"]
-            async with client.get("/weights", headers=ADMIN) as response:
-                held = await response.json()
-            assert held["version"] == "step_000007"
-            assert held["manifest_digest"] == other["manifest_digest"]
-
-    run(body)
+    async with served(engine, TOKENS, WeightStore(tmp_path, folder)) as client:
+        at.publish(moved_to(learner, 7))
+        first = await post(client, {"version": "step_7"})
+        found = at.broadcasts.at(7)
+        assert found is not None
+        assert first["version"] == "step_000007"
+        assert first["manifest_digest"] == found.digest
+        assert [span["version"] for span in first["policy"]] == [7]
+        again = await post(client, {"version": "step_000007"})
+        assert taken == [7] and again["policy"] == first["policy"]
+        moved(learner, 8)  # the trainer died, and learnt something else
+        broadcaster(tmp_path, learner, attempt=2).publish(7)
+        other = await post(client, {"version": "step_000007"})
+        assert taken == [7, 7] and other["policy"] != first["policy"]
+        assert other["manifest_digest"] != first["manifest_digest"]
+        async with client.get("/weights", headers=ADMIN) as response:
+            held = await response.json()
+        assert held["version"] == "step_000007"
+        assert held["manifest_digest"] == other["manifest_digest"]
 
 
 def test_a_marker_must_agree(folder: Path, tmp_path: Path) -> None:

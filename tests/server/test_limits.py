@@ -72,29 +72,28 @@ async def status(client: TestClient, method: str, path: str, **options: Any) -> 
 # -- who may ask -------------------------------------------------------------------------------------
 
 
-def test_every_route_of_the_application_is_in_the_table(engine: Moody, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with looped(engine) as loop:
-            serving = ServerState(loop, None, "tiny", engine.capabilities)
-            shelf = WeightStore(tmp_path, tmp_path)
-            for tokens, held, wanted in (
-                (Credentials(), None, PUBLIC.keys()),
-                (TOKENS, None, PUBLIC.keys() | CONTROL.keys()),
-                (TOKENS, shelf, PUBLIC.keys() | CONTROL.keys() | WEIGHTS.keys()),
-                (Credentials(token="a-client-of-this-server"), shelf, PUBLIC.keys()),
-            ):
-                app = make_app(serving, tokens, held)
-                routes = {(r.method, r.resource.canonical) for r in app.router.routes()}
-                assert routes == wanted
-            tables = {**PUBLIC, **CONTROL, **WEIGHTS}
-            assert [key for key, row in tables.items() if row[0] == "open"] == [("GET", "/health")]
-            assert {row[0] for row in [*CONTROL.values(), *WEIGHTS.values()]} == {"admin"}
-
-    fixtures.run(body)
+async def test_every_route_of_the_application_is_in_the_table(
+    engine: Moody, tmp_path: Path
+) -> None:
+    async with looped(engine) as loop:
+        serving = ServerState(loop, None, "tiny", engine.capabilities)
+        shelf = WeightStore(tmp_path, tmp_path)
+        for tokens, held, wanted in (
+            (Credentials(), None, PUBLIC.keys()),
+            (TOKENS, None, PUBLIC.keys() | CONTROL.keys()),
+            (TOKENS, shelf, PUBLIC.keys() | CONTROL.keys() | WEIGHTS.keys()),
+            (Credentials(token="a-client-of-this-server"), shelf, PUBLIC.keys()),
+        ):
+            app = make_app(serving, tokens, held)
+            routes = {(r.method, r.resource.canonical) for r in app.router.routes()}
+            assert routes == wanted
+        tables = {**PUBLIC, **CONTROL, **WEIGHTS}
+        assert [key for key, row in tables.items() if row[0] == "open"] == [("GET", "/health")]
+        assert {row[0] for row in [*CONTROL.values(), *WEIGHTS.values()]} == {"admin"}
 
 
 @pytest.mark.slow
-def test_no_method_of_any_route_answers_a_stranger(engine: Moody, tmp_path: Path) -> None:
+async def test_no_method_of_any_route_answers_a_stranger(engine: Moody, tmp_path: Path) -> None:
     paths = sorted({path for _, path in {**PUBLIC, **CONTROL, **WEIGHTS}})
     wrong: list[dict[str, str]] = [
         {},
@@ -110,78 +109,63 @@ def test_no_method_of_any_route_answers_a_stranger(engine: Moody, tmp_path: Path
         {"X-Api-Key": "a-client-of-this-server"},
     ]
 
-    async def body() -> None:
-        async with served(engine, TOKENS, WeightStore(tmp_path, tmp_path)) as client:
-            for path in [*paths, "/", "/nothing", "/v1", "/v1//pause", "/pause/", "/%70ause/x"]:
-                for method in METHODS:
-                    if (method, path) == ("GET", "/health"):
-                        continue
-                    for headers in wrong:
-                        assert await status(client, method, path, headers=headers) == 401
-            assert await status(client, "GET", "/health") == 200
-            loop = client.server.app[STATE].engine
-            assert (
-                not loop.paused
-                and loop.metrics.registry.get_sample_value(
-                    "lowroll_requests_total", {"outcome": "stop"}
-                )
-                is None
+    async with served(engine, TOKENS, WeightStore(tmp_path, tmp_path)) as client:
+        for path in [*paths, "/", "/nothing", "/v1", "/v1//pause", "/pause/", "/%70ause/x"]:
+            for method in METHODS:
+                if (method, path) == ("GET", "/health"):
+                    continue
+                for headers in wrong:
+                    assert await status(client, method, path, headers=headers) == 401
+        assert await status(client, "GET", "/health") == 200
+        loop = client.server.app[STATE].engine
+        assert (
+            not loop.paused
+            and loop.metrics.registry.get_sample_value(
+                "lowroll_requests_total", {"outcome": "stop"}
             )
-
-    fixtures.run(body)
-
-
-def test_a_client_is_no_admin_and_an_admin_is_a_client(engine: Moody, tmp_path: Path) -> None:
-    async def body() -> None:
-        async with served(engine, TOKENS, WeightStore(tmp_path, tmp_path)) as client:
-            for method, path in [*CONTROL, *WEIGHTS]:
-                assert await status(client, method, path, headers=CLIENT) == 401
-            for headers in (CLIENT, ADMIN):
-                assert await status(client, "GET", "/v1/models", headers=headers) == 200
-                assert await status(client, "GET", "/nothing", headers=headers) == 404
-                assert await status(client, "DELETE", "/v1/models", headers=headers) == 405
-            assert await status(client, "POST", "/pause", headers=ADMIN) == 200
-            assert await status(client, "GET", "/is_paused", headers=ADMIN) == 200
-            assert await status(client, "POST", "/resume", headers=ADMIN) == 200
-            double = [("Authorization", CLIENT["Authorization"])] * 2
-            assert await status(client, "GET", "/v1/models", headers=double) == 401
-
-    fixtures.run(body)
+            is None
+        )
 
 
-def test_a_path_that_leads_nowhere_is_named_with_the_nearest(engine: Moody) -> None:
-    async def body() -> None:
-        async with served(engine) as client:
-            for path, told in (
-                ("/chat/completions", "/chat/completions here; did you mean /v1/chat/completions?"),
-                ("/v1/v1/models", "/v1/v1/models here; did you mean /v1/models?"),
-                ("/%0A" + "x" * 500, "/\\n" + "x" * 98 + " here"),
-            ):
-                answer = await client.post(path, json={})
-                assert (await answer.json())["error"]["message"] == f"there is no {told}"
-
-    fixtures.run(body)
-
-
-def test_without_tokens_control_is_not_there(engine: Moody) -> None:
-    async def body() -> None:
-        async with served(engine) as client:
-            assert await status(client, "GET", "/v1/models") == 200
-            for method, path in [*CONTROL, *WEIGHTS]:
-                assert await status(client, method, path, headers=ADMIN) == 404
-
-    fixtures.run(body)
+async def test_a_client_is_no_admin_and_an_admin_is_a_client(engine: Moody, tmp_path: Path) -> None:
+    async with served(engine, TOKENS, WeightStore(tmp_path, tmp_path)) as client:
+        for method, path in [*CONTROL, *WEIGHTS]:
+            assert await status(client, method, path, headers=CLIENT) == 401
+        for headers in (CLIENT, ADMIN):
+            assert await status(client, "GET", "/v1/models", headers=headers) == 200
+            assert await status(client, "GET", "/nothing", headers=headers) == 404
+            assert await status(client, "DELETE", "/v1/models", headers=headers) == 405
+        assert await status(client, "POST", "/pause", headers=ADMIN) == 200
+        assert await status(client, "GET", "/is_paused", headers=ADMIN) == 200
+        assert await status(client, "POST", "/resume", headers=ADMIN) == 200
+        double = [("Authorization", CLIENT["Authorization"])] * 2
+        assert await status(client, "GET", "/v1/models", headers=double) == 401
 
 
-def test_an_admin_alone_leaves_the_public_routes_open(engine: Moody) -> None:
-    async def body() -> None:
-        async with served(engine, Credentials(admin=TOKENS.admin)) as client:
-            assert await status(client, "GET", "/v1/models") == 200
-            for headers in ({}, {"Authorization": "Bearer "}, CLIENT):
-                assert await status(client, "POST", "/pause", headers=headers) == 401
-            assert await status(client, "POST", "/pause", headers=ADMIN) == 200
+async def test_a_path_that_leads_nowhere_is_named_with_the_nearest(engine: Moody) -> None:
+    async with served(engine) as client:
+        for path, told in (
+            ("/chat/completions", "/chat/completions here; did you mean /v1/chat/completions?"),
+            ("/v1/v1/models", "/v1/v1/models here; did you mean /v1/models?"),
+            ("/%0A" + "x" * 500, "/\\n" + "x" * 98 + " here"),
+        ):
+            answer = await client.post(path, json={})
+            assert (await answer.json())["error"]["message"] == f"there is no {told}"
 
-    fixtures.run(body)
+
+async def test_without_tokens_control_is_not_there(engine: Moody) -> None:
+    async with served(engine) as client:
+        assert await status(client, "GET", "/v1/models") == 200
+        for method, path in [*CONTROL, *WEIGHTS]:
+            assert await status(client, method, path, headers=ADMIN) == 404
+
+
+async def test_an_admin_alone_leaves_the_public_routes_open(engine: Moody) -> None:
+    async with served(engine, Credentials(admin=TOKENS.admin)) as client:
+        assert await status(client, "GET", "/v1/models") == 200
+        for headers in ({}, {"Authorization": "Bearer "}, CLIENT):
+            assert await status(client, "POST", "/pause", headers=headers) == 401
+        assert await status(client, "POST", "/pause", headers=ADMIN) == 200
 
 
 def test_tokens_are_compared_in_constant_time_and_never_shown(
@@ -217,30 +201,24 @@ def test_tokens_are_compared_in_constant_time_and_never_shown(
         ({"Origin": "http://[oops"}, 403),
     ],
 )
-def test_other_names_of_this_machine_are_refused(
+async def test_other_names_of_this_machine_are_refused(
     engine: Moody, headers: dict[str, str], wanted: int
 ) -> None:
-    async def body() -> None:
-        async with served(engine) as client:
-            for path in ("/health", "/v1/models", "/version"):
-                assert await status(client, "GET", path, headers=headers) == wanted
-
-    fixtures.run(body)
+    async with served(engine) as client:
+        for path in ("/health", "/v1/models", "/version"):
+            assert await status(client, "GET", path, headers=headers) == wanted
 
 
-def test_an_address_of_others_needs_a_token_and_takes_any_name(engine: Moody) -> None:
-    async def body() -> None:
-        async with looped(engine) as loop:
-            serving = ServerState(loop, None, "tiny", engine.capabilities)
-            with pytest.raises(ValueError, match="needs one"):
-                make_app(serving, Credentials(admin=TOKENS.admin), loopback=False)
-            app = make_app(serving, TOKENS, loopback=False)
-            async with TestClient(fixtures.TestServer(app)) as client:
-                named = CLIENT | {"Host": "gpu-7.example"}
-                assert await status(client, "GET", "/v1/models", headers=named) == 200
-                assert await status(client, "GET", "/v1/models", headers={"Host": "gpu-7"}) == 401
-
-    fixtures.run(body)
+async def test_an_address_of_others_needs_a_token_and_takes_any_name(engine: Moody) -> None:
+    async with looped(engine) as loop:
+        serving = ServerState(loop, None, "tiny", engine.capabilities)
+        with pytest.raises(ValueError, match="needs one"):
+            make_app(serving, Credentials(admin=TOKENS.admin), loopback=False)
+        app = make_app(serving, TOKENS, loopback=False)
+        async with TestClient(fixtures.TestServer(app)) as client:
+            named = CLIENT | {"Host": "gpu-7.example"}
+            assert await status(client, "GET", "/v1/models", headers=named) == 200
+            assert await status(client, "GET", "/v1/models", headers={"Host": "gpu-7"}) == 401
 
 
 # -- how much ----------------------------------------------------------------------------------------
@@ -270,19 +248,16 @@ JSON = {"Content-Type": "application/json"}
         (b'{"prompt": [3]}', JSON | {"X-Much": "a" * 5000}, 431, "4,096 at most"),
     ],
 )
-def test_a_body_that_is_wrong_is_named(
+async def test_a_body_that_is_wrong_is_named(
     engine: Moody, data: bytes, headers: dict[str, str], wanted: int, says: str
 ) -> None:
-    async def body() -> None:
-        limits = ServerLimits(body=1 << 18, headers=4096)
-        async with served(engine, limits=limits) as client:
-            for path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"):
-                async with client.post(path, data=data, headers=headers) as response:
-                    assert response.status == wanted
-                    assert says in error_of(await response.read())["message"]
-            assert await status(client, "POST", "/v1/completions", json=GOOD) == 200
-
-    fixtures.run(body)
+    limits = ServerLimits(body=1 << 18, headers=4096)
+    async with served(engine, limits=limits) as client:
+        for path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"):
+            async with client.post(path, data=data, headers=headers) as response:
+                assert response.status == wanted
+                assert says in error_of(await response.read())["message"]
+        assert await status(client, "POST", "/v1/completions", json=GOOD) == 200
 
 
 def test_brackets_in_texts_are_no_nesting() -> None:
@@ -317,30 +292,27 @@ def test_a_large_bomb_is_read_in_a_moment(bomb: bytes) -> None:
     assert time.process_time() - began < 5
 
 
-def test_more_open_requests_than_may_be_are_told_to_come_again(engine: Moody) -> None:
-    async def body() -> None:
-        async with served(engine, limits=ServerLimits(requests=2)) as client:
-            loop = client.server.app[STATE].engine
-            await hung(engine, loop)
-            begun, submit = [], loop.submit
+async def test_more_open_requests_than_may_be_are_told_to_come_again(engine: Moody) -> None:
+    async with served(engine, limits=ServerLimits(requests=2)) as client:
+        loop = client.server.app[STATE].engine
+        await hung(engine, loop)
+        begun, submit = [], loop.submit
 
-            def seen(*request: Any, **options: Any) -> Any:
-                begun.append(request)
-                return submit(*request, **options)
+        def seen(*request: Any, **options: Any) -> Any:
+            begun.append(request)
+            return submit(*request, **options)
 
-            loop.submit = seen  # type: ignore[method-assign]
-            waiting = [
-                asyncio.ensure_future(client.post("/v1/completions", json=GOOD)) for _ in range(2)
-            ]
-            await fixtures.until(lambda: len(begun) == 2, "two open requests")
-            async with client.post("/v1/completions", json=GOOD) as response:
-                assert response.status == 503 and response.headers["Retry-After"] == "1"
-                assert error_of(await response.read())["code"] == "busy"
-            engine.hang.clear()
-            assert [(await one).status for one in waiting] == [200, 200]
-            assert await status(client, "POST", "/v1/completions", json=GOOD) == 200
-
-    fixtures.run(body)
+        loop.submit = seen  # type: ignore[method-assign]
+        waiting = [
+            asyncio.ensure_future(client.post("/v1/completions", json=GOOD)) for _ in range(2)
+        ]
+        await fixtures.until(lambda: len(begun) == 2, "two open requests")
+        async with client.post("/v1/completions", json=GOOD) as response:
+            assert response.status == 503 and response.headers["Retry-After"] == "1"
+            assert error_of(await response.read())["code"] == "busy"
+        engine.hang.clear()
+        assert [(await one).status for one in waiting] == [200, 200]
+        assert await status(client, "POST", "/v1/completions", json=GOOD) == 200
 
 
 # -- connections that give nothing, and take nothing ----------------------------------------------------
@@ -386,81 +358,69 @@ def post(data: bytes, length: int | None = None) -> bytes:
     return f"{head}Connection: close\r\nContent-Length: {size}\r\n\r\n".encode() + data
 
 
-def test_slow_connections_are_dropped_beside_a_good_request(engine: Moody) -> None:
-    async def body() -> None:
-        limits = ServerLimits(head_s=1.0, body_s=1.0)
-        async with listening(engine, limits) as (host, port, _):
-            slow = [
-                asyncio.ensure_future(raw(host, port, data))
-                for data in [b""] * 20 + [b"POST /v1/comp"] * 15 + [post(b'{"prompt"', 500)] * 15
-            ]
-            await asyncio.sleep(0.1)
-            answer = await raw(host, port, post(json.dumps(GOOD).encode()))
-            assert answer.startswith(b"HTTP/1.1 200")
-            assert not all(end.done() for end in slow), "it waited for them"
-            ends = await asyncio.gather(*slow)
-            assert ends[:35] == [b""] * 35
-            assert all(b" 408 " in end and b"has not come in 1 s" in end for end in ends[35:])
-            answer = await raw(host, port, post(json.dumps(GOOD).encode()))
-            assert answer.startswith(b"HTTP/1.1 200")
-
-    fixtures.run(body)
+async def test_slow_connections_are_dropped_beside_a_good_request(engine: Moody) -> None:
+    limits = ServerLimits(head_s=1.0, body_s=1.0)
+    async with listening(engine, limits) as (host, port, _):
+        slow = [
+            asyncio.ensure_future(raw(host, port, data))
+            for data in [b""] * 20 + [b"POST /v1/comp"] * 15 + [post(b'{"prompt"', 500)] * 15
+        ]
+        await asyncio.sleep(0.1)
+        answer = await raw(host, port, post(json.dumps(GOOD).encode()))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert not all(end.done() for end in slow), "it waited for them"
+        ends = await asyncio.gather(*slow)
+        assert ends[:35] == [b""] * 35
+        assert all(b" 408 " in end and b"has not come in 1 s" in end for end in ends[35:])
+        answer = await raw(host, port, post(json.dumps(GOOD).encode()))
+        assert answer.startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.slow
-def test_who_reads_no_answers_is_dropped(engine: Moody) -> None:
+async def test_who_reads_no_answers_is_dropped(engine: Moody) -> None:
     """Answers that nobody takes would hold their connection for ever."""
 
-    async def body() -> None:
-        async with listening(engine, ServerLimits(connections=1, write_s=0.3)) as (host, port, _):
-            sock = socket.socket()
-            sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            events = asyncio.get_running_loop()
-            await events.sock_connect(sock, (host, port))
-            asked = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4000
-            with contextlib.suppress(ConnectionError):  # it is dropped
-                await events.sock_sendall(sock, asked)
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                sock.recv(1)  # what it still has of an answer, or that it was dropped
-            answer = b""
-            while not answer:  # as long as `run` lets it
-                answer = await raw(host, port, post(json.dumps(GOOD).encode()))
-            assert answer.startswith(b"HTTP/1.1 200")
-            sock.close()
-
-    fixtures.run(body)
+    async with listening(engine, ServerLimits(connections=1, write_s=0.3)) as (host, port, _):
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        events = asyncio.get_running_loop()
+        await events.sock_connect(sock, (host, port))
+        asked = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4000
+        with contextlib.suppress(ConnectionError):  # it is dropped
+            await events.sock_sendall(sock, asked)
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            sock.recv(1)  # what it still has of an answer, or that it was dropped
+        answer = b""
+        while not answer:  # as long as `run` lets it
+            answer = await raw(host, port, post(json.dumps(GOOD).encode()))
+        assert answer.startswith(b"HTTP/1.1 200")
+        sock.close()
 
 
 @pytest.mark.parametrize(
     "data", [b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"a\r\n\r\n"]
 )
-def test_what_is_no_http_is_answered_like_other_errors(engine: Moody, data: bytes) -> None:
-    async def body() -> None:
-        async with listening(engine, ServerLimits()) as (host, port, _):
-            head, _, rest = (await raw(host, port, data)).partition(b"\r\n\r\n")
-            assert b" 400 " in head and b"Server: lowroll" in head and b"ython" not in head
-            assert error_of(rest)["message"].startswith("HTTP: ")
-
-    fixtures.run(body)
+async def test_what_is_no_http_is_answered_like_other_errors(engine: Moody, data: bytes) -> None:
+    async with listening(engine, ServerLimits()) as (host, port, _):
+        head, _, rest = (await raw(host, port, data)).partition(b"\r\n\r\n")
+        assert b" 400 " in head and b"Server: lowroll" in head and b"ython" not in head
+        assert error_of(rest)["message"].startswith("HTTP: ")
 
 
 @pytest.mark.parametrize("version", ["0.9", "2.0"])
 @pytest.mark.parametrize("more", ["", "Expect: 100-continue\r\n"])
-def test_a_version_of_http_that_the_server_does_not_speak_is_refused_in_one_that_it_does(
+async def test_a_version_of_http_that_the_server_does_not_speak_is_refused_in_one_that_it_does(
     engine: Moody, version: str, more: str
 ) -> None:
-    async def body() -> None:
-        async with listening(engine, ServerLimits()) as (host, port, _):
-            data = f"GET /health HTTP/{version}\r\nHost: localhost\r\n{more}\r\n".encode()
-            head, _, rest = (await raw(host, port, data)).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 400 ") and b"Server: lowroll" in head
-            assert error_of(rest)["message"].startswith(f"HTTP: version {version}; ")
-
-    fixtures.run(body)
+    async with listening(engine, ServerLimits()) as (host, port, _):
+        data = f"GET /health HTTP/{version}\r\nHost: localhost\r\n{more}\r\n".encode()
+        head, _, rest = (await raw(host, port, data)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ") and b"Server: lowroll" in head
+        assert error_of(rest)["message"].startswith(f"HTTP: version {version}; ")
 
 
-def test_of_a_connection_that_is_gone_nothing_is_kept(
+async def test_of_a_connection_that_is_gone_nothing_is_kept(
     engine: Moody, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apps: list[web.Application] = []
@@ -472,35 +432,29 @@ def test_of_a_connection_that_is_gone_nothing_is_kept(
 
     monkeypatch.setattr(server_app, "listen", seen)
 
-    async def body() -> None:
-        async with listening(engine, ServerLimits(head_s=60)) as (host, port, _):
-            silent = apps[0][server_limits.SILENT]
-            held = [await asyncio.open_connection(host, port) for _ in range(5)]
-            await fixtures.until(lambda: len(silent) == 5, "five connections")
-            for _, writer in held:
-                writer.close()
-            await fixtures.until(lambda: not silent, "the end of what is kept of them")
-
-    fixtures.run(body)
+    async with listening(engine, ServerLimits(head_s=60)) as (host, port, _):
+        silent = apps[0][server_limits.SILENT]
+        held = [await asyncio.open_connection(host, port) for _ in range(5)]
+        await fixtures.until(lambda: len(silent) == 5, "five connections")
+        for _, writer in held:
+            writer.close()
+        await fixtures.until(lambda: not silent, "the end of what is kept of them")
 
 
-def test_connections_are_counted(engine: Moody) -> None:
-    async def body() -> None:
-        async with listening(engine, ServerLimits(connections=3, head_s=30)) as (host, port, _):
-            held = [await asyncio.open_connection(host, port) for _ in range(3)]
-            assert await raw(host, port, post(b"{}")) == b""
-            assert not any(reader.at_eof() for reader, _ in held)
-            for _, writer in held:
-                writer.close()
-        async with listening(engine, ServerLimits(connections=3, head_s=0.2)) as (host, port, _):
-            held = [await asyncio.open_connection(host, port) for _ in range(3)]
-            assert [await reader.read() for reader, _ in held] == [b""] * 3  # they say nothing
-            answer = await raw(host, port, post(json.dumps(GOOD).encode()))
-            assert answer.startswith(b"HTTP/1.1 200")
-            for _, writer in held:
-                writer.close()
-
-    fixtures.run(body)
+async def test_connections_are_counted(engine: Moody) -> None:
+    async with listening(engine, ServerLimits(connections=3, head_s=30)) as (host, port, _):
+        held = [await asyncio.open_connection(host, port) for _ in range(3)]
+        assert await raw(host, port, post(b"{}")) == b""
+        assert not any(reader.at_eof() for reader, _ in held)
+        for _, writer in held:
+            writer.close()
+    async with listening(engine, ServerLimits(connections=3, head_s=0.2)) as (host, port, _):
+        held = [await asyncio.open_connection(host, port) for _ in range(3)]
+        assert [await reader.read() for reader, _ in held] == [b""] * 3  # they say nothing
+        answer = await raw(host, port, post(json.dumps(GOOD).encode()))
+        assert answer.startswith(b"HTTP/1.1 200")
+        for _, writer in held:
+            writer.close()
 
 
 def test_connections_are_fewer_than_files(
@@ -530,134 +484,124 @@ def test_connections_are_fewer_than_files(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["queued", "decode", "paused"])
-def test_a_dropped_connection_ends_its_request(folder: Path, stream: bool, phase: str) -> None:
+async def test_a_dropped_connection_ends_its_request(
+    folder: Path, stream: bool, phase: str
+) -> None:
     engine = Moody(tiny(folder, max_batch=2, page_size=4))
     long = GOOD | {"max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 2}
 
-    async def body() -> None:
-        async with listening(engine, ServerLimits()) as (host, port, loop):
-            engine.slow_s = 0.01
-            first = await asyncio.open_connection(host, port)
-            first[1].write(post(json.dumps(long | {"prompt": [5, 6]}).encode()))
-            if phase == "queued":
-                other = await asyncio.open_connection(host, port)
-                other[1].write(post(json.dumps(long).encode()))
-                await fixtures.until(lambda: len(loop.open) == 2, "two requests")
-            await fixtures.until(lambda: engine.stats().tokens > 4, "tokens")
-            if phase == "queued":
-                other[1].close()
-                await fixtures.until(lambda: len(loop.open) == 1, "the queued one to go")
-            if phase == "paused":
-                await loop.pause("keep")
-            first[1].close()
-            await fixtures.until(
-                lambda: fixtures.idle(engine) and not loop.open, "what is left to end", 3.0
-            )
-            assert engine.stats().tokens < 100
-            outcome = {"outcome": "abort"}
-            aborted = loop.metrics.registry.get_sample_value("lowroll_requests_total", outcome)
-            assert aborted == (2 if phase == "queued" else 1)
-
-    fixtures.run(body)
+    async with listening(engine, ServerLimits()) as (host, port, loop):
+        engine.slow_s = 0.01
+        first = await asyncio.open_connection(host, port)
+        first[1].write(post(json.dumps(long | {"prompt": [5, 6]}).encode()))
+        if phase == "queued":
+            other = await asyncio.open_connection(host, port)
+            other[1].write(post(json.dumps(long).encode()))
+            await fixtures.until(lambda: len(loop.open) == 2, "two requests")
+        await fixtures.until(lambda: engine.stats().tokens > 4, "tokens")
+        if phase == "queued":
+            other[1].close()
+            await fixtures.until(lambda: len(loop.open) == 1, "the queued one to go")
+        if phase == "paused":
+            await loop.pause("keep")
+        first[1].close()
+        await fixtures.until(
+            lambda: fixtures.idle(engine) and not loop.open, "what is left to end", 3.0
+        )
+        assert engine.stats().tokens < 100
+        outcome = {"outcome": "abort"}
+        aborted = loop.metrics.registry.get_sample_value("lowroll_requests_total", outcome)
+        assert aborted == (2 if phase == "queued" else 1)
 
 
 # -- what a failure looks like ---------------------------------------------------------------------------
 
 
-def test_a_failure_is_a_plain_500_and_the_log_has_the_reason(
+async def test_a_failure_is_a_plain_500_and_the_log_has_the_reason(
     engine: Moody, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body() -> None:
-        async with served(engine) as client:
-            engine.fail = 1
-            named = {"X-Request-Id": "mine-7"}
-            async with client.post("/v1/completions", json=GOOD, headers=named) as response:
-                assert response.status == 500 and response.headers["X-Request-Id"] == "mine-7"
-                text = await response.text()
-                assert "mine-7" in text and "secret" not in text and "cuda" not in text
-            assert "secret" in caplog.text and "mine-7" in caplog.text
-            assert await status(client, "POST", "/v1/completions", json=GOOD) == 200
-            odd = {"X-Request-Id": "a b\tc"}
-            async with client.get("/version", headers=odd) as response:
-                assert len(response.headers["X-Request-Id"]) == 24
-
-    fixtures.run(body)
+    async with served(engine) as client:
+        engine.fail = 1
+        named = {"X-Request-Id": "mine-7"}
+        async with client.post("/v1/completions", json=GOOD, headers=named) as response:
+            assert response.status == 500 and response.headers["X-Request-Id"] == "mine-7"
+            text = await response.text()
+            assert "mine-7" in text and "secret" not in text and "cuda" not in text
+        assert "secret" in caplog.text and "mine-7" in caplog.text
+        assert await status(client, "POST", "/v1/completions", json=GOOD) == 200
+        odd = {"X-Request-Id": "a b\tc"}
+        async with client.get("/version", headers=odd) as response:
+            assert len(response.headers["X-Request-Id"]) == 24
 
 
-def test_health_is_the_engines_own(engine: Moody) -> None:
-    async def body() -> None:
-        async with served(engine) as client:
-            async with client.get("/health") as response:
-                assert (response.status, await response.json()) == (200, {"status": "running"})
-            serving = client.server.app[STATE]
-            loop, probes = serving.engine, 0
-            ask_health = loop._ask_health
+async def test_health_is_the_engines_own(engine: Moody) -> None:
+    async with served(engine) as client:
+        async with client.get("/health") as response:
+            assert (response.status, await response.json()) == (200, {"status": "running"})
+        serving = client.server.app[STATE]
+        loop, probes = serving.engine, 0
+        ask_health = loop._ask_health
 
-            def counted() -> Any:
-                nonlocal probes
-                probes += 1
-                return ask_health()
+        def counted() -> Any:
+            nonlocal probes
+            probes += 1
+            return ask_health()
 
-            loop._ask_health = counted  # type: ignore[method-assign]
-            await hung(engine, loop)
-            serving.limits = ServerLimits(health_s=0.2)
-            answers = await asyncio.gather(*(client.get("/health") for _ in range(20)))
-            assert probes == 1, "nobody waits for another's"
-            assert {answer.status for answer in answers} == {503}
-            assert "busy with a step" in (await answers[0].json())["waits_for"]
-            async with client.get("/metrics") as response:
-                assert "lowroll_engine_up 0.0" in await response.text()
-            with impatient(loop):
-                async with client.post("/v1/completions", json=GOOD) as response:
-                    assert response.status == 503
-                    assert error_of(await response.read())["code"] == "stalled"
-            engine.hang.clear()
-            serving.limits = ServerLimits()
-            await fixtures.until(lambda: not loop.open, "the hung request to end")
-            assert await status(client, "GET", "/health") == 200
-            for _ in range(3):
-                engine.fail = 1
-                assert await status(client, "POST", "/v1/completions", json=GOOD) == 500
-            async with client.get("/health") as response:
+        loop._ask_health = counted  # type: ignore[method-assign]
+        await hung(engine, loop)
+        serving.limits = ServerLimits(health_s=0.2)
+        answers = await asyncio.gather(*(client.get("/health") for _ in range(20)))
+        assert probes == 1, "nobody waits for another's"
+        assert {answer.status for answer in answers} == {503}
+        assert "busy with a step" in (await answers[0].json())["waits_for"]
+        async with client.get("/metrics") as response:
+            assert "lowroll_engine_up 0.0" in await response.text()
+        with impatient(loop):
+            async with client.post("/v1/completions", json=GOOD) as response:
                 assert response.status == 503
-                assert (await response.json())["status"] == "failing"
-
-    fixtures.run(body)
-
-
-def test_metrics_count(engine: Moody) -> None:
-    async def body() -> None:
-        async with served(engine) as client:
-            asked = GOOD | {"n": 2, "max_tokens": 6, "ignore_eos": True, "seed": 1}
-            for stream in (False, True):
-                async with client.post("/v1/completions", json=asked | {"stream": stream}) as r:
-                    assert r.status == 200 and await r.read()
-            await status(client, "GET", "/nothing")
-            async with client.get("/metrics") as response:
-                assert response.headers["Content-Type"].startswith("text/plain")
-                lines = dict(
-                    line.rsplit(" ", 1)
-                    for line in (await response.text()).splitlines()
-                    if not line.startswith("#")
-                )
-            assert lines['lowroll_requests_total{outcome="length"}'] == "2.0"
-            assert lines["lowroll_prompt_tokens_total"] == "6.0"
-            assert lines["lowroll_response_tokens_total"] == "24.0"
-            assert lines["lowroll_first_token_seconds_count"] == "2.0"
-            assert float(lines["lowroll_inter_token_seconds_count"]) >= 4
-            assert lines["lowroll_cache_used_tokens"] == "0.0"
-            assert lines["lowroll_cache_tokens"] == "2048.0"
-            assert lines["lowroll_engine_up"] == "1.0" and lines["lowroll_paused"] == "0.0"
-            answered = 'lowroll_http_responses_total{route="%s",status="%d"}'
-            assert lines[answered % ("/v1/completions", 200)] == "2.0"
-            assert lines[answered % ("none", 404)] == "1.0"
-            info = next(line for line in lines if line.startswith("lowroll_weights_info"))
-            assert 'version="0"' in info and 'format="fp32"' in info
-
-    fixtures.run(body)
+                assert error_of(await response.read())["code"] == "stalled"
+        engine.hang.clear()
+        serving.limits = ServerLimits()
+        await fixtures.until(lambda: not loop.open, "the hung request to end")
+        assert await status(client, "GET", "/health") == 200
+        for _ in range(3):
+            engine.fail = 1
+            assert await status(client, "POST", "/v1/completions", json=GOOD) == 500
+        async with client.get("/health") as response:
+            assert response.status == 503
+            assert (await response.json())["status"] == "failing"
 
 
-def test_a_response_that_fails_half_way_does_not_end_like_a_whole_one(
+async def test_metrics_count(engine: Moody) -> None:
+    async with served(engine) as client:
+        asked = GOOD | {"n": 2, "max_tokens": 6, "ignore_eos": True, "seed": 1}
+        for stream in (False, True):
+            async with client.post("/v1/completions", json=asked | {"stream": stream}) as r:
+                assert r.status == 200 and await r.read()
+        await status(client, "GET", "/nothing")
+        async with client.get("/metrics") as response:
+            assert response.headers["Content-Type"].startswith("text/plain")
+            lines = dict(
+                line.rsplit(" ", 1)
+                for line in (await response.text()).splitlines()
+                if not line.startswith("#")
+            )
+        assert lines['lowroll_requests_total{outcome="length"}'] == "2.0"
+        assert lines["lowroll_prompt_tokens_total"] == "6.0"
+        assert lines["lowroll_response_tokens_total"] == "24.0"
+        assert lines["lowroll_first_token_seconds_count"] == "2.0"
+        assert float(lines["lowroll_inter_token_seconds_count"]) >= 4
+        assert lines["lowroll_cache_used_tokens"] == "0.0"
+        assert lines["lowroll_cache_tokens"] == "2048.0"
+        assert lines["lowroll_engine_up"] == "1.0" and lines["lowroll_paused"] == "0.0"
+        answered = 'lowroll_http_responses_total{route="%s",status="%d"}'
+        assert lines[answered % ("/v1/completions", 200)] == "2.0"
+        assert lines[answered % ("none", 404)] == "1.0"
+        info = next(line for line in lines if line.startswith("lowroll_weights_info"))
+        assert 'version="0"' in info and 'format="fp32"' in info
+
+
+async def test_a_response_that_fails_half_way_does_not_end_like_a_whole_one(
     engine: Moody, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def half(request: web.Request) -> web.StreamResponse:
@@ -666,14 +610,11 @@ def test_a_response_that_fails_half_way_does_not_end_like_a_whole_one(
         await response.write(b"half")
         raise ValueError("the other half")
 
-    async def body() -> None:
-        async with looped(engine) as loop:
-            app = make_app(ServerState(loop, None, "tiny", engine.capabilities), Credentials())
-            app.router.add_route("GET", "/half", half)
-            async with TestClient(fixtures.TestServer(app)) as client:
-                async with client.get("/half") as response:
-                    with pytest.raises(ClientPayloadError):
-                        await response.read()
-                assert "the other half" in caplog.text
-
-    fixtures.run(body)
+    async with looped(engine) as loop:
+        app = make_app(ServerState(loop, None, "tiny", engine.capabilities), Credentials())
+        app.router.add_route("GET", "/half", half)
+        async with TestClient(fixtures.TestServer(app)) as client:
+            async with client.get("/half") as response:
+                with pytest.raises(ClientPayloadError):
+                    await response.read()
+            assert "the other half" in caplog.text

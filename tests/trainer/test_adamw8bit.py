@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowroll.checkpoint.store import Store
 from lowroll.runs import demo
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from tests.fixtures.runs import TINY, copy_stopped_after, fingerprint, settings, train
+from tests.fixtures.tensors import normal
 
 RATE = 1e-3
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:

@@ -803,7 +803,7 @@ def test_the_report_and_the_live_view_show_the_critic(model, tmp_path):
     view.step(record)
     assert "critic 0.25" in view.line() and "critic" not in LiveView(2, "t").line()
     console = Console(width=160, record=True, force_terminal=False, file=open("/dev/null", "w"))
-    console.print(view._panel())
+    console.print(view)
     assert "explained 0.25" in (text := console.export_text()) and "value 0.125" in text
 
 

@@ -70,13 +70,6 @@ def test_every_setting_of_the_critic_from_both_sides(field: str, good: tuple, ba
             CriticSettings(**{field: value})
 
 
-def test_what_is_not_said_is_what_the_pages_say() -> None:
-    assert CriticSettings() == CriticSettings(1.0, 1.0, True, 0.5, 0, 8192)
-    assert OptimSettings() == OptimSettings(
-        1e-5, "constant", 0, 100, 0.0, 0.01, (0.9, 0.999), 1e-8, 1.0, "adamw"
-    )
-
-
 def test_the_corners_of_the_schedule() -> None:
     """Full at the end of the warm-up, the floor from the end of the run on."""
     settings = OptimSettings(1.0, "linear", warmup_steps=2, total_steps=6, min_lr_ratio=0.2)
@@ -180,26 +173,6 @@ def test_a_packed_batch_on_the_cpu_keeps_types_and_large_ids() -> None:
 
 # -- the guard
 
-LOOKED_AT = {
-    "ess": ("mismatch/ess", 0.3, -1),
-    "ratio": ("mismatch/weight_max", 1e3, 1),
-    "rejected": ("correction/rejected_fraction", 0.5, 1),
-}
-
-
-@pytest.mark.parametrize(
-    ("alarm", "name", "limit", "worse"), [(alarm, *row) for alarm, row in LOOKED_AT.items()]
-)
-def test_an_alarm_is_beyond_its_limit_and_never_without_the_number(
-    alarm: str, name: str, limit: float, worse: int
-) -> None:
-    def rings(metrics: dict[str, float], **settings: object) -> bool:
-        return bool(Guard(GuardSettings(**settings), "int8").look(metrics)[0][f"guard/{alarm}"])
-
-    assert not rings({}) and not rings({name: limit}) and rings({name: limit * (1 + worse * 1e-6)})
-    off = {"ess": "ess_below", "ratio": "ratio_above", "rejected": "rejected_above"}[alarm]
-    assert not rings({name: limit * (1 + worse * 0.5)}, **{off: None})
-
 
 def test_only_what_is_there_can_be_no_number() -> None:
     def odd(metrics: dict[str, float], **settings: object) -> float:
@@ -230,18 +203,6 @@ def test_the_trend_of_the_kl_by_hand() -> None:
         guard.look({"mismatch/kl_k3": kl})
     assert guard.look({"mismatch/kl_k3": 1.9e-2})[0]["guard/kl"] == 0.0
     assert guard.look({"mismatch/kl_k3": 9e-2})[0]["guard/kl"] == 1.0
-
-
-def test_the_bounds_are_tightened_three_times() -> None:
-    guard = Guard(GuardSettings(action="tighten", patience=2), "int8")
-    told = [guard.look({"mismatch/ess": 0.1})[1] for _ in range(8)]
-    assert [len(lines) for lines in told] == [1, 2] * 4
-    assert [lines[-1] for lines in told[1::2]] == [
-        "tightened the objective's bounds (power 0.5)",
-        "tightened the objective's bounds (power 0.25)",
-        "tightened the objective's bounds (power 0.125)",
-        "tightened 3 times already: the bounds stay",
-    ]
 
 
 # -- a step

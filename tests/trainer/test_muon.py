@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from lowroll.model import hf, lora
 from lowroll.trainer.muon import Muon, hidden_matrices, orthogonalize
 from lowroll.trainer.optim import Optimizer, OptimSettings
+from tests.fixtures.tensors import normal
 from tests.fixtures.tiny import hf_folder
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def polynomial(s: Tensor) -> Tensor:

@@ -22,14 +22,11 @@ from lowroll.weights import derived
 from lowroll.weights.aligned import align, transpose
 from lowroll.weights.publish import quantize_base
 from tests.fixtures.bands import EXPERTS, make_model
+from tests.fixtures.tensors import normal
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
 LENGTHS = [40, 24]
 Make = Callable[[Transformer], Transformer]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def apart(got: Tensor, want: Tensor) -> float:

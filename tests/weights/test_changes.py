@@ -115,7 +115,7 @@ def version_of(model: Transformer, version: int) -> int:
     return version
 
 
-def test_a_trainer_that_begins_again_is_followed(folder: Path, tmp_path: Path) -> None:
+async def test_a_trainer_that_begins_again_is_followed(folder: Path, tmp_path: Path) -> None:
     """Killed after version 3, with a checkpoint of version 2: it learns version 3 again."""
     model = learner(folder)
     engine = engine_of(hf.load(folder), "int8", torch.float32, False)
@@ -127,31 +127,28 @@ def test_a_trainer_that_begins_again_is_followed(folder: Path, tmp_path: Path) -
             await post(client, f"step_{version}")
         return [span.digest for span in engine.behavior.policy]
 
-    async def body() -> None:
-        for version in (1, 2, 3):
-            first.publish(version_of(model, version))
-            digests = await take(version)
-        again = learner(folder)
-        for version in (1, 2):
-            stepped(again, version)
-        shadow = Shadow(again, "int8", torch.float32)
-        second = broadcaster(tmp_path, again, shadow=shadow, attempt=2)
-        second.publish(2)
-        second.publish(version_of(again, 3))
-        found = second.broadcasts.at(3)
-        assert found is not None and found.kind == "codes"
-        assert found.attempt == 2  # what was undone was retired; this one has the same bytes
-        assert await take(3) == digests
-        second.publish(version_of(again, 4))
-        assert await take(4) == [digest(again)]
-        # an engine that holds another version 4 than the one that 5 changes
-        stepped(again, 40)
-        shadow.renew(4)
-        second.publish(version_of(again, 5))
-        with pytest.raises(AssertionError, match="holds"):
-            await take(5)
-
-    run(body)
+    for version in (1, 2, 3):
+        first.publish(version_of(model, version))
+        digests = await take(version)
+    again = learner(folder)
+    for version in (1, 2):
+        stepped(again, version)
+    shadow = Shadow(again, "int8", torch.float32)
+    second = broadcaster(tmp_path, again, shadow=shadow, attempt=2)
+    second.publish(2)
+    second.publish(version_of(again, 3))
+    found = second.broadcasts.at(3)
+    assert found is not None and found.kind == "codes"
+    assert found.attempt == 2  # what was undone was retired; this one has the same bytes
+    assert await take(3) == digests
+    second.publish(version_of(again, 4))
+    assert await take(4) == [digest(again)]
+    # an engine that holds another version 4 than the one that 5 changes
+    stepped(again, 40)
+    shadow.renew(4)
+    second.publish(version_of(again, 5))
+    with pytest.raises(AssertionError, match="holds"):
+        await take(5)
 
 
 def test_an_engine_with_other_bits_of_the_version_before_begins_at_a_full_one(

@@ -9,24 +9,16 @@ import pytest
 import torch
 
 from lowroll.model import hf
-from lowroll.model.attention import varlen
-from lowroll.model.transformer import Transformer
 from lowroll.weights import aligned, awq
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import beside, digest, publish, quantize_base, rollout_copy
-from tests.fixtures.tiny import COMMON, hf_folder
-
-IDS = torch.randint(0, COMMON["vocab_size"], (17,), generator=torch.Generator().manual_seed(0))
+from tests.fixtures.sequences import IDS, logits
+from tests.fixtures.tiny import hf_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hf_folder(tmp_path_factory.mktemp("models") / "qwen3", "qwen3-tied-bias")
-
-
-@torch.no_grad()
-def logits(model: Transformer) -> torch.Tensor:
-    return model.logits(model(IDS, torch.arange(len(IDS)), varlen([len(IDS)])))
 
 
 @pytest.mark.slow

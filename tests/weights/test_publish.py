@@ -14,7 +14,6 @@ from torch import Tensor
 import lowroll
 from lowroll import Engine, Request
 from lowroll.model import hf, lora
-from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.quant.int8 import Int8
 from lowroll.types import Group
@@ -22,12 +21,14 @@ from lowroll.weights import aligned
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import beside, digest, publish, quantize_base, rollout_copy
 from lowroll.weights.update import WeightUpdate
+from tests.fixtures.formats import FEW, LAYOUTS
 from tests.fixtures.masters import nudge, pointers, tensors
-from tests.fixtures.tiny import COMMON, FAMILIES, hf_folder
+from tests.fixtures.sequences import IDS, logits
+from tests.fixtures.tiny import FAMILIES, hf_folder
 
-IDS = torch.randint(0, COMMON["vocab_size"], (31,), generator=torch.Generator().manual_seed(0))
 REQUEST = Request(IDS[:9].tolist(), n=3, max_tokens=12, seed=5, ignore_eos=True)
 FORMATS = tuple(lowroll.formats())
+WIDE = ("fp8_block", "nf4_dq")  # whose blocks span two experts
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +48,10 @@ def token_ids(group: Group) -> list[list[int]]:
     return [r.token_ids for r in group.rollouts]
 
 
-@torch.no_grad()
-def logits(model: Transformer) -> Tensor:
-    return model.logits(model(IDS, torch.arange(len(IDS)), varlen([len(IDS)])))
-
-
 # -- LoRA: one copy of the base --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", LAYOUTS)
 def test_lora_shares_the_base_and_copies_the_adapter(folder: Path, format: str) -> None:
     """bf16 activations over a float32 master still share the linear weights; norms and embedding
     are then cast."""
@@ -81,7 +77,7 @@ def test_lora_shares_the_base_and_copies_the_adapter(folder: Path, format: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["bf16", *FEW])
 def test_the_engine_rolls_out_the_adapter_that_it_was_given(folder: Path, format: str) -> None:
     learner = lora_learner(folder, format)
     engine, base = (
@@ -127,10 +123,9 @@ def test_the_adapter_rides_on_the_low_bit_product(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "format"),
     [
-        (family, format)
-        for family in FAMILIES
-        for format in FORMATS
-        if "moe" not in family or format not in ("fp8_block", "nf4_dq")
+        *((family, format) for family in FAMILIES for format in FEW),
+        *(("qwen3", format) for format in FORMATS if format not in FEW),
+        *(("qwen3-moe", format) for format in LAYOUTS if format not in (*FEW, *WIDE)),
     ],
 )
 def test_full_fine_tuning_publishes_a_fresh_quantization(
@@ -155,7 +150,7 @@ def test_full_fine_tuning_publishes_a_fresh_quantization(
         assert torch.equal(logits(rollout), logits(rollout_copy(master, format, dtype)))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["bf16", *FEW])
 def test_a_master_that_learns_does_not_leak_into_the_engine(folder: Path, format: str) -> None:
     master = hf.load(folder)
     engine = engine_of(master, format)
@@ -183,8 +178,10 @@ def test_norms_that_learn_over_a_quantized_base_are_not_shared(folder: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [*(("full", format) for format in LAYOUTS), *(("lora", format) for format in ("bf16", *FEW))],
+)
 def test_three_publications_with_and_without_noise_move_nothing(
     folder: Path, kind: str, format: str
 ) -> None:
@@ -211,21 +208,26 @@ def test_three_publications_with_and_without_noise_move_nothing(
     assert len(seen) == 3
 
 
+def products_of(model: Transformer) -> list[Tensor]:
+    """The copies of A and B that an adapted model multiplies with."""
+    pairs = [one.adapter.matrices(one.parts, torch.float32) for _, one in model.linears()]
+    return [matrix for pair in pairs for matrix in pair]
+
+
 def test_what_an_adapter_keeps_for_its_products_is_published_in_place(folder: Path) -> None:
     """A graph reads the copies of A and B, and nobody asks the adapter for them before it runs
     again."""
     learner = lora_learner(folder)
     rollout = rollout_copy(learner, "int8", torch.float32)
     logits(rollout)
-    kept = [t for _, linear in rollout.linears() for t in linear.adapter._made]
+    kept = products_of(rollout)
     before, places = [t.clone() for t in kept], [t.data_ptr() for t in kept]
     publish(nudge(learner, seed=1), rollout)
     fresh = rollout_copy(learner, "int8", torch.float32)
     logits(fresh)
-    wanted = [t for _, linear in fresh.linears() for t in linear.adapter._made]
-    assert all(torch.equal(a, b) for a, b in zip(kept, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(kept, products_of(fresh), strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
-    assert places == [t.data_ptr() for _, linear in rollout.linears() for t in linear.adapter._made]
+    assert places == [t.data_ptr() for t in products_of(rollout)]
 
 
 def test_a_second_format_beside_the_first_is_published_with_it(folder: Path) -> None:

@@ -14,17 +14,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import lowroll
 from lowroll import Engine, Request, WeightUpdate
 from lowroll.model import hf, lora, scaling
 from lowroll.model.transformer import Transformer
 from lowroll.weights import aligned, publish
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import digest, fingerprint, quantize_base
+from tests.fixtures.formats import FEW, LAYOUTS
 from tests.fixtures.masters import nudge, pointers, tensors
 from tests.fixtures.tiny import COMMON, hf_folder
 
-FORMATS = tuple(lowroll.formats())
 NOISE = Noise(11, 0.1)
 IDS = torch.randint(2, COMMON["vocab_size"], (9,), generator=torch.Generator().manual_seed(0))
 REQUEST = Request(IDS.tolist(), n=3, max_tokens=8, seed=5, ignore_eos=True)
@@ -106,10 +105,8 @@ def follow(
 @pytest.mark.parametrize(
     ("family", "format"),
     [
-        (family, format)
-        for family in ("qwen3", "qwen2-tied", "qwen3-moe")
-        for format in FORMATS
-        if "moe" not in family or format not in ("fp8_block", "nf4_dq")
+        *(("qwen3", format) for format in LAYOUTS),
+        *((family, format) for family in ("qwen2-tied", "qwen3-moe") for format in FEW),
     ],
 )
 def test_a_full_stream_is_the_local_update(
@@ -121,7 +118,7 @@ def test_a_full_stream_is_the_local_update(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FEW)
 def test_an_adapter_is_the_local_update(folders: dict[str, Path], format: str) -> None:
     """The far engine stands on a base of its own; noise comes and goes on the base's norms."""
     learner = adapted(folders["qwen3"], format)
