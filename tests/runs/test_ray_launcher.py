@@ -229,6 +229,7 @@ def test_a_process_that_an_actor_owns(tmp_path: Path, monkeypatch: pytest.Monkey
     one.start(["no-such-command"])
     assert one.pid and one.wrote({"pid": one.pid, "host": "gpu-1"})
     assert not one.wrote({"pid": one.pid, "host": "gpu-2"}), "numbers are of a machine"
+    assert one.wrote({"pid": 1, "parent": one.pid, "host": "gpu-1"}), "of a rank that it started"
     env = dict(
         pair.split("=", 1)
         for pair in Path(f"/proc/{one.pid}/environ").read_text().split("\0")

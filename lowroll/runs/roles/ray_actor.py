@@ -252,8 +252,9 @@ class ActorProcess(RoleProcess):
             (self.exit,) = ends
 
     def wrote(self, heartbeat: Mapping[str, object]) -> bool:
-        host = self.node.get("host")
-        return self.pid == heartbeat.get("pid") and host == heartbeat.get("host")
+        """Return whether the process, or a rank that it has started, wrote a heartbeat."""
+        writers = (heartbeat.get("pid"), heartbeat.get("parent"))
+        return self.pid in writers and self.node.get("host") == heartbeat.get("host")
 
     def is_port_free(self, port: int) -> bool:
         try:
