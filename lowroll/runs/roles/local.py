@@ -21,7 +21,7 @@ from pathlib import Path
 from lowroll.checkpoint.logfile import last_error
 from lowroll.config import RunConfig
 from lowroll.runs.roles import devices
-from lowroll.runs.roles.role import Exit, RoleProcess
+from lowroll.runs.roles.role import Exit, RoleProcess, is_writer
 from lowroll.runs.roles.run_paths import (
     ADMIN,
     ENGINE_ROLE,
@@ -93,11 +93,7 @@ class LocalProcess(RoleProcess):
         return os.waitid(os.P_PID, self.child.pid, flags) is None
 
     def wrote(self, heartbeat: Mapping[str, object]) -> bool:
-        """Return whether the process, or a rank that it has started, wrote a heartbeat."""
-        return self.child is not None and self.pid in (
-            heartbeat.get("pid"),
-            heartbeat.get("parent"),
-        )
+        return is_writer(self.pid, heartbeat)
 
     def is_port_free(self, port: int) -> bool:
         return is_port_free(self.address, port)

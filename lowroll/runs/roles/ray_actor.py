@@ -21,7 +21,7 @@ from typing import Any
 from lowroll.checkpoint.files import read_file
 from lowroll.checkpoint.lock import RunLockedError, refuse_locked
 from lowroll.runs.roles.local import LocalProcess, exit_of, is_port_free
-from lowroll.runs.roles.role import Exit, RoleProcess
+from lowroll.runs.roles.role import Exit, RoleProcess, is_writer
 from lowroll.types import RunFailed, printable
 
 WORD = "word"  # by which a file is known to be the launcher's own
@@ -252,9 +252,7 @@ class ActorProcess(RoleProcess):
             (self.exit,) = ends
 
     def wrote(self, heartbeat: Mapping[str, object]) -> bool:
-        """Return whether the process, or a rank that it has started, wrote a heartbeat."""
-        writers = (heartbeat.get("pid"), heartbeat.get("parent"))
-        return self.pid in writers and self.node.get("host") == heartbeat.get("host")
+        return is_writer(self.pid, heartbeat) and self.node.get("host") == heartbeat.get("host")
 
     def is_port_free(self, port: int) -> bool:
         try:

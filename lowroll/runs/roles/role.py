@@ -63,7 +63,7 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def wrote(self, heartbeat: Mapping[str, object]) -> bool:
-        """Return whether the current process wrote a heartbeat."""
+        """Return whether the current process, or a rank that it has started, wrote a heartbeat."""
 
     @abstractmethod
     def is_port_free(self, port: int) -> bool:
@@ -80,6 +80,11 @@ class RoleProcess(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Return the name of the process for a log."""
+
+
+def is_writer(pid: int, heartbeat: Mapping[str, object]) -> bool:
+    """Return whether a process (0: none) wrote a heartbeat, or started the rank that did."""
+    return pid > 0 and pid in (heartbeat.get("pid"), heartbeat.get("parent"))
 
 
 class RestartBudget:
