@@ -33,8 +33,8 @@ from lowroll import Engine
 from lowroll.config import RunConfig
 from lowroll.model import hf
 from lowroll.model.folder import resolve
-from lowroll.runs.build import models, trainer
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import models, trainer
+from lowroll.runs.assembly.compute import Compute
 from lowroll.trainer.optim import Optimizer
 from lowroll.trainer.step import learn
 

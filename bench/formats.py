@@ -31,7 +31,7 @@ from lowroll.model import hf
 from lowroll.model.attention import varlen
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import formats, get_format, quantize
-from lowroll.runs.build import environments, models
+from lowroll.runs.assembly import environments, models
 from lowroll.runs.demo import CONFIG, build_model, engine_speed, settings
 from lowroll.runs.export import quantize_folder
 from lowroll.runs.sft import warm_start

@@ -58,8 +58,8 @@ def ours(args: argparse.Namespace) -> tuple[Step, str]:
     """A call that makes one update as `lowroll grpo` would, and its sizes in words."""
     from lowroll.config import RunConfig
     from lowroll.kv.capacity import Workload
-    from lowroll.runs.build import models, trainer
-    from lowroll.runs.build.compute import Compute
+    from lowroll.runs.assembly import models, trainer
+    from lowroll.runs.assembly.compute import Compute
     from lowroll.runs.memory import sizes
     from lowroll.runs.memory.plan import Planner
     from lowroll.trainer.optim import Optimizer

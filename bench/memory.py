@@ -45,8 +45,8 @@ from lowroll.model.linear import Linear
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import trainer
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import trainer
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import MemoryPlan, Planner
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.trainer import recompute, step
@@ -226,7 +226,7 @@ class Meter:
 
 
 def random_learner(cfg: RunConfig, compute: Compute, config: Mapping[str, Any]) -> Transformer:
-    """What `runs.build.models.learner` makes of a folder: under LoRA a matrix is quantized when it
+    """What `runs.assembly.models.learner` makes of a folder: under LoRA a matrix is quantized when it
     is there, and no two are ever dense."""
     model = Transformer(spec_from_config(dict(config)), "meta", compute.dtype)
     generator = torch.Generator(device=compute.device).manual_seed(0)

@@ -47,7 +47,7 @@ from bench.curves import (
 from bench.harness import merged, print_table
 from lowroll.config import RunConfig
 from lowroll.envs.chain import Chain
-from lowroll.runs.build import environments
+from lowroll.runs.assembly import environments
 from lowroll.runs.demo import build_model, reward_of
 from lowroll.runs.grpo import run
 from lowroll.runs.sft import warm_start

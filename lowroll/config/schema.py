@@ -586,7 +586,7 @@ def _length_problems(cfg: RunConfig) -> Iterator[Problem]:
             f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
         )
     held = rollout.cache_tokens
-    # what a bounded cache needs is its policy's arithmetic (`runs.build.prompts`)
+    # what a bounded cache needs is its policy's arithmetic (`runs.assembly.prompts`)
     if held is not None and held <= rollout.max_tokens and not rollout.cache.evicts:
         yield (
             (("rollout", "cache_tokens"), ("rollout", "max_tokens")),

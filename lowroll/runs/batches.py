@@ -22,7 +22,7 @@ from lowroll.orchestrator.client import BatchSender, PhaseProgress, WeightsWatch
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.loop import Orchestrator
-from lowroll.runs.build import environments, orchestrator, prompts
+from lowroll.runs.assembly import environments, orchestrator, prompts
 from lowroll.runs.evaluations import EvaluationEngine, Evaluations
 from lowroll.runs.stages import Stages
 from lowroll.types import Batch, Sample

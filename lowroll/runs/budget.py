@@ -36,8 +36,8 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant import mixed
 from lowroll.quant.budget import is_budget, parse
 from lowroll.quant.table import OWN, STORED
-from lowroll.runs.build import models
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import models
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.calibration import calibration_sequences, first_requests
 from lowroll.runs.folder import WEIGHTS as FILE
 from lowroll.runs.folder import RunFolder

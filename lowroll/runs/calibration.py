@@ -19,7 +19,7 @@ from lowroll.envs.data.files import read_jsonl
 from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.orchestrator.source import draw_at
-from lowroll.runs.build import environments, orchestrator, prompts
+from lowroll.runs.assembly import environments, orchestrator, prompts
 from lowroll.types import Request
 
 _CHARACTERS_PER_TOKEN = 32  # bounds how much plain text is read

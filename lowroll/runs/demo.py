@@ -41,9 +41,9 @@ from lowroll.model.spec import spec_from_config
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.evaluate import evaluate
+from lowroll.runs.assembly import engines, environments, models, orchestrator
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.attempt import RunResult
-from lowroll.runs.build import engines, environments, models, orchestrator
-from lowroll.runs.build.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.grpo import run
 from lowroll.runs.sft import warm_start

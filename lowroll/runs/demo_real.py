@@ -27,8 +27,8 @@ from lowroll.metrics.report import write_report
 from lowroll.model import hf
 from lowroll.model.folder import resolve
 from lowroll.runs import demo
-from lowroll.runs.build import engines, environments, models
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import engines, environments, models
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.grpo import run
 from lowroll.types import Request
 

@@ -55,8 +55,8 @@ from lowroll.model.transformer import Transformer
 from lowroll.objectives.mismatch import mismatch
 from lowroll.quant.formats import get_format
 from lowroll.runs import budget
-from lowroll.runs.build import engines, models
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import engines, models
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.calibration import first_requests
 from lowroll.runs.monitor import fallen_to
 from lowroll.trainer.state import restore_weights

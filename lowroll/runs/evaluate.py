@@ -33,8 +33,8 @@ from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.evaluate import check_errors, plan
 from lowroll.quant.table import OWN, STORED
 from lowroll.runs import budget
-from lowroll.runs.build import engines, environments, models, orchestrator, prompts
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import engines, environments, models, orchestrator, prompts
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.comparison import EngineAnswers, rows_of
 from lowroll.runs.findings import folder_of, leave
 from lowroll.runs.responses import Responses

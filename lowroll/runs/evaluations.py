@@ -14,7 +14,7 @@ from lowroll.envs import Environment
 from lowroll.orchestrator.client import EngineClient, Judge, PhaseProgress, Scorer, Tokenizer
 from lowroll.orchestrator.conversations import Conversations
 from lowroll.orchestrator.evaluate import evaluate as evaluate_env
-from lowroll.runs.build import orchestrator, prompts
+from lowroll.runs.assembly import orchestrator, prompts
 
 if TYPE_CHECKING:
     from lowroll.model.spec import ModelSpec

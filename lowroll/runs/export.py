@@ -41,8 +41,8 @@ from lowroll.quant.budget import is_budget
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.quant.layouts import unread_by_transformers
 from lowroll.runs import budget, sft
-from lowroll.runs.build import models
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import models
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.monitor import fallen_to
 from lowroll.trainer.state import restore_weights
 from lowroll.transport.codec import CodecError

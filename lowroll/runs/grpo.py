@@ -26,10 +26,10 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.runs import budget
+from lowroll.runs.assembly import configuration, engines, models, prompts
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.attempt import RunResult, attempt, drive
 from lowroll.runs.batches import BatchSource, RunEnvironments
-from lowroll.runs.build import configuration, engines, models, prompts
-from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder, goes_on

@@ -29,9 +29,9 @@ from lowroll.orchestrator.client import PhaseProgress
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.quant.budget import is_budget
 from lowroll.runs import budget, identity
-from lowroll.runs.build import models, trainer
-from lowroll.runs.build.about import about
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import models, trainer
+from lowroll.runs.assembly.about import about
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing, State, Tensors
 from lowroll.runs.export import excerpt, newest_batch, publish_adapter
 from lowroll.runs.monitor import Monitor

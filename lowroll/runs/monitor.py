@@ -20,7 +20,7 @@ from typing import Any
 from lowroll.config import RunConfig
 from lowroll.config.schema import rollouts_of
 from lowroll.quant import mixed
-from lowroll.runs.build import trainer
+from lowroll.runs.assembly import trainer
 from lowroll.trainer.guard import rescale
 from lowroll.trainer.probe import Probe
 

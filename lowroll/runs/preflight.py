@@ -30,8 +30,8 @@ from lowroll.orchestrator.groups import for_scorer
 from lowroll.quant.budget import is_budget
 from lowroll.quant.table import EIGHT_BITS, STORED
 from lowroll.runs import budget, hub, sft
-from lowroll.runs.build import engines, environments, models, orchestrator, prompts, trainer
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import engines, environments, models, orchestrator, prompts, trainer
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import MemoryPlan, Planner, Share, plan_sft

@@ -15,8 +15,8 @@ from lowroll.kv.policy.base import CachePolicy
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.client import Progress
-from lowroll.runs.build import engines, trainer
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import engines, trainer
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import Planner
 from lowroll.types import Group, Request
 from lowroll.weights.aligned import realign

@@ -25,10 +25,10 @@ from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.quant.budget import is_budget
 from lowroll.quant.table import DEFAULT
 from lowroll.runs import budget
+from lowroll.runs.assembly import environments, models, trainer
+from lowroll.runs.assembly.about import about, learned
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.attempt import RunResult, attempt, drive
-from lowroll.runs.build import environments, models, trainer
-from lowroll.runs.build.about import about, learned
-from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.memory import sizes

@@ -17,7 +17,7 @@ from lowroll.kv.policy.table import make
 from lowroll.model import hf
 from lowroll.orchestrator.client import EngineClient
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.runs.build.capabilities import check as check_capabilities
+from lowroll.runs.assembly.capabilities import check as check_capabilities
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.tiny import COMMON
 

@@ -24,7 +24,7 @@ from lowroll.model.base import base_of
 from lowroll.model.headers import low_bit_format
 from lowroll.quant.formats import get_format
 from lowroll.runs import export
-from lowroll.runs.build import engines
+from lowroll.runs.assembly import engines
 from lowroll.runs.export import export_run, quantize_folder
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights import aligned

@@ -17,7 +17,7 @@ from lowroll.kv.policy import table
 from lowroll.kv.policy.base import footprint
 from lowroll.metrics.record import read
 from lowroll.model.spec import read_spec
-from lowroll.runs.build import caches, prompts
+from lowroll.runs.assembly import caches, prompts
 from lowroll.runs.diagnose import diagnose
 from lowroll.runs.evaluate import evaluate
 from lowroll.transport.rollout_log import read_rollouts

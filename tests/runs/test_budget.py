@@ -25,8 +25,8 @@ from lowroll.quant.formats import get_format
 from lowroll.quant.mixed import Mixed
 from lowroll.quant.table import EIGHT_BITS
 from lowroll.runs import budget, preflight, sft
+from lowroll.runs.assembly.trainer import guard as build_guard
 from lowroll.runs.budget import FILE
-from lowroll.runs.build.trainer import guard as build_guard
 from lowroll.runs.diagnose import diagnose
 from lowroll.runs.evaluate import evaluate
 from lowroll.runs.export import export_run, quantize_folder

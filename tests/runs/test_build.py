@@ -16,8 +16,8 @@ from lowroll.config.section import Section
 from lowroll.model.spec import spec_from_config
 from lowroll.orchestrator.filters import Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
-from lowroll.runs.build import orchestrator, trainer
-from lowroll.runs.build.mirror import Mirror
+from lowroll.runs.assembly import orchestrator, trainer
+from lowroll.runs.assembly.mirror import Mirror
 from tests.fixtures.runs import TINY
 
 

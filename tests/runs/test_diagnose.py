@@ -20,7 +20,7 @@ from lowroll.kv.cache import DecodeRows, KVCache
 from lowroll.model import hf
 from lowroll.quant.formats import get_format
 from lowroll.runs import demo
-from lowroll.runs.build import engines
+from lowroll.runs.assembly import engines
 from lowroll.runs.diagnose import CAUSES, Diagnosis, attribute, diagnose
 from tests.fixtures.runs import ALWAYS, TINY, settings, train
 

@@ -19,7 +19,7 @@ from lowroll.metrics.failures import Attempt, Failure, failure_page
 from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.examples import Example, ExampleResponse
 from lowroll.runs import findings
-from lowroll.runs.build import prompts
+from lowroll.runs.assembly import prompts
 from lowroll.runs.comparison import EngineAnswers, rows_of, shown
 from lowroll.runs.evaluate import evaluate
 from lowroll.runs.preflight import look_at_run

@@ -24,8 +24,8 @@ from lowroll.metrics.report import write_report
 from lowroll.objectives.objective import select
 from lowroll.quant.formats import get_format
 from lowroll.quant.table import EIGHT_BITS, FORMATS, OWN
-from lowroll.runs.build import engines
-from lowroll.runs.build.trainer import guard as build_guard
+from lowroll.runs.assembly import engines
+from lowroll.runs.assembly.trainer import guard as build_guard
 from lowroll.runs.evaluate import evaluate
 from lowroll.trainer.guard import (
     ALARMS,

@@ -25,8 +25,8 @@ from lowroll.model.logprobs import token_log_probs
 from lowroll.model.spec import read_spec, spec_from_config
 from lowroll.model.transformer import Transformer, initialize
 from lowroll.quant.formats import QTensor
-from lowroll.runs.build import trainer
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import trainer
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.grpo import Run
 from lowroll.runs.memory import activations, fit, plan, weights
@@ -374,7 +374,7 @@ def test_a_run_is_refused_before_anything_is_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "free_memory", lambda device: 10**5)
-    monkeypatch.setattr("lowroll.runs.build.models.learner", pytest.fail)
+    monkeypatch.setattr("lowroll.runs.assembly.models.learner", pytest.fail)
     cfg = from_mapping(tree(model, tmp_path / "out")).resolved()
     with ExitStack() as stack, pytest.raises(ValueError, match="more than the .* that are free"):
         Run(RunFolder(cfg, "grpo"), stack)
@@ -391,7 +391,7 @@ def test_the_plan_is_told_before_anything_is_loaded(
     def load(*_: object) -> None:
         raise RuntimeError("loading")
 
-    monkeypatch.setattr("lowroll.runs.build.models.learner", load)
+    monkeypatch.setattr("lowroll.runs.assembly.models.learner", load)
     cfg = from_mapping(tree(model, tmp_path / "out")).resolved()
     with ExitStack() as stack, pytest.raises(RuntimeError, match="loading"):
         Run(RunFolder(cfg, "grpo"), stack)

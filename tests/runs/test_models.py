@@ -8,8 +8,8 @@ import torch
 from lowroll.config import from_mapping
 from lowroll.kernels.support import no
 from lowroll.model.spec import spec_from_config
-from lowroll.runs.build import models
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import models
+from lowroll.runs.assembly.compute import Compute
 from tests.fixtures.bands import CONFIG, EXPERTS
 
 FP8 = from_mapping({"model": "m", "train": {"backward": "fp8"}})

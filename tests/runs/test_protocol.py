@@ -12,7 +12,7 @@ import pytest
 from lowroll.engine import base
 from lowroll.engine.base import InFlight
 from lowroll.engine.native import NativeEngine
-from lowroll.runs.build import engines
+from lowroll.runs.assembly import engines
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.runs import ALWAYS, fingerprint, settings, train
 

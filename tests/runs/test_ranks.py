@@ -24,8 +24,8 @@ from lowroll.config.roles import one_process_problems
 from lowroll.metrics.record import read
 from lowroll.parallel.ranks import Ranks
 from lowroll.runs import preflight
-from lowroll.runs.build import models
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import models
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.learner import refuse_others
 from lowroll.runs.memory.plan import Planner, Share
 from lowroll.runs.preflight import look_at_run, look_at_sft

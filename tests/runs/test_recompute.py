@@ -8,8 +8,8 @@ import pytest
 
 from lowroll.config import from_mapping
 from lowroll.model import hf
-from lowroll.runs.build import models
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import models
+from lowroll.runs.assembly.compute import Compute
 from lowroll.trainer import recompute
 from tests.fixtures.runs import settings
 from tests.fixtures.tiny import hf_folder

@@ -9,7 +9,7 @@ import pytest
 
 from lowroll.config import from_mapping
 from lowroll.metrics.record import read
-from lowroll.runs.build.capabilities import check as check_capabilities
+from lowroll.runs.assembly.capabilities import check as check_capabilities
 from lowroll.runs.folder import RunFolder
 from lowroll.transport.codec import encode_batch
 from lowroll.transport.rollout_log import read_rollouts

@@ -32,7 +32,7 @@ from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer
 from lowroll.orchestrator.loop import Orchestrator
 from lowroll.runs import demo
-from lowroll.runs.build import environments
+from lowroll.runs.assembly import environments
 from lowroll.runs.diagnose import diagnose
 from lowroll.runs.evaluate import evaluate
 from lowroll.runs.monitor import Monitor

@@ -15,7 +15,7 @@ from lowroll.kv.capacity import Workload
 from lowroll.model import lora
 from lowroll.model.spec import spec_from_config
 from lowroll.model.transformer import Transformer, initialize
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory import sizes
 from lowroll.runs.memory.plan import MemoryPlan, Planner
 from lowroll.trainer import recompute

@@ -18,8 +18,8 @@ from lowroll.metrics.record import read
 from lowroll.model import hf
 from lowroll.model.linear import Linear
 from lowroll.quant.formats import QTensor
-from lowroll.runs.build import models, vllm
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import models, vllm
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.diagnose import diagnose
 from lowroll.runs.evaluate import evaluate
 from lowroll.runs.preflight import Findings, look_at_run

@@ -848,8 +848,8 @@ def test_what_has_no_meaning_with_a_critic_is_refused():
 
 def test_the_section_reaches_the_critic(model, tmp_path):
     from lowroll.config import from_mapping
-    from lowroll.runs.build import models, trainer
-    from lowroll.runs.build.compute import Compute
+    from lowroll.runs.assembly import models, trainer
+    from lowroll.runs.assembly.compute import Compute
 
     section = {
         "learning_rate": 3e-3,

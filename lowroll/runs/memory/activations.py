@@ -31,8 +31,8 @@ from lowroll.model.replay import MOST_MARKED
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import caches
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import caches
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.weights import adapted, largest
 
 FLOAT = 4

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowroll.config import RunConfig
 from lowroll.config.document import dotted
-from lowroll.runs.build import engines
+from lowroll.runs.assembly import engines
 from lowroll.runs.memory.plan import MemoryPlan, Planner, shown
 
 NAMED = 4  # settings that are offered at most, each enough by itself

@@ -32,8 +32,8 @@ from lowroll.model.claims import total_memory
 from lowroll.model.shards import AHEAD
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import caches
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import caches
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory import weights
 from lowroll.runs.memory.activations import FLOAT, Learning, generating, graphs, logits, replay
 

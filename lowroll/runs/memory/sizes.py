@@ -23,7 +23,7 @@ from lowroll.config import RunConfig
 from lowroll.config.passes import SIZES
 from lowroll.config.schema import TrainConfig
 from lowroll.model.transformer import Transformer
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import MemoryPlan, Planner, plan_sft, shown
 
 CPU_BYTES = 4_000_000_000  # of a run on a CPU, resident

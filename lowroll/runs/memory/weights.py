@@ -20,7 +20,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.dense import PACK_FROM
 from lowroll.quant.formats import Format, get_format
 from lowroll.quant.int8 import Int8
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly.compute import Compute
 from lowroll.trainer import adamw8bit
 from lowroll.trainer.muon import hidden_matrices
 from lowroll.weights.noise import noisy_norms

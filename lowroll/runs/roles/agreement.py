@@ -15,7 +15,7 @@ from lowroll.config import RunConfig, load
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.model.folder import resolve
 from lowroll.quant.table import is_dense
-from lowroll.runs.build import capabilities
+from lowroll.runs.assembly import capabilities
 from lowroll.runs.folder import CONFIG
 from lowroll.types import printable
 

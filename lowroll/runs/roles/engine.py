@@ -49,8 +49,8 @@ def build(cfg: RunConfig) -> NativeEngine:
     """Build an engine over the model that the learner begins with, so that version 0 is the
     learner's. ValueError names the setting that is wrong."""
     from lowroll.engine.native import NativeEngine
-    from lowroll.runs.build import engines, models
-    from lowroll.runs.build.compute import Compute
+    from lowroll.runs.assembly import engines, models
+    from lowroll.runs.assembly.compute import Compute
 
     refuse_budget(cfg)
     compute = Compute.of(cfg)
@@ -83,7 +83,7 @@ def serve_vllm(cfg: RunConfig, paths: RunPaths, role: str, heartbeat: Heartbeat)
     """Run a vLLM until a signal comes, which is SystemExit. ValueError names what it cannot do for
     the run, RunFailed how it ended."""
     from lowroll.engine.remote.vllm_process import lasting_folder
-    from lowroll.runs.build import vllm
+    from lowroll.runs.assembly import vllm
 
     socket = lasting_folder(f"{paths.run.resolve()} {role}")
     with _ended_by_signals():

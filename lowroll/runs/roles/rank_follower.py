@@ -23,9 +23,9 @@ from lowroll.checkpoint.faults import faultpoint
 from lowroll.config import RunConfig
 from lowroll.parallel.ranks import ALONE, RankGroup, Ranks
 from lowroll.parallel.sharding import Sharded
+from lowroll.runs.assembly import models, trainer
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.attempt import log_file
-from lowroll.runs.build import models, trainer
-from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.learner import Learner, Policy

@@ -20,9 +20,9 @@ from lowroll.metrics.record import Record, read
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.quant.formats import QTensor, get_format
+from lowroll.runs.assembly import models, trainer
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.attempt import RunResult, attempt, drive
-from lowroll.runs.build import models, trainer
-from lowroll.runs.build.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.learner import Learner, Policy

@@ -13,8 +13,8 @@ from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
-from lowroll.runs.build import caches, capabilities, exactness, prompts, vllm
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import caches, capabilities, exactness, prompts, vllm
+from lowroll.runs.assembly.compute import Compute
 from lowroll.weights.noise import Noise
 from lowroll.weights.update import Kind, WeightUpdate
 

@@ -9,7 +9,7 @@ import torch
 
 from lowroll.config import RunConfig
 from lowroll.model.spec import ModelSpec
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly.compute import Compute
 
 
 def about(cfg: RunConfig, compute: Compute, spec: ModelSpec) -> Mapping[str, str]:

@@ -16,8 +16,8 @@ from lowroll.config.scoring import FilterConfig, ScoreConfig
 from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings
-from lowroll.runs.build import prompts
-from lowroll.runs.build.mirror import Mirror
+from lowroll.runs.assembly import prompts
+from lowroll.runs.assembly.mirror import Mirror
 
 if TYPE_CHECKING:
     from lowroll.model.spec import ModelSpec

@@ -16,8 +16,8 @@ from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.parallel.ranks import ALONE, Ranks
-from lowroll.runs.build import exactness, trainer
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import exactness, trainer
+from lowroll.runs.assembly.compute import Compute
 from lowroll.trainer import recompute
 from lowroll.trainer.critic import Critic
 from lowroll.weights import aligned

@@ -6,7 +6,7 @@ from __future__ import annotations
 from lowroll.config import RunConfig
 from lowroll.engine.base import Capabilities
 from lowroll.orchestrator.settings import SamplingSettings
-from lowroll.runs.build import orchestrator
+from lowroll.runs.assembly import orchestrator
 
 
 def check(cfg: RunConfig, able: Capabilities) -> None:

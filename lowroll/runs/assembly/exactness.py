@@ -18,7 +18,7 @@ from lowroll.model import exact
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import get_format
 from lowroll.quant.table import is_dense
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly.compute import Compute
 
 FASTER_ON_A_GPU = ("int8", "int8_rotated")
 

@@ -28,8 +28,8 @@ from lowroll.model.scoring import score
 from lowroll.model.spec import ModelSpec, read_spec
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format, stored_format
-from lowroll.runs.build import models
-from lowroll.runs.build.compute import Compute
+from lowroll.runs.assembly import models
+from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.folder import LOGS
 from lowroll.runs.terminal import tell
 from lowroll.weights.publish import rollout_copy

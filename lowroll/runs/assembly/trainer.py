@@ -13,7 +13,7 @@ from lowroll.config.schema import TrainConfig, rollouts_of
 from lowroll.config.sft import SftConfig
 from lowroll.objectives.objective import select
 from lowroll.quant.budget import parse
-from lowroll.runs.build.mirror import Mirror
+from lowroll.runs.assembly.mirror import Mirror
 from lowroll.trainer.critic import CriticSettings
 from lowroll.trainer.guard import Guard, GuardSettings
 from lowroll.trainer.optim import OptimSettings
