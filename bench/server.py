@@ -160,6 +160,7 @@ class Side:
         """From the next turn on."""
         scheduler, runner = self.served.engine.scheduler, self.served.engine.runner
         scheduler.lookahead = pace.steps or runner.lookahead
+        scheduler.passes = 1 if pace.steps else runner.lookahead
         scheduler.gather = pace.gather
         scheduler.max_prefill_tokens = pace.max_prefill_tokens
         runner.one_pass = pace.one_pass and runner.selector is None

@@ -414,12 +414,12 @@ REASONS: dict[str, str] = {
         over_vllm_server("qwen2.5-7b", "bf16", c, what): why
         for c in CONCURRENCY
         for what, why in {
-            "requests a second": "a prompt token's products take 17.3 us at 754 TFLOP/s, attention, "
-            "gate, norms and rotations 2.1; a pass over prompts is launched from the host, and with "
-            "16 clients that costs most (docs/log/engine.md)",
+            "requests a second": "a prompt token takes 21 to 24 us (its products 17.3 at 754 "
+            "TFLOP/s), the host 25 to 35 ms to launch a pass beside rows that decode, and the device "
+            "waits 1.8 ms between two turns (docs/log/engine.md)",
             "time to first token": "a request that comes waits for the turn that runs, a pass of up "
-            "to 4,096 prompt tokens or 8 steps of decoding (gaps of 84 to 354 ms), and then for its "
-            "own pass (docs/log/engine.md)",
+            "to 4,096 prompt tokens or 8 steps of decoding, and then for its own pass "
+            "(docs/log/engine.md)",
             "time of a token": "the fewer requests a second, the longer first token or time of a "
             "token: clients = rate x (first token + 127 x time of a token)",
         }.items()
