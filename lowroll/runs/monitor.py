@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowroll.config import RunConfig
-from lowroll.config.schema import rollouts_of
+from lowroll.config.auto import rollouts_of
 from lowroll.quant import mixed
 from lowroll.runs.assembly import trainer
 from lowroll.trainer.guard import rescale

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from lowroll.config import ConfigError, RunConfig, as_config, from_mapping, load, load_surogate
+from lowroll.config.build import known_keys
 from lowroll.config.document import parse
-from lowroll.config.load import known_keys
 from lowroll.config.renamed import GONE, RENAMED, carry_over, renamed_tree
 
 OLD, NEW = "rollout.bulk", "rollout.large_batch_weights"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowroll.config import from_mapping
-from lowroll.config.schema import RolloutConfig
+from lowroll.config.rollout import RolloutConfig
 from lowroll.model import hf
 from lowroll.runs import demo
 from tests.fixtures.runs import TINY, settings, train

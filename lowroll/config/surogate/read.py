@@ -27,8 +27,8 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path as FilePath
 
+from lowroll.config.build import Overrides, build, read, validate
 from lowroll.config.document import ConfigError, Document, Mark
-from lowroll.config.load import Overrides, build, read, validate
 from lowroll.config.schema import RunConfig
 from lowroll.config.surogate import rules
 from lowroll.config.surogate.rules import OWN_SERVER, File, Files

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import yaml
 
+from lowroll.config.build import Overrides, build, override_pairs, read, validate
 from lowroll.config.document import ConfigDumper, ConfigError, Document, Mark, Path
-from lowroll.config.load import Overrides, build, override_pairs, read, validate
 from lowroll.config.schema import RunConfig
 from lowroll.config.surogate.read import MODELS, combine, load_sections
 
@@ -112,7 +112,7 @@ def _orchestrate(orch: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
         dict(overrides),
         "orchestrate",
     )
-    return cfg.with_given(_given(written, cfg, overrides))
+    return cfg.with_origin(given=_given(written, cfg, overrides))
 
 
 def _given(orch: Document, cfg: RunConfig, overrides: list[tuple[str, Any]]) -> str:

@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, JsonValue, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
+from lowroll.config.data import FilterConfig
 from lowroll.config.document import Path
 from lowroll.config.loss import SurogateLoss
-from lowroll.config.schema import TemperatureConfig
-from lowroll.config.scoring import FilterConfig
+from lowroll.config.rollout import TemperatureConfig
 from lowroll.config.section import (
     Count,
     NotNegative,
