@@ -169,9 +169,6 @@ class GuardConfig(Section):
     rejected_above: Probability | None = 0.5  # correction/rejected_fraction, or of sequences
     ratio_above: Positive | None = 1e3  # mismatch/weight_max
     nonfinite: bool = True  # a mismatch or an update that is not finite
-    # tighten: the power on bounds, on a log scale
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    fallback: Literal["next", "dense"] = "next"  # next: 4 bits -> int8_rotated -> dense
 
 
 class CkptConfig(Section):

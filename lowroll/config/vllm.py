@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, Strict
 from pydantic_core import PydanticCustomError
 
-from lowroll.config.section import Count, Positive, Section, Text
+from lowroll.config.section import Count, Section, Text
 
 # options of `vllm serve` that follow from the run, and the setting that they follow from
 FROM_RUN = {
@@ -100,7 +100,7 @@ Url = Annotated[Text, AfterValidator(_url)]
 
 
 class VllmConfig(Section):
-    """The start of vLLM, or its address; read by rollout.engine: vllm alone. Times in seconds."""
+    """The start of vLLM, or its address; read by rollout.engine: vllm alone."""
 
     # of a server that runs already, or unix:/path/of/its/socket; null: one is started, and ended
     url: Url | None = None
@@ -120,9 +120,6 @@ class VllmConfig(Section):
     serve_args: Annotated[
         tuple[Text, ...], Strict(False), AfterValidator(_words)
     ] = ()  # of `vllm serve`
-    start_deadline: Positive = 600.0  # until it answers
-    request_deadline: Positive = 1200.0  # until one request, or one update, is done
-    max_concurrent: Count = 256  # requests under way together
 
     @property
     def words(self) -> str:

@@ -84,6 +84,22 @@ def test_a_key_that_is_gone_is_dropped_with_a_note(tmp_path: Path) -> None:
     assert "parts" not in renamed_tree({"rollout": {"parts": None}})["rollout"]
 
 
+def test_a_key_that_became_a_constant_is_refused_with_another_value(tmp_path: Path) -> None:
+    """The folder of an earlier run says the constant; a value that would be ignored is an error."""
+    for key, gone in GONE.items():
+        if gone.value is not None:
+            cfg = from_mapping({"model": "m"}, {key: gone.value})
+            assert cfg.dump() == from_mapping({"model": "m"}).dump()
+            assert f"override {key}: the key is gone, and ignored: {gone.instead}" in cfg.notes
+            with pytest.raises(ConfigError, match=f"^override {key}: the key is gone, and only"):
+                from_mapping({"model": "m"}, {key: 7})
+    path = written(tmp_path, "model: m\nguard:\n  factor: 0.3\n")
+    with pytest.raises(
+        ConfigError, match="run.yaml:3: guard.factor: the key is gone, and only 0.5"
+    ):
+        load(path)
+
+
 def test_what_lies_beneath_a_renamed_section_moves_with_its_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
