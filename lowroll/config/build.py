@@ -254,7 +254,7 @@ def _hints(model: type[BaseModel], path: Path, value: Any) -> Iterator[tuple[Pat
     section: type[BaseModel] | None = model
     for part in path[:-1]:
         if isinstance(part, str) and section is not None and part in section.model_fields:
-            section = _section(section.model_fields[part].annotation)
+            section = section_in(section.model_fields[part].annotation)
     here: list[str] = []
     if section is not None:
         here = list(section.model_fields)
@@ -294,7 +294,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, info in model.model_fields.items():
         keys.append(prefix + name)
-        inner = _section(info.annotation)
+        inner = section_in(info.annotation)
         if inner is not None:
             keys += known_keys(inner, f"{prefix}{name}.")
     if issubclass(model, Section):
@@ -302,13 +302,13 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def section_in(annotation: Any) -> type[BaseModel] | None:
     """The model inside X | None, tuple[X, ...] or Annotated[X, ...]."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, list, Annotated):
         for inner in typing.get_args(annotation):
-            found = _section(inner)
+            found = section_in(inner)
             if found is not None:
                 return found
     return None

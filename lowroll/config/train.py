@@ -27,6 +27,15 @@ from lowroll.config.section import (
     unique,
 )
 
+LORA_TARGETS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
 Recomputed = bool | Annotated[float, Field(ge=0, le=1)] | None
 
 
@@ -115,7 +124,7 @@ class TrainConfig(Passes):
     # the matrices that have one
     lora_target_modules: Annotated[
         tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(unique)
-    ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ] = LORA_TARGETS
 
 
 class DapoConfig(Section):
