@@ -17,7 +17,7 @@ What the files mean here:
 4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and
    with clean norms for the learner.
 5. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one
-   override away (overrides use the names of `lowroll/config/schema.py`). A number that several
+   override away (overrides use the names of `lowroll/config/settings.py`). A number that several
    files repeat must be the same in all of them.
 """
 
