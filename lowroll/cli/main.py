@@ -147,8 +147,8 @@ def explain(option: str, words: Sequence[str], parser: ArgumentParser) -> str:
     options = [word for action in parser._actions for word in action.option_strings]
     near = get_close_matches(f"--{name}", options, n=1, cutoff=0.75)
     if not near and any(action.dest == "settings" for action in parser._actions):
+        from lowroll.config.build import known_keys, last_names
         from lowroll.config.foreign import explain as explain_key
-        from lowroll.config.load import known_keys, last_names
         from lowroll.config.schema import RunConfig
 
         key = name.replace("-", "_")

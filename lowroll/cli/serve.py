@@ -377,7 +377,7 @@ def _chat(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
 def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> NativeEngine:
     """Return the engine over a folder, or over its model with a fresh adapter. ValueError names the
     option that is wrong."""
-    from lowroll.config.kv import KvConfig
+    from lowroll.config.rollout import KvConfig
     from lowroll.engine.native import NativeEngine, pick_device
     from lowroll.kv.policy.table import make
 
@@ -492,7 +492,7 @@ def _token(option: str, variable: str | None) -> str | None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from lowroll.config.kv import KvConfig
+    from lowroll.config.rollout import KvConfig
 
     if not 0 <= arguments.port < 1 << 16:
         raise ValueError(f"--port: expected a number in 0..65535, got {arguments.port}")

@@ -44,6 +44,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowroll.config.settings import RunSettings
 from lowroll.quant.table import is_dense
 
 
@@ -296,3 +297,42 @@ def known_collapse(correction: str, rollouts: Rollouts) -> Collapse | None:
     return next(
         (row for row in COLLAPSES if row.correction == correction and row.applies(rollouts)), None
     )
+
+
+def rollouts_of(cfg: RunSettings) -> Rollouts:
+    """Return the properties of the rollouts that `auto` looks at."""
+    rollout = cfg.rollout
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+    cut = {name: getattr(rollout, name) for name in off if getattr(rollout, name) != off[name]}
+    second = rollout.large_batch_weights if rollout.large_batch_weights != rollout.weights else None
+    # a dense second format is that of LoRA's own base
+    low_bit = second is not None and not is_dense(second)
+    return Rollouts(
+        f"{rollout.weights}+{second}" if low_bit else rollout.weights,
+        truncated=tuple(f"{name} {value}" for name, value in cut.items()),
+        noisy=cfg.noise is not None and cfg.noise.learner == "clean",
+        exact=bool(rollout.exact),
+        aligned=cfg.forward in ("aligned", rollout.weights) and second is None,
+        rounds=cfg.forward not in ("dense", "aligned", rollout.weights),
+        lora=cfg.train.lora and not low_bit,
+        kv_policy=rollout.cache.policy,
+        kv_dtype=rollout.cache.kv_dtype,
+        replayed=cfg.train.replay_kv,
+        engine=rollout.engine,
+    )
+
+
+def correction_of(cfg: RunSettings) -> tuple[str, str]:
+    """Return the run's correction, and why when `auto` chose it."""
+    if cfg.correction != "auto":
+        return cfg.correction, ""
+    return choose_correction(cfg.algorithm, rollouts_of(cfg))
+
+
+def thresholds_of(cfg: RunSettings) -> dict[str, float]:
+    """Return the options of the correction's own section that `auto` chooses and the file does not."""
+    row = choose_row(rollouts_of(cfg))
+    if cfg.correction != "auto" or not row.sets or correction_of(cfg)[0] != row.correction:
+        return {}
+    written = getattr(cfg.loss, row.correction).model_fields_set
+    return {name: value for name, value in row.sets.items() if name not in written}

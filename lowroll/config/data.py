@@ -1,20 +1,148 @@
-"""The `data:` section with `reward_funcs:` and `reward_weights:`, the short form of an environment
-whose id is `data`."""
+"""The sections of prompts and of their rewards: `env:`, `data:`, `eval:`, `score:`, `filters:`, `buffer:` and
+`advantage_function:`.
+
+`data:` with `reward_funcs:` and `reward_weights:` is the short form of an environment whose id is `data`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Strict
+from pydantic_core import PydanticCustomError
 
-from lowroll.config.env import EnvConfig
-from lowroll.config.section import Count, Problem, Section, Text
+from lowroll.config.document import Path
+from lowroll.config.section import (
+    Count,
+    GroupSize,
+    NotNegative,
+    Penalty,
+    Positive,
+    Probability,
+    Problem,
+    Section,
+    Seed,
+    Share,
+    Text,
+    Variable,
+    Whole,
+    as_list,
+)
+from lowroll.types import TEMPERATURES
 
-if TYPE_CHECKING:
-    from lowroll.config.schema import RunConfig
+ENDLESS = 64  # examples of a split without an end, where all are asked for
 
-ID = "data"
+
+class EnvConfig(Section):
+    """One environment. `name` labels its metrics (default: its id, without the folders of an
+    absolute path); `weight` is its share of the prompts. `pass_env` names environment variables
+    that the scoring workers see."""
+
+    id: Text  # one that comes along, path/to/file.py, or reasoning-gym/<generator>
+    name: Text | None = None  # what its metrics are called; null: its id
+    args: dict[str, JsonValue] = {}  # its own arguments
+    weight: Positive = 1.0  # its share of the prompts
+    # environment variables that its scorer sees
+    pass_env: Annotated[tuple[Variable, ...], Strict(False)] = ()
+
+
+def _listed(value: Any) -> Any:
+    """A single section stands for a list of one; a bare id is answered with the section that was
+    meant."""
+    if isinstance(value, str):
+        ids = [value]
+    elif isinstance(value, list):
+        ids = [one for one in value if isinstance(one, str)]
+    else:
+        ids = []
+    if ids:
+        meant = ", ".join(f"{{id: {one}}}" for one in ids)
+        raise PydanticCustomError(
+            "bare_ids", "{text}", {"text": f"an environment is a section: write [{meant}]"}
+        )
+    return as_list(value)
+
+
+Environments = Annotated[
+    tuple[EnvConfig, ...], Strict(False), BeforeValidator(_listed), Field(min_length=1)
+]
+
+
+def _greedy_or_drawn(value: float) -> float:
+    low, high = TEMPERATURES
+    if value != 0 and not low <= value <= high:
+        raise PydanticCustomError(
+            "temperature",
+            "{text}",
+            {"text": f"must be 0 (greedy) or from {low:g} to {high:g}, got {value:g}"},
+        )
+    return value
+
+
+class EvalConfig(Section):
+    """Evaluation on the test split every `interval` steps, before the first and after the last one
+    (null: only when asked). `env` null: the training ones.
+
+    It has a sampler of its own: nothing of `rollout` but max_tokens and the stop strings reaches
+    it. Before the first and after the last step the same prompts are drawn once more, as the
+    rollouts are.
+    """
+
+    interval: Count | None = None  # steps between two; null: only when asked
+    num_examples: Count | None = 64  # null: all of a split that ends, and 64 of one that does not
+    rollouts_per_example: GroupSize = 1  # responses to each
+    temperature: Annotated[float, AfterValidator(_greedy_or_drawn)] = 0.0  # 0 is greedy
+    top_p: Probability = 1.0  # as rollout.top_p
+    top_k: Whole = 0  # 0 is off
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0  # as rollout.min_p
+    repetition_penalty: Penalty = 1.0  # as rollout.repetition_penalty
+    env: Environments | None = None
+    eval_base_model: bool = True  # evaluate before the first step, too
+    skip_eval_on_resume: bool = True  # a resumed run evaluates when it is due, and not at once
+    # requests in flight are aborted for an evaluation, and made again after it
+    cancel_inflight_rollouts_on_eval: bool = False
+
+    @property
+    def most(self) -> str:
+        """ "at most 1,024", "all"."""
+        return "all" if self.num_examples is None else f"at most {self.num_examples:,}"
+
+    def count(self, size: int | None) -> int:
+        """Examples of a split of `size` tasks; None: one without an end."""
+        if self.num_examples is None:
+            return ENDLESS if size is None else size
+        return self.num_examples if size is None else min(self.num_examples, size)
+
+
+def named(env: EnvConfig) -> EnvConfig:
+    """The environment with its default name filled in."""
+    return env if env.name is not None else env.model_copy(update={"name": default_name(env)})
+
+
+def default_name(env: EnvConfig) -> str:
+    """The name, or the id; of a file with an absolute path its last part, since metrics are named
+    by it."""
+    return env.name or (PurePath(env.id).name if PurePath(env.id).is_absolute() else env.id)
+
+
+def env_problems(env: tuple[EnvConfig, ...], held_out: EvalConfig) -> Iterator[Problem]:
+    """Two environments of one name."""
+    places: tuple[tuple[Path, tuple[EnvConfig, ...]], ...] = (
+        (("env",), env),
+        (("eval", "env"), held_out.env or ()),
+    )
+    for path, envs in places:
+        seen: set[str] = set()
+        for index, one in enumerate(envs):
+            name = default_name(one)
+            if name in seen:
+                yield (
+                    ((*path, index, "name"), (*path, index, "id")),
+                    f"two environments are called {name!r}; give one another name",
+                )
+            seen.add(name)
 
 
 class DataConfig(Section):
@@ -43,44 +171,79 @@ def _with_path(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-def _listed(value: Any) -> Any:
+def _as_names(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 DataSection = Annotated[DataConfig, BeforeValidator(_with_path)]
-RewardFunctions = Annotated[tuple[Text, ...], Strict(False), BeforeValidator(_listed)]
+
+
+RewardFunctions = Annotated[tuple[Text, ...], Strict(False), BeforeValidator(_as_names)]
+
+
 RewardWeights = Annotated[
     tuple[Annotated[float, Field(allow_inf_nan=False)], ...], Strict(False), Field(min_length=1)
 ]
 
 
-def data_problems(cfg: RunConfig) -> Iterator[Problem]:
-    """Data beside environments, functions without data, weights of other functions."""
-    if cfg.data is not None and cfg.is_env_given:
-        yield (
-            (("data",), ("env",)),
-            "is an environment of its own; to mix it with others write env: [{id: data, args: "
-            "{path: ..., reward_funcs: [...]}}, ...]",
+class ScoreConfig(Section):
+    """The scoring workers. `time_limit` in seconds a response; more than `max_error_rate` failures
+    stop the run, once there are 50 scores."""
+
+    workers: Count = 2  # processes that score
+    time_limit: Positive = 10.0  # seconds a response
+    memory_limit_mb: Count = 2048  # of a worker
+    # share of failed scores that stops the run, judged from 50 scores on
+    max_error_rate: Annotated[float, Field(ge=0, lt=1)] = 0.05
+
+
+class FilterConfig(Section):
+    """Flags odd rollouts in the metrics; `enforce` also takes them out of the loss (their reward
+    stays)."""
+
+    type: Literal["gibberish", "repetition"]  # what is odd: rare tokens, or a loop
+    enforce: bool = False  # take what is flagged out of the loss
+    # gibberish: ids above it are rare tokens
+    token_id_threshold: Whole = 100_000
+    logprob_offset: NotNegative = 2.0  # gibberish: nats below the uniform log-prob
+    window: Count = 3000  # repetition: consecutive near-certain tokens
+    prob_threshold: Probability = 0.99  # repetition: what near-certain means
+
+
+Reward = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class BufferConfig(Section):
+    """Pools by difficulty. A prompt whose group has a mean reward of `easy_threshold` or more goes
+    to the easy pool, one of `hard_threshold` or less to the hard pool, and neither is drawn again;
+    the fractions go back when a run is resumed."""
+
+    seed: Seed | None = None  # of what goes back to the normal pool; null: the run's
+    # groups whose rewards are all 0 or all 1 are drawn again
+    online_difficulty_filtering: bool = False
+    easy_threshold: Reward | None = None  # null: no easy pool
+    hard_threshold: Reward | None = None  # null: no hard pool
+    easy_fraction: Share = 0.0  # of the easy pool, back to normal at a resumption
+    hard_fraction: Share = 0.0  # of the hard pool
+    # what makes two prompts the same ("task", "prompt"); []: none is looked for
+    hash_keys: Annotated[tuple[Text, ...], Strict(False)] = ()
+    skip_verification: bool = False  # no response is scored, and every reward is 0
+
+
+def _code(text: str) -> str:
+    file, suffix, name = text.partition(".py:")
+    if not (file and suffix and name.isidentifier()):
+        raise PydanticCustomError(
+            "code",
+            "{text}",
+            {"text": "must be path/to/file.py:function, a function of a file of this machine"},
         )
-    for key in ("reward_funcs", "reward_weights"):
-        if cfg.data is None and getattr(cfg, key):
-            yield (((key,),), "needs data beside it; of an env they stand among its args")
-    if cfg.data is not None and cfg.reward_weights is not None:
-        functions = len(cfg.reward_funcs) or 1
-        if len(cfg.reward_weights) != functions:
-            yield (
-                (("reward_weights",), ("reward_funcs",)),
-                f"{len(cfg.reward_weights)} weights for {functions} functions; give each its own",
-            )
+    return text
 
 
-def environments(cfg: RunConfig) -> tuple[EnvConfig, ...]:
-    """The run's environments, `data` among them."""
-    if cfg.data is None:
-        return cfg.env
-    args = cfg.data.model_dump(mode="json", exclude_defaults=True)
-    if cfg.reward_funcs:
-        args["reward_funcs"] = list(cfg.reward_funcs)
-    if cfg.reward_weights is not None:
-        args["reward_weights"] = list(cfg.reward_weights)
-    return (EnvConfig(id=ID, args=args),)
+class AdvantageFunction(Section):
+    """Advantages by a function of a file: f(rewards, lengths, **kwargs) of one group, as many
+    numbers back."""
+
+    import_path: Annotated[Text, AfterValidator(_code)]  # path/to/file.py:function
+    kwargs: dict[str, JsonValue] = {}  # its further arguments

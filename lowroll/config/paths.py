@@ -136,9 +136,6 @@ def _texts(value: Any, path: Path) -> Iterator[Path]:
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, inside in pairs:
             yield from _texts(inside, (*path, key))
-    elif isinstance(value, list):
-        for index, inside in enumerate(value):
-            yield from _texts(inside, (*path, index))
 
 
 def _get(value: Any, path: Path) -> Any:

@@ -2,34 +2,54 @@
 
 An old name works for one version, in files, overrides and the folders of runs, with a note that
 names the new one; then its row goes, and it is an unknown key like any other. Old and new together
-are refused, because one of them would be ignored. A key that is gone is dropped with a note for as long.
+are refused, because one of them would be ignored. A key that became a constant is dropped with a
+note for as long where it says what the constant is, as the folders of earlier runs do; another
+value is refused, because it would be ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowroll.config.document import ConfigError, Document, Mark, Path
 
 # the key before -> the key now
 RENAMED: dict[str, str] = {"rollout.bulk": "rollout.large_batch_weights"}
+
+
+class Gone(NamedTuple):
+    """What is there instead of a key, and the one value that means the same; None: every value."""
+
+    instead: str
+    value: Any = None
+
+
 # the key before -> what is there instead
-GONE: dict[str, str] = {
-    "rollout.parts": "with rollout.exact any number of engines draws the same bits"
+GONE: dict[str, Gone] = {
+    "rollout.parts": Gone("with rollout.exact any number of engines draws the same bits"),
+    "rollout.vllm.start_deadline": Gone("a server has 600 seconds to answer", 600),
+    "rollout.vllm.request_deadline": Gone("client.timeout is that of every engine", 1200),
+    "rollout.vllm.max_concurrent": Gone("256 requests are under way together", 256),
+    "guard.factor": Gone("tighten draws the bounds to the power 0.5", 0.5),
+    "guard.fallback": Gone("each format names the next one", "next"),
 }
 
 
 def carry_over(document: Document) -> list[str]:
     """Move what stands under an old name to the new one, and drop what is gone; a note for each.
-    ConfigError names both when both are given."""
+    ConfigError names both when both are given, and a key that is gone when it asks for more."""
     notes = []
-    for old, instead in GONE.items():
-        if _stands(document.value, _path(old)):
-            mark = document.marks.get(_path(old)) or Mark(document.name, old)
-            document.drop(_path(old))
-            notes.append(mark.blame(f"the key is gone, and ignored: {instead}"))
+    for old, gone in GONE.items():
+        if not _stands(document.value, _path(old)):
+            continue
+        mark = document.marks.get(_path(old)) or Mark(document.name, old)
+        if document.drop(_path(old)) != gone.value and gone.value is not None:
+            raise ConfigError(
+                mark.blame(f"the key is gone, and only {gone.value} works: {gone.instead}")
+            )
+        notes.append(mark.blame(f"the key is gone, and ignored: {gone.instead}"))
     for old, new in RENAMED.items():
         before = _path(old)
         now = _path(new)

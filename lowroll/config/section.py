@@ -3,6 +3,7 @@ validators that refuse by name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -39,8 +40,22 @@ GroupSize = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 Temperature = Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])]
 Penalty = Annotated[float, Field(ge=PENALTIES[0], le=PENALTIES[1])]
 Text = Annotated[str, Field(min_length=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Whole = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Schedule = Literal["constant", "linear", "cosine"]
 HubName = Annotated[str, Field(pattern=HUB_NAME)]
+
+
+def _is_variable(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:  # not shown: it may be a value
+        raise PydanticCustomError(
+            "no_variable", "must be the name of an environment variable, not its value"
+        )
+    return name
+
+
+Variable = Annotated[str, AfterValidator(_is_variable)]
 
 
 def unique(items: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 from lowroll.checkpoint.lock import RunLock
 from lowroll.config import RunConfig
-from lowroll.config.env import EnvConfig, default_name
-from lowroll.config.kv import KvConfig
+from lowroll.config.data import EnvConfig, default_name
+from lowroll.config.rollout import KvConfig
 from lowroll.engine.base import Engine
 from lowroll.envs import Environment
 from lowroll.envs.rewards import ScorerPool

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from lowroll.config import RunConfig
-from lowroll.config.roles import one_process_notes, one_process_problems
+from lowroll.config.process_checks import one_process_notes, one_process_problems
 from lowroll.metrics.live import LiveView
 from lowroll.metrics.record import Record, read
 from lowroll.model.tokenizer import ChatTokenizer

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.config import EnvConfig, RunConfig
-from lowroll.config.buffer import BufferConfig
+from lowroll.config.data import BufferConfig
+from lowroll.config.processes import AsynchronyConfig
 from lowroll.config.renamed import renamed_tree
-from lowroll.config.roles import AsynchronyConfig
 from lowroll.envs.table import split_file
 from lowroll.model.folder import TOKENIZER_FILES, resolve
 from lowroll.model.spec import read_config, read_spec

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowroll.config import RunConfig
-from lowroll.config.schema import rollouts_of
+from lowroll.config.auto import rollouts_of
 from lowroll.quant import mixed
 from lowroll.runs.assembly import trainer
-from lowroll.trainer.guard import rescale
+from lowroll.trainer.guard import TIGHTENING, rescale
 from lowroll.trainer.probe import Probe
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Monitor:
         if self.widened:
             options = rescale(options, 2.0**self.widened, self.cfg.chosen_options)
         if self.guard is not None and self.guard.tightened:
-            options = rescale(options, self.guard.settings.factor**self.guard.tightened)
+            options = rescale(options, TIGHTENING**self.guard.tightened)
         return options
 
     def first_look(self, first: Probe | None, now: RunConfig) -> dict[str, float]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lowroll.config import EnvConfig, RunConfig
-from lowroll.config.roles import one_process_notes, one_process_problems
+from lowroll.config.process_checks import one_process_notes, one_process_problems
 from lowroll.envs import Environment, child
 from lowroll.kv.capacity import Workload
 from lowroll.metrics import trackers

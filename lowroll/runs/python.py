@@ -9,8 +9,10 @@ from typing import Any
 
 from lowroll.config.document import ConfigError
 from lowroll.config.foreign import explain
-from lowroll.config.schema import RolloutConfig, RunConfig, TrainConfig
+from lowroll.config.rollout import RolloutConfig
+from lowroll.config.schema import RunConfig
 from lowroll.config.section import Section
+from lowroll.config.train import TrainConfig
 from lowroll.runs.attempt import RunResult
 from lowroll.runs.grpo import run
 

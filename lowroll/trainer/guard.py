@@ -38,6 +38,7 @@ from lowroll.quant.table import OWN
 BASELINE = 5  # steps whose mean KL is the level to grow from
 HORIZON = 10  # steps of the moving average
 MAX_TIGHTENED = 3  # more would leave no room to learn
+TIGHTENING = 0.5  # the power on the objective's bounds, each time that they are tightened
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
 TOO_FAR = (
     "weights pay for that with most of the batch; let the rollouts have more bits (a wider format, or "
@@ -78,8 +79,6 @@ class GuardSettings:
     rejected_above: float | None = 0.5
     ratio_above: float | None = 1e3
     nonfinite: bool = True
-    factor: float = 0.5
-    fallback: str = "next"
 
 
 class Guard:
@@ -99,7 +98,7 @@ class Guard:
     ) -> None:
         self.settings = settings
         self.weights = weights
-        self.to_dense = to_dense or settings.fallback == "dense"
+        self.to_dense = to_dense
         self.has_budget = has_budget
         self.wants_choice = False
         self.choices = 0  # how often other formats were chosen
@@ -241,9 +240,7 @@ class Guard:
             if self.tightened == MAX_TIGHTENED:
                 return [f"tightened {MAX_TIGHTENED} times already: the bounds stay"]
             self.tightened += 1
-            return [
-                f"tightened the objective's bounds (power {self.settings.factor**self.tightened:g})"
-            ]
+            return [f"tightened the objective's bounds (power {TIGHTENING**self.tightened:g})"]
         if self.settings.action == "fallback":
             after = "" if self.weights == OWN else get_format(self.weights).fallback
             if not after:

@@ -21,7 +21,7 @@ from lowroll.cli.eval import show
 from lowroll.cli.grpo import plan
 from lowroll.cli.main import COMMANDS, main
 from lowroll.config import from_mapping, load
-from lowroll.config.kv import KvConfig
+from lowroll.config.rollout import KvConfig
 from lowroll.metrics.report import write_report
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout, RunFailed
 

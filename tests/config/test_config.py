@@ -19,9 +19,10 @@ from pydantic import ValidationError
 
 from lowroll.config import ConfigError, RunConfig, from_mapping, load
 from lowroll.config.auto import AUTO, CorrectionRow, Rollouts, choose_correction
+from lowroll.config.build import known_keys
 from lowroll.config.document import ConfigDumper, parse, resolve_plain
 from lowroll.config.foreign import ABSENT, NEEDLESS, RENAMED
-from lowroll.config.load import as_config, known_keys
+from lowroll.config.load import as_config
 from lowroll.config.loss import SparseConfig
 from lowroll.kv.policy.table import BOUNDED, POLICIES, CachePolicyRow, Option, filled
 from lowroll.objectives.table import ALGORITHMS, CORRECTIONS, RULES

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from lowroll.config import ConfigError, RunConfig, as_config, from_mapping, load, load_surogate
+from lowroll.config.build import known_keys
 from lowroll.config.document import parse
-from lowroll.config.load import known_keys
 from lowroll.config.renamed import GONE, RENAMED, carry_over, renamed_tree
 
 OLD, NEW = "rollout.bulk", "rollout.large_batch_weights"
@@ -82,6 +82,22 @@ def test_a_key_that_is_gone_is_dropped_with_a_note(tmp_path: Path) -> None:
     assert any(note.startswith(f"{path}:3: rollout.parts: the key is gone") for note in cfg.notes)
     assert "gone" not in "".join(load(written(tmp_path, cfg.dump())).notes)
     assert "parts" not in renamed_tree({"rollout": {"parts": None}})["rollout"]
+
+
+def test_a_key_that_became_a_constant_is_refused_with_another_value(tmp_path: Path) -> None:
+    """The folder of an earlier run says the constant; a value that would be ignored is an error."""
+    for key, gone in GONE.items():
+        if gone.value is not None:
+            cfg = from_mapping({"model": "m"}, {key: gone.value})
+            assert cfg.dump() == from_mapping({"model": "m"}).dump()
+            assert f"override {key}: the key is gone, and ignored: {gone.instead}" in cfg.notes
+            with pytest.raises(ConfigError, match=f"^override {key}: the key is gone, and only"):
+                from_mapping({"model": "m"}, {key: 7})
+    path = written(tmp_path, "model: m\nguard:\n  factor: 0.3\n")
+    with pytest.raises(
+        ConfigError, match="run.yaml:3: guard.factor: the key is gone, and only 0.5"
+    ):
+        load(path)
 
 
 def test_what_lies_beneath_a_renamed_section_moves_with_its_lines(

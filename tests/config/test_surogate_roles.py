@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lowroll.config import ConfigError, NotThereYet, RunConfig, load_role, load_surogate
-from lowroll.config.roles import one_process_notes
+from lowroll.config.process_checks import one_process_notes
 from lowroll.config.surogate.roles import GIVEN
 from tests.fixtures.quick_start import INFER, ORCH, TRAIN
 

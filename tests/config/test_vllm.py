@@ -91,8 +91,7 @@ def test_the_format_is_asked_for() -> None:
         ({"transfer": "nccl"}, "rollout.vllm.transfer: nccl is for all weights"),
         ({"url": URL, "devices": "1"}, "rollout.vllm.devices: is for a server that lowroll"),
         ({"gpu_memory_utilization": 1.5}, "rollout.vllm.gpu_memory_utilization: must be < 1"),
-        ({"request_deadline": 0}, "rollout.vllm.request_deadline: must be > 0"),
-        ({"max_concurrent": 0}, "rollout.vllm.max_concurrent: must be >= 1"),
+        ({"max_concurrent": 8}, "rollout.vllm.max_concurrent: the key is gone, and only 256 works"),
         ({"port": 8000}, "rollout.vllm.port: unknown key; here it is rollout.vllm.url"),
         ({"tensor_paralel_size": 2}, "rollout.vllm.tensor_paralel_size: unknown key (did you mean"),
     ],
@@ -159,7 +158,7 @@ def test_auto_pays_for_another_implementation(
 def test_a_section_that_nobody_reads_is_told_and_every_run_loads_again(tmp_path: Path) -> None:
     cfg = from_mapping({"model": "m", "rollout": {"vllm": {"tensor_parallel_size": 2}}})
     assert "rollout.vllm: no effect, rollout.engine is native" in cfg.notes
-    vllm = {"url": URL, "token_env": "TOKEN", "max_concurrent": 4}
+    vllm = {"url": URL, "token_env": "TOKEN", "folder": "weights"}
     cfg = from_mapping({"model": "m", "rollout": {**DENSE, "vllm": vllm}})
     assert cfg.rollout.vllm == VllmConfig(**vllm)
     (tmp_path / "run.yaml").write_text(cfg.dump())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowroll import Engine, Request
-from lowroll.config.kv import Dtype
+from lowroll.config.rollout import Dtype
 from lowroll.kernels.attention.codes import Codes, encode
 from lowroll.kv.cache import KVCache
 from lowroll.kv.capacity import NoRoom

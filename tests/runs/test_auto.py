@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowroll.config import from_mapping
-from lowroll.config.schema import RolloutConfig
+from lowroll.config.rollout import RolloutConfig
 from lowroll.model import hf
 from lowroll.runs import demo
 from tests.fixtures.runs import TINY, settings, train
@@ -18,7 +18,7 @@ from tests.fixtures.runs import TINY, settings, train
 # every key of `rollout` at a value that is not its default
 CHANGES: dict[str, Any] = {
     "engine": "vllm",  # its gap is measured in tests/parity/foreign
-    "vllm": {"max_concurrent": 2},
+    "vllm": {"folder": "weights"},
     "weights": "int8",
     "exact": True,
     "kv": {"policy": "streaming", "budget": 5, "buffer": 1, "sinks": 1},

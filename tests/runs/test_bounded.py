@@ -12,7 +12,7 @@ import pytest
 from lowroll import Engine
 from lowroll.checkpoint.store import Store
 from lowroll.config import from_mapping, load
-from lowroll.config.kv import KvConfig
+from lowroll.config.rollout import KvConfig
 from lowroll.kv.policy import table
 from lowroll.kv.policy.base import footprint
 from lowroll.metrics.record import read

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lowroll.config import RunConfig, from_mapping
-from lowroll.config.passes import SIZES
 from lowroll.config.section import Section
+from lowroll.config.train import SIZES
 from lowroll.model.spec import spec_from_config
 from lowroll.orchestrator.filters import Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule

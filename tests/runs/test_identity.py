@@ -126,7 +126,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "force": [{"force": True}],
     "dapo.no_signal": [{"dapo": {"no_signal": "go_on"}}],
     "rollout.release_cache": [{"rollout": {"release_cache": True}}],
-    "rollout.vllm": [{"rollout": {"vllm": {"max_concurrent": 3}}}],
+    "rollout.vllm": [{"rollout": {"vllm": {"folder": "weights"}}}],
     "client": [{"client": {"timeout": 5.0}}],
     "serve": [{"serve": {"port": 1}}],
     "rollout_transport": [{"rollout_transport": {"type": "zmq"}}],

@@ -19,7 +19,7 @@ import pytest
 
 from lowroll.checkpoint.space import NO_ROOM
 from lowroll.config import from_mapping
-from lowroll.config.roles import one_process_notes
+from lowroll.config.process_checks import one_process_notes
 from lowroll.runs.preflight import look_at_run
 from lowroll.runs.roles import local, supervisor
 from lowroll.runs.roles.local import LocalProcess

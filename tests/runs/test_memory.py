@@ -16,7 +16,7 @@ import torch
 from bench.memory import CASES, MEASURED, planner
 from lowroll import Engine
 from lowroll.config import RunConfig, from_mapping
-from lowroll.config.kv import KvConfig
+from lowroll.config.rollout import KvConfig
 from lowroll.kv.capacity import Workload
 from lowroll.kv.policy.table import make
 from lowroll.model import lora

@@ -20,7 +20,7 @@ import pytest
 from lowroll.checkpoint.space import NO_ROOM
 from lowroll.checkpoint.store import Store
 from lowroll.config import ConfigError, from_mapping
-from lowroll.config.roles import one_process_problems
+from lowroll.config.process_checks import one_process_problems
 from lowroll.metrics.record import read
 from lowroll.parallel.ranks import Ranks
 from lowroll.runs import preflight

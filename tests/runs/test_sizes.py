@@ -9,8 +9,7 @@ import torch
 
 from lowroll.config import RunConfig
 from lowroll.config.load import from_mapping
-from lowroll.config.passes import SIZES
-from lowroll.config.schema import TrainConfig
+from lowroll.config.train import SIZES, TrainConfig
 from lowroll.kv.capacity import Workload
 from lowroll.model import lora
 from lowroll.model.spec import spec_from_config

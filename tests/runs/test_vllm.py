@@ -91,7 +91,10 @@ def test_a_resumed_run_gives_the_engine_the_newest_weights_first(
     train(tree(model, tmp_path / "whole", **kept))
     copy_stopped_after(tmp_path / "whole", 2, tmp_path / "cut")
     section = {"engine": "vllm", "weights": "dense", "cache_tokens": None, "max_tokens": 6}
-    moved = {"rollout": {**section, "vllm": {"max_concurrent": 8, "request_deadline": 9.0}}}
+    moved = {
+        "rollout": {**section, "vllm": {"folder": str(tmp_path / "weights")}},
+        "client": {"timeout": 9.0},
+    }
     train(tree(model, tmp_path / "cut", **kept, **moved), resume=True)
     assert made[1].versions == [0, 2, 3] and made[1].closed == 1
     assert tokens(tmp_path / "cut", 3) == tokens(tmp_path / "whole", 3)

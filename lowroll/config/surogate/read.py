@@ -17,7 +17,7 @@ What the files mean here:
 4. An enabled `noise_scheduler` is our `noise` section, exponential, in its program's variant and
    with clean norms for the learner.
 5. Rollouts use the learner's own weights, as in the document; `rollout.weights=int8` is one
-   override away (overrides use the names of `lowroll/config/schema.py`). A number that several
+   override away (overrides use the names of `lowroll/config/settings.py`). A number that several
    files repeat must be the same in all of them.
 """
 
@@ -27,8 +27,8 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path as FilePath
 
+from lowroll.config.build import Overrides, build, read, validate
 from lowroll.config.document import ConfigError, Document, Mark
-from lowroll.config.load import Overrides, build, read, validate
 from lowroll.config.schema import RunConfig
 from lowroll.config.surogate import rules
 from lowroll.config.surogate.rules import OWN_SERVER, File, Files
@@ -36,7 +36,7 @@ from lowroll.config.surogate.schema import RECIPES, InferFile, OrchFile, TrainFi
 from lowroll.config.surogate.table import ROLES_ALONE, SECTIONS, TABLES
 from lowroll.quant.table import is_dense
 
-ATTACHED = ("client.base_url", "client.timeout", "client.api_key_var")  # of rollout.vllm.url
+ATTACHED: tuple[str, ...] = ("client.base_url", "client.api_key_var")  # of rollout.vllm.url
 MODELS: dict[str, type[TrainFile | InferFile | OrchFile]] = {
     "train": TrainFile,
     "infer": InferFile,
@@ -199,9 +199,8 @@ def _put_vllm(run: Document, files: Files, attach: bool) -> None:
         mark = orch.document.mark(("client", "base_url"))
         run.put(("rollout", "vllm", "url"), urls[0], mark or orch.mark("client"))
         run.put(("client", "base_url"), [], mark or orch.mark("client"))
-        for key, target in (("timeout", "request_deadline"), ("api_key_var", "token_env")):
-            if orch.written(f"client.{key}"):
-                _put(run, orch, f"client.{key}", f"rollout.vllm.{target}")
+        if orch.written("client.api_key_var"):
+            _put(run, orch, "client.api_key_var", "rollout.vllm.token_env")
 
 
 def _put_native(run: Document, files: Files) -> None:
@@ -228,12 +227,14 @@ def _idle_notes(files: Files, cfg: RunConfig) -> Iterator[str]:
     """One line that names what was written and has no effect in one process."""
     if cfg.launcher != "none":
         return
-    attached = cfg.rollout.vllm.url is not None
+    acting = ATTACHED if cfg.rollout.vllm.url is not None else ()
+    if cfg.rollout.engine == "vllm":
+        acting = (*acting, "client.timeout")
     idle = [
         mark
         for section, keys in ROLES_ALONE.items()
         for key in keys
-        if key != "max_async_level" and not (attached and key in ATTACHED)
+        if key != "max_async_level" and key not in acting
         if (mark := files[section].written(key)) is not None
     ]
     if idle:

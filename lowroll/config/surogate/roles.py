@@ -15,14 +15,14 @@ Every role takes lowroll's own run.yaml, too, and one file with the three sectio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path as FilePath
 from typing import Any, Literal
 
 import yaml
 
+from lowroll.config.build import Overrides, build, override_pairs, read, validate
 from lowroll.config.document import ConfigDumper, ConfigError, Document, Mark, Path
-from lowroll.config.load import Overrides, build, override_pairs, read, validate
 from lowroll.config.schema import RunConfig
 from lowroll.config.surogate.read import MODELS, combine, load_sections
 
@@ -102,7 +102,7 @@ def _orchestrate(orch: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
         **{key: model[key] for key in ("lora_rank", "lora_alpha") if model.get(key) is not None},
     }
     marks: dict[Path, Mark] = {("model",): orch.marks[("model", "name")]}
-    written = Document(_copy(orch.value), dict(orch.marks), orch.name)
+    written = Document(deepcopy(orch.value), dict(orch.marks), orch.name)
     cfg = combine(
         {
             "orch": orch,
@@ -112,7 +112,7 @@ def _orchestrate(orch: Document, overrides: list[tuple[str, Any]]) -> RunConfig:
         dict(overrides),
         "orchestrate",
     )
-    return cfg.with_given(_given(written, cfg, overrides))
+    return cfg.with_origin(given=_given(written, cfg, overrides))
 
 
 def _given(orch: Document, cfg: RunConfig, overrides: list[tuple[str, Any]]) -> str:
@@ -184,10 +184,3 @@ def _required(document: Document, key: str) -> Any:
         mark = document.mark((key,)) or Mark(document.name, key)
         raise ConfigError(mark.blame("this key is required"))
     return document.value[key]
-
-
-def _copy(value: Any) -> Any:
-    """Return a copy of YAML values that may be changed."""
-    if isinstance(value, Mapping):
-        return {key: _copy(inner) for key, inner in value.items()}
-    return [_copy(inner) for inner in value] if isinstance(value, list) else value

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from lowroll.config.document import Document, Mark, Path
 from lowroll.config.surogate.schema import BASES
-from lowroll.config.surogate.table import REPEATED, SECTIONS
+from lowroll.config.surogate.table import ORCH, REPEATED, SECTIONS
 
 OWN_SERVER = "http://localhost:8000/v1"  # the document's default: the run's own
 
@@ -223,26 +223,18 @@ def _evaluation(orch: File) -> Iterator[Setting]:
 def _processes(files: Files, role: str) -> Iterator[Setting]:
     """Yield where the processes meet, and how far they may part."""
     train, infer, orch = (files[section] for section in SECTIONS)
-    for target, (first, key), (second, other) in (
-        (
-            "asynchrony.max_async_level",
-            (orch, "max_async_level"),
-            (train, "max_async_level"),
-        ),
-        ("rollout_transport.type", (orch, "rollout_transport.type"), (train, "transport_type")),
-        (
-            "weight_broadcast.type",
-            (orch, "weight_broadcast.type"),
-            (infer, "weight_broadcast_type"),
-        ),
+    for key, second, other in (
+        ("max_async_level", train, "max_async_level"),
+        ("rollout_transport.type", train, "transport_type"),
+        ("weight_broadcast.type", infer, "weight_broadcast_type"),
     ):
-        source, name = (first, key)
-        if not first.written(key) and second.written(other):
-            source, name = second, other
-        yield Setting(target, source[name], source.mark(name))
-    if infer["host"] is not None:
-        yield Setting("serve.host", infer["host"], infer.mark("host"))
-    yield Setting("serve.port", infer["port"], infer.mark("port"))
+        target = ORCH[key].to[0]
+        if not orch.written(key) and second.written(other):
+            yield Setting(target, second[other], second.mark(other))
+        else:
+            yield Setting(target, orch[key], orch.mark(key))
+    for key in ("host", "port"):
+        yield Setting(f"serve.{key}", infer[key], infer.mark(key))
     urls = orch["client.base_url"]
     if role == "orchestrate":
         addresses = [] if orch["client.elastic.hostname"] is not None else urls

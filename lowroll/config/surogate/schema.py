@@ -14,10 +14,16 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, JsonValue, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
+from lowroll.config.data import BufferConfig, FilterConfig
 from lowroll.config.document import Path
 from lowroll.config.loss import SurogateLoss
-from lowroll.config.schema import TemperatureConfig
-from lowroll.config.scoring import FilterConfig
+from lowroll.config.processes import (
+    ElasticConfig,
+    Port,
+    RolloutTransportConfig,
+    WeightBroadcastConfig,
+)
+from lowroll.config.rollout import TemperatureConfig
 from lowroll.config.section import (
     Count,
     NotNegative,
@@ -25,14 +31,15 @@ from lowroll.config.section import (
     Rate,
     Schedule,
     Section,
+    Seed,
     Text,
+    Whole,
     as_list,
     only,
 )
+from lowroll.config.train import LORA_TARGETS
 
 Strings = Annotated[tuple[Text, ...], Strict(False)]
-Whole = Annotated[int, Field(ge=0)]
-Port = Annotated[int, Field(ge=1, le=65535)]
 NO_TRACKER = (
     "a file of lowroll's own says `track: [wandb]`; metrics.jsonl has every number and rollouts/ "
     "every response, and `lowroll report` draws them"
@@ -85,15 +92,7 @@ class TrainFile(Section):
     lora_rank: Count = 16  # rank of the adapters
     lora_alpha: Positive = 32.0  # their scale, times the rank
     # the matrices that have one
-    lora_target_modules: Annotated[Strings, Field(min_length=1)] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
+    lora_target_modules: Annotated[Strings, Field(min_length=1)] = LORA_TARGETS
     qlora_fp8: bool = False  # the frozen base in FP8
     qlora_bnb: bool = False  # the frozen base in NF4
     qlora_fp4: bool = False  # the frozen base in NVFP4
@@ -193,7 +192,7 @@ class OrchSampling(Section):
     temp_scheduler: TemperatureConfig | None = None  # a temperature that moves over the run
     repetition_penalty: Positive = 1.0  # on tokens that were drawn before
     min_tokens: Whole = 0  # shortest response
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # of what is drawn
+    seed: Seed | None = None  # of what is drawn
 
 
 class OrchEnv(Section):
@@ -214,14 +213,6 @@ OrchEnvs = Annotated[
 ]
 
 
-class OrchElastic(Section):
-    """orch.yaml `client.elastic`: a pool of servers found by DNS."""
-
-    hostname: Text | None = None  # DNS name of all engines
-    port: Port = 8000  # their port
-    sync_interval: Positive = 5.0  # seconds between two looks
-
-
 class OrchClient(Section):
     """orch.yaml `client`: how inference servers are reached."""
 
@@ -230,20 +221,13 @@ class OrchClient(Section):
     timeout: Positive = 1200  # seconds that a request may take
     api_key_var: Text = "VLLM_API_KEY"  # environment variable with their key
     skip_model_check: bool = False  # do not ask an engine which model it serves
-    elastic: OrchElastic = OrchElastic()
+    elastic: ElasticConfig = ElasticConfig()
 
 
-class Buffer(Section):
+class Buffer(BufferConfig):
     """orch.yaml `buffer`: choosing problems by difficulty."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # of its choices
-    online_difficulty_filtering: bool = False  # skip groups whose rewards are all 0 or all 1
-    easy_threshold: float | None = None  # mean reward from which a problem is easy
-    hard_threshold: float | None = None  # mean reward up to which it is hard
-    easy_fraction: float = 0.0  # share of the easy ones that is normal again at a start
-    hard_fraction: float = 0.0  # share of the hard ones
     hash_keys: Strings = ("task", "prompt")  # what makes two examples the same
-    skip_verification: bool = False  # score nothing: rewards are 0
     # shares of the environments
     env_ratios: Annotated[tuple[NotNegative, ...], Strict(False)] | None = None
 
@@ -292,22 +276,17 @@ class ReportTo(Section):
     interval: Annotated[int, only(10, why=NO_TRACKER)] = 10  # steps between two reports
 
 
-class RolloutTransport(Section):
+class RolloutTransport(RolloutTransportConfig):
     """orch.yaml `rollout_transport`."""
 
-    type: Literal["filesystem", "zmq"] = "filesystem"  # how batches reach the trainer
-    host: Text = "localhost"  # zmq: address to listen at
     port: Port = 5555  # zmq: port to listen at
-    hwm: Count = 10  # batches that may wait
 
 
-class WeightBroadcast(Section):
+class WeightBroadcast(WeightBroadcastConfig):
     """orch.yaml `weight_broadcast`."""
 
     type: Literal["filesystem", "nccl"] = "filesystem"  # how weights reach the engines
-    host: Text = "localhost"  # nccl: where the ranks meet
     port: Port = 29501  # nccl: at this port
-    timeout: Positive = 1200  # seconds until all have them
 
 
 class OrchFile(Section):
@@ -323,7 +302,7 @@ class OrchFile(Section):
     max_off_policy_steps: Whole = 8  # updates that a rollout in flight survives
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0  # requests, over those of a batch
     output_dir: Text = "outputs/run_default"  # the run's folder
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42  # of the run
+    seed: Seed = 42  # of the run
     sampling: OrchSampling = OrchSampling()
     client: OrchClient = OrchClient()
     buffer: Buffer = Buffer()

@@ -9,6 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lowroll.config.build import section_in
+from lowroll.config.data import FilterConfig
+from lowroll.config.loss import SurogateLoss
+from lowroll.config.processes import ElasticConfig
+from lowroll.config.rollout import TemperatureConfig
+from lowroll.config.section import Only, Section
+from lowroll.config.surogate.schema import (
+    Buffer,
+    NoiseScheduler,
+    OrchCkpt,
+    OrchClient,
+    OrchEnv,
+    OrchEval,
+    RolloutTransport,
+    WeightBroadcast,
+)
+
 SECTIONS = ("train", "infer", "orch")
 
 
@@ -29,6 +46,18 @@ def _copied(to: str, differs: str = "") -> KeyMapping:
 def _same(prefix: str, *names: str) -> dict[str, KeyMapping]:
     """Keys of a section that are called so here, too."""
     return {name: _copied(f"{prefix}{name}") for name in names}
+
+
+def _section(
+    theirs: str, ours: str, model: type[Section], copied: bool = True, **differs: str
+) -> dict[str, KeyMapping]:
+    """Return a row for each key of a section whose names are the same here. differs: by key."""
+    return {
+        f"{theirs}.{name}": KeyMapping((f"{ours}.{name}",), differs.get(name, ""), copied)
+        for name, field in model.model_fields.items()
+        if section_in(field.annotation) is None
+        and not any(isinstance(one, Only) for one in field.metadata)
+    }
 
 
 LOCAL = "`localhost` is this machine alone; see docs/roles.md for two"
@@ -80,29 +109,14 @@ TRAIN: Mapping[str, KeyMapping] = {
         name: KeyMapping(("rollout.weights",), BASE)
         for name in ("qlora_fp8", "qlora_bnb", "qlora_fp4")
     },
-    **{
-        f"loss.{name}": _copied(f"loss.aipo.{name}")
-        for name in (
-            "ratio_type",
-            "kl_tau",
-            "adv_tau",
-            "token_mask_low",
-            "token_mask_high",
-            "geo_mask_low",
-            "geo_mask_high",
-            "sequence_mask_low",
-            "sequence_mask_high",
-            "sequence_clip_high",
-        )
-    },
-    "loss.teacher_tau": _copied(
-        "loss.aipo.teacher_tau", "the files have no key for the teacher: the override train.teacher"
+    **_section(
+        "loss",
+        "loss.aipo",
+        SurogateLoss,
+        teacher_tau="the files have no key for the teacher: the override train.teacher",
     ),
+    **_section("noise_scheduler", "noise", NoiseScheduler, copied=False),
     "noise_scheduler.enabled": KeyMapping(("noise",), "the final norm takes no noise here"),
-    **{
-        f"noise_scheduler.{name}": KeyMapping((f"noise.{name}",))
-        for name in ("sigma_start", "sigma_end", "num_stages")
-    },
     "transport_type": KeyMapping(
         ("rollout_transport.type",), "must be that of orch.yaml where both are written"
     ),
@@ -170,37 +184,29 @@ ORCH: Mapping[str, KeyMapping] = {
         f"sampling.{name}": _copied(f"rollout.{name}")
         for name in ("temperature", "temp_scheduler", "repetition_penalty", "min_tokens")
     },
-    **{
-        f"sampling.temp_scheduler.{name}": KeyMapping((f"rollout.temp_scheduler.{name}",))
-        for name in ("type", "start_temperature", "end_temperature")
-    },
+    **_section(
+        "sampling.temp_scheduler", "rollout.temp_scheduler", TemperatureConfig, copied=False
+    ),
     "sampling.seed": _copied("rollout.seed", "null: the run's seed"),
-    "env[].id": KeyMapping(("env[].id",), "an environment of lowroll's, or path/to/file.py"),
-    "env[].name": KeyMapping(("env[].name",)),
-    "env[].args": KeyMapping(("env[].args",)),
+    **_section(
+        "env[]",
+        "env[]",
+        OrchEnv,
+        copied=False,
+        id="an environment of lowroll's, or path/to/file.py",
+    ),
+    **_section("client", "client", OrchClient, skip_model_check="with a warning"),
     "client.base_url": KeyMapping(
         ("client.base_url", "rollout.vllm.url"),
         "the default is the run's own engine, but for `lowroll orchestrate`",
     ),
-    "client.timeout": _copied("client.timeout"),
-    "client.api_key_var": _copied("client.api_key_var"),
-    "client.skip_model_check": _copied("client.skip_model_check", "with a warning"),
-    **{
-        f"client.elastic.{name}": _copied(f"client.elastic.{name}")
-        for name in ("hostname", "port", "sync_interval")
-    },
-    "buffer.seed": _copied("buffer.seed", "null: the run's seed"),
-    **_same(
-        "",
-        "buffer.online_difficulty_filtering",
-        "buffer.easy_threshold",
-        "buffer.hard_threshold",
-        "buffer.easy_fraction",
-        "buffer.hard_fraction",
-    ),
-    "buffer.hash_keys": _copied("buffer.hash_keys"),
-    "buffer.skip_verification": _copied(
-        "buffer.skip_verification", "allowed, with a warning: every reward is 0"
+    **_section("client.elastic", "client.elastic", ElasticConfig),
+    **_section(
+        "buffer",
+        "buffer",
+        Buffer,
+        seed="null: the run's seed",
+        skip_verification="allowed, with a warning: every reward is 0",
     ),
     "buffer.env_ratios": KeyMapping(
         ("env[].weight",), "an environment of ratio 0 is left out of the training ones"
@@ -213,58 +219,46 @@ ORCH: Mapping[str, KeyMapping] = {
         "the file does not name; f(rewards, lengths, **kwargs) of one group",
     ),
     "advantage.kwargs": KeyMapping(("advantage_function.kwargs",)),
-    "filters[].type": KeyMapping(("filters[].type",)),
-    **{
-        f"filters[].{name}": KeyMapping((f"filters[].{name}",))
-        for name in (
-            "enforce",
-            "token_id_threshold",
-            "logprob_offset",
-            "window",
-            "prob_threshold",
-        )
-    },
+    **_section("filters[]", "filters[]", FilterConfig, copied=False),
+    **_section(
+        "ckpt",
+        "ckpt",
+        OrchCkpt,
+        resume_step="-1 begins where there is no run yet; a step of its own is for one process: "
+        "roles go on from where they were",
+        wait_for_weights_timeout="of every wait for weights; null: weight_broadcast.timeout",
+        skip_progress="with a warning: prompts come twice; in one process",
+        skip_buffer="in one process",
+    ),
     "ckpt.interval": KeyMapping(("ckpt.interval",), "null is 50, and not never"),
-    "ckpt.resume_step": _copied(
-        "ckpt.resume_step",
-        "-1 begins where there is no run yet; a step of its own is for one process: roles go on from "
-        "where they were",
-    ),
-    "ckpt.wait_for_weights_timeout": _copied(
-        "ckpt.wait_for_weights_timeout", "of every wait for weights; null: weight_broadcast.timeout"
-    ),
     "ckpt.keep_last": KeyMapping(("ckpt.keep_last",)),
     "ckpt.keep_interval": KeyMapping(("ckpt.keep_interval",)),
-    "ckpt.skip_progress": _copied(
-        "ckpt.skip_progress", "with a warning: prompts come twice; in one process"
+    **_section("eval.env[]", "eval.env[]", OrchEnv, copied=False),
+    **_section(
+        "eval",
+        "eval",
+        OrchEval,
+        copied=False,
+        num_examples="-1 is all of a split that ends, and 64 of one that does not",
     ),
-    "ckpt.skip_buffer": _copied("ckpt.skip_buffer", "in one process"),
-    "eval.env[].id": KeyMapping(("eval.env[].id",)),
-    "eval.env[].name": KeyMapping(("eval.env[].name",)),
-    "eval.env[].args": KeyMapping(("eval.env[].args",)),
-    "eval.num_examples": KeyMapping(
-        ("eval.num_examples",), "-1 is all of a split that ends, and 64 of one that does not"
+    **_section(
+        "rollout_transport",
+        "rollout_transport",
+        RolloutTransport,
+        host=LOCAL,
+        hwm="of the filesystem, too",
     ),
-    **{
-        f"eval.{name}": KeyMapping((f"eval.{name}",))
-        for name in (
-            "rollouts_per_example",
-            "interval",
-            "eval_base_model",
-            "skip_eval_on_resume",
-            "cancel_inflight_rollouts_on_eval",
-        )
-    },
     "rollout_transport.type": KeyMapping(("rollout_transport.type",)),
-    "rollout_transport.host": _copied("rollout_transport.host", LOCAL),
-    "rollout_transport.port": _copied("rollout_transport.port"),
-    "rollout_transport.hwm": _copied("rollout_transport.hwm", "of the filesystem, too"),
+    **_section(
+        "weight_broadcast",
+        "weight_broadcast",
+        WeightBroadcast,
+        host=LOCAL,
+        timeout="of the filesystem, too",
+    ),
     "weight_broadcast.type": KeyMapping(
         ("weight_broadcast.type",), "cuda_ipc is lowroll's own: an override"
     ),
-    "weight_broadcast.host": _copied("weight_broadcast.host", LOCAL),
-    "weight_broadcast.port": _copied("weight_broadcast.port"),
-    "weight_broadcast.timeout": _copied("weight_broadcast.timeout", "of the filesystem, too"),
 }
 TABLES: Mapping[str, Mapping[str, KeyMapping]] = {"train": TRAIN, "infer": INFER, "orch": ORCH}
 

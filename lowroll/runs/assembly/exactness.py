@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from lowroll.config import RunConfig
-from lowroll.config.exact import bars_engine
+from lowroll.config.engine_checks import bars_engine
 from lowroll.model import exact
 from lowroll.model.spec import ModelSpec
 from lowroll.quant.formats import get_format

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from lowroll.advantages import custom
 from lowroll.advantages.group import Estimator
 from lowroll.config import EnvConfig, RunConfig
-from lowroll.config.buffer import BufferConfig
-from lowroll.config.env import EvalConfig
-from lowroll.config.roles import AsynchronyConfig
-from lowroll.config.schema import DapoConfig, RolloutConfig
-from lowroll.config.scoring import FilterConfig, ScoreConfig
+from lowroll.config.data import BufferConfig, EvalConfig, FilterConfig, ScoreConfig
+from lowroll.config.processes import AsynchronyConfig
+from lowroll.config.rollout import RolloutConfig
+from lowroll.config.train import DapoConfig
 from lowroll.orchestrator.filters import Filter, Gibberish, Repetition
 from lowroll.orchestrator.schedule import TemperatureSchedule
 from lowroll.orchestrator.settings import SamplingSettings, Settings

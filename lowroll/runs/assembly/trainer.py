@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lowroll.config import RunConfig
-from lowroll.config.critic import CriticConfig
-from lowroll.config.guard import GuardConfig
+from lowroll.config.auto import rollouts_of
 from lowroll.config.loss import LossConfig
-from lowroll.config.noise import NoiseConfig
-from lowroll.config.schema import TrainConfig, rollouts_of
-from lowroll.config.sft import SftConfig
+from lowroll.config.rollout import NoiseConfig
+from lowroll.config.train import CriticConfig, GuardConfig, SftConfig, TrainConfig
 from lowroll.objectives.objective import select
 from lowroll.quant.budget import parse
 from lowroll.runs.assembly.mirror import Mirror

@@ -150,7 +150,6 @@ def _start(
         context_length=context(cfg, read_spec(base)),
         max_batch=cfg.rollout.max_batch,
         arguments=vllm.serve_args,
-        start_s=vllm.start_deadline,
         tell=tell,
         **_shared(cfg),
         **more,
@@ -191,9 +190,8 @@ def _shared(cfg: RunConfig) -> dict[str, Any]:
     return {
         "lora_rank": (vllm.max_lora_rank or train.lora_rank) if train.lora else None,
         "way": vllm.transfer,
-        "concurrency": vllm.max_concurrent,
         "exchange": None if vllm.folder is None else Path(vllm.folder),
-        "request_s": vllm.request_deadline,
+        "request_s": cfg.client.timeout,
     }
 
 

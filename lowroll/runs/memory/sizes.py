@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from lowroll.config import RunConfig
-from lowroll.config.passes import SIZES
-from lowroll.config.schema import TrainConfig
+from lowroll.config.train import SIZES, TrainConfig
 from lowroll.model.transformer import Transformer
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.memory.plan import MemoryPlan, Planner, plan_sft, shown

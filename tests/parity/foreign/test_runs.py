@@ -42,7 +42,7 @@ def tree(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
     rollout = {
         "engine": "vllm",
         "weights": "dense",
-        "vllm": {"serve_args": ["--enforce-eager"], "start_deadline": 240.0},
+        "vllm": {"serve_args": ["--enforce-eager"]},
         "cache_tokens": None,
         **changes.pop("rollout", {}),
     }

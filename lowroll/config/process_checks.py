@@ -1,89 +1,15 @@
-"""The sections of a run whose engine, orchestrator and trainer are processes of their own, and of
-its asynchrony. A run in one process has level 0 and reads none of them."""
+"""The settings that roles cannot have together, and those of one process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, Strict
-
-from lowroll.config.env import Variable
-from lowroll.config.ray import ray_notes, ray_problems
-from lowroll.config.section import Count, Positive, Problem, Section, Text
-from lowroll.config.vllm import Url
-
-if TYPE_CHECKING:
-    from lowroll.config.schema import RunConfig
-
-Launcher = Literal["none", "local", "ray"]
-Port = Annotated[int, Field(ge=1, le=65535)]
-FreePort = Annotated[int, Field(ge=0, le=65535)]  # 0: one that is free
-Whole = Annotated[int, Field(ge=0)]
+from lowroll.config.processes import RayConfig
+from lowroll.config.section import Problem
+from lowroll.config.settings import RunSettings
 
 
-class AsynchronyConfig(Section):
-    """The lag of the rollouts behind the learner, in steps. Version v of the weights is that after
-    step v; batch n is drawn from version n - 1 - max_async_level on."""
-
-    max_async_level: Whole = 0  # steps that the rollouts may lag behind the learner
-    # exactly that version: no newer one is taken before its turn
-    strict_async_level: bool = False
-    # a rollout in flight survives so many updates of its engine's weights
-    max_off_policy_steps: Whole = 8
-    # requests in flight, over those of a batch
-    oversampling_factor: Annotated[float, Field(ge=1, le=64)] = 1.0
-    # responses that an update finds unfinished: none are there, since a batch waits for all; they
-    # go on on what they have (keep); or their cache is made anew under the new weights (replay)
-    partial: Literal["none", "keep", "replay"] = "none"
-
-
-class ElasticConfig(Section):
-    """Engines found by the addresses of a DNS name; asked for again every `sync_interval`
-    seconds."""
-
-    hostname: Text | None = None  # null: the engines are those of client.base_url
-    port: Port = 8000  # of every engine
-    sync_interval: Positive = 5.0  # seconds between two looks
-
-
-class ClientConfig(Section):
-    """The connection of the orchestrator to its engines."""
-
-    base_url: Annotated[tuple[Url, ...], Strict(False)] = ()  # []: the launcher's own
-    timeout: Positive = 1200.0  # seconds that one request may take
-    api_key_var: Variable = "VLLM_API_KEY"  # environment variable with their token; absent: none
-    skip_model_check: bool = False  # take engines that serve a model of another name
-    elastic: ElasticConfig = ElasticConfig()
-
-
-class RolloutTransportConfig(Section):
-    """The transport of batches from the orchestrator to the trainer."""
-
-    # by files of the run's folder, or by a socket
-    type: Literal["filesystem", "zmq"] = "filesystem"
-    host: Text = "localhost"  # zmq: where the orchestrator listens, and the trainer asks
-    port: FreePort = 5555  # zmq; 0: one that is free
-    hwm: Count = 10  # batches that may wait for the trainer
-
-
-class WeightBroadcastConfig(Section):
-    """The transport of weights from the trainer to the engines."""
-
-    type: Literal["filesystem", "nccl", "cuda_ipc"] = "filesystem"  # by files, or from GPU to GPU
-    host: Text = "localhost"  # nccl: where the ranks meet
-    port: FreePort = 29501  # nccl; 0: one that is free
-    timeout: Positive = 1200.0  # seconds until every engine has them
-
-
-class ServeConfig(Section):
-    """The address at which the engine listens, for the role `serve`."""
-
-    host: Text = "127.0.0.1"  # address to listen at; one that others reach takes a token
-    port: FreePort = 8000  # 0: one that is free
-
-
-def role_problems(cfg: RunConfig) -> Iterator[Problem]:
+def role_problems(cfg: RunSettings) -> Iterator[Problem]:
     """Settings of the roles that cannot work together."""
     level = cfg.asynchrony
     if level.max_off_policy_steps < level.max_async_level:
@@ -126,7 +52,25 @@ def role_problems(cfg: RunConfig) -> Iterator[Problem]:
     yield from ray_problems(cfg)
 
 
-def one_process_problems(cfg: RunConfig) -> list[str]:
+def ray_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield the settings that roles on several machines cannot have."""
+    if cfg.launcher != "ray" or cfg.ray.address is None:
+        return
+    if cfg.weight_broadcast.type == "cuda_ipc":
+        yield (
+            (("weight_broadcast", "type"), ("ray", "address")),
+            "cuda_ipc needs the trainer and the engines on one machine, and Ray may place them "
+            "elsewhere; write nccl or filesystem",
+        )
+    if cfg.rollout.engine == "vllm" and not cfg.client.base_url:
+        yield (
+            (("rollout", "engine"), ("ray", "address")),
+            "a vLLM that a role starts is reached on its own machine alone; start it by itself "
+            "(docs/vllm.md), and name it in client.base_url",
+        )
+
+
+def one_process_problems(cfg: RunSettings) -> list[str]:
     """List the requested settings that a run in one process (launcher: none) cannot have, a line
     each."""
     level, client = cfg.asynchrony, cfg.client
@@ -158,7 +102,7 @@ def one_process_problems(cfg: RunConfig) -> list[str]:
     return told
 
 
-def one_process_notes(cfg: RunConfig) -> list[str]:
+def one_process_notes(cfg: RunSettings) -> list[str]:
     """List what a run in one process does otherwise than requested, a line each."""
     level = cfg.asynchrony.max_async_level
     if level == 0:
@@ -169,7 +113,7 @@ def one_process_notes(cfg: RunConfig) -> list[str]:
     ]
 
 
-def role_notes(cfg: RunConfig) -> Iterator[str]:
+def role_notes(cfg: RunSettings) -> Iterator[str]:
     """Yield the settings that have no effect, or that deserve a second look."""
     level = cfg.asynchrony
     if level.strict_async_level and level.max_async_level == 0:
@@ -180,3 +124,9 @@ def role_notes(cfg: RunConfig) -> Iterator[str]:
             "are; what they draw is not of this run's model"
         )
     yield from ray_notes(cfg)
+
+
+def ray_notes(cfg: RunSettings) -> Iterator[str]:
+    """Warn of a changed section that has no effect."""
+    if cfg.launcher != "ray" and cfg.ray != RayConfig():
+        yield f"ray: no effect, launcher is {cfg.launcher}"

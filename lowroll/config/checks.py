@@ -1,0 +1,340 @@
+"""The settings of a run that cannot work together (`problems`), and those that rarely work as meant (`warnings`).
+
+What concerns one section alone stands beside it; the rules of engines and of roles have files of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowroll.config.auto import correction_of, known_collapse, rollouts_of
+from lowroll.config.data import env_problems
+from lowroll.config.engine_checks import budget_problems, exact_problems, vllm_problems
+from lowroll.config.loss import loss_notes, loss_problems
+from lowroll.config.process_checks import role_notes, role_problems
+from lowroll.config.rollout import kv_problems, noise_problems
+from lowroll.config.section import CUSTOM, Problem
+from lowroll.config.settings import RunSettings
+from lowroll.config.train import CriticConfig, blame, order_problems
+from lowroll.config.vllm import VllmConfig
+from lowroll.objectives.table import ALGORITHMS
+from lowroll.quant.table import is_dense
+
+
+def problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield the settings that cannot work together."""
+    yield from _batch_problems(cfg)
+    yield from _stage_problems(cfg)
+    yield from kv_problems(cfg.rollout.kv)
+    yield from vllm_problems(cfg)
+    yield from _buffer_problems(cfg)
+    yield from role_problems(cfg)
+    yield from exact_problems(cfg)
+    yield from budget_problems(
+        cfg.rollout.weights, cfg.rollout.engine, cfg.rollout.large_batch_weights
+    )
+    rounds, base = cfg.forward_weights, cfg.rollout.weights
+    if cfg.train.lora and rounds not in (None, base) and not is_dense(base):
+        yield (
+            (("train", "forward"), ("rollout", "weights")),
+            f"the adapter's base is {base}, and the learner multiplies with what it holds; write "
+            "aligned or dense",
+        )
+    if cfg.rollout.temp_scheduler is not None and cfg.rollout.temperature != 1.0:
+        yield (
+            (("rollout", "temp_scheduler"), ("rollout", "temperature")),
+            "set either rollout.temperature or rollout.temp_scheduler, not both",
+        )
+    yield from loss_problems(cfg.algorithm, correction_of(cfg)[0], cfg.loss)
+    if not cfg.force and (collapse := known_collapse(cfg.correction, rollouts_of(cfg))):
+        cheap = f"{cfg.rollout.weights} rollouts"
+        if collapse.price == "kv":
+            cheap = f"a cache that {cfg.rollout.cache.policy} bounds"
+        yield (
+            (("correction",), ("rollout", collapse.price)),
+            f"{cfg.correction} with {cheap} is known to collapse ({collapse.seen}); write "
+            "auto, or force: true to compare with it",
+        )
+    if correction_of(cfg)[0] == "aipo" and cfg.loss.aipo.teacher_tau and cfg.train.teacher is None:
+        yield (
+            (("loss", "aipo", "teacher_tau"), ("train", "teacher")),
+            "needs train.teacher, the model whose log-probs it pulls to",
+        )
+    yield from _critic_problems(cfg)
+    yield from noise_problems(cfg.noise)
+    for section, key in ((cfg.train, "train"), (cfg.sft, "sft")):
+        steps = cfg.train.max_steps if section is cfg.train else cfg.sft.steps
+        if section.warmup_steps > steps:
+            yield (
+                ((key, "warmup_steps"), (key, "max_steps" if key == "train" else "steps")),
+                f"{key}.warmup_steps ({section.warmup_steps}) is more than the {steps} steps of the run",
+            )
+    yield from env_problems(cfg.env, cfg.eval)
+    yield from _data_problems(cfg)
+
+
+def _batch_problems(cfg: RunSettings) -> Iterator[Problem]:
+    advantage = cfg.advantage or ALGORITHMS[cfg.algorithm].advantage
+    if cfg.rollouts_per_example == 1 and advantage != "gae":
+        yield (
+            (("rollouts_per_example",), ("algorithm",)),
+            f"one rollout has no group that {advantage} could compare it with; write 2 or more, or algorithm: ppo, "
+            "whose critic needs no group",
+        )
+    if cfg.batch_size % cfg.rollouts_per_example:
+        yield (
+            (("batch_size",), ("rollouts_per_example",)),
+            f"batch_size ({cfg.batch_size}) is not a multiple of rollouts_per_example ({cfg.rollouts_per_example})",
+        )
+    elif cfg.num_groups % cfg.train.minibatches:
+        yield (
+            (("train", "minibatches"), ("batch_size",), ("rollouts_per_example",)),
+            f"the {cfg.num_groups} groups of a batch (batch_size / rollouts_per_example) cannot be split into "
+            f"{cfg.train.minibatches} equal minibatches",
+        )
+    yield from _length_problems(cfg)
+
+
+def _stage_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield the problems of the stages, and of the run's settings as they are in each stage."""
+    yield from order_problems(cfg.stages, cfg.dapo.overlong_max)
+    known, now = [message for _, message in _batch_problems(cfg)], cfg
+    for i, stage in enumerate(cfg.stages):
+        now = now.entering(stage)
+        for keys, message in _batch_problems(now):
+            if message not in known:
+                yield blame(i, (keys, message))
+                known.append(message)
+
+
+def _length_problems(cfg: RunSettings) -> Iterator[Problem]:
+    rollout, dapo = cfg.rollout, cfg.dapo
+    if rollout.min_tokens > rollout.max_tokens:
+        yield (
+            (("rollout", "min_tokens"), ("rollout", "max_tokens")),
+            f"rollout.min_tokens ({rollout.min_tokens}) is more than rollout.max_tokens ({rollout.max_tokens})",
+        )
+    if rollout.max_model_len is not None and rollout.max_model_len <= rollout.max_tokens:
+        yield (
+            (("rollout", "max_model_len"), ("rollout", "max_tokens")),
+            f"rollout.max_model_len ({rollout.max_model_len}) cannot hold a prompt and its response "
+            f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
+        )
+    held = rollout.cache_tokens
+    # what a bounded cache needs is its policy's arithmetic (`runs.assembly.prompts`)
+    if held is not None and held <= rollout.max_tokens and not rollout.cache.evicts:
+        yield (
+            (("rollout", "cache_tokens"), ("rollout", "max_tokens")),
+            f"rollout.cache_tokens ({rollout.cache_tokens}) cannot hold a prompt and its response of up to "
+            f"{rollout.max_tokens} tokens (rollout.max_tokens)",
+        )
+    if cfg.train.longest <= rollout.max_tokens:
+        yield (
+            (("train", "tokens_per_microbatch"), ("rollout", "max_tokens")),
+            f"train.tokens_per_microbatch ({cfg.train.longest}) cannot hold a prompt and its response "
+            f"of up to {rollout.max_tokens} tokens (rollout.max_tokens)",
+        )
+    if (dapo.overlong_max is None) != (dapo.overlong_cache is None):
+        given, absent = "overlong_cache", "overlong_max"
+        if dapo.overlong_cache is None:
+            given, absent = absent, given
+        yield ((("dapo", given),), f"needs dapo.{absent} beside it")
+    elif dapo.overlong_max is not None and dapo.overlong_cache is not None:
+        if dapo.overlong_cache > dapo.overlong_max:
+            yield (
+                (("dapo", "overlong_cache"), ("dapo", "overlong_max")),
+                f"dapo.overlong_cache ({dapo.overlong_cache}) is more than dapo.overlong_max ({dapo.overlong_max})",
+            )
+
+
+def _data_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Data beside environments, functions without data, weights of other functions."""
+    if cfg.data is not None and "env" in cfg.model_fields_set:
+        yield (
+            (("data",), ("env",)),
+            "is an environment of its own; to mix it with others write env: [{id: data, args: "
+            "{path: ..., reward_funcs: [...]}}, ...]",
+        )
+    for key in ("reward_funcs", "reward_weights"):
+        if cfg.data is None and getattr(cfg, key):
+            yield (((key,),), "needs data beside it; of an env they stand among its args")
+    if cfg.data is not None and cfg.reward_weights is not None:
+        functions = len(cfg.reward_funcs) or 1
+        if len(cfg.reward_weights) != functions:
+            yield (
+                (("reward_weights",), ("reward_funcs",)),
+                f"{len(cfg.reward_weights)} weights for {functions} functions; give each its own",
+            )
+
+
+def _buffer_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Pools that overlap, fractions of no pool, and advantages given twice."""
+    buffer = cfg.buffer
+    easy, hard = buffer.easy_threshold, buffer.hard_threshold
+    if easy is not None and hard is not None and hard >= easy:
+        yield (
+            (("buffer", "hard_threshold"), ("buffer", "easy_threshold")),
+            f"hard_threshold ({hard:g}) must be below easy_threshold ({easy:g})",
+        )
+    for pool, threshold in (("easy", easy), ("hard", hard)):
+        if getattr(buffer, f"{pool}_fraction") and threshold is None:
+            yield (
+                (("buffer", f"{pool}_fraction"),),
+                f"needs buffer.{pool}_threshold beside it: without one there is no {pool} pool",
+            )
+    if buffer.online_difficulty_filtering and buffer.skip_verification:
+        yield (
+            (("buffer", "skip_verification"), ("buffer", "online_difficulty_filtering")),
+            "every reward would be 0, and online_difficulty_filtering would draw again for ever",
+        )
+    if cfg.samples_dynamically and buffer.skip_verification:
+        yield (
+            (("buffer", "skip_verification"), ("dapo", "dynamic_sampling")),
+            "every reward would be 0, and dynamic sampling would drop every group; write "
+            "dapo.dynamic_sampling: false",
+        )
+    yield from _advantage_problems(cfg)
+
+
+def _advantage_problems(cfg: RunSettings) -> Iterator[Problem]:
+    given = cfg.advantage_function is not None
+    if given and cfg.algorithm == "ppo":
+        yield (
+            (("advantage_function",), ("algorithm",)),
+            "ppo's advantages are its critic's; take another algorithm",
+        )
+    elif given and cfg.advantage not in (None, CUSTOM):
+        yield (
+            (("advantage",), ("advantage_function",)),
+            f"{cfg.advantage} beside an advantage_function: leave one of them out",
+        )
+    if not given and cfg.advantage == CUSTOM:
+        yield (("advantage",), ("advantage_function",)), "custom needs an advantage_function"
+
+
+def _critic_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield the settings that have no meaning with a critic, or without one."""
+    if not cfg.has_critic:
+        if cfg.advantage == "gae":
+            yield (("advantage",), ("algorithm",)), "gae needs a critic; write algorithm: ppo"
+        return
+    if cfg.advantage not in (None, "gae"):
+        yield (
+            (("advantage",), ("algorithm",)),
+            f"{cfg.advantage} compares the rollouts of a prompt, and ppo's advantages are its "
+            f"critic's; write null",
+        )
+    if cfg.dapo.dynamic_sampling:
+        yield (
+            (("dapo", "dynamic_sampling"), ("algorithm",)),
+            "ppo learns from groups whose rewards are all equal too; write false or null",
+        )
+    if cfg.critic.warmup_steps >= cfg.train.max_steps:
+        yield (
+            (("critic", "warmup_steps"), ("train", "max_steps")),
+            f"critic.warmup_steps ({cfg.critic.warmup_steps}) leaves none of the "
+            f"{cfg.train.max_steps} steps to the policy",
+        )
+
+
+def warnings(cfg: RunSettings) -> Iterator[str]:
+    """Settings that work, but rarely as meant. `cfg` is resolved."""
+    rollout, price = cfg.rollout, rollouts_of(cfg)
+    if price.truncated and cfg.correction == "none":
+        yield (
+            f"warning: {', '.join(price.truncated)}: the rollouts are drawn from another distribution than the "
+            "learner's, and correction none does not pay for it"
+        )
+    if price.low_bit and cfg.correction in ("none", "is"):
+        yield (
+            f"warning: {rollout.weights} rollouts with correction {cfg.correction}: the mismatch with the learner "
+            "is not corrected; good for comparison only"
+        )
+    if price.low_bit and cfg.correction == "decoupled":
+        yield (
+            f"warning: {rollout.weights} rollouts with correction decoupled: nothing caps the weights, and QuRL "
+            "(Fig. 3) saw them reach 1e5; tis and acr cap them"
+        )
+    if price.forgets and cfg.correction in ("none", "is", "decoupled"):
+        yield (
+            f"warning: a cache that {price.kv_policy} bounds with correction {cfg.correction}: no response is "
+            "rejected that lost what it needed (Sparse-RL sec. 4); sparse and reweight reject"
+        )
+    if price.low_bit_cache and not price.low_bit and cfg.correction in ("none", "is"):
+        yield (
+            f"warning: an {price.kv_dtype} cache with correction {cfg.correction}: its rounding is not corrected; "
+            "good for comparison only"
+        )
+    if (
+        price.low_bit
+        and not price.lora
+        and cfg.algorithm == "gspo"
+        and cfg.correction in ("tis", "decoupled")
+    ):
+        yield (
+            f"warning: gspo on {rollout.weights} rollouts: QaRL (Fig. 8) saw it drift and collapse; correction tbpo "
+            "is its mended form"
+        )
+    if price.noisy and cfg.correction == "none":
+        yield (
+            "warning: noise with correction none: rollouts of the noisy policy are learnt from as if they were the "
+            "learner's own (QeRL's setting)"
+        )
+    if cfg.train.forward == "aligned" and is_dense(rollout.weights):
+        yield f"train.forward aligned: {rollout.weights} rollouts have no low-bit arithmetic to align with"
+    if price.rounds and not price.low_bit and cfg.correction in ("none", "is"):
+        yield (
+            f"warning: train.forward {cfg.train.forward} with correction {cfg.correction}: the "
+            "learner rounds and the rollouts do not, and that is not corrected"
+        )
+    if price.foreign and not price.low_bit and cfg.correction in ("none", "is"):
+        yield (
+            f"warning: rollouts of {price.engine} with correction {cfg.correction}: it rounds otherwise than the "
+            "learner, and that is not corrected; good for comparison only"
+        )
+    other = price.forgets or price.low_bit_cache or price.foreign or price.rounds
+    faithful = not (price.low_bit or price.truncated or price.noisy or other)
+    if faithful and cfg.correction not in ("none", "tbpo", "aipo", "ipo"):
+        yield f"correction {cfg.correction}: {rollout.weights} rollouts leave it almost nothing to correct"
+    if cfg.train.minibatches == 1 and cfg.correction in ("acr", "tbpo"):
+        yield (
+            f"train.minibatches 1: with one update a batch the policy ratio is 1, so no clip can fire; "
+            f"{cfg.correction} then acts as a capped weight"
+        )
+    if cfg.train.teacher is not None and not (
+        cfg.correction == "aipo" and cfg.loss.aipo.teacher_tau
+    ):
+        yield "train.teacher: no effect without correction aipo and a loss.aipo.teacher_tau above 0"
+    if cfg.train.replay_kv and not rollout.cache.evicts:
+        yield "train.replay_kv: no effect without a rollout.kv.policy that drops keys"
+    yield from _idle_notes(cfg)
+    yield from role_notes(cfg)
+    yield from loss_notes(cfg.correction, cfg.loss)
+    for i, stage in enumerate(cfg.stages):
+        if stage.step > cfg.train.max_steps:
+            yield (
+                f"stages[{i}]: step {stage.step} comes after the run's last step, "
+                f"{cfg.train.max_steps}: it never begins"
+            )
+    if not cfg.has_critic and cfg.critic != CriticConfig():
+        yield f"critic: no effect, the algorithm is {cfg.algorithm}"
+
+
+def _idle_notes(cfg: RunSettings) -> Iterator[str]:
+    """Yield notes on rollouts, evaluation and rewards that deserve a second look."""
+    if cfg.rollout.engine != "vllm" and cfg.rollout.vllm != VllmConfig():
+        yield f"rollout.vllm: no effect, rollout.engine is {cfg.rollout.engine}"
+    held_out = cfg.eval
+    filters = (held_out.top_p, held_out.top_k, held_out.min_p)
+    if held_out.temperature == 0 and filters != (1.0, 0, 0.0):
+        yield "eval.top_p, top_k, min_p: no effect at eval.temperature 0, which is greedy"
+    if cfg.buffer.skip_verification:
+        yield (
+            "warning: buffer.skip_verification: no response is scored and EVERY REWARD IS 0: "
+            "nothing is learnt from rewards; good for measuring speed only"
+        )
+    if cfg.advantage_function is not None:
+        yield (
+            f"advantage_function: the advantages are those of {cfg.advantage_function.import_path}, "
+            "whose code runs in the orchestrator"
+        )

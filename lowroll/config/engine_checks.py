@@ -1,0 +1,199 @@
+"""The settings that an engine cannot have together: those of vLLM, of a budget for the weights, and of exact rollouts.
+
+What lowroll's own engine does alone is refused by name, before anything is started. The model and the machine are
+looked at when a run starts (`model.exact`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowroll.config.document import Path
+from lowroll.config.section import Problem
+from lowroll.config.settings import RunSettings
+from lowroll.quant.budget import is_budget
+from lowroll.quant.table import STORED
+
+
+def budget_problems(
+    weights: str, engine: str, large_batch_weights: str | None
+) -> Iterator[Problem]:
+    """Yield the settings that a budget, or the formats a folder stores, cannot be combined with."""
+    if not (is_budget(weights) or weights == STORED):
+        return
+    where = ("rollout", "weights")
+    if engine != "native":
+        yield (
+            (where, ("rollout", "engine")),
+            f"each layer may have a format of its own, which is for lowroll's own engine; with {engine} "
+            "write a format",
+        )
+    if large_batch_weights is not None:
+        yield (
+            (where, ("rollout", "large_batch_weights")),
+            "each layer has one format, and a second one beside it has none; write a format, or "
+            "large_batch_weights: null",
+        )
+
+
+Bar = tuple[str, bool, str]  # a setting, whether it is in the way, what it would have to be
+
+
+def exact_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Settings under which rollouts and learner cannot have the same bits, where they are to."""
+    if not cfg.rollout.exact:
+        return
+    for key, asked, instead in (*bars_engine(cfg), *_bars_learner(cfg)):
+        if asked:
+            yield (("rollout", "exact"), tuple(key.split("."))), f"it needs {key} {instead}"
+
+
+def bars_engine(cfg: RunSettings) -> tuple[Bar, ...]:
+    """Return the settings an engine needs to give a request the same bits in any batch."""
+    rollout = cfg.rollout
+    bounded = rollout.cache.policy != "dense" or rollout.cache.kv_dtype is not None
+    second = rollout.large_batch_weights is not None
+    return (
+        ("rollout.engine", rollout.engine != "native", "native: vLLM's kernels are others"),
+        ("rollout.kv", bounded, "null: every key, unrounded"),
+        ("rollout.large_batch_weights", second, "null: one format"),
+    )
+
+
+def _bars_learner(cfg: RunSettings) -> tuple[Bar, ...]:
+    train = cfg.train
+    clean = cfg.noise is not None and cfg.noise.learner == "clean"
+    return (
+        ("train.forward", train.forward not in ("dense", "aligned"), "aligned, as it will be"),
+        ("train.replay_kv", train.replay_kv, "false: no key is dropped"),
+        ("noise", clean, "null, or noise.learner: shared"),
+        ("dtype", cfg.dtype == "bfloat16" and cfg.device == "cpu", "float32 on a CPU"),
+    )
+
+
+_TEMPERATURES = "it draws at 0.01 what is asked for below that, and takes 2 at most"
+
+
+def vllm_problems(cfg: RunSettings) -> Iterator[Problem]:
+    """Yield the settings that vLLM does not support, and start options of a server that runs
+    already."""
+    rollout, train, drawn = cfg.rollout, cfg.train, cfg.eval
+    if rollout.engine == "native":
+        return
+    if "weights" not in rollout.model_fields_set:
+        yield (
+            (("rollout", "engine"), ("rollout", "weights")),
+            f"vllm needs rollout.weights beside it, whose default, {rollout.weights}, is meant for "
+            "lowroll's own engine; write rollout.weights: dense, or a format",
+        )
+    native: tuple[tuple[Path, bool, str], ...] = (
+        (("rollout", "kv"), rollout.kv is not None, "vLLM has its own KV cache"),
+        (
+            ("rollout", "large_batch_weights"),
+            rollout.large_batch_weights is not None,
+            "vLLM holds one format",
+        ),
+        (("rollout", "keep_dense"), rollout.keep_dense, "vLLM keeps what it wants"),
+        (
+            ("rollout", "release_cache"),
+            rollout.release_cache,
+            "vLLM keeps its cache; a smaller rollout.vllm.gpu_memory_utilization leaves the "
+            "learner more",
+        ),
+        (
+            ("rollout", "cache_tokens"),
+            rollout.cache_tokens is not None,
+            "vLLM's cache is what rollout.vllm.gpu_memory_utilization leaves it",
+        ),
+        (
+            ("rollout", "turn_caching"),
+            rollout.turn_caching,
+            "vLLM keeps pages of drawn tokens anyway",
+        ),
+        (
+            ("rollout", "prefill_chunk"),
+            rollout.prefill_chunk is not None,
+            "vLLM cuts prompts itself (rollout.vllm.serve_args: [--max-num-batched-tokens, ...])",
+        ),
+        (
+            ("rollout", "stop"),
+            bool(rollout.stop),
+            "it runs without a tokenizer, and ends a response at the model's own ids",
+        ),
+        (
+            ("rollout", "min_p"),
+            rollout.min_p > 0 and rollout.top_p < 1,
+            "it cuts by min_p before top_p, and lowroll after; set one of them",
+        ),
+        (("rollout", "temperature"), _unheeded(rollout.temperature), _TEMPERATURES),
+        (("eval", "temperature"), _unheeded(drawn.temperature), _TEMPERATURES),
+        (
+            ("eval", "rollouts_per_example"),
+            bool(drawn.interval) and drawn.temperature == 0 and drawn.rollouts_per_example > 1,
+            "it draws one greedy response, and all would be equal; set eval.temperature",
+        ),
+        (("noise",), cfg.noise is not None, "vLLM puts none on its norms"),
+        (("train", "replay_kv"), train.replay_kv, "vLLM's cache drops no keys"),
+        (
+            ("train", "forward"),
+            train.forward == "aligned",
+            "the learner can be aligned with lowroll's own arithmetic alone",
+        ),
+        (
+            ("train", "uaq_scale"),
+            train.uaq_scale is not None,
+            "vLLM rolls out the model as it is, without update-aware scaling",
+        ),
+        (
+            ("guard", "action"),
+            cfg.guard is not None and cfg.guard.action == "fallback",
+            "vLLM is not started anew in another format; write warn or tighten",
+        ),
+    )
+    for path, asked, why in native:
+        if asked:
+            yield (path, ("rollout", "engine")), f"not with rollout.engine: vllm: {why}"
+    yield from _section_problems(cfg)
+
+
+def _unheeded(temperature: float) -> bool:
+    """Return whether vLLM would sample at another temperature, or not at all."""
+    return 0 < temperature < 0.01 or temperature > 2
+
+
+_STARTED = (
+    "python",
+    "devices",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "dtype",
+    "serve_args",
+)
+
+
+def _section_problems(cfg: RunSettings) -> Iterator[Problem]:
+    vllm = cfg.rollout.vllm
+    attached = [name for name in _STARTED if name in vllm.model_fields_set and vllm.url is not None]
+    for name in attached:
+        if getattr(vllm, name) != type(vllm).model_fields[name].default:
+            yield (
+                (("rollout", "vllm", name), ("rollout", "vllm", "url")),
+                "is for a server that lowroll starts; the one at rollout.vllm.url runs already",
+            )
+    if vllm.token_env is not None and vllm.url is None:
+        yield (
+            (("rollout", "vllm", "token_env"),),
+            "is for a server at rollout.vllm.url; one that lowroll starts listens on a socket of its "
+            "own, and needs none",
+        )
+    if vllm.transfer == "nccl" and cfg.train.lora:
+        yield (
+            (("rollout", "vllm", "transfer"), ("train", "lora")),
+            "nccl is for all weights; an adapter travels by files",
+        )
+    if cfg.train.lora and vllm.max_lora_rank is not None:
+        if vllm.max_lora_rank < cfg.train.lora_rank:
+            yield (
+                (("rollout", "vllm", "max_lora_rank"), ("train", "lora_rank")),
+                f"{vllm.max_lora_rank} is less than train.lora_rank, {cfg.train.lora_rank}",
+            )

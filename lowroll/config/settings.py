@@ -1,0 +1,171 @@
+"""The tree of a run's settings, read as `cfg.rollout.max_tokens`, and the facts that follow from it alone."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import JsonValue, Strict
+
+from lowroll.config.data import (
+    AdvantageFunction,
+    BufferConfig,
+    DataSection,
+    EnvConfig,
+    Environments,
+    EvalConfig,
+    FilterConfig,
+    RewardFunctions,
+    RewardWeights,
+    ScoreConfig,
+)
+from lowroll.config.loss import LossConfig
+from lowroll.config.processes import (
+    AsynchronyConfig,
+    ClientConfig,
+    Launcher,
+    RayConfig,
+    RolloutTransportConfig,
+    ServeConfig,
+    WeightBroadcastConfig,
+)
+from lowroll.config.rollout import NoiseConfig, RolloutConfig
+from lowroll.config.section import (
+    Advantage,
+    Algorithm,
+    Correction,
+    Count,
+    GroupSize,
+    HubName,
+    Section,
+    Seed,
+    Text,
+    Trackers,
+)
+from lowroll.config.train import (
+    CkptConfig,
+    CriticConfig,
+    DapoConfig,
+    GuardConfig,
+    SftConfig,
+    StageConfig,
+    TrainConfig,
+)
+from lowroll.objectives.table import ALGORITHMS
+from lowroll.quant.table import is_dense
+
+
+class RunSettings(Section):
+    """The keys of a run. Every one but `model` has a default."""
+
+    model: Text  # a folder or a hub id
+    output_dir: Text = "outputs/run"  # the run's folder, from the working directory
+    seed: Seed = 0  # of everything that is drawn
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where the run computes
+    # auto: float32 on the CPU, bfloat16 on a GPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    env: Environments = (EnvConfig(id="reverse-text"),)
+    data: DataSection | None = None  # in the place of env: a data set of your own
+    # how its responses are scored: path/to/file.py:function, or a reward model; []: answer, whether the final answer
+    # is the gold one
+    reward_funcs: RewardFunctions = ()
+    reward_weights: RewardWeights | None = None  # of these, in their order; null: 1 each
+    # variables of the model's chat template, such as {enable_thinking: false}, for every prompt
+    chat_template_kwargs: dict[str, JsonValue] = {}
+    logging_steps: Count = 1  # the terminal says every so many steps; metrics.jsonl has all
+    # what shows the records elsewhere too; the extra of that name installs it
+    track: Trackers = ()
+    track_project: Text = "lowroll"  # the project, or experiment, of the run there
+    # ORG/NAME on the hub: where final/ goes at the end, as a private repository
+    push_to_hub: HubName | None = None
+    batch_size: Count = 64  # rollouts a step
+    rollouts_per_example: GroupSize = 8  # G, the group's size
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: Algorithm = "grpo"  # how rewards become a loss: docs/algorithms.md
+    advantage: Advantage | None = None  # null: the algorithm's; custom: advantage_function's
+    advantage_function: AdvantageFunction | None = None
+    correction: Correction = "auto"  # what pays for the gap between rollouts and learner
+    force: bool = False  # run what is known to collapse, to compare with
+    loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()  # read by ppo alone
+    dapo: DapoConfig = DapoConfig()
+    filters: Annotated[tuple[FilterConfig, ...], Strict(False)] = ()
+    train: TrainConfig = TrainConfig()
+    stages: Annotated[
+        tuple[StageConfig, ...], Strict(False)
+    ] = ()  # what changes in the course of the run
+    noise: NoiseConfig | None = None
+    score: ScoreConfig = ScoreConfig()
+    buffer: BufferConfig = BufferConfig()  # which prompts are learnt from
+    guard: GuardConfig | None = GuardConfig()  # watches the mismatch; null: nothing does
+    ckpt: CkptConfig = CkptConfig()
+    eval: EvalConfig = EvalConfig()
+    sft: SftConfig = SftConfig()
+    # engine, orchestrator and trainer as processes: here (local), or on a Ray cluster (ray)
+    launcher: Launcher = "none"
+    ray: RayConfig = RayConfig()
+    asynchrony: AsynchronyConfig = AsynchronyConfig()
+    client: ClientConfig = ClientConfig()
+    serve: ServeConfig = ServeConfig()
+    rollout_transport: RolloutTransportConfig = RolloutTransportConfig()
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
+
+    @property
+    def num_groups(self) -> int:
+        """Prompts a step."""
+        return self.batch_size // self.rollouts_per_example
+
+    @property
+    def has_critic(self) -> bool:
+        """Does a critic learn beside the model?"""
+        return ALGORITHMS[self.algorithm].has_critic
+
+    @property
+    def samples_dynamically(self) -> bool:
+        """Are groups whose rewards are all equal drawn again?"""
+        asked = self.dapo.dynamic_sampling
+        return ALGORITHMS[self.algorithm].dynamic_sampling if asked is None else asked
+
+    @property
+    def is_sharded(self) -> bool:
+        """Does each rank of the learner hold a part of it? Where all weights learn, unless the file
+        says otherwise."""
+        asked = self.train.sharding
+        return self.train.gpus > 1 and (
+            asked == "full" or (asked == "auto" and not self.train.lora)
+        )
+
+    @property
+    def forward(self) -> str:
+        """The learner's forward; beside exact rollouts it multiplies as they do."""
+        if not self.rollout.exact:
+            return self.train.forward
+        return "dense" if is_dense(self.rollout.weights) else "aligned"
+
+    @property
+    def forward_weights(self) -> str | None:
+        """The format of the learner's forward; None: the learner multiplies with its own weights."""
+        forward = self.forward
+        if forward == "dense":
+            return None
+        return self.rollout.weights if forward == "aligned" else forward
+
+    def at(self, step: int) -> Self:
+        """Return the settings of a step (counted from 1): those of the stages that have begun laid
+        over the run's own."""
+        cfg = self
+        for stage in self.stages:
+            cfg = cfg.entering(stage) if stage.step <= step else cfg
+        return cfg
+
+    def each_stage(self) -> list[Self]:
+        """Return the settings of the run's beginning, and those of every later stage."""
+        return [self, *(self.at(stage.step) for stage in self.stages)]
+
+    def entering(self, stage: StageConfig) -> Self:
+        """Return the settings with what a stage changes."""
+        update: dict[str, Any] = {}
+        for section, values in stage.changes().items():
+            update |= (
+                {section: getattr(self, section).model_copy(update=values)} if section else values
+            )
+        return self.model_copy(update=update)

@@ -1,0 +1,274 @@
+"""The sections of the learner: `train:` and its `critic:`, `dapo:`, `stages:`, `guard:`, `ckpt:` and `sft:`.
+
+Names and defaults of the critic are those of `trainer.critic`; `trainer.guard` has the actions of the guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, Strict
+
+from lowroll.config.document import Path
+from lowroll.config.section import (
+    Count,
+    GroupSize,
+    NotNegative,
+    Positive,
+    Probability,
+    Problem,
+    Rate,
+    Schedule,
+    Section,
+    Share,
+    Text,
+    Whole,
+    unique,
+)
+
+LORA_TARGETS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
+Recomputed = bool | Annotated[float, Field(ge=0, le=1)] | None
+
+
+SIZES: dict[str, Any] = {
+    "tokens_per_microbatch": 8192,
+    "activation_checkpointing": False,
+    "logprob_chunk": 1024,
+}
+
+
+class Passes(Section):
+    """A section that has these keys."""
+
+    _longest: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its response must fit in: of a size that was chosen (a longer
+        sample has a pass of its own) those of before."""
+        return self._longest or self.together
+
+    @property
+    def together(self) -> int:
+        """Tokens of a micro-batch."""
+        return int(getattr(self, "tokens_per_microbatch") or SIZES["tokens_per_microbatch"])  # noqa: B009
+
+    def keeping_longest(self, other: Passes) -> Self:
+        """A copy that takes samples as long as another section does."""
+        copy = self.model_copy()
+        copy._longest = other.longest
+        return copy
+
+    def sized(self) -> Self:
+        """A copy whose open sizes have the numbers of a device with room for them."""
+        return self.model_copy(
+            update={key: size for key, size in SIZES.items() if getattr(self, key) is None}
+        )
+
+
+class TrainConfig(Passes):
+    """The learner. One batch gives `minibatches` optimiser updates."""
+
+    max_steps: Count = 100  # steps of the run
+    gpus: Count = 1  # of the learner: ranks, each a process with a GPU, that learn together
+    # what several of them hold: each the whole model, or each a part; auto: parts, unless an adapter
+    # learns
+    sharding: Literal["auto", "none", "full"] = "auto"
+    minibatches: Count = 1  # optimiser updates a batch
+    # packed tokens of a forward pass; a prompt and its response must fit in; null: 8192, and fewer on
+    # a CPU where that saves memory
+    tokens_per_microbatch: Count | None = None
+    learning_rate: Rate = 1e-5  # after the warm-up
+    lr_scheduler_type: Schedule = "constant"  # its course from then on
+    warmup_steps: Whole = 0  # steps in which it rises
+    # where linear and cosine end, over learning_rate
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    weight_decay: NotNegative = 0.01  # decoupled
+    # of the moments
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        Strict(False),
+    ] = (0.9, 0.999)
+    eps: Positive = 1e-8  # added to the root of the second moment
+    max_grad_norm: Positive = 1.0  # longer gradients are cut to this length
+    # 8bit: moments in 8 bits; muon: for hidden matrices
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    # aligned: in the rollouts' low-bit arithmetic (QaRL); a format: in its arithmetic, whatever the
+    # rollouts are in
+    forward: Literal["dense", "aligned", "fp8", "nvfp4"] = "dense"
+    # how gradients pass through the linear layers; fp8: by products of e4m3 codes. Gradients of the
+    # weights stay in the run's dtype
+    backward: Literal["dense", "fp8"] = "dense"
+    teacher: Text | None = None  # the frozen model of loss.aipo.teacher_tau: a folder, hub id
+    uaq_scale: Positive | None = None  # QuRL's update-aware scaling; it uses 1.5
+    weight_metrics: bool = True  # weights/*, at the price of a copy of what is learnt
+    # true: whole layers are made again in the backward pass; a number: the gate-up product of this
+    # share of them; null: false, and true on a CPU where smaller micro-batches are not enough
+    activation_checkpointing: Recomputed = None
+    # tokens whose logits exist at a time; null: 1024, and 256 on a CPU where that saves memory
+    logprob_chunk: Count | None = None
+    # the learner attends to what a bounded cache held, and so scores the sparse policy itself
+    replay_kv: bool = False
+    lora: bool = False  # learn adapters on a frozen base
+    lora_rank: Count = 16  # rank of the adapters
+    lora_alpha: Positive = 32.0  # their scale, times the rank
+    # the matrices that have one
+    lora_target_modules: Annotated[
+        tuple[Text, ...], Strict(False), Field(min_length=1), AfterValidator(unique)
+    ] = LORA_TARGETS
+
+
+class DapoConfig(Section):
+    """DAPO's sampling and length rules (they may be switched on for any algorithm). Lengths in
+    tokens."""
+
+    dynamic_sampling: bool | None = None  # draw again for groups whose rewards are all equal
+    max_rounds: Count = 8  # rounds of generation that a step may spend on it
+    # no group differs in all rounds: the run ends, or goes on
+    no_signal: Literal["end", "go_on"] = "end"
+    overlong_max: Count | None = None  # Lmax: at this length the penalty is -1
+    overlong_cache: Count | None = None  # Lc: the penalty starts at Lmax - Lc
+
+
+class CriticConfig(Section):
+    """PPO's critic: it predicts the reward, learns in full at a constant rate, and stays in the
+    checkpoints."""
+
+    model: Text | None = None  # a folder or a hub id of the same tokenizer; null: the run's
+    learning_rate: Rate = 1e-5  # of its optimiser
+    weight_decay: NotNegative = 0.01  # of its optimiser
+    max_grad_norm: Positive = 1.0  # longer gradients are cut to this length
+    value_clip: Positive | None = 0.5  # how far a value may move in a step; null: no clip
+    warmup_steps: Whole = 0  # first steps, in which only the critic learns
+    gamma: Share = 1.0  # discount a token
+    lam: Share = 1.0  # of GAE: 1 trusts the rewards, 0 the values
+    whiten: bool = True  # advantages of mean 0 and variance 1 over the batch
+
+
+class GuardConfig(Section):
+    """Alarms on the mismatch (null: off), and what they do after `patience` steps in a row.
+
+    Defaults: verl's guide wants an effective sample size above 0.3; QuRL (Fig. 3) saw the KL of its
+    rollouts grow twelvefold, from 0.002 to 0.025, and single weights of 1e5 before a collapse.
+    Growth says nothing of a run that starts too far away, so `kl_above` is a level: the formats that
+    a pretrained model keeps near (SmolLM2-135M: int8 0.05 nats at an ESS of 0.92, fp8 0.04) are
+    below it, and those that it does not are above (nvfp4 0.33 at 0.41, w4a8 0.70 at 0.12:
+    docs/results.md). A sampler that cuts (top_p 0.9 alone is worth up to 0.1 nats) and noise are far
+    away by design, and have no level. No model of ours comes near it.
+    """
+
+    # what happens then: a warning, tighter bounds, or wider rollouts
+    action: Literal["warn", "tighten", "fallback"] = "warn"
+    patience: Count = 3  # steps in a row with an alarm before the action
+    ess_below: Probability | None = 0.3  # mismatch/ess
+    # moving average of mismatch/kl_k3 over its first steps
+    kl_growth: Annotated[float, Field(gt=1)] | None = 10.0
+    kl_floor: Positive = 2e-3  # nats; growth below this level is no alarm
+    # nats; the same average, from the first step on; off for a sampler that cuts, and with noise
+    kl_above: Positive | None = 0.1
+    rejected_above: Probability | None = 0.5  # correction/rejected_fraction, or of sequences
+    ratio_above: Positive | None = 1e3  # mismatch/weight_max
+    nonfinite: bool = True  # a mismatch or an update that is not finite
+
+
+class CkptConfig(Section):
+    """A checkpoint every `interval` steps; the newest `keep_last` stay (null: all), as does every
+    `keep_interval`th."""
+
+    interval: Count = 50  # steps between two
+    keep_last: Count | None = 3  # the newest that stay; null: all
+    keep_interval: Count | None = None  # every so many steps one stays for good
+    # seconds that a full disk may last
+    wait_for_space: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
+    # go on from this step's checkpoint (-1: the newest); null: as --resume says
+    resume_step: Annotated[int, Field(ge=-1)] | None = None
+    # seconds that a resumed role waits for weights to draw from; null: as weight_broadcast.timeout
+    wait_for_weights_timeout: Positive | None = None
+    skip_progress: bool = False  # begin at step 1 with the weights of the checkpoint
+    skip_buffer: bool = False  # leave the pools by difficulty of the checkpoint
+
+
+class SftConfig(Section):
+    """`lowroll sft`: supervised warm start. Everything that is not here (LoRA, decay, packing, ...)
+    is `train`'s."""
+
+    data: Text | None = None  # a JSONL of {"messages": [...]}; null: env demonstrations
+    num_examples: Count = 4096  # demonstrations drawn from the environments
+    steps: Count = 200  # optimiser updates
+    batch_size: Count = 32  # examples a step
+    learning_rate: Rate = 1e-4  # after the warm-up
+    lr_scheduler_type: Schedule = "cosine"  # its course from then on
+    warmup_steps: Whole = 0  # steps in which it rises
+    # where linear and cosine end, over learning_rate
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+# where a stage's key stands among the run's own keys
+KEYS: dict[str, tuple[str, ...]] = {
+    "max_tokens": ("rollout", "max_tokens"),
+    "batch_size": ("batch_size",),
+    "rollouts_per_example": ("rollouts_per_example",),
+    "overlong_max": ("dapo", "overlong_max"),
+    "overlong_cache": ("dapo", "overlong_cache"),
+}
+
+
+class StageConfig(Section):
+    """A later stage, from `step` on. null: as in the stage before.
+
+    A run may begin with short responses and lengthen them once they are used well (DeepScaleR: 8k,
+    16k, then 24k tokens, with twice the rollouts a prompt from the second stage on). The run's own
+    keys are its first stage.
+    """
+
+    step: Annotated[int, Field(ge=2)]  # the stage's first step; a run's first step is 1
+    max_tokens: Count | None = None  # rollout.max_tokens
+    batch_size: Count | None = None  # rollouts a step
+    rollouts_per_example: GroupSize | None = None  # the group's size
+    overlong_max: Count | None = None  # dapo.overlong_max
+    overlong_cache: Count | None = None  # dapo.overlong_cache
+
+    def changes(self) -> dict[str, dict[str, int]]:
+        """The new values by the section that they belong to, "" for the top of the tree."""
+        tree: dict[str, dict[str, int]] = {}
+        for name, path in KEYS.items():
+            value = getattr(self, name)
+            if value is not None:
+                tree.setdefault(path[0] if len(path) == 2 else "", {})[path[-1]] = value
+        return tree
+
+
+def order_problems(stages: Sequence[StageConfig], overlong_max: int | None) -> Iterator[Problem]:
+    """Stages out of order, and a soft length limit that stays behind when responses grow."""
+    before = 1
+    for i, stage in enumerate(stages):
+        here: Path = ("stages", i)
+        if stage.step <= before:
+            yield (
+                ((*here, "step"),),
+                f"stages[{i}].step ({stage.step}) must come after step {before}",
+            )
+        before = max(before, stage.step)
+        if stage.max_tokens is not None and stage.overlong_max is None and overlong_max is not None:
+            yield (
+                ((*here, "max_tokens"),),
+                f"stages[{i}] changes max_tokens, so it needs overlong_max too (dapo.overlong_max is set)",
+            )
+
+
+def blame(index: int, problem: Problem) -> Problem:
+    """A problem of the run as it is in a stage: the stage's own keys are to blame first."""
+    keys, message = problem
+    mine: list[Path] = [
+        ("stages", index, name) for key in keys for name, path in KEYS.items() if path == key
+    ]
+    return (*mine, *keys), f"from stages[{index}] on: {message}"
