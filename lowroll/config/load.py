@@ -16,6 +16,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path as FilePath
+from pkgutil import resolve_name
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -41,6 +42,7 @@ from lowroll.types import HUB_NAME, nearest
 
 M = TypeVar("M", bound=BaseModel)
 Overrides = Mapping[str, object] | Iterable[str]
+SECTIONS = "lowroll.config.surogate.read:load_sections"  # loaded for a file that needs it
 
 
 def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
@@ -52,9 +54,8 @@ def load(path: str | FilePath, overrides: Overrides = ()) -> RunConfig:
     """
     document = read(path)
     if {"orch", "infer"} & document.value.keys():
-        from lowroll.config.surogate.read import load_sections
-
-        return load_sections(document, overrides)
+        cfg: RunConfig = resolve_name(SECTIONS)(document, overrides)
+        return cfg
     return build(document, overrides)
 
 

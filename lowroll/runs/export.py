@@ -26,9 +26,9 @@ from torch import Tensor
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
-from lowroll.engine.native import free_memory
 from lowroll.model import base, card, hf, lora
 from lowroll.model.base import base_of
+from lowroll.model.device import free_memory
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format, read_folder_layout
 from lowroll.model.scoring import score

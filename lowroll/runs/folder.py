@@ -33,6 +33,7 @@ from lowroll.checkpoint.replacement import (
 from lowroll.checkpoint.space import Space
 from lowroll.checkpoint.store import DAMAGED, Checkpoint, Store, check_pieces
 from lowroll.config import RunConfig
+from lowroll.metrics.page import REPORT_FILE, is_report
 from lowroll.metrics.record import (
     ABOUT_FILE,
     METRICS_FILE,
@@ -41,7 +42,6 @@ from lowroll.metrics.record import (
     computed_otherwise,
     write_about,
 )
-from lowroll.metrics.report import REPORT_FILE, is_report
 from lowroll.metrics.trackers import TRACKED_FILE, Tracked, Trackers
 from lowroll.runs import identity
 from lowroll.transport.rollout_log import (

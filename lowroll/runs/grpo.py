@@ -36,7 +36,6 @@ from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import Planner
-from lowroll.runs.roles.supervisor import launch
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.runs.stop import Stop, polite_stop
 from lowroll.runs.terminal import tell
@@ -67,6 +66,8 @@ def run(
     cfg, texts = configuration.read(config, overrides or {})
     resume = resume or goes_on(cfg)
     if cfg.launcher != "none":
+        from lowroll.runs.roles.supervisor import launch  # only such a run loads the roles
+
         return launch(cfg, texts, resume=resume, overwrite=overwrite)
     if problems := one_process_problems(cfg):
         raise ValueError("\n".join(problems))

@@ -201,7 +201,6 @@ def test_the_plan_has_no_cycle() -> None:
 # files that still import each other, also where only types are checked; none is to be added
 KNOWN_CYCLES = {
     "config.buffer config.data config.exact config.ray config.roles config.schema config.vllm",
-    "config.load config.surogate.read",
 }
 
 
