@@ -165,6 +165,13 @@ def drive(
     return 0
 
 
+def tell(*lines: str) -> None:
+    """Write lines to the terminal and to the log."""
+    for line in lines:
+        log.info("%s", line)
+        print(line, file=sys.stderr, flush=True)
+
+
 def own(folder: Path) -> RunLock:
     """Return the lock of a folder. RunLockedError names its holder, ValueError why it cannot be
     locked."""

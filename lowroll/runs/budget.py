@@ -39,10 +39,10 @@ from lowroll.quant.budget import is_budget, parse
 from lowroll.quant.table import OWN, STORED
 from lowroll.runs.assembly import models
 from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.attempt import tell
 from lowroll.runs.calibration import calibration_sequences, first_requests
 from lowroll.runs.folder import WEIGHTS as FILE
 from lowroll.runs.folder import RunFolder
-from lowroll.runs.terminal import tell
 from lowroll.types import Request, Sample, printable
 from lowroll.weights import noise
 from lowroll.weights.budget import Allocation, Calibration, allocate

@@ -48,9 +48,10 @@ class Checkpointing:
         """
         home = self.home
         if home.command == "sft":
-            key, steps, meta = "sft.steps", home.cfg.sft.steps, META
+            key, steps, needed = "sft.steps", home.cfg.sft.steps, {*META}
         else:
-            key, steps, meta = "train.max_steps", home.cfg.train.max_steps, (*META, "cache_tokens")
+            key, steps = "train.max_steps", home.cfg.train.max_steps
+            needed = {*META, "cache_tokens"}
         try:
             saved = home.store.load(home.asked_step, verified=home.verified)
         except FileNotFoundError as error:
@@ -71,7 +72,7 @@ class Checkpointing:
             read and {name: read[name] for name in read if name != identity.TEACHER},
             self._own_inputs,
         )
-        check_pieces("checkpoint", saved.meta, meta)
+        check_pieces("checkpoint", saved.meta, needed)
         if steps < saved.step:
             raise ValueError(f"{key}: {steps}, and the run has made {saved.step} steps")
         return saved

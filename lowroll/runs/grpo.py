@@ -28,7 +28,7 @@ from lowroll.orchestrator.errors import NoSignal
 from lowroll.runs import budget
 from lowroll.runs.assembly import configuration, engines, models, prompts
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import RunResult, attempt, drive
+from lowroll.runs.attempt import RunResult, attempt, drive, tell
 from lowroll.runs.batches import BatchSource, RunEnvironments
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
@@ -38,7 +38,6 @@ from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import Planner
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.runs.stop import Stop, polite_stop
-from lowroll.runs.terminal import tell
 from lowroll.transport.memory import MemoryRolloutChannel
 
 log = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.runs.assembly import models
 from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.attempt import tell
 from lowroll.runs.folder import LOGS
-from lowroll.runs.terminal import tell
 from lowroll.weights.publish import rollout_copy
 from lowroll.weights.update import Kind, WeightUpdate
 
