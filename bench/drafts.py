@@ -31,7 +31,7 @@ from torch import Tensor
 
 from bench.fidelity import TEXTS
 from bench.harness import BASELINES, Row, finish, parser_of, seconds_of
-from lowroll.engine.native import NativeEngine, pick_device
+from lowroll.engine.native import NativeEngine
 from lowroll.engine.request import noise_key
 from lowroll.engine.sampler import signed
 from lowroll.kernels.launch import captured, overlapping
@@ -39,6 +39,7 @@ from lowroll.kernels.sampling.draw import draw
 from lowroll.kernels.sampling.filters import Filters
 from lowroll.model import hf
 from lowroll.model.attention import varlen
+from lowroll.model.device import pick_device
 from lowroll.model.folder import resolve
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer
 from lowroll.model.transformer import Transformer

@@ -40,9 +40,10 @@ import torch
 from torch import Tensor
 
 from bench.harness import BASELINES, Row, interleave, merge, parser_of, print_table, show
-from lowroll.engine.native import NativeEngine, pick_device
+from lowroll.engine.native import NativeEngine
 from lowroll.model import hf
 from lowroll.model.attention import varlen
+from lowroll.model.device import pick_device
 from lowroll.model.folder import resolve
 from lowroll.model.scoring import score
 from lowroll.model.tokenizer import ChatTokenizer, load_tokenizer

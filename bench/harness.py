@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lowroll
-from lowroll.engine.native import pick_device
+from lowroll.model.device import pick_device
 
 BASELINES = Path(__file__).parent / "baselines"
 RESULTS = Path(__file__).parent / "results"

@@ -65,11 +65,11 @@ from bench.targets import (
     thousands,
 )
 from lowroll import Engine
-from lowroll.engine.native import free_memory
 from lowroll.kv.policy.base import CachePolicy, footprint, num_slots
 from lowroll.kv.policy.bounded import Bounded
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
+from lowroll.model.device import free_memory
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import formats
 

@@ -24,8 +24,8 @@ from bench.shapes import SHAPES, random_model
 from bench.turns import Ours, in_turns, tokens_of
 from bench.work import Work
 from lowroll import Engine
-from lowroll.engine.native import pick_device
 from lowroll.model import hf
+from lowroll.model.device import pick_device
 from lowroll.model.folder import resolve
 from lowroll.model.transformer import Transformer
 from lowroll.weights.publish import publish

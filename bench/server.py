@@ -53,7 +53,7 @@ from bench.targets import over_vllm_server, through_server
 from bench.vllm_server import VllmServer
 from lowroll import Engine, Request
 from lowroll.cli.serve import LOOKAHEAD, PROMPTS
-from lowroll.engine.native import pick_device
+from lowroll.model.device import pick_device
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant.formats import formats
 from lowroll.weights.update import WeightUpdate

@@ -234,7 +234,7 @@ def show(rows: Sequence[dict[str, Any]], title: str = "", out: Path | None = Non
     from rich.console import Console
     from rich.table import Column, Table
 
-    from lowroll.runs.comparison import shown
+    from lowroll.runs.results import shown
 
     head, cells = shown(rows)
     table = Table(*(Column(name, overflow="fold") for name in head), title=title)

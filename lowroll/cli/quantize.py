@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     unread = options[1:] if chooses else options
     if not asked and any(option is not None for option in unread):
         raise ValueError(f"--calibration: without --awq or --rounding {GPTQ} nothing is calibrated")
-    from lowroll.engine.native import pick_device
+    from lowroll.model.device import pick_device
     from lowroll.quant.formats import get_format
     from lowroll.runs.export import quantize_folder
 

@@ -320,7 +320,7 @@ def application(
 def collector(arguments: argparse.Namespace, admin: str) -> Collector | None:
     """Return this engine's end of the trainer's direct way, if it has one; the trainer has the same
     token of the admin."""
-    from lowroll.engine.native import pick_device
+    from lowroll.model.device import pick_device
     from lowroll.weights.collector import Collector
     from lowroll.weights.device_link import secret
 
@@ -341,7 +341,7 @@ def serving(
 ) -> ServerState:
     """Return the engine's loop, not started yet, and what the routes know of the model."""
     from lowroll import __version__
-    from lowroll.engine.native import pick_device
+    from lowroll.model.device import pick_device
     from lowroll.model.tokenizer import load_tokenizer, tokenizer_home
     from lowroll.server.engine_thread import EngineThread
     from lowroll.server.limits import ServerState
@@ -378,8 +378,9 @@ def make_engine(arguments: argparse.Namespace, folder: Path, tokenizer: Any) -> 
     """Return the engine over a folder, or over its model with a fresh adapter. ValueError names the
     option that is wrong."""
     from lowroll.config.rollout import KvConfig
-    from lowroll.engine.native import NativeEngine, pick_device
+    from lowroll.engine.native import NativeEngine
     from lowroll.kv.policy.table import make
+    from lowroll.model.device import pick_device
 
     kv = KvConfig().another(arguments.kv)
     device = pick_device(arguments.device)
@@ -424,8 +425,8 @@ def words(engine: NativeEngine, device: torch.device) -> str:
 
 def adapted(folder: Path, device: torch.device, arguments: argparse.Namespace) -> Transformer:
     """Return the model in its format, with an adapter that changes nothing yet."""
-    from lowroll.engine.native import dtype_on
     from lowroll.model import hf, lora
+    from lowroll.model.device import dtype_on
     from lowroll.model.headers import exact_format
     from lowroll.quant.formats import get_format
     from lowroll.weights.publish import quantize_base

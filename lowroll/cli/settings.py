@@ -51,7 +51,8 @@ def read_role(
 ) -> RunConfig:
     """Return the settings of a role. ConfigError; a trainer waits for the orchestrator's part of
     them."""
-    from lowroll.config import ConfigError, NotThereYet, load_role
+    from lowroll.config import ConfigError
+    from lowroll.config.surogate.roles import NotThereYet, load_role
 
     files, overrides = split(arguments.settings)
     if len(files) != 1:
@@ -124,7 +125,7 @@ def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig
 
     tell: print what was chosen for the user, which is about learning from rollouts.
     """
-    from lowroll.config import ConfigError, load, load_surogate
+    from lowroll.config import ConfigError, load
 
     files, overrides = split(arguments.settings)
     three = {name: getattr(arguments, name) for name in ("train", "infer", "orch")}
@@ -136,6 +137,8 @@ def read_settings(arguments: argparse.Namespace, tell: bool = True) -> RunConfig
         for name in ("train", "orch"):
             if not three[name]:
                 raise ConfigError(f"--{name}: this file is required beside the others")
+        from lowroll.config.surogate.read import load_surogate
+
         cfg = load_surogate(three["train"], three["infer"], three["orch"], overrides)
     elif len(files) != 1:
         odd = any(not word.endswith((".yaml", ".yml")) for word in files[1:])

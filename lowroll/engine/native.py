@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowroll import machine
 from lowroll.engine.base import Capabilities, EngineStats, InFlight, PartialSample, Ranked
 from lowroll.engine.decoder import MOST_STEPS
 from lowroll.engine.grammar import Grammars
@@ -34,15 +33,14 @@ from lowroll.kv.capacity import UNKNOWN_FREE, NoRoom, Workload, capacity
 from lowroll.kv.pages import PagePool
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
-from lowroll.kv.policy.recorder import recorder_bytes
+from lowroll.kv.policy.recorder import policy_bytes
 from lowroll.kv.storage import storage
 from lowroll.model import exact as exactness
 from lowroll.model import hf
-from lowroll.model.claims import total_memory
+from lowroll.model.device import dtype_on, free_memory, pick_device, total_memory
 from lowroll.model.experts import StackedLinear
 from lowroll.model.folder import resolve
 from lowroll.model.headers import exact_format
-from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer, eos_id, load_tokenizer, tokenizer_home
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
@@ -62,35 +60,11 @@ from lowroll.weights.update import WeightUpdate
 log = logging.getLogger(__name__)
 
 
-def pick_device(device: str | torch.device = "auto") -> torch.device:
-    """`auto` is CUDA when there is one; a CUDA device always has its index, as a tensor's has, and
-    becomes the current one, on which kernels are launched: before a model is loaded or quantized
-    there.
-
-    ValueError when CUDA is asked for and missing.
-    """
-    if str(device) == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: {device} was asked for, and torch sees no CUDA device")
-    if found.type == "cuda":
-        if found.index is None:
-            found = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(found)
-    return found
-
-
 def _device_of(model: Transformer | str | Path, device: str | torch.device) -> torch.device:
     """Return the device of an engine: by default that of a loaded model."""
     if isinstance(model, Transformer) and str(device) == "auto":
         device = model.device
     return pick_device(device)
-
-
-def dtype_on(device: torch.device) -> torch.dtype:
-    """Return the default dtype that an engine computes in."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @cache
@@ -716,15 +690,6 @@ class NativeEngine:
         return policy_bytes(self.kv, self.spec, self._max_batch, self.model.dtype, self._recording)
 
 
-def policy_bytes(
-    kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
-) -> int:
-    """Return the device memory that a cache policy takes beside the cache: its own state, and the
-    records of the keys that it drops."""
-    recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
-    return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
-
-
 def _policy_or_dense(
     kv: CachePolicy | None,
     turn_caching: bool,
@@ -747,13 +712,3 @@ def _policy_or_dense(
         if turn_caching and stands:
             raise ValueError(f"turn_caching: it does not go with {reason}")
     return DENSE if kv is None else kv
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that the device (the machine, for a CPU) could give now; None where the
-    system does not say."""
-    if device.type == "cuda":
-        # what torch holds and nobody uses
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
-    return machine.free_memory()

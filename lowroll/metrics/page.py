@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+from pathlib import Path
+
+REPORT_FILE = "report.html"
 
 
 def escape(value: object, limit: int) -> str:
@@ -23,6 +26,18 @@ def page(title: str, body: str) -> str:
     nothing."""
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_digest(SCRIPT)}'"
     return _FRAME.format(title=title, policy=policy, style=STYLE, body=body, script=SCRIPT)
+
+
+def is_report(path: Path) -> bool:
+    """Return whether a file is a page of this module."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(2000)
+    return (
+        head.startswith(_FRAME.partition("{title}")[0].encode())
+        and b"Content-Security-Policy" in head
+    )
 
 
 def _digest(script: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from lowroll.checkpoint.files import read_file, write_file
 from lowroll.metrics.live import duration, guard_words
 from lowroll.metrics.names import METRICS, find
-from lowroll.metrics.page import escape, page
+from lowroll.metrics.page import REPORT_FILE, escape, is_report, page
 from lowroll.metrics.plots import (
     PLOTS,
     Plot,
@@ -34,8 +34,6 @@ from lowroll.metrics.record import ABOUT_FILE, LOST, read, spans
 from lowroll.metrics.samples import sample_section
 
 Record = dict[str, Any]
-REPORT_FILE = "report.html"
-_HEAD = b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>'  # of every page written here
 _MAX_CONFIG = 20_000
 _MAX_EVENTS = 40
 _HEADER = (
@@ -93,15 +91,6 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     ]
     write_file(out, page(escape(title, 200), "\n".join(body)).encode(errors="replace"))
     return out
-
-
-def is_report(path: Path) -> bool:
-    """Return whether a file is a page that `write_report` wrote."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(2000)
-    return head.startswith(_HEAD) and b"Content-Security-Policy" in head
 
 
 def _lost(records: Sequence[Record]) -> list[str]:

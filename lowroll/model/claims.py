@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lowroll import machine
+from lowroll.model.device import total_memory
 from lowroll.model.spec import ModelSpec
 
 LEAST_BITS = 4  # of a stored weight, whatever the format
@@ -69,12 +69,3 @@ def check_memory(path: Path, spec: ModelSpec, bits: float, device: torch.device 
 def _described(spec: ModelSpec) -> str:
     largest = max(_SIZES, key=lambda key: getattr(spec, _SIZES[key]))
     return f"{largest}: {getattr(spec, _SIZES[largest]):,} makes a model of {spec.num_parameters:,} parameters"
-
-
-def total_memory(device: torch.device | str) -> int | None:
-    """Bytes of memory that the device has (this process may use, for a CPU); None where the system
-    does not say."""
-    place = torch.device(device)
-    if place.type == "cuda":
-        return int(torch.cuda.mem_get_info(place)[1])
-    return machine.total_memory() if place.type == "cpu" else None

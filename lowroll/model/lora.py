@@ -23,7 +23,7 @@ from lowroll.model import base as bases
 from lowroll.model import card
 from lowroll.model.adapter import Adapter
 from lowroll.model.base import read_adapter_config
-from lowroll.model.claims import total_memory
+from lowroll.model.device import total_memory
 from lowroll.model.files import Headers, some, tensor_headers
 from lowroll.model.folder import copy_tokenizer, resolve
 from lowroll.model.headers import low_bit_format

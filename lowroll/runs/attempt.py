@@ -29,7 +29,6 @@ from lowroll.config import RunConfig
 from lowroll.metrics import trackers
 from lowroll.metrics.live import duration
 from lowroll.metrics.record import Record
-from lowroll.runs import hub
 from lowroll.runs.folder import FINAL, LOGS, RunFolder
 from lowroll.runs.stop import StepDropped, Stop, leave_lost_outputs
 
@@ -114,7 +113,10 @@ def attempt(
             "--overwrite: it replaces the run that --resume goes on with; give one of the two"
         )
     trackers.check(cfg.track)
-    hub.check(cfg.push_to_hub)
+    if cfg.push_to_hub is not None:
+        from lowroll.runs import hub  # only such a run loads it
+
+        hub.check(cfg.push_to_hub)
     folder = RunFolder(cfg, command, alone)
     if not (folder.path / LOCK).exists():
         folder.check(resume, overwrite)  # an untouched folder is not even locked
@@ -127,7 +129,7 @@ def attempt(
                 yield folder
             finally:
                 folder.close()
-            if folder.published:
+            if folder.published and cfg.push_to_hub is not None:
                 hub.offer(folder.final, cfg)
 
 
@@ -161,6 +163,13 @@ def drive(
     steps.finish(last)
     log.info("finished after step %d", last)
     return 0
+
+
+def tell(*lines: str) -> None:
+    """Write lines to the terminal and to the log."""
+    for line in lines:
+        log.info("%s", line)
+        print(line, file=sys.stderr, flush=True)
 
 
 def own(folder: Path) -> RunLock:

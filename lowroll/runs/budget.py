@@ -22,11 +22,12 @@ from pathlib import Path
 
 import torch
 
+import lowroll
 from lowroll.checkpoint.files import write_file
 from lowroll.config import RunConfig, from_mapping
-from lowroll.engine.native import NativeEngine, dtype_on
 from lowroll.metrics.progress import phases
 from lowroll.model import hf, scaling
+from lowroll.model.device import dtype_on
 from lowroll.model.files import read_json
 from lowroll.model.folder import resolve
 from lowroll.model.headers import exact_format, low_bit_format
@@ -38,10 +39,10 @@ from lowroll.quant.budget import is_budget, parse
 from lowroll.quant.table import OWN, STORED
 from lowroll.runs.assembly import models
 from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.attempt import tell
 from lowroll.runs.calibration import calibration_sequences, first_requests
 from lowroll.runs.folder import WEIGHTS as FILE
 from lowroll.runs.folder import RunFolder
-from lowroll.runs.terminal import tell
 from lowroll.types import Request, Sample, printable
 from lowroll.weights import noise
 from lowroll.weights.budget import Allocation, Calibration, allocate
@@ -323,7 +324,7 @@ def draw(
     longest = max(len(one.prompt_ids) for one in asked)
     most = max(1, min(most, cfg.rollout.max_tokens, model.spec.max_position - longest))
     requests = [replace(one, max_tokens=most) for one in asked]
-    engine = NativeEngine(
+    engine = lowroll.Engine(
         model,
         weights=compute.format(OWN),
         tokenizer=chat.tokenizer,

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-from lowroll.checkpoint.store import Checkpoint
+import yaml
+
+from lowroll.checkpoint.publish import read_meta
+from lowroll.checkpoint.store import Checkpoint, check_pieces
 from lowroll.parallel.ranks import ALONE, Ranks
 from lowroll.runs import identity
-from lowroll.runs.folder import RunFolder
+from lowroll.runs.folder import CONFIG, RunFolder
 from lowroll.trainer import shares
 
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, dict[str, Any]]
 State = dict[str, Any]
+META = ("command", "config", "base", "read", "step", "tensors")  # beside the state of a checkpoint
 
 
 class Checkpointing:
@@ -26,17 +30,80 @@ class Checkpointing:
 
     def __init__(self, home: RunFolder, resume: bool) -> None:
         self.home = home
-        self.found = home.find() if resume else None
+        self.found = self._find() if resume else None
         self.base = ""
         self.inputs: dict[str, str] = {}
         self._newest: int | None = None  # step
         self._seconds: dict[str, float] = {}
 
+    @cached_property
+    def _own_inputs(self) -> dict[str, str]:
+        """Return the inputs beside settings and weights (`identity.read_by`)."""
+        return identity.read_by(self.home.cfg, self.home.command)
+
+    def _find(self) -> Checkpoint | None:
+        """Return the checkpoint to continue; None when the run begins again.
+
+        ValueError when the run, or its inputs, are not those of the configuration.
+        """
+        home = self.home
+        if home.command == "sft":
+            key, steps, needed = "sft.steps", home.cfg.sft.steps, {*META}
+        else:
+            key, steps = "train.max_steps", home.cfg.train.max_steps
+            needed = {*META, "cache_tokens"}
+        try:
+            saved = home.store.load(home.asked_step, verified=home.verified)
+        except FileNotFoundError as error:
+            if home.asked_step is not None:
+                raise ValueError(f"ckpt.resume_step: {error}") from None
+            if home.has_steps():
+                identity.refuse_other_settings(self._written(), home.cfg, of="the run")
+            return None
+        check_pieces(
+            "checkpoint",
+            {"read": None, "cache_tokens": None, **saved.meta},
+            {*META, "cache_tokens"},
+        )
+        before = yaml.safe_load(saved.meta["config"])
+        identity.refuse_other_settings(before, home.cfg, self._may_change(saved, before))
+        read = saved.meta.get("read")
+        identity.refuse_other_files(
+            read and {name: read[name] for name in read if name != identity.TEACHER},
+            self._own_inputs,
+        )
+        check_pieces("checkpoint", saved.meta, needed)
+        if steps < saved.step:
+            raise ValueError(f"{key}: {steps}, and the run has made {saved.step} steps")
+        return saved
+
+    def _written(self) -> dict[str, Any]:
+        """Return the settings in config.yaml; ValueError when unreadable."""
+        path = self.home.path / CONFIG
+        try:
+            written = yaml.safe_load(path.read_bytes())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(
+                f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
+                f"again ({' '.join(str(error).split())})"
+            ) from error
+        if not isinstance(written, dict):
+            raise ValueError(
+                f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
+                f"again"
+            )
+        return written
+
+    def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
+        last = (read_meta(self.home.final) or {}).get("step")
+        ended = last == saved.step < before["train"]["max_steps"]
+        return identity.FOR_SIGNAL if ended else ()
+
     def identify(self, base: str, beside: Mapping[str, str] | None = None) -> None:
         """Set the digest of the initial weights and of other inputs, which a resumed run must
         share."""
         self.base = base
-        self.inputs = self.home.inputs | dict(beside or {})
+        self.inputs = self._own_inputs | dict(beside or {})
 
     @property
     def cache_tokens(self) -> int | None:
@@ -49,7 +116,10 @@ class Checkpointing:
         if saved is None:
             log.warning("the run ended before its first checkpoint; it begins again with step 1")
             return None
-        self.home.check_base(saved, self.base)
+        if saved.meta["base"] != self.base:
+            raise ValueError(
+                f"model: the weights of {self.home.cfg.model} are not those that the run began with"
+            )
         identity.refuse_other_files(saved.meta["read"], self.inputs)
         self._newest = saved.step
         return saved

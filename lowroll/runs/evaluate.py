@@ -35,9 +35,8 @@ from lowroll.quant.table import OWN, STORED
 from lowroll.runs import budget
 from lowroll.runs.assembly import engines, environments, models, orchestrator, prompts
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.comparison import EngineAnswers, rows_of
-from lowroll.runs.findings import folder_of, leave
 from lowroll.runs.responses import Responses
+from lowroll.runs.results import EngineAnswers, folder_of, leave, rows_of
 from lowroll.runs.server import Server
 from lowroll.types import Score
 
@@ -53,7 +52,7 @@ def evaluate(
     each: Mapping[str, int] | None = None,
     out: Path | None = None,
 ) -> Rows:
-    """Return one row an environment, format and cache (`comparison.rows_of`), and their average
+    """Return one row an environment, format and cache (`results.rows_of`), and their average
     over environments.
 
     `weights` are formats or budgets; "dense" is the run's own dtype. Without any they are dense and

@@ -8,68 +8,44 @@
 `rollout` holds the codes that the engine used after that step, without noise; of a LoRA run it is
 the adapter, with its quantized base in the folder `base`. `merged` adds the adapter to the
 dequantized base it was trained on; the original dense model gives another policy. `PolicyGap`
-measures a policy's distance from the learner on the run's logged rollouts.
+(`runs.policy_gap`) is a policy's distance from the learner on the run's logged rollouts.
 
 An adapter folder may take the place of the run: it states its base (`model.base`).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.checkpoint.store import Checkpoint, Store
 from lowroll.config import RunConfig, load
-from lowroll.engine.native import free_memory
 from lowroll.model import base, card, hf, lora
 from lowroll.model.base import base_of
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format, read_folder_layout
-from lowroll.model.scoring import score
 from lowroll.model.spec import read_config
 from lowroll.model.tokenizer import tokenizer_home
 from lowroll.model.transformer import Transformer
-from lowroll.objectives.mismatch import mismatch
 from lowroll.quant import dense
 from lowroll.quant.budget import is_budget
-from lowroll.quant.formats import get_format, stored_format
+from lowroll.quant.formats import get_format
 from lowroll.quant.layouts import unread_by_transformers
 from lowroll.runs import budget, sft
 from lowroll.runs.assembly import models
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.monitor import fallen_to
+from lowroll.runs.policy_gap import PolicyGap, gap_between, newest_batch, publish_adapter, scores
 from lowroll.trainer.state import restore_weights
-from lowroll.transport.codec import CodecError
-from lowroll.transport.rollout_log import read_rollouts, rollout_files
-from lowroll.types import Batch, Sample
-from lowroll.weights import aligned, noise
+from lowroll.types import Batch
 from lowroll.weights.publish import dequantize_base, digest, quantize_base, rollout_copy
-
-log = logging.getLogger(__name__)
 
 KINDS = ("merged", "adapter", "rollout")
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class PolicyGap:
-    """The distance of a policy from the learner, in nats a token, over `tokens` drawn tokens."""
-
-    tokens: int
-    logp_diff: float  # mean |difference of log-probs|
-    kl: float  # of the learner to the policy, estimated by k3
-
-    def __str__(self) -> str:
-        return (
-            f"{self.logp_diff:.3g} nats a token (mean |difference of log-probs|; KL {self.kl:.3g}) "
-            f"over {self.tokens} tokens of the run's rollouts"
-        )
 
 
 @dataclass(frozen=True)
@@ -166,53 +142,6 @@ def export_run(run: str | Path, out: str | Path, kind: str, step: int | None = N
     return Exported(out, form, _weight_bytes(out), _weight_bytes(source), saved.step, gap, note)
 
 
-def publish_adapter(
-    cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None, step: int
-) -> PolicyGap | None:
-    """Publish a learner's adapter after `step` as the new folder `out`, with its gap on the named
-    model in the card.
-
-    batch: what the gap is measured on. None without a batch, for an unchanged base, or without
-    device memory for a second model.
-    """
-    scale = cfg.train.uaq_scale or 1.0
-    source = resolve(cfg.model)
-    gap = None
-    stands_on = base.of(model, scale)
-    holds = low_bit_format(source)
-    revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
-
-    def write(target: Path) -> None:
-        nonlocal gap
-        lora.write(model, target, cfg.model, source, scale, revision)
-        if batch and stands_on.rounds and stored_format(str(stands_on.weights)) != holds:
-            gap = _gap_on(source, target, model, batch)
-        measured = "" if gap is None else f"Measured: {gap}."
-        card.write(target, cfg.model, stands_on, holds, measured)
-
-    publish_folder(out, write, {"kind": "adapter", "step": step})
-    return gap
-
-
-def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> PolicyGap | None:
-    """Measure the gap of an adapter folder on a model folder; None, with a log line, without memory
-    for a second model."""
-    needs = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
-    free = free_memory(model.device)
-    try:
-        if free is None or free > needs:
-            plain = lora.load(hf.load(source, model.device, model.dtype), adapter)
-            return _gap(_scores(model, batch), _scores(plain, batch))
-    except (torch.OutOfMemoryError, MemoryError):
-        pass
-    log.warning(
-        "how far the adapter is from the learner on %s was not measured: too little memory is free "
-        "for a second model",
-        source,
-    )
-    return None
-
-
 def _export_adapter(folder: Path, out: Path, kind: str, step: int | None) -> Exported:
     """Export an adapter folder merged into its base, or with the base beside it."""
     if kind == "adapter" or step is not None:
@@ -248,48 +177,6 @@ def _learner(cfg: RunConfig, saved: Checkpoint, run: Path) -> tuple[Transformer,
     raise ValueError(f"model: the weights of {cfg.model} are not those that the run began with")
 
 
-def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
-    """Return the newest logged rollouts up to a step, of each group in turn, at most `most` tokens;
-    None without any. An unreadable file is logged, and an earlier one is used."""
-    batch = None
-    paths = [path for made, path in rollout_files(run / "rollouts") if made <= step]
-    for path in reversed(paths):
-        try:
-            batch = read_rollouts(path)
-            break
-        except (CodecError, OSError) as error:
-            log.warning("%s; older rollouts take its place in the measurement", error)
-    return None if batch is None else excerpt(batch, most)
-
-
-def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
-    """Return a batch's rollouts of up to `most` tokens, of each group in turn, without dropped
-    ones; None without any."""
-    kept: list[Sample] = []
-    left = most
-    learned = [sample for sample in batch.samples if sample.group >= 0]
-    for sample in sorted(learned, key=lambda sample: sample.rollout.behavior.sample):
-        tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids)
-        if sample.rollout.token_ids and tokens <= left:
-            kept.append(sample)
-            left -= tokens
-    return replace(batch, samples=kept) if kept else None
-
-
-def _scores(model: Transformer, batch: Batch) -> Tensor:
-    sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
-    prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
-    with aligned.suspended(model), noise.muted(model):
-        return torch.cat(score(model, sequences, prompt_lens, batch.temperature)).cpu()
-
-
-def _gap(learner: Tensor, policy: Tensor) -> PolicyGap:
-    found = mismatch(
-        learner=policy[None], behavior=learner[None], mask=torch.ones_like(learner[None])
-    )
-    return PolicyGap(len(learner), found["mismatch/logp_diff_mean"], found["mismatch/kl_k3"])
-
-
 def _save_merged(
     model: Transformer, out: Path, source: Path, batch: Batch | None = None
 ) -> PolicyGap | None:
@@ -297,9 +184,9 @@ def _save_merged(
     if batch is None:
         hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
         return None
-    before = _scores(model, batch)
+    before = scores(model, batch)
     hf.save(lora.merge(dequantize_base(model)), out, tokenizer_from=source)
-    return _gap(before, _scores(model, batch))
+    return gap_between(before, scores(model, batch))
 
 
 def _save_rollout(rollout: Transformer, out: Path, source: Path) -> str | None:

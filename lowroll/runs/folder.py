@@ -19,8 +19,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lowroll.checkpoint.files import write_file
 from lowroll.checkpoint.lock import LOCK
 from lowroll.checkpoint.publish import read_meta
@@ -31,8 +29,9 @@ from lowroll.checkpoint.replacement import (
     settle_folder,
 )
 from lowroll.checkpoint.space import Space
-from lowroll.checkpoint.store import DAMAGED, Checkpoint, Store, check_pieces
+from lowroll.checkpoint.store import DAMAGED, Store
 from lowroll.config import RunConfig
+from lowroll.metrics.page import REPORT_FILE, is_report
 from lowroll.metrics.record import (
     ABOUT_FILE,
     METRICS_FILE,
@@ -41,7 +40,6 @@ from lowroll.metrics.record import (
     computed_otherwise,
     write_about,
 )
-from lowroll.metrics.report import REPORT_FILE, is_report
 from lowroll.metrics.trackers import TRACKED_FILE, Tracked, Trackers
 from lowroll.runs import identity
 from lowroll.transport.rollout_log import (
@@ -59,7 +57,6 @@ CONFIG, FINAL, LOGS, ENVIRONMENTS = "config.yaml", "final", "logs", "environment
 WEIGHTS = "rollout_weights.json"  # which layers have which format (`runs.budget`)
 BATCHES = ("rollouts", "offending")
 ROLES = ("roles", "orchestrator", "broadcasts")  # of a run with roles
-META = ("command", "config", "base", "read", "step", "tensors")  # beside the state of a checkpoint
 _MARK = re.compile(r"# lowroll (\w+): the settings of the run in this folder\n")
 _SPOOLED = re.compile(r"step_[0-9]{6,15}\.frame(\.damaged)?|(end|cursor|dismissed)\.json")
 _STEP = re.compile(r"step_[0-9]{6,}")
@@ -86,19 +83,13 @@ class RunFolder:
         self.final = self.path / FINAL
         self.store = Store(self.path / "checkpoints", cfg.ckpt.keep_last, cfg.ckpt.keep_interval)
         self.space = Space(cfg.ckpt.wait_for_space)
-        self.meta = META if command == "sft" else (*META, "cache_tokens")
         self.recorder: Recorder  # of a run that has begun or gone on
         self.published = False  # whether final/ is of this attempt
         self.trackers: Trackers | None = None  # of such a run, until the attempt ends
-        if command == "grpo":
-            self.length = ("train.max_steps", cfg.train.max_steps)
-        else:
-            self.length = ("sft.steps", cfg.sft.steps)
-
-    @cached_property
-    def inputs(self) -> dict[str, str]:
-        """Return the inputs beside settings and weights (`identity.read_by`)."""
-        return identity.read_by(self.cfg, self.command)
+        # the step of the checkpoint to go on from, None the newest; a role that is started again
+        # goes on where it was
+        asked = cfg.ckpt.resume_step
+        self.asked_step = None if asked == -1 or not alone else asked
 
     @cached_property
     def _settings(self) -> str:
@@ -160,7 +151,8 @@ class RunFolder:
                 f"output_dir: {found}. A run would write there: move it, or name another folder"
             )
         if not resume:
-            self._refuse_own_inputs()
+            gone = (self.store.folder, self.final, *(self.path / name for name in BATCHES))
+            identity.refuse_to_remove(gone, self.cfg)
 
     def _in_the_way(self, made: str | None, overwrite: bool) -> Iterator[str]:
         folders = [
@@ -190,22 +182,6 @@ class RunFolder:
                 yield f"{path} is not a checkpoint of a run of this folder"
             elif overwrite and (foreign := foreign_in(path, contents=False)):
                 yield foreign
-
-    def _refuse_own_inputs(self) -> None:
-        """Raise ValueError for a run that would remove what it reads."""
-        goes = [
-            path.resolve()
-            for path in (self.store.folder, self.final, *(self.path / name for name in BATCHES))
-        ]
-        settings = {key: value for key, value in self.cfg.tree().items() if key != "output_dir"}
-        for text in identity.texts(settings):
-            if os.path.exists(text) and any(
-                Path(text).resolve().is_relative_to(path) for path in goes
-            ):
-                raise ValueError(
-                    f"output_dir: the run reads {text}, which a new run in {self.path} would "
-                    "replace: name another folder"
-                )
 
     # -- beginning and going on --------------------------------------------------------------------
 
@@ -238,72 +214,6 @@ class RunFolder:
             log.info("%s: %s", name, words)
         self.recorder = Recorder(self.path)
         self._track(0)
-
-    def find(self) -> Checkpoint | None:
-        """Return the newest checkpoint; None when the run begins again.
-
-        ValueError when the run, or its inputs, are not those of the configuration.
-        """
-        key, steps = self.length
-        try:
-            saved = self.store.load(self._asked, verified=self.verified)
-        except FileNotFoundError as error:
-            if self._asked is not None:
-                raise ValueError(f"ckpt.resume_step: {error}") from None
-            if self.has_steps():
-                identity.refuse_other_settings(self._written(), self.cfg, of="the run")
-            return None
-        check_pieces(
-            "checkpoint",
-            {"read": None, "cache_tokens": None, **saved.meta},
-            {*self.meta, "cache_tokens"},
-        )
-        before = yaml.safe_load(saved.meta["config"])
-        identity.refuse_other_settings(before, self.cfg, self._may_change(saved, before))
-        read = saved.meta.get("read")
-        identity.refuse_other_files(
-            read and {name: read[name] for name in read if name != identity.TEACHER}, self.inputs
-        )
-        check_pieces("checkpoint", saved.meta, self.meta)
-        if steps < saved.step:
-            raise ValueError(f"{key}: {steps}, and the run has made {saved.step} steps")
-        return saved
-
-    @property
-    def _asked(self) -> int | None:
-        """Return the requested checkpoint's step; None means the newest. A restarted role continues
-        where it was."""
-        asked = self.cfg.ckpt.resume_step
-        return None if asked == -1 or not self.alone else asked
-
-    def _written(self) -> dict[str, Any]:
-        """Return the settings in config.yaml; ValueError when unreadable."""
-        path = self.path / CONFIG
-        try:
-            written = yaml.safe_load(path.read_bytes())
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(
-                f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
-                f"again ({' '.join(str(error).split())})"
-            ) from error
-        if not isinstance(written, dict):
-            raise ValueError(
-                f"{path}: damaged, and there is no checkpoint to go on with: --overwrite begins "
-                f"again"
-            )
-        return written
-
-    def _may_change(self, saved: Checkpoint, before: Mapping[str, Any]) -> tuple[str, ...]:
-        last = (read_meta(self.final) or {}).get("step")
-        ended = last == saved.step < before["train"]["max_steps"]
-        return identity.FOR_SIGNAL if ended else ()
-
-    def check_base(self, saved: Checkpoint, base: str) -> None:
-        """Raise ValueError unless the weights' digest is that of the run's beginning."""
-        if saved.meta["base"] != base:
-            raise ValueError(
-                f"model: the weights of {self.cfg.model} are not those that the run began with"
-            )
 
     def resume(self, step: int, about: Mapping[str, str]) -> None:
         """Continue after the checkpoint of a step: remove later files, and apply the current

@@ -28,7 +28,7 @@ from lowroll.orchestrator.errors import NoSignal
 from lowroll.runs import budget
 from lowroll.runs.assembly import configuration, engines, models, prompts
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import RunResult, attempt, drive
+from lowroll.runs.attempt import RunResult, attempt, drive, tell
 from lowroll.runs.batches import BatchSource, RunEnvironments
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.evaluations import around
@@ -36,10 +36,8 @@ from lowroll.runs.folder import RunFolder, goes_on
 from lowroll.runs.learner import Learner, Policy
 from lowroll.runs.memory import fit, sizes
 from lowroll.runs.memory.plan import Planner
-from lowroll.runs.roles.supervisor import launch
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.runs.stop import Stop, polite_stop
-from lowroll.runs.terminal import tell
 from lowroll.transport.memory import MemoryRolloutChannel
 
 log = logging.getLogger(__name__)
@@ -67,6 +65,8 @@ def run(
     cfg, texts = configuration.read(config, overrides or {})
     resume = resume or goes_on(cfg)
     if cfg.launcher != "none":
+        from lowroll.runs.roles.supervisor import launch  # only such a run loads the roles
+
         return launch(cfg, texts, resume=resume, overwrite=overwrite)
     if problems := one_process_problems(cfg):
         raise ValueError("\n".join(problems))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,20 @@ def refuse_other_settings(
         {key: new for key, _, new in apart},
         repr,
     )
+
+
+def refuse_to_remove(gone: Iterable[Path], cfg: RunConfig) -> None:
+    """Raise ValueError when the settings name something inside what a new run removes."""
+    removed = [path.resolve() for path in gone]
+    settings = {key: value for key, value in cfg.tree().items() if key != "output_dir"}
+    for text in texts(settings):
+        if os.path.exists(text) and any(
+            Path(text).resolve().is_relative_to(path) for path in removed
+        ):
+            raise ValueError(
+                f"output_dir: the run reads {text}, which a new run in "
+                f"{Path(cfg.output_dir)} would replace: name another folder"
+            )
 
 
 def _apart(key: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:

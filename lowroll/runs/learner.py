@@ -33,8 +33,8 @@ from lowroll.runs.assembly import models, trainer
 from lowroll.runs.assembly.about import about
 from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.checkpointing import Checkpointing, State, Tensors
-from lowroll.runs.export import excerpt, newest_batch, publish_adapter
 from lowroll.runs.monitor import Monitor
+from lowroll.runs.policy_gap import excerpt, newest_batch, publish_adapter
 from lowroll.runs.stages import Stages
 from lowroll.trainer.guard import Guard
 from lowroll.trainer.loop import Trainer

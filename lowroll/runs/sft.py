@@ -28,12 +28,11 @@ from lowroll.runs import budget
 from lowroll.runs.assembly import environments, models, trainer
 from lowroll.runs.assembly.about import about, learned
 from lowroll.runs.assembly.compute import Compute
-from lowroll.runs.attempt import RunResult, attempt, drive
+from lowroll.runs.attempt import RunResult, attempt, drive, tell
 from lowroll.runs.checkpointing import Checkpointing
 from lowroll.runs.folder import RunFolder
 from lowroll.runs.memory import sizes
 from lowroll.runs.stop import polite_stop
-from lowroll.runs.terminal import tell
 from lowroll.trainer.packing import num_fed
 from lowroll.trainer.sft import (
     Demonstration,

@@ -19,7 +19,7 @@ from lowroll.config import from_mapping
 from lowroll.metrics.record import Recorder, read
 from lowroll.runs import demo
 from lowroll.runs.attempt import log_file
-from lowroll.runs.export import excerpt, newest_batch
+from lowroll.runs.policy_gap import excerpt, newest_batch
 from lowroll.transport.rollout_log import write_rollouts
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, RunFailed, Sample, Score
 from tests.fixtures.batches import batch_of

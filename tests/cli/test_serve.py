@@ -23,7 +23,7 @@ from lowroll import Engine
 from lowroll.cli import serve
 from lowroll.cli.main import main
 from lowroll.config.train import TrainConfig
-from lowroll.engine.native import pick_device
+from lowroll.model.device import pick_device
 from lowroll.server import app as server_app
 from lowroll.server.limits import STATE
 from tests.fixtures.processes import eventually

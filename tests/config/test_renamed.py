@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from lowroll.config import ConfigError, RunConfig, as_config, from_mapping, load, load_surogate
+from lowroll.config import ConfigError, RunConfig, as_config, from_mapping, load
 from lowroll.config.build import known_keys
 from lowroll.config.document import parse
 from lowroll.config.renamed import GONE, RENAMED, carry_over, renamed_tree
+from lowroll.config.surogate.read import load_surogate
 
 OLD, NEW = "rollout.bulk", "rollout.large_batch_weights"
 NOTE = f"its name is {NEW} now; the old one works in this version, and not in the next"

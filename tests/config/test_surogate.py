@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lowroll.config import ConfigError, RunConfig, load, load_surogate
+from lowroll.config import ConfigError, RunConfig, load
+from lowroll.config.surogate.read import load_surogate
 from tests.fixtures.quick_start import INFER, ORCH, TRAIN
 
 # The values of the document's quick start.

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from docs import keys as documented
-from lowroll.config import ConfigError, RunConfig, load_role, load_surogate
-from lowroll.config.surogate.read import MODELS
+from lowroll.config import ConfigError, RunConfig
+from lowroll.config.surogate.read import MODELS, load_surogate
+from lowroll.config.surogate.roles import load_role
 from lowroll.config.surogate.table import ROLES_ALONE, TABLES
 
 LEAST: dict[str, dict[str, Any]] = {

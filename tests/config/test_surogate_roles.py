@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from lowroll.config import ConfigError, NotThereYet, RunConfig, load_role, load_surogate
+from lowroll.config import ConfigError, RunConfig
 from lowroll.config.process_checks import one_process_notes
-from lowroll.config.surogate.roles import GIVEN
+from lowroll.config.surogate.read import load_surogate
+from lowroll.config.surogate.roles import GIVEN, NotThereYet, load_role
 from tests.fixtures.quick_start import INFER, ORCH, TRAIN
 
 

@@ -18,7 +18,8 @@ import torch
 
 import lowroll
 from lowroll.cli.main import COMMANDS, main
-from lowroll.config import load, load_surogate
+from lowroll.config import load
+from lowroll.config.surogate.read import load_surogate
 from lowroll.metrics.record import read
 from lowroll.model import hf, lora
 from lowroll.runs import demo

@@ -12,10 +12,10 @@ import torch
 import lowroll
 from lowroll import Engine, Request
 from lowroll.engine.decoder import Decoder
-from lowroll.engine.native import pick_device
 from lowroll.engine.sequence import Sequence
 from lowroll.model import hf
 from lowroll.model.attention import varlen
+from lowroll.model.device import pick_device
 from lowroll.model.logprobs import log_probs
 from lowroll.types import Group
 from lowroll.weights.publish import quantize_base

@@ -11,7 +11,7 @@ import torch
 
 import lowroll
 from lowroll.model import hf
-from lowroll.runs import export
+from lowroll.runs import policy_gap
 from lowroll.runs.export import export_run
 from tests.fixtures.adapters import LORA, SEQUENCES
 from tests.fixtures.runs import run_session, settings
@@ -59,5 +59,5 @@ def test_final_is_the_policy_that_learned(
         export_run(tmp_path / "run", tmp_path / "adapter", "adapter").gap.tokens > 0
     )  # on the CPU
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))
-    batch = export.newest_batch(tmp_path / "run", 2)
-    assert export.publish_adapter(session.cfg, learner, tmp_path / "full", batch, 2) is None
+    batch = policy_gap.newest_batch(tmp_path / "run", 2)
+    assert policy_gap.publish_adapter(session.cfg, learner, tmp_path / "full", batch, 2) is None

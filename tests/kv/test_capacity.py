@@ -19,6 +19,7 @@ from lowroll.kv.pages import PagePool
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.kv.policy.dense import DENSE
 from lowroll.kv.policy.table import make
+from lowroll.model.device import free_memory
 from lowroll.types import Request
 from tests.fixtures.policies import HashedRKV, Recent
 from tests.fixtures.scheduling import FakeRunner, check_invariants, tag
@@ -204,7 +205,7 @@ def test_the_memory_of_a_machine_and_of_a_container(
     free."""
     monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(machine, "GROUP", tmp_path)
-    assert engine_module.free_memory(torch.device("cpu")) is None
+    assert free_memory(torch.device("cpu")) is None
     whole = machine.total_memory()
     for text, expected in (
         ("MemTotal: 9 kB\nMemAvailable:    100 kB\n", 102_400),
@@ -212,7 +213,7 @@ def test_the_memory_of_a_machine_and_of_a_container(
         ("MemAvailable: much kB\n", None),
     ):
         (tmp_path / "meminfo").write_text(text)
-        assert engine_module.free_memory(torch.device("cpu")) == expected
+        assert free_memory(torch.device("cpu")) == expected
     (tmp_path / "meminfo").write_text("MemAvailable: 100 kB\n")
     for limit, used, free in (
         ("max\n", 0, 102_400),

@@ -17,7 +17,7 @@ from lowroll.orchestrator.estimates import interval, majority, pass_at_k
 from lowroll.orchestrator.examples import Example, ExampleResponse, draw, score, votes
 from lowroll.orchestrator.settings import SamplingSettings
 from lowroll.orchestrator.source import draw_at
-from lowroll.runs.comparison import EngineAnswers, rows_of, shown
+from lowroll.runs.results import EngineAnswers, rows_of, shown
 from lowroll.types import Group, Prompt, Score, ScoreError
 from tests.fixtures.fakes import FakeEngine, FakeEnv, FakeTokenizer
 

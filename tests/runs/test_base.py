@@ -23,11 +23,11 @@ from lowroll.model import base, hf, lora
 from lowroll.model.base import base_of
 from lowroll.model.headers import low_bit_format
 from lowroll.quant.formats import get_format
-from lowroll.runs import export
+from lowroll.runs import policy_gap
 from lowroll.runs.assembly import engines
 from lowroll.runs.export import export_run, quantize_folder
 from lowroll.transport.rollout_log import read_rollouts
-from lowroll.weights import aligned
+from lowroll.weights import aligned, noise
 from lowroll.weights.publish import digest, quantize_base
 from lowroll.weights.update import WeightUpdate
 from tests.fixtures.adapters import LORA, SEQUENCES
@@ -87,7 +87,7 @@ def test_final_is_the_policy_that_learned(case: str, model: Path, tmp_path: Path
         session = run_session(tree, stack)
         session.finish(2)
         where, learner = session.compute, session.learner.model
-        with aligned.suspended(learner), export.noise.muted(learner):
+        with aligned.suspended(learner), noise.muted(learner):
             wanted = logp(learner)
         exact = session.rollouts.engine.model.exact
         fallen = session.rollouts.engine.behavior.weights != weights
@@ -292,20 +292,20 @@ def test_nothing_is_measured_without_tokens_or_room(
         (sizes[order[0]] + sizes[order[1]], order[:2]),
         (1, []),
     ):
-        found = export.newest_batch(run, 9, most)
+        found = policy_gap.newest_batch(run, 9, most)
         assert (found.samples if found else []) == [second.samples[i] for i in kept]
     assert export_run(run, tmp_path / "there", "adapter", step=1).gap.tokens == sum(
         len(sample.rollout.token_ids) for sample in first.samples
     )
     with monkeypatch.context() as patch:
-        patch.setattr(export, "free_memory", lambda device: 1 << 20)
+        patch.setattr(policy_gap, "free_memory", lambda device: 1 << 20)
         assert export_run(run, tmp_path / "small", "adapter").gap is None
     with monkeypatch.context() as patch:
         patch.setattr(lora, "load", out_of_memory)
         assert export_run(run, tmp_path / "full", "adapter").gap is None
     assert "was not measured here" in (tmp_path / "full" / "README.md").read_text()
     shutil.rmtree(run / "rollouts")
-    assert export.newest_batch(run, 2) is None
+    assert policy_gap.newest_batch(run, 2) is None
     assert export_run(run, tmp_path / "away", "adapter").gap is None
     assert "was not measured here" in (tmp_path / "away" / "README.md").read_text()
     assert export_run(run, tmp_path / "merged", "merged").gap is None

@@ -18,12 +18,12 @@ from lowroll.config import from_mapping
 from lowroll.metrics.failures import Attempt, Failure, failure_page
 from lowroll.orchestrator.errors import ScoringFailed
 from lowroll.orchestrator.examples import Example, ExampleResponse
-from lowroll.runs import findings
+from lowroll.runs import results
 from lowroll.runs.assembly import prompts
-from lowroll.runs.comparison import EngineAnswers, rows_of, shown
 from lowroll.runs.evaluate import evaluate
 from lowroll.runs.preflight import look_at_run
 from lowroll.runs.presets import PRESETS, preset
+from lowroll.runs.results import EngineAnswers, rows_of, shown
 from lowroll.types import Prompt, Score, ScoreError
 from tests.fixtures.runs import settings as run_settings
 
@@ -392,9 +392,9 @@ def test_the_page_shows_all_turns_of_a_conversation() -> None:
     talk = ExampleResponse("7", 2, "stop", messages=[{"role": r, "content": c} for r, c in said])
     talk.score = Score(0.0)
     example = Example("test/0", Prompt("test/0", "e", [{"role": "user", "content": "1-9"}]), [talk])
-    (failure,) = findings._failures(
-        [EngineAnswers("e", {"weights": "int8"}, [example], None, 1.0)]
-    )["e"]
+    (failure,) = results._failures([EngineAnswers("e", {"weights": "int8"}, [example], None, 1.0)])[
+        "e"
+    ]
     assert failure.attempts[0].wrong == "assistant: 4\nuser: higher\nassistant: 7"
 
 

@@ -169,8 +169,7 @@ def python(tmp_path: Path) -> Path:
 def test_a_dry_run_starts_nothing(
     model: Path, python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "start", lambda *_: pytest.fail("started"))
-    monkeypatch.setattr(vllm, "attach", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(vllm, "make", lambda *_: pytest.fail("made"))
 
     def look(**section: Any) -> Findings:
         rollout = {"engine": "vllm", "weights": "dense", "vllm": section, "cache_tokens": None}

@@ -40,6 +40,15 @@ def recorder_bytes(policy: CachePolicy, spec: ModelSpec, max_batch: int) -> int:
     return spec.num_layers * spec.num_kv_heads * keys * torch.int32.itemsize
 
 
+def policy_bytes(
+    kv: CachePolicy, spec: ModelSpec, max_batch: int, dtype: torch.dtype, record_evictions: bool
+) -> int:
+    """Return the device memory that a cache policy takes beside the cache: its own state, and the
+    records of the keys that it drops."""
+    recorded = recorder_bytes(kv, spec, max_batch) if record_evictions else 0
+    return kv.state_bytes(spec, max_batch, dtype.itemsize) + recorded
+
+
 @dataclass(frozen=True)
 class Dropped:
     """A compaction of the sample in a slot."""

@@ -4,7 +4,7 @@
     configuration   the settings of a YAML file, a mapping, or Python code
     compute         device and dtype
     models          the learner, and the frozen models and the critic beside it
-    engines         the rollout engine, and what it will hold together
+    engines         the rollout engine, and what it will hold together: a row each in native and vllm
     environments    environments and their scoring workers
     prompts         which prompts leave room for a response
     orchestrator    settings of the orchestrator: sampling, groups, filters

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lowroll.config import RunConfig
-from lowroll.engine.native import pick_device
+from lowroll.model.device import pick_device
 from lowroll.quant import dense
 from lowroll.quant.table import OWN
 

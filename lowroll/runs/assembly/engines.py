@@ -1,22 +1,34 @@
-"""The rollout engine of a run, and what the run will hold in it together."""
+"""The rollout engine of a run, and what the run will hold in it together.
+
+A row of ENGINES is a module with three functions:
+
+    check(cfg)              raises ValueError for what would keep the engine from being built
+    make(cfg, compute, model, chat, weights, workloads)     builds it
+    begin(cfg, model, engine)       brings it to the learner's weights, as version 0
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
 
 from lowroll.config import RunConfig
-from lowroll.engine.base import Capabilities, Engine
-from lowroll.engine.native import NativeEngine
+from lowroll.engine.base import Engine
 from lowroll.envs import Environment
 from lowroll.kv.capacity import Workload
 from lowroll.model.spec import ModelSpec
 from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
-from lowroll.quant.formats import get_format
-from lowroll.runs.assembly import caches, capabilities, exactness, prompts, vllm
+from lowroll.runs.assembly import capabilities, prompts
 from lowroll.runs.assembly.compute import Compute
 from lowroll.weights.noise import Noise
-from lowroll.weights.update import Kind, WeightUpdate
+from lowroll.weights.update import WeightUpdate
+
+ENGINES = {  # by `rollout.engine`; the row that a run uses is loaded
+    "native": "lowroll.runs.assembly.native",
+    "vllm": "lowroll.runs.assembly.vllm",
+}
 
 
 def make(
@@ -32,17 +44,11 @@ def make(
     (`rollout.large_batch_weights`) belongs to the run's own format only: an engine in any other
     format has just that one."""
     name = compute.format(weights or cfg.rollout.weights)
-    if cfg.rollout.engine == "native":
-        made: Engine = _native(cfg, compute, model, chat, name, workloads)
-    elif cfg.rollout.vllm.url is None:
-        made = vllm.start(cfg, compute, model, name)
-    else:
-        made = vllm.attach(cfg, model, name)
+    row = _row(cfg)
+    made: Engine = row.make(cfg, compute, model, chat, name, workloads)
     try:
         capabilities.check(cfg, made.capabilities)
-        if cfg.rollout.engine != "native":
-            _check_vllm(cfg, model.spec, made.capabilities)
-            made.update_weights(update(cfg, model, 0))
+        row.begin(cfg, model, made)
     except BaseException:
         made.close()
         raise
@@ -58,62 +64,14 @@ def update(
     return local if cfg.rollout.engine == "native" else local.as_stream()
 
 
-def _native(
-    cfg: RunConfig,
-    compute: Compute,
-    model: Transformer,
-    chat: ChatTokenizer,
-    name: str,
-    workloads: Sequence[Workload],
-) -> NativeEngine:
-    rollout = cfg.rollout
-    own = compute.format(rollout.weights)
-    return NativeEngine(
-        model,
-        weights=name,
-        kv=caches.policy(cfg),
-        kv_dtype=rollout.cache.kv_dtype,
-        dtype=None if get_format(name).dense else compute.dtype,
-        tokenizer=chat.tokenizer,
-        page_size=rollout.page_size,
-        cache_tokens=rollout.cache_tokens,
-        workloads=workloads,
-        max_batch=rollout.max_batch,
-        prefill_chunk=rollout.prefill_chunk,
-        noisy=cfg.noise is not None,
-        large_batch_weights=rollout.large_batch_weights if name == own else None,
-        keep_dense=rollout.keep_dense,
-        record_evictions=cfg.train.replay_kv,
-        max_model_len=rollout.max_model_len,
-        memory_share=rollout.gpu_memory_utilization,
-        prefix_caching=rollout.prefix_caching,
-        turn_caching=rollout.turn_caching,
-        cuda_graphs=rollout.cuda_graphs,
-        exact=exactness.of_engine(cfg, compute, model.spec, name),
-    )
-
-
 def check(cfg: RunConfig) -> None:
     """Raise ValueError for what would keep the run's engine from being built, before anything
     is."""
-    if cfg.rollout.engine != "native":
-        vllm.check(cfg)
+    _row(cfg).check(cfg)
 
 
-def _check_vllm(cfg: RunConfig, spec: ModelSpec, able: Capabilities) -> None:
-    """Raise ValueError that names what a run asks of vLLM and the installed one does not have."""
-    needed = vllm.context(cfg, spec)
-    if able.context_length < needed:
-        raise ValueError(
-            f"train.tokens_per_microbatch: prompts and responses of up to {needed} tokens are "
-            f"asked for, and this vLLM's context is {able.context_length} (--max-model-len)"
-        )
-    kind: Kind = "adapter" if cfg.train.lora else "full"
-    if kind not in able.updates:
-        takes = " and ".join(sorted(able.updates)) or "none"
-        raise ValueError(
-            f"train.lora: updates of kind {kind!r} are needed, and this vLLM takes {takes}"
-        )
+def _row(cfg: RunConfig) -> Any:
+    return import_module(ENGINES[cfg.rollout.engine])
 
 
 def with_engine(cfg: RunConfig, engine: str) -> RunConfig:

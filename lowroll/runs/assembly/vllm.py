@@ -13,29 +13,30 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowroll.config import RunConfig
 from lowroll.config.vllm import VllmConfig
 from lowroll.engine.base import Engine
-from lowroll.engine.native import pick_device
+from lowroll.engine.remote.vllm_engine import VllmEngine
+from lowroll.kv.capacity import Workload
 from lowroll.model import hf
+from lowroll.model.device import pick_device
 from lowroll.model.folder import resolve
 from lowroll.model.headers import low_bit_format
 from lowroll.model.scoring import score
 from lowroll.model.spec import ModelSpec, read_spec
+from lowroll.model.tokenizer import ChatTokenizer
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format, stored_format
 from lowroll.runs.assembly import models
 from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.attempt import tell
 from lowroll.runs.folder import LOGS
-from lowroll.runs.terminal import tell
 from lowroll.weights.publish import rollout_copy
-
-if TYPE_CHECKING:
-    from lowroll.engine.remote.vllm_engine import VllmEngine
+from lowroll.weights.update import Kind, WeightUpdate
 
 PYTHON = "LOWROLL_VLLM_PYTHON"
 _LOOK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -107,9 +108,19 @@ def context(cfg: RunConfig, spec: ModelSpec) -> int:
     return min(spec.max_position, most, cfg.train.longest)
 
 
-def start(cfg: RunConfig, compute: Compute, model: Transformer, weights: str) -> Engine:
-    """Start a vLLM for the run, which ends with `close`. The learner stays `model`: its log-probs
-    are compared after every update."""
+def make(
+    cfg: RunConfig,
+    compute: Compute,
+    model: Transformer,
+    chat: ChatTokenizer,
+    weights: str,
+    workloads: Sequence[Workload],
+) -> VllmEngine:
+    """Attach to the vLLM at rollout.vllm.url, which goes on after `close`, or start one, which
+    ends with it. The learner stays `model`: its log-probs are compared after every update. The
+    sizes of the cache are vLLM's own."""
+    if cfg.rollout.vllm.url is not None:
+        return _attach(cfg, model, weights)
     logs = Path(cfg.output_dir) / LOGS
     log = logs / "vllm.log" if logs.is_dir() else None
     return _start(cfg, compute, lambda: model, weights, log, **_verified(model))
@@ -133,8 +144,6 @@ def _start(
     log: Path | None,
     **more: Any,
 ) -> VllmEngine:
-    from lowroll.engine.remote.vllm_engine import VllmEngine
-
     vllm = cfg.rollout.vllm
     written = tempfile.TemporaryDirectory(prefix="lowroll-vllm-", dir=vllm.folder)
     base = _base(cfg, compute, learner, weights, Path(written.name))
@@ -158,11 +167,27 @@ def _start(
     return made
 
 
-def attach(cfg: RunConfig, model: Transformer, weights: str) -> Engine:
-    """Attach to the vLLM at rollout.vllm.url, which goes on after `close`. It serves the run's
-    model, or one in the rollouts' format whose folder it names."""
-    from lowroll.engine.remote.vllm_engine import VllmEngine
+def begin(cfg: RunConfig, model: Transformer, engine: Engine) -> None:
+    """Send the learner's weights. ValueError names what the run asks of vLLM and the installed one
+    does not have."""
+    able, needed = engine.capabilities, context(cfg, model.spec)
+    if able.context_length < needed:
+        raise ValueError(
+            f"train.tokens_per_microbatch: prompts and responses of up to {needed} tokens are "
+            f"asked for, and this vLLM's context is {able.context_length} (--max-model-len)"
+        )
+    kind: Kind = "adapter" if cfg.train.lora else "full"
+    if kind not in able.updates:
+        takes = " and ".join(sorted(able.updates)) or "none"
+        raise ValueError(
+            f"train.lora: updates of kind {kind!r} are needed, and this vLLM takes {takes}"
+        )
+    engine.update_weights(WeightUpdate.local(model, 0).as_stream())
 
+
+def _attach(cfg: RunConfig, model: Transformer, weights: str) -> VllmEngine:
+    """Return the engine at an address. It serves the run's model, or one in the rollouts' format
+    whose folder it names."""
     vllm = cfg.rollout.vllm
     source = resolve(cfg.model)
     folder = source if _holds(source, weights) else None

@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowroll.config import RunConfig
-from lowroll.engine.native import free_memory, policy_bytes
 from lowroll.kv.capacity import SHARE, UNKNOWN_FREE, Workload
+from lowroll.kv.policy.recorder import policy_bytes
 from lowroll.kv.storage import storage
-from lowroll.model.claims import total_memory
+from lowroll.model.device import free_memory, total_memory
 from lowroll.model.shards import AHEAD
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format

@@ -38,7 +38,7 @@ from lowroll.model.tokens import FileTokenizer
 from lowroll.orchestrator.errors import NoSignal
 from lowroll.orchestrator.journal import Journal
 from lowroll.orchestrator.loop import logged
-from lowroll.runs.attempt import log_file, own
+from lowroll.runs.attempt import log_file, own, tell
 from lowroll.runs.batches import BatchSource, RunEnvironments
 from lowroll.runs.evaluations import around
 from lowroll.runs.folder import RunFolder
@@ -49,7 +49,6 @@ from lowroll.runs.roles.limits import refuse
 from lowroll.runs.roles.run_paths import ORCHESTRATOR, TRAINER, RunPaths
 from lowroll.runs.roles.versions import Engines, Versions
 from lowroll.runs.stop import polite_stop
-from lowroll.runs.terminal import tell
 from lowroll.transport.base import Cursor, FrameGone, wait_until
 from lowroll.transport.broadcasts import Broadcasts
 from lowroll.transport.rollout_log import rollouts_path, truncate_rollouts

@@ -209,11 +209,7 @@ class ReadOnlyFolder(RunFolder):
 
     def __init__(self, cfg: RunConfig, step: int | None) -> None:
         super().__init__(cfg, "grpo", alone=False)
-        self._step = step
-
-    @property
-    def _asked(self) -> int | None:
-        return self._step
+        self.asked_step = step
 
     def resume(self, step: int, about: Mapping[str, str]) -> None:
         """Do nothing: rank 0 cuts the folder back."""

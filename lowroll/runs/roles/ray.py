@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lowroll.config import RunConfig
+from lowroll.runs.attempt import tell
 from lowroll.runs.roles.ray_actor import THREADS, WORD, ActorProcess, Bundle
 from lowroll.runs.roles.run_paths import (
     ADMIN,
@@ -31,7 +32,6 @@ from lowroll.runs.roles.run_paths import (
     RunPaths,
     engine_roles,
 )
-from lowroll.runs.terminal import tell
 from lowroll.transport.base import wait_until
 from lowroll.types import RunFailed, printable
 

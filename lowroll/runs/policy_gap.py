@@ -1,0 +1,133 @@
+"""A run's adapter as a folder, and how far a policy is from the learner on the run's rollouts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowroll.checkpoint.publish import publish_folder
+from lowroll.config import RunConfig
+from lowroll.model import base, card, hf, lora
+from lowroll.model.device import free_memory
+from lowroll.model.folder import resolve
+from lowroll.model.headers import low_bit_format
+from lowroll.model.scoring import score
+from lowroll.model.transformer import Transformer
+from lowroll.objectives.mismatch import mismatch
+from lowroll.quant.formats import stored_format
+from lowroll.transport.codec import CodecError
+from lowroll.transport.rollout_log import read_rollouts, rollout_files
+from lowroll.types import Batch, Sample
+from lowroll.weights import aligned, noise
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PolicyGap:
+    """The distance of a policy from the learner, in nats a token, over `tokens` drawn tokens."""
+
+    tokens: int
+    logp_diff: float  # mean |difference of log-probs|
+    kl: float  # of the learner to the policy, estimated by k3
+
+    def __str__(self) -> str:
+        return (
+            f"{self.logp_diff:.3g} nats a token (mean |difference of log-probs|; KL {self.kl:.3g}) "
+            f"over {self.tokens} tokens of the run's rollouts"
+        )
+
+
+def publish_adapter(
+    cfg: RunConfig, model: Transformer, out: Path, batch: Batch | None, step: int
+) -> PolicyGap | None:
+    """Publish a learner's adapter after `step` as the new folder `out`, with its gap on the named
+    model in the card.
+
+    batch: what the gap is measured on. None without a batch, for an unchanged base, or without
+    device memory for a second model.
+    """
+    scale = cfg.train.uaq_scale or 1.0
+    source = resolve(cfg.model)
+    gap = None
+    stands_on = base.of(model, scale)
+    holds = low_bit_format(source)
+    revision = source.name if source.parent.name == "snapshots" else None  # of the hub's cache
+
+    def write(target: Path) -> None:
+        nonlocal gap
+        lora.write(model, target, cfg.model, source, scale, revision)
+        if batch and stands_on.rounds and stored_format(str(stands_on.weights)) != holds:
+            gap = _gap_on(source, target, model, batch)
+        measured = "" if gap is None else f"Measured: {gap}."
+        card.write(target, cfg.model, stands_on, holds, measured)
+
+    publish_folder(out, write, {"kind": "adapter", "step": step})
+    return gap
+
+
+def _gap_on(source: Path, adapter: Path, model: Transformer, batch: Batch) -> PolicyGap | None:
+    """Measure the gap of an adapter folder on a model folder; None, with a log line, without memory
+    for a second model."""
+    needs = 1.25 * model.spec.num_parameters * model.dtype.itemsize + (2 << 30)
+    free = free_memory(model.device)
+    try:
+        if free is None or free > needs:
+            plain = lora.load(hf.load(source, model.device, model.dtype), adapter)
+            return gap_between(scores(model, batch), scores(plain, batch))
+    except (torch.OutOfMemoryError, MemoryError):
+        pass
+    log.warning(
+        "how far the adapter is from the learner on %s was not measured: too little memory is free "
+        "for a second model",
+        source,
+    )
+    return None
+
+
+def newest_batch(run: Path, step: int, most: int = 4096) -> Batch | None:
+    """Return the newest logged rollouts up to a step, of each group in turn, at most `most` tokens;
+    None without any. An unreadable file is logged, and an earlier one is used."""
+    batch = None
+    paths = [path for made, path in rollout_files(run / "rollouts") if made <= step]
+    for path in reversed(paths):
+        try:
+            batch = read_rollouts(path)
+            break
+        except (CodecError, OSError) as error:
+            log.warning("%s; older rollouts take its place in the measurement", error)
+    return None if batch is None else excerpt(batch, most)
+
+
+def excerpt(batch: Batch, most: int = 4096) -> Batch | None:
+    """Return a batch's rollouts of up to `most` tokens, of each group in turn, without dropped
+    ones; None without any."""
+    kept: list[Sample] = []
+    left = most
+    learned = [sample for sample in batch.samples if sample.group >= 0]
+    for sample in sorted(learned, key=lambda sample: sample.rollout.behavior.sample):
+        tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids)
+        if sample.rollout.token_ids and tokens <= left:
+            kept.append(sample)
+            left -= tokens
+    return replace(batch, samples=kept) if kept else None
+
+
+def scores(model: Transformer, batch: Batch) -> Tensor:
+    """Return the log-probs of a batch's responses under a model, one after the other."""
+    sequences = [sample.prompt_ids + sample.rollout.token_ids for sample in batch.samples]
+    prompt_lens = [len(sample.prompt_ids) for sample in batch.samples]
+    with aligned.suspended(model), noise.muted(model):
+        return torch.cat(score(model, sequences, prompt_lens, batch.temperature)).cpu()
+
+
+def gap_between(learner: Tensor, policy: Tensor) -> PolicyGap:
+    """Return the gap between two models by their log-probs of the same responses."""
+    found = mismatch(
+        learner=policy[None], behavior=learner[None], mask=torch.ones_like(learner[None])
+    )
+    return PolicyGap(len(learner), found["mismatch/logp_diff_mean"], found["mismatch/kl_k3"])
