@@ -21,8 +21,7 @@ from lowroll.model.tokenizer import eos_id
 from lowroll.quant import dense
 from lowroll.quant.formats import get_format
 from lowroll.weights.publish import rollout_copy
-from lowroll.weights.receive import arrivals, check_content, gather
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate, arrivals, check_content, gather
 
 
 def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
@@ -65,7 +64,7 @@ def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
 
 def write_model(update: WeightUpdate, folder: Path, base: Path, dtype_name: str) -> Path:
     """Write the model of a full update as a new folder in the format of `base`, whose dense parts
-    are in a dtype. ValueError as `weights.receive` raises it."""
+    are in a dtype. ValueError as `weights.sync.update` raises it."""
     dtype = getattr(torch, dtype_name)
     spec = spec_from_config(read_config(base))
     format = low_bit_format(base)

@@ -2,7 +2,7 @@
 
 A server that is started loads the run's own folder where that holds what the rollouts multiply
 with. Otherwise (a quantized base of a dense folder, a dense copy of a quantized one) a folder is
-written for it first. Every version after that travels as a stream (`weights.update`).
+written for it first. Every version after that travels as a stream (`weights.sync.update`).
 """
 
 from __future__ import annotations

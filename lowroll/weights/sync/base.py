@@ -39,6 +39,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_MARKER = 1 << 16
 
 
+class LinkFailed(TransportError):
+    """Weights did not come over the direct route; the message says why."""
+
+
 class Replaced(TransportError):
     """The files that were being read are not those that are there any more: look again."""
 
@@ -138,6 +142,13 @@ class Broadcasts:
             names = os.listdir(self.folder)
             return {n for n in map(number_of, names) if n is not None}
         return set()
+
+
+def transfer_token(admin: str) -> str:
+    """Return the token of the direct route, made from the one that allows a client to give an engine
+    weights: lines of the route are not encrypted, and a reader of them must not be able to command
+    an engine."""
+    return hashlib.sha256(f"weights {admin}".encode()).hexdigest()[:32]
 
 
 def folder_name(version: int) -> str:
