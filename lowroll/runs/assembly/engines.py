@@ -16,7 +16,8 @@ from lowroll.quant.formats import get_format
 from lowroll.runs.assembly import caches, capabilities, exactness, prompts, vllm
 from lowroll.runs.assembly.compute import Compute
 from lowroll.weights.noise import Noise
-from lowroll.weights.sync.update import Kind, WeightUpdate
+from lowroll.weights.sync.base import Kind
+from lowroll.weights.sync.update import WeightUpdate
 
 
 def make(

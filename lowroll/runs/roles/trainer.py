@@ -270,7 +270,7 @@ class Broadcasting:
         self.whole = whole
         self.weights = cfg.rollout.weights
         self.noise = trainer.noise(cfg)
-        self.folder = FolderPublisher(
+        self.publisher = FolderPublisher(
             paths.broadcasts,
             whole,
             attempt=attempt,
@@ -287,7 +287,7 @@ class Broadcasting:
         self.ranks.refill(self.whole, self.model)
         metrics: dict[str, float] = {}
         if version:
-            metrics = self.folder.publish(version)
+            metrics = self.publisher.publish(version)
             faultpoint(f"train.published/{version}")
         noise = None if self.noise is None else self.noise.at(version)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
@@ -299,16 +299,16 @@ class Broadcasting:
 
     def check(self) -> None:
         """Raise TransportError when engines get no weights any more, with the reason."""
-        self.folder.check()
+        self.publisher.check()
 
     def forget_after(self, version: int) -> None:
         """Have nobody draw from later versions: batches that they were learned from are gone, and
         those that are made in their place may be others."""
-        self.folder.forget_after(version)
+        self.publisher.forget_after(version)
 
     def close(self) -> None:
         """Stop offering versions; the last one lies in the folder."""
-        self.folder.close()
+        self.publisher.close()
 
     def change_format(self, weights: str) -> None:
         raise AssertionError(f"a fallback to {weights} was refused at the start")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lowroll.checkpoint.files import read_file
 from lowroll.checkpoint.publish import MANIFEST, read_meta
@@ -30,7 +30,7 @@ from lowroll.transport.base import DeadlineExceeded, Reminder, TransportError, c
 from lowroll.types import printable
 
 STABLE = "STABLE"
-KINDS = ("full", "adapter", "codes")
+Kind = Literal["full", "adapter", "codes"]
 WAYS = ("filesystem", "nccl", "cuda_ipc")
 FORMAT = 1
 TURN_S = 0.02  # between two looks at the folder
@@ -59,7 +59,7 @@ class Broadcast:
 
     version: int
     path: Path
-    kind: str
+    kind: Kind
     digest: str  # of the manifest, and so of every byte
     attempt: int  # of the trainer that wrote it
     noise: dict[str, Any] | None = None
@@ -83,20 +83,12 @@ class Broadcasts:
 
     def versions(self) -> list[Broadcast]:
         """Return all broadcasts that are whole, the oldest first."""
-        found: dict[int, Broadcast] = {}
-        for number in self._numbers():
-            if (one := self.at(number)) is not None:
-                found[number] = one
-        return [found[number] for number in sorted(found)]
+        return list(filter(None, map(self.at, sorted(self._numbers()))))
 
     def newest(self, most: int | None = None) -> Broadcast | None:
         """Return the broadcast of the highest version (up to `most`), if there is any."""
-        for number in sorted(self._numbers(), reverse=True):
-            if most is not None and number > most:
-                continue
-            if (one := self.at(number)) is not None:
-                return one
-        return None
+        numbers = [n for n in self._numbers() if most is None or n <= most]
+        return next(filter(None, map(self.at, sorted(numbers, reverse=True))), None)
 
     def at(self, version: int) -> Broadcast | None:
         """Return the broadcast of a version, if it is there. `step_000007` goes before `step_7`."""
@@ -271,10 +263,10 @@ def _read_marker(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: {name}: expected a whole number")
     if marker["format"] != FORMAT:
         raise ValueError(f"{path}: format: {marker['format']} is of another lowroll")
-    if marker["kind"] not in KINDS:
-        raise ValueError(f"{path}: kind: {printable(repr(marker['kind']))} is none of {KINDS}")
-    stated = marker["manifest_digest"]
-    if not isinstance(stated, str) or not _DIGEST.fullmatch(stated):
+    kind, digest = marker["kind"], marker["manifest_digest"]
+    if kind not in get_args(Kind):
+        raise ValueError(f"{path}: kind: {printable(repr(kind))} is none of {get_args(Kind)}")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError(f"{path}: manifest_digest: expected 64 hexadecimal digits")
     if "noise" in marker:
         _check_noise(path, marker["noise"])

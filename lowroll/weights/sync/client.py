@@ -52,7 +52,7 @@ class WeightClient:
             for _ in range(TRIES):
                 try:
                     return unpack(layout, self._fetch(broadcast, layout))
-                except (LinkFailed, RuntimeError):
+                except (LinkFailed, OSError, RuntimeError):
                     self.close()
             try:
                 self._ask({"write": [broadcast.version, broadcast.digest]})
@@ -107,13 +107,13 @@ class WeightClient:
             self._send({"token": self.token, **message})
             with self._socket.makefile("rb") as lines:  # the trainer sends nothing behind an answer
                 line = lines.readline(MOST_LINE)
-            answer = json.loads(line) if line else {"error": "it has closed the connection"}
+            closed = b'{"error": "it has closed the connection"}'
+            answer: dict[str, Any] = dict(json.loads(line or closed))
+            if "error" in answer:
+                raise ValueError(answer["error"])
+            return answer
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            answer = {"error": error}
-        if not isinstance(answer, dict) or "error" in answer:
-            reason = answer["error"] if isinstance(answer, dict) else "not an answer of a trainer's"
-            raise LinkFailed(f"the trainer at {self.host}:{self.port}: {reason}")
-        return answer
+            raise LinkFailed(f"the trainer at {self.host}:{self.port}: {error}") from None
 
     def _connect(self) -> socket.socket:
         if self.file is not None:
@@ -125,7 +125,4 @@ class WeightClient:
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._socket is not None
-        try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:
-            raise LinkFailed(f"the trainer at {self.host}:{self.port}: {error}") from None
+        self._socket.sendall(json.dumps(message).encode() + b"\n")

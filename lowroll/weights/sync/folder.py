@@ -59,17 +59,17 @@ from lowroll.weights.sync.base import (
     STABLE,
     Broadcast,
     Broadcasts,
+    Kind,
     encode_marker,
     folder_name,
     manifest_digest,
     number_of,
-    read_broadcast,
 )
 from lowroll.weights.sync.buckets import BucketLayout, pack, unpack
 from lowroll.weights.sync.changes import Changes, Shadow
 from lowroll.weights.sync.client import WeightClient
 from lowroll.weights.sync.server import ServedVersion, WeightServer
-from lowroll.weights.sync.update import Kind, WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,8 @@ class FolderPublisher:
         digest = manifest_digest(dest)
         if content.buckets is not None:
             self._serve(version, digest, content)  # who sees the marker may ask at once
-        if not _is_stable(dest):
+        stable = self.broadcasts.at(version)
+        if stable is None or stable.path != dest:
             marker = encode_marker(version, self.attempt, content.kind, digest, noise)
             write_file(dest / STABLE, marker)
         return dest
@@ -338,14 +339,6 @@ def _model_files(
     config: dict[str, Any], tensors: dict[str, Tensor], meta: Mapping[str, Any]
 ) -> FolderContent:
     return FolderContent("full", lambda target: hf.write((config, tensors), target, None), meta)
-
-
-def _is_stable(folder: Path) -> bool:
-    try:
-        read_broadcast(folder)
-    except (ValueError, OSError):
-        return False
-    return True
 
 
 def _is_same(old: Path, new: Path) -> bool:

@@ -215,25 +215,25 @@ class WeightServer:
 
     def _write(self, peer: Connection, wanted: Any) -> dict[str, Any]:
         """Write a version as files; return the answer to the engine that asked for it."""
-        found = self._find(wanted)
-        if found is None:
-            return self._not_served(wanted)
-        if not self.broken:
-            log.warning("%s: %s came to nothing; weights come as files", peer.name, self.way)
-            self.broken = True
         try:
+            found = self._find(wanted)
+            if not self.broken:
+                log.warning("%s: %s came to nothing; weights come as files", peer.name, self.way)
+                self.broken = True
             found.write()
-        except (OSError, ValueError) as error:
+        except (LinkFailed, OSError, ValueError) as error:
             return {"error": str(error)}
         return {"written": found.version}
 
-    def _find(self, wanted: Any) -> ServedVersion | None:
-        return next((one for one in self.versions if wanted == [one.version, one.digest]), None)
-
-    def _not_served(self, wanted: Any) -> dict[str, Any]:
-        there = ", ".join(str(one.version) for one in self.versions)
+    def _find(self, wanted: Any) -> ServedVersion:
+        """Return the version that an engine wants. LinkFailed when it is not served."""
+        versions = self.versions
+        for one in versions:
+            if wanted == [one.version, one.digest]:
+                return one
+        there = ", ".join(str(one.version) for one in versions)
         offered = f"version {there}" if there else "nothing"
-        return {"error": f"{wanted!r} is wanted, and {offered} is offered"}
+        raise LinkFailed(f"{wanted!r} is wanted, and {offered} is offered")
 
     # -- rounds: a version goes to all that want it -------------------------------------------------
 
@@ -247,12 +247,12 @@ class WeightServer:
             asking, self._asking = self._asking, {}
             rounds: dict[int, tuple[ServedVersion, list[Connection]]] = {}
             for peer in [peer for peer in self._engines if peer in asking and not peer.is_gone]:
-                wanted, _ = asking[peer]
-                if (version := self._find(wanted)) is not None:
+                try:
+                    version = self._find(asking[peer][0])
                     rounds.setdefault(version.version, (version, []))[1].append(peer)
-                else:
+                except LinkFailed as error:
                     with suppress(LinkFailed):
-                        await peer.send(self._not_served(wanted))
+                        await peer.send({"error": str(error)})
             for version, members in rounds.values():
                 await self._transfer(version, members)
             for _, answered in asking.values():

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,10 +33,10 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.weights.noise import Noise, noisy_norms
 from lowroll.weights.publish import can_take_noise, drawn_noise, fingerprint, publish, set_parameter
+from lowroll.weights.sync.base import Kind
 from lowroll.weights.sync.changes import Changes, apply
 
 Device = torch.device | str
-Kind = Literal["full", "adapter", "codes"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -202,12 +201,8 @@ def gather(
     staging = Transformer(spec, "meta", dtype)
     whole = {name: (parts, shape) for name, parts, shape in hf_names(spec)}
     owner = {part: name for name, (parts, _) in whole.items() for part in parts}
-    wanted = {
-        part: (part_rows(spec, part, whole[name][1][0]), *whole[name][1][1:])
-        for part, name in owner.items()
-    }
     arrived: dict[str, dict[str, Tensor]] = {name: {} for name in whole}
-    for part, tensor in arrivals(update, wanted, device):
+    for part, tensor in arrivals(update, dense_shapes(spec), device):
         mine = arrived[owner[part]]
         mine[part] = tensor
         parts = whole[owner[part]][0]
@@ -216,6 +211,15 @@ def gather(
             mine.clear()
     check_content(update, dict(dense(staging)))
     return staging
+
+
+def dense_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every dense tensor, by its Hugging Face name."""
+    return {
+        part: (part_rows(spec, part, shape[0]), *shape[1:])
+        for _, parts, shape in hf_names(spec)
+        for part in parts
+    }
 
 
 def _rank(update: WeightUpdate, room: int) -> int:
