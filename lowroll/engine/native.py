@@ -439,7 +439,7 @@ class NativeEngine:
             records_evictions=self.runner.recorder is not None,
             replays=self.kv.budget is None,
             vocab_size=self.spec.vocab_size,
-            lora_rank=self.receiver.room,
+            lora_rank=self.receiver.max_rank,
         )
 
     def stats(self) -> EngineStats:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,10 +87,10 @@ class WeightStore:
             if _VERSION.fullmatch(path.name) and _is_published(path)
         )
 
-    def holds(self, version: WeightVersion) -> bool:
-        """Return True where the engine has these very bytes already."""
-        one, held = version.broadcast, self.current
-        return one is not None and held is not None and held.broadcast == one
+    @property
+    def held(self) -> Broadcast | None:
+        """The broadcast whose bytes the engine has."""
+        return None if self.current is None else self.current.broadcast
 
     def load(
         self, id: str, newest: int, able: Capabilities, weights: str, gap: bool = False
@@ -100,36 +100,32 @@ class WeightStore:
         what `find` and `read` refuse."""
         for _ in range(_READS):
             version = self.find(id)
-            if self.holds(version):
+            if version.broadcast is not None and version.broadcast == self.held:
                 return version, []
-            try:
-                number = version.number(newest)
-                return version, self.read(version, number, able, weights, gap)
-            except Replaced:
-                continue
+            with suppress(Replaced):
+                return version, self.read(version, newest, able, weights, gap)
         raise wrong_field("version", f"{id} is being written again", 409)
 
     def read(
         self,
         version: WeightVersion,
-        number: int,
+        newest: int,
         able: Capabilities,
         weights: str,
         gap: bool = False,
     ) -> list[tuple[WeightVersion, WeightUpdate]]:
-        """Return the updates to a version, as policy `number`, in this machine's memory, to be taken one
-        after the other. Where a version is of changes, they begin where the engine is, or with `gap` at
-        a version that stands for itself. able, weights: what the engine can, and in which format it
-        multiplies. This takes as long as reading the files twice.
+        """Return the updates to a version, in this machine's memory, to be taken one after the other.
+        Where a version is of changes, they begin where the engine is, or with `gap` at a version that
+        stands for itself. newest: the number of the engine's policy. able, weights: what the engine can,
+        and in which format it multiplies. This takes as long as reading the files twice.
 
         Refuse with 404 a version that is not there, with 409 one that is damaged or not for this
         engine."""
         updates = []
         try:
             for one in self._chain(version, gap):
-                own = number if one is version else one.number(number)
                 with nullcontext() if one.broadcast is None else reading(one.broadcast):
-                    updates.append((one, self._read(one, own, able, weights)))
+                    updates.append((one, self._read(one, one.number(newest), able, weights)))
             return updates
         except Replaced:
             raise
@@ -138,7 +134,7 @@ class WeightStore:
 
     def _chain(self, version: WeightVersion, gap: bool) -> list[WeightVersion]:
         """Return a version behind those that it changes and the engine lacks, the oldest first."""
-        held = None if gap or self.current is None else self.current.broadcast
+        held = None if gap else self.held
         chain = [version]
         while (first := chain[0].broadcast) is not None and first.since is not None:
             if held is not None and held.version == first.since:

@@ -137,8 +137,8 @@ class FolderPublisher:
         self._clean()
 
     def publish(self, version: int) -> dict[str, float]:
-        """Have readers see a version; metrics of it. When this returns, a power loss does not take
-        the version away."""
+        """Publish a version to all readers, and return its metrics. A power loss after that does not
+        take the version away."""
         content = self._changes(version) or self._adapter() or self._full(version)
         with self._lock:
             path = self._write(version, content)
@@ -240,7 +240,7 @@ class FolderPublisher:
             log.warning("%s: written again with other bytes, by attempt %d", dest, self.attempt)
         digest = manifest_digest(dest)
         if content.buckets is not None:
-            self._serve(version, digest, content)  # who sees the marker may ask at once
+            self._serve(version, digest, content)  # engines may ask as soon as the marker is there
         stable = self.broadcasts.at(version)
         if stable is None or stable.path != dest:
             marker = encode_marker(version, self.attempt, content.kind, digest, noise)

@@ -17,7 +17,7 @@ waits for      engines that ask; once one has, for the other connected engines, 
 unblocked by   a new version, a line of an engine, `close`
 
 A group stays as long as the engines that ask are those of the last time. A peer that dies in the
-midst of a broadcast ends the group, and the next one who asks begins another.
+midst of a broadcast ends the group, and the next engine that asks begins another.
 
 Engines authenticate by a token; without one only this machine is listened to. A connection that has
 not sent it within HELLO_S or MOST_LINE bytes is closed, and the oldest of them once there are too many.
@@ -177,8 +177,8 @@ class WeightServer:
                 task.cancel()
 
     async def _talk(self, peer: Connection) -> None:
-        """Answer a connection until it ends or fails. The oldest that has not sent the token makes
-        room for it."""
+        """Answer a connection until it ends or fails. When too many have not sent the
+        token, the oldest of them is closed."""
         self._unknown[peer] = None
         if len(self._unknown) > self._most_unknown:
             oldest = next(iter(self._unknown))

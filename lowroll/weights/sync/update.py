@@ -113,8 +113,8 @@ class UpdateReceiver:
         self.rollout = rollout
         self.large_batch_model = large_batch_model
         ranks = (linear.adapter.rank for _, linear in rollout.linears() if linear.adapter)
-        self.room = max(ranks, default=0)  # the highest rank of an adapter
-        adapted = self.room > 0
+        self.max_rank = max(ranks, default=0)  # of an adapter
+        adapted = self.max_rank > 0
         self.kind: Kind = "adapter" if adapted else "full"  # of the streams that it takes
         self.takes_noise = can_take_noise(rollout)
         kinds: set[Kind] = {self.kind}
@@ -175,7 +175,7 @@ class UpdateReceiver:
     def _write_adapter(self, update: WeightUpdate) -> None:
         """Write what an adapter's stream holds, and the noise on the norms of its base."""
         rollout = self.rollout
-        rank = _rank(update, self.room)
+        rank = _rank(update, self.max_rank)
         wanted = lora.wanted(rollout, rank)
         arrived = dict(arrivals(update, wanted, rollout.device, lora.are_whole_targets))
         check_content(update, arrived)
@@ -222,15 +222,15 @@ def dense_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _rank(update: WeightUpdate, room: int) -> int:
-    """Return the rank of the adapter in a stream, by its first A; `room` where there is none.
-    ValueError when it is higher than there is room for."""
+def _rank(update: WeightUpdate, max_rank: int) -> int:
+    """Return the rank of the adapter in a stream, by its first A; `max_rank` where there is
+    none. ValueError when it is higher than that."""
     shapes = (t.shape for name, t in update.tensors() if name.endswith(".lora_A.weight"))
     shape = next(shapes, None)
-    rank = room if not shape else shape[0]
-    if not 0 < rank <= room:
+    rank = max_rank if not shape else shape[0]
+    if not 0 < rank <= max_rank:
         raise ValueError(
-            f"update: the adapter has rank {rank}, and this engine has room for {room} "
+            f"update: the adapter has rank {rank}, and this engine has room for {max_rank} "
             "(max_lora_rank, --lora-rank)"
         )
     return rank
