@@ -32,7 +32,7 @@ from typing import Any
 
 from aiohttp import web
 
-from lowroll.transport.broadcasts import manifest_digest
+from lowroll.weights.sync.base import manifest_digest
 
 BASELINES = Path(__file__).parent / "baselines"
 MODEL = "qwen2.5-7b bf16"

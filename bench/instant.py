@@ -25,7 +25,7 @@ from lowroll.engine.base import Capabilities, EngineStats, InFlight, PartialSamp
 from lowroll.engine.request import sampler_settings, validate
 from lowroll.server.weight_store import WeightStore
 from lowroll.types import BehaviorTag, Group, PolicySpan, Request, Rollout
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 
 CONTEXT = 8192
 RANK = 64  # of adapters, at most

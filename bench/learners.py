@@ -16,7 +16,7 @@ Every side runs in processes of its own, both at once where each has GPUs of its
 did not fit, by the last line of who ended first.
 
 Publishing goes to two engines at once, bf16 ones and then fp8 ones, on the ranks' own GPUs. Seconds:
-gathering the weights on rank 0, `Broadcaster.publish` into a folder in memory, and until both engines
+gathering the weights on rank 0, `FolderPublisher.publish` into a folder in memory, and until both engines
 hold them. Engines quantize what they read, so the bytes of a version are the learner's, whatever their
 format. A learner in fp8 (`train.forward: fp8`, the jobs that end with fp8) has their codes, and sends
 fp8 engines what an update has changed in them. Of an adapter no engine is asked.
@@ -54,8 +54,8 @@ from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
 from lowroll.weights import aligned
-from lowroll.weights.broadcast import Broadcaster
-from lowroll.weights.changes import Shadow
+from lowroll.weights.sync.changes import Shadow
+from lowroll.weights.sync.folder import FolderPublisher
 
 ROWS, LENGTH, MICRO = 32, 2048, 16384
 DEADLINE_S = 1500.0  # of a side
@@ -170,7 +170,7 @@ def sending(job: Job, whole: Transformer, format: str) -> Iterator[Callable[[int
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name, ExitStack() as stack:
         shelf, readers = Path(name) / "w", []
         shadow = Shadow(whole, format, whole.dtype) if job.fp8 else None
-        broadcaster = Broadcaster(shelf, whole, attempt=1, keep=1, shadow=shadow)
+        broadcaster = FolderPublisher(shelf, whole, attempt=1, keep=1, shadow=shadow)
         if not job.lora:
             hf.save(whole, Path(name) / "model")
             for number in range(ENGINES):

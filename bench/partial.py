@@ -49,7 +49,7 @@ from lowroll.engine.base import InFlight
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import formats
 from lowroll.types import Group
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 
 Mode = Literal["off", "keep", "replay"]
 MODES: tuple[Mode, ...] = ("off", "keep", "replay")

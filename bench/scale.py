@@ -45,14 +45,14 @@ from lowroll.runs.folder import CONFIG
 from lowroll.runs.roles.heartbeat import Heartbeat
 from lowroll.runs.roles.run_paths import TRAINER, RunPaths
 from lowroll.transport.base import Cursor
-from lowroll.transport.broadcasts import (
+from lowroll.transport.spool import Spool
+from lowroll.weights.sync.base import (
     FORMAT,
     STABLE,
     encode_marker,
     folder_name,
     manifest_digest,
 )
-from lowroll.transport.spool import Spool
 
 VOCAB = 32768
 SPEC = {

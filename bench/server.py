@@ -56,7 +56,7 @@ from lowroll.cli.serve import LOOKAHEAD, PROMPTS
 from lowroll.model.device import pick_device
 from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant.formats import formats
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 
 PARTS = ("vllm", "rollout", "update", "pace")
 PROMPT, NEW = 512, 128  # tokens, of a client's request

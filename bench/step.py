@@ -45,7 +45,7 @@ from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import Forward, LearnSettings, learn
 from lowroll.types import Batch, Group, Prompt, Sample, Score
 from lowroll.weights.publish import publish, quantize_base
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 
 PARTS = ("generate", "score", "log-prob", "update", "publish", "idle")
 

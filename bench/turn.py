@@ -50,7 +50,7 @@ from lowroll.runs.folder import CONFIG
 from lowroll.runs.roles.heartbeat import Heartbeat
 from lowroll.runs.roles.run_paths import TRAINER, RunPaths
 from lowroll.transport.filesystem import Receiver
-from lowroll.weights.broadcast import Broadcaster
+from lowroll.weights.sync.folder import FolderPublisher
 
 GROUP, RANK, CONTEXT = 8, 16, 8192
 LEARN_S = 0.5
@@ -128,7 +128,7 @@ def steps(
 ) -> list[dict[str, float]]:
     """The trainer's side of all steps; of each the seconds of its parts, and of the processors."""
     channel = Receiver(place.spool, 1)
-    broadcaster = Broadcaster(place.broadcasts, model, attempt=1, keep=2)
+    broadcaster = FolderPublisher(place.broadcasts, model, attempt=1, keep=2)
     channel.receive(BATCH_S)
     found = []
     for step in range(1, count):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowroll.quant.formats import quantize as quantize
     from lowroll.runs.grpo import run as run
     from lowroll.runs.python import train as train
-    from lowroll.weights.update import WeightUpdate as WeightUpdate
+    from lowroll.weights.sync.update import WeightUpdate as WeightUpdate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,7 +49,7 @@ _HOMES = {
     "Engine": "engine.native.NativeEngine",
     "score": "model.scoring.score",
     "QTensor": "quant.formats.QTensor",
-    "WeightUpdate": "weights.update.WeightUpdate",
+    "WeightUpdate": "weights.sync.update.WeightUpdate",
     "formats": "quant.formats.formats",
     "quantize": "quant.formats.quantize",
     "run": "runs.grpo.run",

@@ -51,7 +51,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.types import Group, Rollout
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import publish, rollout_copy
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.gumbel import short_of_best
 from tests.fixtures.policies import (
     Bounded,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowroll.model.tokenizer import ChatTokenizer
     from lowroll.model.transformer import Transformer
     from lowroll.server.limits import Credentials, ServerLimits, ServerState
-    from lowroll.weights.collector import Collector
+    from lowroll.weights.sync.client import WeightClient
 
 GRACE_S = 20.0  # batch systems kill 30 s or more after they ask
 LOOKAHEAD = 8  # decode steps on a GPU between two looks at new requests and streams
@@ -310,30 +310,30 @@ def application(
     if arguments.weights_dir is not None:
         if tokens.admin is None:
             raise ValueError("--weights-dir: POST /weights is a control route: --admin-token-env")
-        shelf = WeightStore(arguments.weights_dir, folder, collector(arguments, tokens.admin))
+        shelf = WeightStore(arguments.weights_dir, folder, weight_client(arguments, tokens.admin))
     elif arguments.weights_from is not None:
         raise ValueError("--weights-from: the versions are those of --weights-dir")
     made = serving(arguments, folder, role)
     return make_app(made, tokens, shelf, loopback=is_loopback(arguments.host))
 
 
-def collector(arguments: argparse.Namespace, admin: str) -> Collector | None:
-    """Return this engine's end of the trainer's direct way, if it has one; the trainer has the same
-    token of the admin."""
+def weight_client(arguments: argparse.Namespace, admin: str) -> WeightClient | None:
+    """Return the client of the trainer's direct route, if there is one; the trainer has the same token
+    of the admin."""
     from lowroll.model.device import pick_device
-    from lowroll.weights.collector import Collector
-    from lowroll.weights.device_link import secret
+    from lowroll.weights.sync.base import transfer_token
+    from lowroll.weights.sync.client import WeightClient
 
-    token = secret(admin)
+    token = transfer_token(admin)
     if arguments.weights_from is None:
         return None
     if arguments.weights_from.endswith(".json"):
         file = Path(arguments.weights_from)
-        return Collector("", 0, pick_device(arguments.device), file=file, token=token)
+        return WeightClient("", 0, pick_device(arguments.device), file=file, token=token)
     host, _, port = arguments.weights_from.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"--weights-from: expected HOST:PORT, got {arguments.weights_from}")
-    return Collector(host, int(port), pick_device(arguments.device), token=token)
+    return WeightClient(host, int(port), pick_device(arguments.device), token=token)
 
 
 def serving(

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowroll.quant.formats import QTensor
-    from lowroll.weights.update import Kind, WeightUpdate
+    from lowroll.weights.sync.base import Kind
+    from lowroll.weights.sync.update import WeightUpdate
 
 
 # What becomes of the samples in flight when the weights change, or the cache goes. "keep": they go

@@ -54,8 +54,7 @@ from lowroll.types import (
     Rollout,
 )
 from lowroll.weights.publish import beside, digest, rollout_copy, rollout_load
-from lowroll.weights.receive import Receiver
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import UpdateReceiver, WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +158,7 @@ class NativeEngine:
             self._be_exact()
         self.context = min(self.spec.max_position, max_model_len or self.spec.max_position)
         self._max_batch = max_batch
-        self.receiver = Receiver(self.model, self.large_batch_model)
+        self.receiver = UpdateReceiver(self.model, self.large_batch_model)
         if keep_dense:
             self.keep_dense()
         self._recording = record_evictions
@@ -414,7 +413,7 @@ class NativeEngine:
             records_evictions=self.runner.recorder is not None,
             replays=self.kv.budget is None,
             vocab_size=self.spec.vocab_size,
-            lora_rank=self.receiver.room,
+            lora_rank=self.receiver.max_rank,
         )
 
     def stats(self) -> EngineStats:
@@ -484,7 +483,7 @@ class NativeEngine:
         draws, but for rounding. Groups that were complete stay as they are.
 
         A local update is quantized from the learner's model into the engine's storages, a stream
-        is gathered and checked first (`weights.receive`). Returns the tag with the new version, the
+        is gathered and checked first (`weights.sync.update`). Returns the tag with the new version, the
         noise, and the digest of what the engine now samples from. Pages of the prefix cache that
         were made under other weights are never served again. ValueError, before anything is
         written, names what does not fit, or that this engine replays nothing.

@@ -21,7 +21,7 @@ from lowroll.runs.memory.plan import Planner
 from lowroll.types import Group, Request
 from lowroll.weights.aligned import realign
 from lowroll.weights.noise import Noise, share
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from lowroll.server.engine_thread import EngineStalled, PauseMode
 from lowroll.server.limits import STATE, read_json
 from lowroll.server.protocol import Refused, wrong_field
 from lowroll.server.weight_store import WeightStore, WeightVersion
-from lowroll.transport.broadcasts import Gap
 from lowroll.types import BehaviorTag
+from lowroll.weights.sync.base import Gap
 
 WEIGHTS: web.AppKey[WeightStore] = web.AppKey("weights", WeightStore)
 UPDATING: web.AppKey[asyncio.Lock] = web.AppKey("updating", asyncio.Lock)

@@ -2,7 +2,7 @@
 
     weights-dir/step_000007/    as `checkpoint.publish` leaves it, with its MANIFEST.json: a dense
                                 model folder of the served model's sizes, or a PEFT adapter folder;
-                                with a STABLE a trainer's broadcast (`weights.broadcast`)
+                                with a STABLE a trainer's broadcast (`weights.sync.folder`)
 
 A client sends an id and never a path. No id leads elsewhere; neither the folder nor its files may be
 links; and every byte has the digest that it was published with. A broadcast is read only as its marker
@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowroll.checkpoint.publish import MANIFEST, published_files, read_meta, verify_folder
 from lowroll.engine.base import Capabilities
 from lowroll.server.protocol import wrong_field
 from lowroll.transport.base import TransportError
-from lowroll.transport.broadcasts import (
+from lowroll.types import printable
+from lowroll.weights.sync.base import (
     STABLE,
     Broadcast,
     Replaced,
@@ -31,17 +32,14 @@ from lowroll.transport.broadcasts import (
     read_broadcast,
     reading,
 )
-from lowroll.types import printable
 
 if TYPE_CHECKING:
-    from lowroll.model.spec import ModelSpec
-    from lowroll.weights.collector import Collector
     from lowroll.weights.noise import Noise
-    from lowroll.weights.update import WeightUpdate
+    from lowroll.weights.sync.client import WeightClient
+    from lowroll.weights.sync.update import WeightUpdate
 
 _VERSION = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}$", re.ASCII)
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _READS = 3  # of a broadcast that is written again while it is read
 
 
@@ -53,6 +51,13 @@ class WeightVersion:
     folder: Path
     broadcast: Broadcast | None = None
 
+    @property
+    def kind(self) -> str:
+        """The kind of its weights, as `weights.sync.update` names it. DamagedError without a manifest."""
+        if self.broadcast is not None:
+            return self.broadcast.kind
+        return "adapter" if "adapter_config.json" in published_files(self.folder) else "full"
+
     def number(self, newest: int) -> int:
         """Return the number of its policy: a broadcast's own, else the one at the end of its name, or
         the one after the newest."""
@@ -63,14 +68,13 @@ class WeightVersion:
 
 
 class WeightStore:
-    """The versions in a folder, for an engine that was made from the folder `model`. collector: the
-    engine's end of the trainer's direct way, where there is one. Raises ValueError when there is no
-    such folder."""
+    """The versions in a folder, for an engine that was made from the folder `model`. client: of the
+    trainer's direct route, where there is one. Raises ValueError when there is no such folder."""
 
-    def __init__(self, folder: str | Path, model: Path, collector: Collector | None = None) -> None:
+    def __init__(self, folder: str | Path, model: Path, client: WeightClient | None = None) -> None:
         self.folder = Path(folder).resolve()
         self.model = model
-        self.collector = collector
+        self.client = client
         self.current: WeightVersion | None = None  # None before the first update
         if not self.folder.is_dir():
             raise ValueError(f"--weights-dir: {folder} is no folder")
@@ -83,10 +87,10 @@ class WeightStore:
             if _VERSION.fullmatch(path.name) and _is_published(path)
         )
 
-    def holds(self, version: WeightVersion) -> bool:
-        """Return True where the engine has these very bytes already."""
-        one, held = version.broadcast, self.current
-        return one is not None and held is not None and held.broadcast == one
+    @property
+    def held(self) -> Broadcast | None:
+        """The broadcast whose bytes the engine has."""
+        return None if self.current is None else self.current.broadcast
 
     def load(
         self, id: str, newest: int, able: Capabilities, weights: str, gap: bool = False
@@ -96,36 +100,32 @@ class WeightStore:
         what `find` and `read` refuse."""
         for _ in range(_READS):
             version = self.find(id)
-            if self.holds(version):
+            if version.broadcast is not None and version.broadcast == self.held:
                 return version, []
-            try:
-                number = version.number(newest)
-                return version, self.read(version, number, able, weights, gap)
-            except Replaced:
-                continue
+            with suppress(Replaced):
+                return version, self.read(version, newest, able, weights, gap)
         raise wrong_field("version", f"{id} is being written again", 409)
 
     def read(
         self,
         version: WeightVersion,
-        number: int,
+        newest: int,
         able: Capabilities,
         weights: str,
         gap: bool = False,
     ) -> list[tuple[WeightVersion, WeightUpdate]]:
-        """Return the updates to a version, as policy `number`, in this machine's memory, to be taken one
-        after the other. Where a version is of changes, they begin where the engine is, or with `gap` at
-        a version that stands for itself. able, weights: what the engine can, and in which format it
-        multiplies. This takes as long as reading the files twice.
+        """Return the updates to a version, in this machine's memory, to be taken one after the other.
+        Where a version is of changes, they begin where the engine is, or with `gap` at a version that
+        stands for itself. newest: the number of the engine's policy. able, weights: what the engine can,
+        and in which format it multiplies. This takes as long as reading the files twice.
 
         Refuse with 404 a version that is not there, with 409 one that is damaged or not for this
         engine."""
         updates = []
         try:
             for one in self._chain(version, gap):
-                own = number if one is version else one.number(number)
                 with nullcontext() if one.broadcast is None else reading(one.broadcast):
-                    updates.append((one, self._read(one, own, able, weights)))
+                    updates.append((one, self._read(one, one.number(newest), able, weights)))
             return updates
         except Replaced:
             raise
@@ -134,7 +134,7 @@ class WeightStore:
 
     def _chain(self, version: WeightVersion, gap: bool) -> list[WeightVersion]:
         """Return a version behind those that it changes and the engine lacks, the oldest first."""
-        held = None if gap or self.current is None else self.current.broadcast
+        held = None if gap else self.held
         chain = [version]
         while (first := chain[0].broadcast) is not None and first.since is not None:
             if held is not None and held.version == first.since:
@@ -148,42 +148,16 @@ class WeightStore:
     def _read(
         self, version: WeightVersion, number: int, able: Capabilities, weights: str
     ) -> WeightUpdate:
-        folder = version.folder
-        meta = verify_folder(folder)
-        listed = published_files(folder)
-        kind = "adapter" if _ADAPTER[0] in listed else "full"
-        if version.broadcast is not None:
-            kind = version.broadcast.kind
+        from lowroll.weights.sync.folder import read_update
+
+        folder, broadcast = version.folder, version.broadcast
+        verify_folder(folder)
+        kind = version.kind
         if kind not in able.updates:
             takes = ", ".join(sorted(able.updates)) or "none"
             raise ValueError(f"kind {kind!r}: this engine takes updates of kind {takes}")
-        if kind == "adapter":
-            update = _adapter(folder, number, listed, weights)
-        elif kind == "codes":
-            update = _codes(folder, number, listed, meta)
-        elif version.broadcast is not None and version.broadcast.way != "filesystem":
-            update = self._fetched(version.broadcast, number, listed, meta)
-        else:
-            update = _full(folder, number, listed, self.model, meta)
-        return replace(update, noise=_noise(version.broadcast, able))
-
-    def _fetched(
-        self, broadcast: Broadcast, number: int, listed: set[str], meta: dict[str, Any]
-    ) -> WeightUpdate:
-        """Return the update of a whole model whose tensors are not in its folder."""
-        from lowroll.model.spec import read_spec
-        from lowroll.weights.broadcast import LAYOUT, stored_layout
-        from lowroll.weights.update import WeightUpdate
-
-        if self.collector is None:
-            raise ValueError(
-                f"way: its tensors come by {broadcast.way}; start the engine with --weights-from"
-            )
-        _check_published(listed, ["config.json", LAYOUT])
-        scale = _checked_scale(read_spec(broadcast.path), self.model, meta)
-        layout = stored_layout(broadcast.path)
-        tensors = self.collector.fetch(broadcast, layout)
-        return WeightUpdate(number, "full", tensors.items, layout.digest, input_scale=scale)
+        update = read_update(folder, number, kind, self.model, weights, broadcast, self.client)
+        return replace(update, noise=_noise(broadcast, able))
 
     def find(self, version: str) -> WeightVersion:
         """Return the version of an id; `step_7` and `step_000007` are one. Refuse with 400 what is no id,
@@ -228,63 +202,3 @@ def _noise(broadcast: Broadcast | None, able: Capabilities) -> Noise | None:
     if noise.sigma and not able.noise:
         raise ValueError("noise: this engine's norms take none; start it with --noisy")
     return noise
-
-
-def _adapter(folder: Path, number: int, listed: set[str], weights: str) -> WeightUpdate:
-    from lowroll.model import base
-    from lowroll.weights.broadcast import adapter_files, exact_adapter
-    from lowroll.weights.update import WeightUpdate
-
-    _check_published(listed, adapter_files(folder))
-    stated = base.read(folder)
-    if stated is not None and stated.low_bit and stated.weights != weights:
-        raise ValueError(
-            f"{base.FILE}: weights: it learned on {stated.weights}, and this engine's are {weights}"
-        )
-    scale = 1.0 if stated is None else stated.uaq_scale or 1.0
-    alpha, tensors = exact_adapter(folder, scale)
-    return WeightUpdate(number, "adapter", tensors.items, lora_alpha=alpha, input_scale=scale)
-
-
-def _full(
-    folder: Path, number: int, listed: set[str], model: Path, meta: dict[str, Any]
-) -> WeightUpdate:
-    from lowroll.model import hf
-    from lowroll.weights.update import WeightUpdate
-
-    spec, files, tensors = hf.stored(folder)
-    _check_published(listed, ["config.json", *(path.name for path in files.values())])
-    scale = _checked_scale(spec, model, meta)
-    return WeightUpdate(number, "full", tensors.items, input_scale=scale)
-
-
-def _checked_scale(spec: ModelSpec, model: Path, meta: dict[str, Any]) -> float:
-    """Return the input scale of the weights. Raises ValueError when they are of another model."""
-    from lowroll.model import scaling
-    from lowroll.model.headers import read_headers
-
-    served = replace(read_headers(model)[0], eos_ids=spec.eos_ids)  # a server's own
-    odd = [f.name for f in fields(spec) if f.compare and vars(spec)[f.name] != vars(served)[f.name]]
-    if odd:
-        raise ValueError(f"config.json: {', '.join(odd)}: not as the served model's")
-    # of a folder that somebody exported s is not asked for: it is an ordinary model
-    return float(spec.config.get(scaling.KEY) or 1.0) if "broadcast" in meta else 1.0
-
-
-def _codes(folder: Path, number: int, listed: set[str], meta: dict[str, Any]) -> WeightUpdate:
-    from lowroll.weights.broadcast import CHANGES, stored_changes
-    from lowroll.weights.update import WeightUpdate
-
-    _check_published(listed, [CHANGES])
-    changes, tensors = stored_changes(folder, meta)
-    scale = meta.get("input_scale")
-    if not isinstance(scale, float):
-        raise ValueError("input_scale: not said")
-    return WeightUpdate(number, "codes", tensors.items, input_scale=scale, changes=changes)
-
-
-def _check_published(listed: set[str], names: list[str]) -> None:
-    """Raise ValueError for a file that was put there later."""
-    for name in names:
-        if name not in listed:
-            raise ValueError(f"{name}: the folder was not published with it")

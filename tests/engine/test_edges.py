@@ -22,7 +22,7 @@ from lowroll.kv.cache import KVCache
 from lowroll.model import hf
 from lowroll.model.spec import read_spec
 from lowroll.weights.noise import Noise
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.scheduling import NEED
 from tests.fixtures.tiny import COMMON, hf_folder
 

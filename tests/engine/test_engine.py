@@ -19,7 +19,7 @@ from lowroll.model.device import pick_device
 from lowroll.model.logprobs import log_probs
 from lowroll.types import Group
 from lowroll.weights.publish import quantize_base
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import V, engine_of, prompt
 from tests.fixtures.tiny import FAMILIES, hf_folder, hf_model
 

@@ -19,7 +19,7 @@ from lowroll.model import hf
 from lowroll.model.replay import check_evictions, pack_evictions, unpack_evictions
 from lowroll.model.transformer import Transformer
 from lowroll.types import Evictions, Group, Rollout
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.masters import nudge
 from tests.fixtures.tiny import hf_folder

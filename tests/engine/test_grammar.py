@@ -19,7 +19,7 @@ from lowroll.engine.grammar import Grammars, held
 from lowroll.model import hf
 from lowroll.runs.demo import build_tokenizer
 from lowroll.types import Rollout
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 
 DIGITS = LLMatcher.grammar_from_regex("([0-9]{2},){1,5}[a-f]+")
 POINT = LLMatcher.grammar_from_json_schema(

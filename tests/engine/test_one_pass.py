@@ -15,7 +15,7 @@ from lowroll.kv.policy.table import make
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
 from lowroll.types import Group, Request, Rollout
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.tiny import hf_folder
 

@@ -24,7 +24,7 @@ from lowroll.model.logprobs import log_probs
 from lowroll.model.transformer import Transformer
 from lowroll.types import Group
 from lowroll.weights.noise import Noise
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.formats import LAYOUTS
 from tests.fixtures.scheduling import NEED, letters

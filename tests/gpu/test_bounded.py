@@ -17,7 +17,7 @@ from lowroll.engine.runner import Runner
 from lowroll.engine.sequence import StepPlan
 from lowroll.model import hf
 from lowroll.types import Group
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import prompt
 from tests.fixtures.masters import nudge
 from tests.fixtures.policies import (

@@ -12,11 +12,11 @@ import torch
 
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
-from lowroll.transport.broadcasts import read_broadcast
 from lowroll.weights import aligned
-from lowroll.weights.changes import Shadow, apply
-from lowroll.weights.offers import Offers
 from lowroll.weights.publish import digest, rollout_copy
+from lowroll.weights.sync.base import read_broadcast
+from lowroll.weights.sync.changes import Shadow, apply
+from lowroll.weights.sync.server import WeightServer
 from tests.fixtures.broadcasts import broadcaster
 from tests.fixtures.masters import nudge
 from tests.fixtures.tiny import hf_folder
@@ -30,11 +30,11 @@ from pathlib import Path
 import torch
 from lowroll.engine.native import NativeEngine
 from lowroll.server.weight_store import WeightStore
-from lowroll.weights.collector import Collector
+from lowroll.weights.sync.client import WeightClient
 model, folder, port, device = sys.argv[1:]
 device = torch.device(device)
 engine = NativeEngine(Path(model), "int8", device=device, cache_tokens=1024)
-shelf = WeightStore(folder, Path(model), Collector("127.0.0.1", int(port), device, 60.0))
+shelf = WeightStore(folder, Path(model), WeightClient("127.0.0.1", int(port), device, 60.0))
 print("ready", flush=True)
 for line in sys.stdin:
     now = engine.behavior
@@ -53,10 +53,10 @@ def test_a_direct_way_brings_the_bits_of_files(tmp_path: Path, way: str) -> None
     model = hf_folder(tmp_path / "model")
     learner = hf.load(model, "cuda:0").requires_grad_(True)
     shelf, last = tmp_path / "shelf", torch.cuda.device_count() - 1
-    offers = Offers(way, torch.device("cuda", 0), timeout_s=60.0)
-    at = broadcaster(shelf, learner, offers=offers)
+    server = WeightServer(way, torch.device("cuda", 0), timeout_s=60.0)
+    at = broadcaster(shelf, learner, server=server)
     child = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(model), str(shelf), str(offers.port), f"cuda:{last}"],
+        [sys.executable, "-c", ENGINE, str(model), str(shelf), str(server.port), f"cuda:{last}"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -72,13 +72,13 @@ def test_a_direct_way_brings_the_bits_of_files(tmp_path: Path, way: str) -> None
             child.stdin.write(f"step_{version}\n")
             child.stdin.flush()
             assert child.stdout.readline().strip() == wanted
-        assert not offers.broken
+        assert not server.broken
     finally:
         child.stdin.close()
         child.kill()
         child.wait(30)
         child.stdout.close()
-        offers.close()
+        server.close()
 
 
 def version_of(learner: Transformer, version: int) -> int:

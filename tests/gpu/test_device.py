@@ -26,7 +26,7 @@ from lowroll.quant import fp8
 from lowroll.quant.formats import get_format
 from lowroll.types import Group
 from lowroll.weights.publish import digest, quantize_base, rollout_copy
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.tiny import COMMON, FAMILIES, hf_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]

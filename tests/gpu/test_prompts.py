@@ -22,7 +22,7 @@ from lowroll import Engine, Request
 from lowroll.engine.prompts import SIZES
 from lowroll.kv.cache import PromptChunk
 from lowroll.types import Group
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("built")]
 SHAPE = {**SHAPES["qwen2.5-1.5b"], "num_hidden_layers": 3, "vocab_size": 8192}

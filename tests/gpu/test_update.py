@@ -19,7 +19,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy, rollout_load
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.masters import nudge, pointers, tensors
 from tests.fixtures.tiny import COMMON, hf_folder
 

@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # weights -> parallel: the learner and its engines meet as ranks do
     # weights -> machine: how many may connect follows from how many files may be open
     "weights": (
-        {"model", "quant", "kernels", "transport", "checkpoint", "parallel", "machine"},
+        {"model", "quant", "kernels", "transport", "checkpoint", "parallel", "machine", "types"},
         {"torch", "safetensors"},
     ),
     # engine -> weights: the engine takes new weights through the one corridor
@@ -121,7 +121,7 @@ LIGHT = (
     "advantages",
     "envs",
     "transport",
-    "transport.broadcasts",
+    "weights.sync.base",
     "metrics",
     "orchestrator",
     "cli.main",

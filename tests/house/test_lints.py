@@ -111,7 +111,7 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("metrics/trackers/__init__.py", "_serve"): "a tracker's own: told once, and the run goes on",
     ("model/template_child.py", "main"): "reported to the parent, which raises it",
     ("model/tokenizer_child.py", "main"): "reported to the parent, which raises it",
-    ("weights/offers.py", "_run"): "kept for the trainer, whose next look raises it",
+    ("weights/sync/server.py", "_run"): "kept for the trainer, whose next look raises it",
     ("server/limits.py", "admit"): "the client gets a plain 500 and the log the reason",
     ("server/engine_thread.py", "_do"): "raised where the call was made",
     (
@@ -145,10 +145,10 @@ ENDLESS = {  # waits without a time, and what looks like one
         "model/shards.py",
         "stream",
     ): "the same threads: the tensors that they write to must outlive them",
-    ("weights/device_link.py", "is_gone"): "a peek at a socket that does not block",
-    ("weights/device_link.py", "receive"): "the socket has a time, the rest of the deadline",
-    ("weights/device_link.py", "take_in"): "the socket does not block",
-    ("weights/offers.py", "_accept"): "the socket does not block, and somebody has come",
+    ("weights/sync/server.py", "_talk"): "for a round, which has deadlines",
+    ("weights/sync/server.py", "_until"): "of the loop itself, which `close` ends",
+    ("weights/sync/server.py", "_work"): "the same",
+    ("weights/sync/server.py", "is_gone"): "the exception of a reader's, which is there or not",
 }
 
 

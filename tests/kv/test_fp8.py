@@ -20,7 +20,7 @@ from lowroll.kv.storage import STORAGES
 from lowroll.model import hf
 from lowroll.model.transformer import Transformer
 from lowroll.types import Group
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import engine_of, prompt
 from tests.fixtures.masters import nudge
 from tests.fixtures.policies import (

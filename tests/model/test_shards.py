@@ -14,7 +14,7 @@ from lowroll import Engine, Request
 from lowroll.model import hf, lora, shards
 from lowroll.quant.formats import QTensor
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy, rollout_load
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.masters import nudge, pointers, tensors
 from tests.fixtures.tiny import hf_folder
 

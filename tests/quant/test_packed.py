@@ -13,7 +13,7 @@ import lowroll
 from lowroll import Engine, Request
 from lowroll.model import hf
 from lowroll.quant import dense
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.tiny import hf_folder
 
 SHAPE = (640, 512)

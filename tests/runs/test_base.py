@@ -29,7 +29,7 @@ from lowroll.runs.export import export_run, quantize_folder
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights import aligned, noise
 from lowroll.weights.publish import digest, quantize_base
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.adapters import LORA, SEQUENCES
 from tests.fixtures.runs import ALWAYS, run_session, settings, train
 from tests.fixtures.sequences import logits

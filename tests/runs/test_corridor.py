@@ -19,7 +19,7 @@ from lowroll.model import hf, scaling
 from lowroll.transport.rollout_log import read_rollouts
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import rollout_copy
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.runs import copy_stopped_after, fingerprint, settings, train
 
 NOISE = {"sigma_start": 0.1, "sigma_end": 0.01, "num_stages": 3}

@@ -13,7 +13,7 @@ from lowroll.engine import base
 from lowroll.engine.base import InFlight
 from lowroll.engine.native import NativeEngine
 from lowroll.runs.assembly import engines
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.runs import ALWAYS, fingerprint, settings, train
 
 MEMBERS = [name for name in vars(base.Engine) if not name.startswith("_")]

@@ -36,10 +36,10 @@ from lowroll.runs.roles.run_paths import RunPaths
 from lowroll.runs.roles.supervisor import Display, Supervisor
 from lowroll.runs.stop import Stop
 from lowroll.transport.base import Cursor, PeerSilent
-from lowroll.transport.broadcasts import Broadcasts
 from lowroll.transport.rollout_log import write_rollouts
 from lowroll.transport.spool import Spool
 from lowroll.types import printable
+from lowroll.weights.sync.base import Broadcasts
 from tests.fixtures.batches import batch_of
 from tests.fixtures.processes import eventually, of_sessions
 from tests.fixtures.roles import (

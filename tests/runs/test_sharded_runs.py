@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from lowroll.checkpoint.store import Store
 from lowroll.metrics.record import read
-from lowroll.transport.broadcasts import read_broadcast
+from lowroll.weights.sync.base import read_broadcast
 from tests.fixtures.roles import forked, started, write
 from tests.fixtures.runs import copy_stopped_after, settings, train
 

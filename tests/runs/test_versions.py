@@ -15,7 +15,7 @@ from lowroll.engine.remote.pool import EnginePool
 from lowroll.model.transformer import Transformer
 from lowroll.runs.roles.versions import Versions
 from lowroll.transport.base import DeadlineExceeded
-from lowroll.transport.broadcasts import Broadcast, Broadcasts
+from lowroll.weights.sync.base import Broadcast, Broadcasts
 from tests.fixtures.broadcasts import adapted, broadcaster, moved
 from tests.fixtures.fake_engine import FakeEngine, publish
 from tests.fixtures.processes import eventually

@@ -28,7 +28,7 @@ from lowroll.server.limits import STATE
 from lowroll.server.protocol import Refused
 from lowroll.server.weight_store import WeightStore
 from lowroll.types import BehaviorTag
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.serving import ADMIN, TOKENS, Moody, hung, impatient, run, served, tiny, until
 from tests.fixtures.tiny import hf_folder
 

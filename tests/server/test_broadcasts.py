@@ -18,12 +18,12 @@ from lowroll.model import hf, lora, scaling
 from lowroll.model.transformer import Transformer
 from lowroll.server.protocol import Refused
 from lowroll.server.weight_store import WeightStore
-from lowroll.transport.broadcasts import STABLE
 from lowroll.types import Request
 from lowroll.weights import aligned
 from lowroll.weights.noise import Noise, NoiseSchedule
 from lowroll.weights.publish import quantize_base
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.base import STABLE
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.broadcasts import adapted, broadcaster, moved
 from tests.fixtures.serving import ADMIN, TOKENS, run, served
 

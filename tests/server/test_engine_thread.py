@@ -24,7 +24,7 @@ from lowroll.server.engine_thread import (
 )
 from lowroll.server.metrics import FAILURES_BEFORE_UNHEALTHY
 from lowroll.types import Group, Request
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.engines import prompt
 from tests.fixtures.serving import Moody, ask, hung, idle, impatient, looped, tiny, until
 from tests.fixtures.tiny import hf_folder

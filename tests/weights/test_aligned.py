@@ -22,7 +22,7 @@ from lowroll.trainer import state as states
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.weights import aligned
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.formats import FEW
 from tests.fixtures.tensors import normal
 from tests.fixtures.tiny import FAMILIES, hf_folder

@@ -15,14 +15,14 @@ from lowroll.engine.native import NativeEngine
 from lowroll.model import hf, lora, scaling
 from lowroll.model.transformer import Transformer
 from lowroll.server.weight_store import WeightStore
-from lowroll.transport.broadcasts import Broadcasts, Gap
 from lowroll.types import Request
 from lowroll.weights import aligned
-from lowroll.weights.broadcast import CHANGES, FULL_INTERVAL
-from lowroll.weights.changes import STRIDE, Changes, Shadow, apply, difference
 from lowroll.weights.noise import NoiseSchedule
 from lowroll.weights.publish import digest, rollout_copy
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.base import Broadcasts, Gap
+from lowroll.weights.sync.changes import STRIDE, Changes, Shadow, apply, difference
+from lowroll.weights.sync.folder import CHANGES, FULL_INTERVAL
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.broadcasts import broadcaster
 from tests.fixtures.masters import nudge
 from tests.fixtures.serving import ADMIN, TOKENS, run, served

@@ -18,7 +18,7 @@ from lowroll.quant.formats import QTensor, get_format
 from lowroll.quant.table import EIGHT_BITS
 from lowroll.weights import aligned
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.masters import nudge, pointers
 from tests.fixtures.tiny import hf_folder
 

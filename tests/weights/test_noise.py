@@ -19,7 +19,7 @@ from lowroll.model.scaling import scale
 from lowroll.model.transformer import Transformer
 from lowroll.weights.noise import Noise, NoiseSchedule, muted, noisy_norms, share
 from lowroll.weights.publish import digest, publish, quantize_base, rollout_copy
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.formats import FEW
 from tests.fixtures.sequences import IDS, logits
 from tests.fixtures.tiny import hf_folder

@@ -20,7 +20,7 @@ from lowroll.types import Group
 from lowroll.weights import aligned
 from lowroll.weights.noise import Noise
 from lowroll.weights.publish import beside, digest, publish, quantize_base, rollout_copy
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.formats import FEW, LAYOUTS
 from tests.fixtures.masters import nudge, pointers, tensors
 from tests.fixtures.sequences import IDS, logits

@@ -226,7 +226,7 @@ def test_a_local_update_reads_no_name_and_takes_no_second_digest(
         return fingerprint(*arguments)
 
     monkeypatch.setattr(publish, "fingerprint", counted)
-    monkeypatch.setattr("lowroll.weights.update.fingerprint", counted)
+    monkeypatch.setattr("lowroll.weights.sync.update.fingerprint", counted)
     update = WeightUpdate.local(master, 1)
     silent = replace(update, tensors=lambda: pytest.fail("a local update was streamed"))
     assert engine.update_weights(silent).policy[0].digest == engine.behavior.policy[0].digest

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lowroll.quant.formats import QTensor
-    from lowroll.weights.update import WeightUpdate
+    from lowroll.weights.sync.update import WeightUpdate
 
 TURNS = 10  # of its loop that an engine has at least to answer a heartbeat
 TURN = 0.25  # seconds that a step waits for an answer before it returns without one

@@ -57,7 +57,7 @@ class Dialect(Protocol):
 
 
 class Published(Protocol):
-    """A published policy (`transport.broadcasts.Broadcast`)."""
+    """A published policy (`weights.sync.base.Broadcast`)."""
 
     @property
     def version(self) -> int: ...

@@ -47,7 +47,8 @@ from lowroll.types import BehaviorTag, PolicySpan
 
 if TYPE_CHECKING:
     from lowroll.engine.remote.vllm_nccl import NcclTransfer
-    from lowroll.weights.update import Kind, WeightUpdate
+    from lowroll.weights.sync.base import Kind
+    from lowroll.weights.sync.update import WeightUpdate
 
 _log = logging.getLogger(__name__).info
 

@@ -15,14 +15,12 @@ from lowroll.checkpoint.publish import publish_folder
 from lowroll.engine.remote.vllm_server import ServedModel
 from lowroll.model import hf, lora
 from lowroll.model.headers import low_bit_format
-from lowroll.model.names import hf_names, part_rows
-from lowroll.model.spec import ModelSpec, read_config, read_spec, spec_from_config
+from lowroll.model.spec import read_config, read_spec, spec_from_config
 from lowroll.model.tokenizer import eos_id
 from lowroll.quant import dense
 from lowroll.quant.formats import get_format
 from lowroll.weights.publish import rollout_copy
-from lowroll.weights.receive import arrivals, check_content, gather
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate, arrivals, check_content, dense_shapes, gather
 
 
 def served(folder: Path, dtype_name: str | None = None) -> ServedModel:
@@ -65,12 +63,12 @@ def write_adapter(update: WeightUpdate, folder: Path, base: Path) -> Path:
 
 def write_model(update: WeightUpdate, folder: Path, base: Path, dtype_name: str) -> Path:
     """Write the model of a full update as a new folder in the format of `base`, whose dense parts
-    are in a dtype. ValueError as `weights.receive` raises it."""
+    are in a dtype. ValueError as `weights.sync.update` raises it."""
     dtype = getattr(torch, dtype_name)
     spec = spec_from_config(read_config(base))
     format = low_bit_format(base)
     if format is None:
-        tensors = dict(arrivals(update, _shapes(spec), "cpu"))
+        tensors = dict(arrivals(update, dense_shapes(spec), "cpu"))
         check_content(update, tensors)
         config = {**spec.config, "dtype": dtype_name}
         files = config, {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -82,12 +80,3 @@ def write_model(update: WeightUpdate, folder: Path, base: Path, dtype_name: str)
         lambda target: hf.write(files, target, base),
         {"kind": "model", "step": update.version},
     )
-
-
-def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every dense tensor, by its Hugging Face name."""
-    return {
-        part: (part_rows(spec, part, shape[0]), *shape[1:])
-        for _, parts, shape in hf_names(spec)
-        for part in parts
-    }

@@ -35,8 +35,7 @@ from torch.distributed import TCPStore
 from lowroll.engine.remote.event_loop import MARGIN
 from lowroll.engine.remote.http_client import HttpCall, ServerError
 from lowroll.engine.remote.vllm_probe import TRANSFER, ProbedVllm
-from lowroll.weights.receive import check_content
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate, check_content
 
 ID_IN_REQUEST = (0, 32)  # the first version that is known to take it
 STORED_ID = "broadcast_from/0/0"  # where vLLM's StatelessProcessGroup looks for it

@@ -41,7 +41,7 @@ from lowroll.model.folder import resolve
 from lowroll.types import BehaviorTag, PolicySpan, Request, printable
 
 if TYPE_CHECKING:
-    from lowroll.weights.update import Kind
+    from lowroll.weights.sync.base import Kind
 
 HEEDED = frozenset(
     {

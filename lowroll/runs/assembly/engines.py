@@ -23,7 +23,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.runs.assembly import capabilities, prompts
 from lowroll.runs.assembly.compute import Compute
 from lowroll.weights.noise import Noise
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 
 ENGINES = {  # by `rollout.engine`; the row that a run uses is loaded
     "native": "lowroll.runs.assembly.native",

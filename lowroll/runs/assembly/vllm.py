@@ -2,7 +2,7 @@
 
 A server that is started loads the run's own folder where that holds what the rollouts multiply
 with. Otherwise (a quantized base of a dense folder, a dense copy of a quantized one) a folder is
-written for it first. Every version after that travels as a stream (`weights.update`).
+written for it first. Every version after that travels as a stream (`weights.sync.update`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from lowroll.runs.assembly.compute import Compute
 from lowroll.runs.attempt import tell
 from lowroll.runs.folder import LOGS
 from lowroll.weights.publish import rollout_copy
-from lowroll.weights.update import Kind, WeightUpdate
+from lowroll.weights.sync.base import Kind
+from lowroll.weights.sync.update import WeightUpdate
 
 PYTHON = "LOWROLL_VLLM_PYTHON"
 _LOOK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"

@@ -50,10 +50,10 @@ from lowroll.runs.roles.run_paths import ORCHESTRATOR, TRAINER, RunPaths
 from lowroll.runs.roles.versions import Engines, Versions
 from lowroll.runs.stop import polite_stop
 from lowroll.transport.base import Cursor, FrameGone, wait_until
-from lowroll.transport.broadcasts import Broadcasts
 from lowroll.transport.rollout_log import rollouts_path, truncate_rollouts
 from lowroll.transport.spool import END, dismissal
 from lowroll.types import Batch, printable
+from lowroll.weights.sync.base import Broadcasts
 
 log = logging.getLogger(__name__)
 

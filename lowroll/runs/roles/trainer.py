@@ -36,12 +36,12 @@ from lowroll.runs.stop import StepDropped, Stop, polite_stop
 from lowroll.transport.base import ChannelClosed, RolloutReceiver
 from lowroll.transport.spool import Spool
 from lowroll.types import Batch
-from lowroll.weights.broadcast import Broadcaster
-from lowroll.weights.changes import Shadow
-from lowroll.weights.device_link import secret
 from lowroll.weights.noise import share
-from lowroll.weights.offers import Offers
 from lowroll.weights.publish import publish, rollout_copy
+from lowroll.weights.sync.base import transfer_token
+from lowroll.weights.sync.changes import Shadow
+from lowroll.weights.sync.folder import FolderPublisher
+from lowroll.weights.sync.server import WeightServer
 from lowroll.weights.watch import AdapterWatch, WeightWatch
 
 log = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class Broadcasting:
         self.whole = whole
         self.weights = cfg.rollout.weights
         self.noise = trainer.noise(cfg)
-        self.broadcaster = Broadcaster(
+        self.publisher = FolderPublisher(
             paths.broadcasts,
             whole,
             attempt=attempt,
@@ -278,7 +278,7 @@ class Broadcasting:
             base=cfg.model,
             noise=self.noise,
             shadow=_shadow(cfg, compute, whole),
-            offers=_offers(cfg, compute, paths),
+            server=_server(cfg, compute, paths),
         )
         self.watch = self._watch(compute)
 
@@ -287,7 +287,7 @@ class Broadcasting:
         self.ranks.refill(self.whole, self.model)
         metrics: dict[str, float] = {}
         if version:
-            metrics = self.broadcaster.publish(version)
+            metrics = self.publisher.publish(version)
             faultpoint(f"train.published/{version}")
         noise = None if self.noise is None else self.noise.at(version)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
@@ -299,16 +299,16 @@ class Broadcasting:
 
     def check(self) -> None:
         """Raise TransportError when engines get no weights any more, with the reason."""
-        self.broadcaster.check()
+        self.publisher.check()
 
     def forget_after(self, version: int) -> None:
         """Have nobody draw from later versions: batches that they were learned from are gone, and
         those that are made in their place may be others."""
-        self.broadcaster.forget_after(version)
+        self.publisher.forget_after(version)
 
     def close(self) -> None:
         """Stop offering versions; the last one lies in the folder."""
-        self.broadcaster.close()
+        self.publisher.close()
 
     def change_format(self, weights: str) -> None:
         raise AssertionError(f"a fallback to {weights} was refused at the start")
@@ -337,17 +337,17 @@ def _shadow(cfg: RunConfig, compute: Compute, model: Transformer) -> Shadow | No
     return Shadow(model, weights, get_format(weights).dtype or compute.dtype)
 
 
-def _offers(cfg: RunConfig, compute: Compute, paths: RunPaths) -> Offers | None:
-    """Open the direct way of whole models, and write its address for engines that look for it; None
+def _server(cfg: RunConfig, compute: Compute, paths: RunPaths) -> WeightServer | None:
+    """Open the direct route of whole models, and write its address for engines that look for it; None
     for `filesystem`."""
     way = cfg.weight_broadcast
     if way.type == "filesystem":
         return None
     try:
-        token = secret(paths.tokens()[1])
+        token = transfer_token(paths.tokens()[1])
         level = cfg.asynchrony
         keep = level.max_async_level + 1 if level.strict_async_level else 1
-        made = Offers(way.type, compute.device, way.host, way.port, way.timeout, token, keep)
+        made = WeightServer(way.type, compute.device, way.host, way.port, way.timeout, token, keep)
     except ValueError as error:
         raise ValueError(f"weight_broadcast.{error}") from None
     except OSError as error:

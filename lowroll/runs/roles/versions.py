@@ -15,8 +15,8 @@ from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.versions import Superseded
 from lowroll.kv.policy.base import CachePolicy
 from lowroll.orchestrator.client import Progress
-from lowroll.transport.broadcasts import Broadcast, Broadcasts
 from lowroll.types import Group, Request
+from lowroll.weights.sync.base import Broadcast, Broadcasts
 
 log = logging.getLogger(__name__)
 

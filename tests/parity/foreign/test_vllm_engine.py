@@ -29,7 +29,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.runs.export import quantize_folder
 from lowroll.types import Request
 from lowroll.weights.publish import rollout_copy
-from lowroll.weights.update import WeightUpdate
+from lowroll.weights.sync.update import WeightUpdate
 from tests.fixtures.served import CONFIG
 
 PYTHON = os.environ.get("LOWROLL_VLLM_PYTHON", "")

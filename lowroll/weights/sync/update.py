@@ -1,43 +1,120 @@
-"""An engine's end of the corridor: it takes a weight update whole, or not at all.
+"""A weight update as a value: what a learner hands to an engine, wherever the engine is, and the
+engine's end, which takes it whole or not at all.
 
-A local update is quantized from the learner's model into the engine's storages (`publish`). A
-stream is gathered first, on the engine's device: names, shapes, dtypes, finite values and the
-digest are checked before the engine's weights change. Until then it costs the memory of what
-travels: a dense model, or an adapter.
+    engine.update_weights(WeightUpdate.local(master, version=3, noise=noise))    in one process
+    engine.update_weights(WeightUpdate.local(master, version=3).as_stream())     by another route
+
+Every update yields its tensors by name, one after the other and only when asked. A local one also
+has the learner's model: an engine of the same process quantizes from there into its own storages
+(`weights.publish`) and reads no name. Every other engine gathers the stream first, on its device:
+names, shapes, dtypes, finite values and the digest are checked before its weights change. Until
+then that costs the memory of what travels: a dense model, or an adapter.
+
+The digest is of names and bytes, wherever they are: the learner states it, and the engine computes
+it again over what has arrived, or over a file. It is not the digest in a BehaviorTag, which is that
+of the quantized weights that the engine samples from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lowroll.kernels import checksum
-from lowroll.model import lora, scaling, shards
+from lowroll.model import hf, lora, scaling, shards
 from lowroll.model.files import some
 from lowroll.model.names import hf_names, part_rows
 from lowroll.model.spec import ModelSpec
 from lowroll.model.transformer import Transformer
-from lowroll.weights.changes import Changes, apply
-from lowroll.weights.noise import noisy_norms
-from lowroll.weights.publish import can_take_noise, drawn_noise, publish, set_parameter
-from lowroll.weights.update import Kind, WeightUpdate, dense
+from lowroll.quant.formats import QTensor, get_format
+from lowroll.weights.noise import Noise, noisy_norms
+from lowroll.weights.publish import can_take_noise, drawn_noise, fingerprint, publish, set_parameter
+from lowroll.weights.sync.base import Kind
+from lowroll.weights.sync.changes import Changes, apply
 
 Device = torch.device | str
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Receiver:
+@dataclass(frozen=True, eq=False)
+class WeightUpdate:
+    """The weights of policy `version`."""
+
+    version: int
+    # full: every weight, dense, under its Hugging Face name. adapter: A and B of LoRA under PEFT's
+    # names, for the base that the engine holds. codes: the stored tensors of a low-bit model, or
+    # with `changes` what differs in them (`sync.changes`).
+    kind: Kind
+    # begins the stream anew; what it has yielded stays as it is until the update has been taken
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
+    digest: str | None = None  # of the stream (`content_digest`), where it was stated
+    noise: Noise | None = None  # for the norms; the engine draws it itself
+    lora_alpha: float | None = None  # of an adapter; its rank is in the shapes
+    # the s of update-aware scaling (`model.scaling`) that the weights, or an adapter's base, carry
+    input_scale: float = 1.0
+    # the learner's model, in its own process: read when the update is taken, not before
+    master: Transformer | None = None
+    changes: Changes | None = None
+
+    @classmethod
+    def local(cls, master: Transformer, version: int, noise: Noise | None = None) -> WeightUpdate:
+        """Return the update from a learner of this process: its adapter when it has one, else its
+        weights. Nothing is read yet."""
+        alphas = {linear.adapter.alpha for _, linear in master.linears() if linear.adapter}
+        scale = scaling.applied(master) or 1.0
+        if alphas:
+            alpha = alphas.pop() if len(alphas) == 1 else None  # an engine says which layer is odd
+            stream = partial(_adapter, master)
+            return cls(version, "adapter", stream, None, noise, alpha, scale, master)
+        kept = master.weight_format
+        if kept is not None and not get_format(kept).dense:
+            return cls(version, "codes", partial(_codes, master), None, noise, None, scale, master)
+        return cls(version, "full", partial(dense, master), None, noise, None, scale, master)
+
+    def as_stream(self) -> WeightUpdate:
+        """Return the same update as it travels: with its digest and without the learner's model."""
+        return replace(self, digest=self.content_digest(), master=None)
+
+    def content_digest(self) -> str:
+        """Return 32 hex digits over the name, shape, dtype and bytes of every tensor, and over what
+        else changes the policy. Reads the whole stream."""
+        numbers = {} if self.lora_alpha is None else {"lora_alpha": self.lora_alpha}
+        return fingerprint(dict(self.tensors()), numbers | {"input_scale": self.input_scale})
+
+
+def dense(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight of a dense model under its Hugging Face name: views of the fused
+    matrices."""
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    for name, linear in model.linears():
+        if isinstance(linear.weight, QTensor):
+            weights[f"{name}.weight"] = linear.weight.tensors["weight"]
+    for name, parts, shape in hf_names(model.spec):
+        rows = [part_rows(model.spec, part, shape[0]) for part in parts]
+        yield from zip(parts, weights[name].detach().split(rows), strict=True)
+
+
+def _adapter(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    yield from lora.state(model).items()
+
+
+def _codes(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    yield from hf.state(model).items()
+
+
+class UpdateReceiver:
     """Takes updates for the engine's model, and for the one `beside` it."""
 
     def __init__(self, rollout: Transformer, large_batch_model: Transformer | None = None) -> None:
         self.rollout = rollout
         self.large_batch_model = large_batch_model
         ranks = (linear.adapter.rank for _, linear in rollout.linears() if linear.adapter)
-        self.room = max(ranks, default=0)  # the highest rank of an adapter
-        adapted = self.room > 0
+        self.max_rank = max(ranks, default=0)  # of an adapter
+        adapted = self.max_rank > 0
         self.kind: Kind = "adapter" if adapted else "full"  # of the streams that it takes
         self.takes_noise = can_take_noise(rollout)
         kinds: set[Kind] = {self.kind}
@@ -98,7 +175,7 @@ class Receiver:
     def _write_adapter(self, update: WeightUpdate) -> None:
         """Write what an adapter's stream holds, and the noise on the norms of its base."""
         rollout = self.rollout
-        rank = _rank(update, self.room)
+        rank = _rank(update, self.max_rank)
         wanted = lora.wanted(rollout, rank)
         arrived = dict(arrivals(update, wanted, rollout.device, lora.are_whole_targets))
         check_content(update, arrived)
@@ -120,16 +197,12 @@ def gather(
     update: WeightUpdate, spec: ModelSpec, dtype: torch.dtype, device: Device
 ) -> Transformer:
     """Return a dense model of what a full stream holds, on a device; a matrix keeps the dtype that
-    it came in. ValueError as `Receiver.take` says of a stream."""
+    it came in. ValueError as `UpdateReceiver.take` says of a stream."""
     staging = Transformer(spec, "meta", dtype)
     whole = {name: (parts, shape) for name, parts, shape in hf_names(spec)}
     owner = {part: name for name, (parts, _) in whole.items() for part in parts}
-    wanted = {
-        part: (part_rows(spec, part, whole[name][1][0]), *whole[name][1][1:])
-        for part, name in owner.items()
-    }
     arrived: dict[str, dict[str, Tensor]] = {name: {} for name in whole}
-    for part, tensor in arrivals(update, wanted, device):
+    for part, tensor in arrivals(update, dense_shapes(spec), device):
         mine = arrived[owner[part]]
         mine[part] = tensor
         parts = whole[owner[part]][0]
@@ -140,15 +213,24 @@ def gather(
     return staging
 
 
-def _rank(update: WeightUpdate, room: int) -> int:
-    """Return the rank of the adapter in a stream, by its first A; `room` where there is none.
-    ValueError when it is higher than there is room for."""
+def dense_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every dense tensor, by its Hugging Face name."""
+    return {
+        part: (part_rows(spec, part, shape[0]), *shape[1:])
+        for _, parts, shape in hf_names(spec)
+        for part in parts
+    }
+
+
+def _rank(update: WeightUpdate, max_rank: int) -> int:
+    """Return the rank of the adapter in a stream, by its first A; `max_rank` where there is
+    none. ValueError when it is higher than that."""
     shapes = (t.shape for name, t in update.tensors() if name.endswith(".lora_A.weight"))
     shape = next(shapes, None)
-    rank = room if not shape else shape[0]
-    if not 0 < rank <= room:
+    rank = max_rank if not shape else shape[0]
+    if not 0 < rank <= max_rank:
         raise ValueError(
-            f"update: the adapter has rank {rank}, and this engine has room for {room} "
+            f"update: the adapter has rank {rank}, and this engine has room for {max_rank} "
             "(max_lora_rank, --lora-rank)"
         )
     return rank

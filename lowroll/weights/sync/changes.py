@@ -22,9 +22,9 @@ from torch import Tensor
 from lowroll.kernels import checksum
 from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import QTensor, get_format
-from lowroll.transport.broadcasts import Gap
 from lowroll.weights.noise import noisy_norms
 from lowroll.weights.publish import fingerprint
+from lowroll.weights.sync.base import Gap
 
 STRIDE = 65535  # the longest gap
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

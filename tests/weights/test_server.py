@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -22,25 +23,24 @@ from lowroll.model.transformer import Transformer
 from lowroll.server.protocol import Refused
 from lowroll.server.weight_store import WeightStore
 from lowroll.transport.base import TransportError
-from lowroll.transport.broadcasts import read_broadcast
-from lowroll.weights import offers as offers_module
-from lowroll.weights.collector import Collector
-from lowroll.weights.device_link import Lines, LinkFailed, secret
-from lowroll.weights.offers import Offers
-from lowroll.weights.parcel import Layout, pack, unpack
 from lowroll.weights.publish import digest, rollout_copy
+from lowroll.weights.sync import server as server_module
+from lowroll.weights.sync.base import LinkFailed, read_broadcast, transfer_token
+from lowroll.weights.sync.buckets import BucketLayout, pack, unpack
+from lowroll.weights.sync.client import WeightClient
+from lowroll.weights.sync.server import Connection, ServedVersion, WeightServer, confirm
 from tests.fixtures.broadcasts import broadcaster, moved
 from tests.fixtures.engines import engine_of
 from tests.fixtures.tiny import hf_folder
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
-TOKEN = secret("of-the-admin")
+TOKEN = transfer_token("of-the-admin")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_folder(tmp_path_factory.mktemp("offers") / "model")
+    return hf_folder(tmp_path_factory.mktemp("server") / "model")
 
 
 @pytest.fixture
@@ -49,15 +49,15 @@ def learner(folder: Path) -> Transformer:
 
 
 @pytest.fixture
-def offers() -> Iterator[Offers]:
-    made = Offers("nccl", CPU, timeout_s=20.0, token=TOKEN)
+def server() -> Iterator[WeightServer]:
+    made = WeightServer("nccl", CPU, timeout_s=20.0, token=TOKEN)
     yield made
     made.close()
 
 
-def shelf_of(tmp_path: Path, folder: Path, offers: Offers) -> WeightStore:
+def shelf_of(tmp_path: Path, folder: Path, server: WeightServer) -> WeightStore:
     return WeightStore(
-        tmp_path, folder, Collector(offers.host, offers.port, CPU, 60.0, token=TOKEN)
+        tmp_path, folder, WeightClient(server.host, server.port, CPU, 60.0, token=TOKEN)
     )
 
 
@@ -75,11 +75,11 @@ def wanted(learner: Transformer) -> str:
 
 
 def test_versions_arrive_at_several_engines(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
     engines = [engine_of(folder, weights="int8") for _ in range(3)]
-    shelves = [shelf_of(tmp_path, folder, offers) for _ in engines]
-    at = broadcaster(tmp_path, learner, offers=offers)
+    shelves = [shelf_of(tmp_path, folder, server) for _ in engines]
+    at = broadcaster(tmp_path, learner, server=server)
     for version in (1, 2, 3):
         at.publish(moved_to(learner, version))
         found = read_broadcast(tmp_path / f"step_{version:06d}")
@@ -95,7 +95,7 @@ def test_versions_arrive_at_several_engines(
         for thread in threads:
             thread.join(60)
         assert digests == dict.fromkeys(range(3), wanted(learner))
-    assert not offers.broken
+    assert not server.broken
 
 
 def moved_to(learner: Transformer, version: int) -> int:
@@ -104,62 +104,61 @@ def moved_to(learner: Transformer, version: int) -> int:
 
 
 def test_a_late_engine_gets_the_version_too(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
-    at = broadcaster(tmp_path, learner, offers=offers)
+    at = broadcaster(tmp_path, learner, server=server)
     at.publish(moved_to(learner, 1))
     for _ in range(2):
-        shelf = shelf_of(tmp_path, folder, offers)
+        shelf = shelf_of(tmp_path, folder, server)
         assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
 
 
 def test_what_is_sent_is_what_was_published(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
-    at = broadcaster(tmp_path, learner, offers=offers)
+    at = broadcaster(tmp_path, learner, server=server)
     at.publish(moved_to(learner, 1))
     before = wanted(learner)
     moved(learner, 2)  # the learner goes on
-    shelf = shelf_of(tmp_path, folder, offers)
+    shelf = shelf_of(tmp_path, folder, server)
     assert take(shelf, engine_of(folder, weights="int8"), 1) == before
 
 
 def test_bytes_that_changed_on_the_way_are_refused(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
-    at = broadcaster(tmp_path, learner, offers=offers)
+    at = broadcaster(tmp_path, learner, server=server)
     at.publish(moved_to(learner, 1))
-    offers._offered[-1].buckets[0][5] ^= 1
+    server.versions[-1].buckets[0][5] ^= 1
     engine = engine_of(folder, weights="int8")
     before = engine.behavior
     with pytest.raises(ValueError, match="was stated, and what has arrived"):
-        take(shelf_of(tmp_path, folder, offers), engine, 1)
+        take(shelf_of(tmp_path, folder, server), engine, 1)
     assert engine.behavior == before
 
 
 DIES = """
 import os, signal, sys
 import torch
-from lowroll.weights import device_link
-from lowroll.weights.collector import Collector
-from lowroll.weights.parcel import Layout
+from lowroll.weights.sync import buckets
+from lowroll.weights.sync.client import WeightClient
 from lowroll.transport.base import TransportError
-from lowroll.transport.broadcasts import read_broadcast
-from lowroll.weights.broadcast import stored_layout
+from lowroll.weights.sync.base import read_broadcast
+from lowroll.weights.sync.folder import read_layout
 from pathlib import Path
 path = Path(sys.argv[1])
-collector = Collector("127.0.0.1", int(sys.argv[2]), torch.device("cpu"), 20.0)
+client = WeightClient("127.0.0.1", int(sys.argv[2]), torch.device("cpu"), 20.0)
 when = sys.argv[3]
 if when == "told":
-    collector._receive = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+    client._receive = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
 elif when == "joined":
-    device_link.Group.broadcast = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+    buckets.BucketGroup.broadcast = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
 else:
-    send = device_link.Lines.send
-    device_link.Lines.send = lambda self, message, s: (
-        os.kill(os.getpid(), signal.SIGKILL) if "have" in message else send(self, message, s))
+    send = client._send
+    client._send = lambda message: (
+        os.kill(os.getpid(), signal.SIGKILL) if "have" in message else send(message))
 print("ready", flush=True)
-collector.fetch(read_broadcast(path), stored_layout(path))
+client.fetch(read_broadcast(path), read_layout(path))
 """
 
 
@@ -168,67 +167,67 @@ collector.fetch(read_broadcast(path), stored_layout(path))
 def test_a_peer_that_dies_takes_nobody_with_it(
     tmp_path: Path, folder: Path, learner: Transformer, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offers_module, "GATHER_S", 60.0)  # until both ask
-    monkeypatch.setattr("lowroll.weights.device_link.JOIN_S", 3.0)
-    offers = Offers("nccl", CPU, timeout_s=6.0)
+    monkeypatch.setattr(server_module, "GATHER_S", 60.0)  # until both ask
+    monkeypatch.setattr("lowroll.weights.sync.buckets.JOIN_S", 3.0)
+    server = WeightServer("nccl", CPU, timeout_s=6.0)
     try:
-        broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+        broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
         path = tmp_path / "step_000001"
-        collector = Collector(offers.host, offers.port, CPU, 60.0)
-        shelf = WeightStore(tmp_path, folder, collector)
+        client = WeightClient(server.host, server.port, CPU, 60.0)
+        shelf = WeightStore(tmp_path, folder, client)
         take(shelf, engine_of(folder, weights="int8"), 1)  # from now on the trainer waits for it
-        shelf = WeightStore(tmp_path, folder, collector)
-        arguments = [sys.executable, "-c", DIES, str(path), str(offers.port), when]
+        shelf = WeightStore(tmp_path, folder, client)
+        arguments = [sys.executable, "-c", DIES, str(path), str(server.port), when]
         child = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
         end = time.monotonic() + 30
-        while not any(offers._peers.values()) and time.monotonic() < end:
+        while not server._asking and time.monotonic() < end:
             time.sleep(0.01)
-        assert any(offers._peers.values()) and len(offers._peers) == 2
+        assert server._asking and len(server._engines) == 2
         assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
         assert child.wait(30) == -signal.SIGKILL
         child.stdout.close()
     finally:
-        offers.close()
+        server.close()
 
 
 def test_after_two_failures_it_comes_as_files(
     tmp_path: Path,
     folder: Path,
     learner: Transformer,
-    offers: Offers,
+    server: WeightServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    at = broadcaster(tmp_path, learner, offers=offers)
+    at = broadcaster(tmp_path, learner, server=server)
     at.publish(moved_to(learner, 1))
-    shelf, engine = shelf_of(tmp_path, folder, offers), engine_of(folder, weights="int8")
-    assert shelf.collector is not None
+    shelf, engine = shelf_of(tmp_path, folder, server), engine_of(folder, weights="int8")
+    assert shelf.client is not None
     tries: list[int] = []
 
     def fails(*given: Any) -> Any:
         tries.append(1)
         raise RuntimeError("nccl: a link is down")
 
-    monkeypatch.setattr(shelf.collector, "_receive", fails)
-    monkeypatch.setattr("lowroll.weights.device_link.JOIN_S", 1.0)
+    monkeypatch.setattr(shelf.client, "_receive", fails)
+    monkeypatch.setattr("lowroll.weights.sync.buckets.JOIN_S", 1.0)
     before = read_broadcast(tmp_path / "step_000001")
     assert take(shelf, engine, 1) == wanted(learner)
     after = read_broadcast(tmp_path / "step_000001")
-    assert len(tries) == 2 and offers.broken
+    assert len(tries) == 2 and server.broken
     assert (before.way, after.way) == ("nccl", "filesystem") and before.digest != after.digest
     at.publish(moved_to(learner, 2))
     assert read_broadcast(tmp_path / "step_000002").way == "filesystem"
     assert take(shelf, engine, 2) == wanted(learner) and len(tries) == 2
 
 
-def test_a_trainer_that_begins_again_offers_what_it_has(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+def test_a_trainer_that_begins_again_serves_what_it_has(
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
-    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
     before = read_broadcast(tmp_path / "step_000001")
-    again = Offers("nccl", CPU, timeout_s=20.0, token=TOKEN)
+    again = WeightServer("nccl", CPU, timeout_s=20.0, token=TOKEN)
     try:
-        broadcaster(tmp_path, learner, offers=again, attempt=2).publish(1)
+        broadcaster(tmp_path, learner, server=again, attempt=2).publish(1)
         assert read_broadcast(tmp_path / "step_000001") == before
         engine = engine_of(folder, weights="int8")
         assert take(shelf_of(tmp_path, folder, again), engine, 1) == wanted(learner)
@@ -237,56 +236,56 @@ def test_a_trainer_that_begins_again_offers_what_it_has(
 
 
 def test_who_cannot_fetch_says_why(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
-    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
     engine = engine_of(folder, weights="int8")
     with pytest.raises(Refused, match="--weights-from"):
         take(WeightStore(tmp_path, folder), engine, 1)
-    shelf = shelf_of(tmp_path, folder, offers)
-    offers.offer(offers_module.Offer(9, "0" * 64, [], lambda: None))
-    offers.forget_older()
+    shelf = shelf_of(tmp_path, folder, server)
+    server.serve(ServedVersion(9, "0" * 64, [], lambda: None))
+    server.forget_older()
     with pytest.raises(Refused, match="version 9 is offered"):
         take(shelf, engine, 1)
-    offers.close()
+    server.close()
     with pytest.raises(Refused, match=r"the trainer at 127.0.0.1:\d+"):
         take(shelf, engine, 1)
     with pytest.raises(ValueError, match="cuda_ipc shares memory of a GPU"):
-        Offers("cuda_ipc", CPU)
+        WeightServer("cuda_ipc", CPU)
     with pytest.raises(ValueError, match="none of nccl"):
-        Offers("filesystem", CPU)
+        WeightServer("filesystem", CPU)
 
 
 def test_older_versions_are_kept_for_a_strict_run(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
     """Engines of one want the version before, while the newest is there; also as files."""
-    offers.keep = 2
-    at, digests = broadcaster(tmp_path, learner, offers=offers, keep=4), {}
+    server.keep = 2
+    at, digests = broadcaster(tmp_path, learner, server=server, keep=4), {}
     for version in (1, 2, 3):
         at.publish(moved_to(learner, version))
         digests[version] = wanted(learner)
-    engine, shelf = engine_of(folder, weights="int8"), shelf_of(tmp_path, folder, offers)
+    engine, shelf = engine_of(folder, weights="int8"), shelf_of(tmp_path, folder, server)
     for version in (2, 3):
         assert take(shelf, engine, version) == digests[version]
     with pytest.raises(Refused, match="is wanted, and version 2, 3 is offered"):
         take(shelf, engine, 1)
-    offers._offered[0].write()
+    server.versions[0].write()
     found = read_broadcast(tmp_path / "step_000002")
     assert found.way == "filesystem" and (tmp_path / "step_000003").is_dir()
 
 
 def test_without_the_token_nothing_is_given(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
-    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
     engine = engine_of(folder, weights="int8")
-    for token in ("", TOKEN[:-1], secret("of-another")):
-        collector = Collector(offers.host, offers.port, CPU, 60.0, token=token)
+    for token in ("", TOKEN[:-1], transfer_token("of-another")):
+        client = WeightClient(server.host, server.port, CPU, 60.0, token=token)
         with pytest.raises(Refused, match="another token: give both roles the same"):
-            take(WeightStore(tmp_path, folder, collector), engine, 1)
-    assert not offers.broken, "who has no token has no files written either"
-    assert take(shelf_of(tmp_path, folder, offers), engine, 1) == wanted(learner)
+            take(WeightStore(tmp_path, folder, client), engine, 1)
+    assert not server.broken, "who has no token has no files written either"
+    assert take(shelf_of(tmp_path, folder, server), engine, 1) == wanted(learner)
 
 
 @pytest.mark.parametrize(
@@ -298,25 +297,25 @@ def test_without_the_token_nothing_is_given(
         ("no.such.host.invalid", "host: 'no.such.host.invalid'"),
     ],
 )
-def test_where_engines_cannot_ask_nothing_is_offered(host: str, words: str) -> None:
+def test_where_engines_cannot_ask_nothing_is_served(host: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Offers("nccl", CPU, host)
+        WeightServer("nccl", CPU, host)
 
 
-def test_what_ends_the_offering_reaches_the_trainer(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+def test_what_ends_the_server_reaches_the_trainer(
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
-    at = broadcaster(tmp_path, learner, offers=offers)
+    at = broadcaster(tmp_path, learner, server=server)
     at.publish(moved_to(learner, 1))
     at.check()
 
-    def fails(wanting: Any) -> None:
+    def fails(wanted: Any) -> None:
         raise MemoryError("no room for a group")
 
-    offers._serve = fails  # type: ignore[method-assign]
+    server._find = fails  # type: ignore[method-assign]
     engine = engine_of(folder, weights="int8")
     with pytest.raises(Refused):  # at once, not after its 60 s
-        take(shelf_of(tmp_path, folder, offers), engine, 1)
+        take(shelf_of(tmp_path, folder, server), engine, 1)
     with pytest.raises(TransportError, match="not offered by nccl any more.*no room for a group"):
         at.check()
     with pytest.raises(TransportError, match="no room for a group"):
@@ -324,51 +323,52 @@ def test_what_ends_the_offering_reaches_the_trainer(
 
 
 def test_one_deadline_holds_for_all_engines_and_names_who_is_missing() -> None:
-    offers = Offers("nccl", CPU, timeout_s=0.4)
-    pairs = [socket.socketpair() for _ in range(3)]
-    members = [Lines(left) for left, _ in pairs]
-    pairs[1][1].sendall(b'{"have": 7}\n')
-    pairs[2][1].sendall(b'{"have": 6}\n')
-    offer = offers_module.Offer(7, "0" * 64, [], lambda: None)
-    try:
+    async def body() -> None:
+        pairs = [socket.socketpair() for _ in range(3)]
+        members = [Connection(*await asyncio.open_connection(sock=left)) for left, _ in pairs]
+        pairs[1][1].sendall(b'{"have": 7}\n')
+        pairs[2][1].sendall(b'{"have": 6}\n')
+        began = time.monotonic()
         with pytest.raises(LinkFailed, match=r"2 of 3 engines .* 0.4 s: .*silent.*does not have"):
-            offers._hear_all(offer, members)
-    finally:
-        offers.close()
-        for ends in pairs:
-            [end.close() for end in ends]
+            await confirm(7, members, 0.4)
+        assert time.monotonic() - began < 5
+        for peer, (_, right) in zip(members, pairs, strict=True):
+            peer.close()
+            right.close()
+
+    asyncio.run(body())
 
 
 def test_strangers_are_dropped(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
-    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
+    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"[" * 9999 + b"\n", b'{"want": {}}\n', b""):
-        with socket.create_connection((offers.host, offers.port), 5) as stranger:
+        with socket.create_connection((server.host, server.port), 5) as stranger:
             stranger.sendall(said)
     engine = engine_of(folder, weights="int8")
-    assert take(shelf_of(tmp_path, folder, offers), engine, 1) == wanted(learner)
-    assert offers._thread.is_alive()
+    assert take(shelf_of(tmp_path, folder, server), engine, 1) == wanted(learner)
+    assert server._thread.is_alive()
 
 
-def answers(offers: Offers, said: bytes) -> bytes:
+def answers(server: WeightServer, said: bytes) -> bytes:
     """What who says a line without a token is told; nothing where the connection is closed."""
     with (
         suppress(ConnectionError),  # closed before all of it was read
-        socket.create_connection((offers.host, offers.port), 5) as stranger,
+        socket.create_connection((server.host, server.port), 5) as stranger,
     ):
         stranger.sendall(said)
         return stranger.recv(1 << 12)
     return b""
 
 
-def test_no_line_ends_the_offering(
-    tmp_path: Path, folder: Path, learner: Transformer, offers: Offers
+def test_no_line_ends_the_server(
+    tmp_path: Path, folder: Path, learner: Transformer, server: WeightServer
 ) -> None:
-    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
-    assert b"another token" in answers(offers, b'{"token": "\\ud800", "want": [1, ""]}\n')
-    assert b"another token" in answers(offers, b'{"token": 1e999}\n')
-    shelf = shelf_of(tmp_path, folder, offers)
+    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
+    assert b"another token" in answers(server, b'{"token": "\\ud800", "want": [1, ""]}\n')
+    assert b"another token" in answers(server, b'{"token": 1e999}\n')
+    shelf = shelf_of(tmp_path, folder, server)
     assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
 
 
@@ -376,20 +376,20 @@ def test_half_a_line_holds_nobody_up(
     tmp_path: Path,
     folder: Path,
     learner: Transformer,
-    offers: Offers,
+    server: WeightServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However long the rest of it may take."""
-    monkeypatch.setattr(offers_module, "ANSWER_S", 1e6)
-    monkeypatch.setattr(offers_module, "HELLO_S", 1e6, raising=False)
-    monkeypatch.setattr(offers_module, "GATHER_S", 1e6)
-    broadcaster(tmp_path, learner, offers=offers).publish(moved_to(learner, 1))
-    strangers = [socket.create_connection((offers.host, offers.port), 5) for _ in range(6)]
+    monkeypatch.setattr(server_module, "ANSWER_S", 1e6)
+    monkeypatch.setattr(server_module, "HELLO_S", 1e6)
+    monkeypatch.setattr(server_module, "GATHER_S", 1e6)
+    broadcaster(tmp_path, learner, server=server).publish(moved_to(learner, 1))
+    strangers = [socket.create_connection((server.host, server.port), 5) for _ in range(6)]
     try:
         for stranger in strangers:
             stranger.sendall(b"{")
-        collector = Collector(offers.host, offers.port, CPU, 5.0, token=TOKEN)
-        shelf = WeightStore(tmp_path, folder, collector)
+        client = WeightClient(server.host, server.port, CPU, 5.0, token=TOKEN)
+        shelf = WeightStore(tmp_path, folder, client)
         assert take(shelf, engine_of(folder, weights="int8"), 1) == wanted(learner)
         strangers[0].sendall(b"}\n")
         assert b"another token" in strangers[0].recv(1 << 12), "its line is heard when it is whole"
@@ -398,23 +398,23 @@ def test_half_a_line_holds_nobody_up(
 
 
 def test_who_does_not_say_the_token_is_closed(
-    offers: Offers, monkeypatch: pytest.MonkeyPatch
+    server: WeightServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert answers(offers, b"x" * (offers_module.MOST_HELLO + 1)) == b"", "a line without an end"
-    monkeypatch.setattr(offers_module, "HELLO_S", 0.0)
-    assert answers(offers, b"{") == b"", "a line that does not go on"
+    assert answers(server, b"x" * (server_module.MOST_LINE + 1)) == b"", "a line without an end"
+    monkeypatch.setattr(server_module, "HELLO_S", 0.0)
+    assert answers(server, b"{") == b"", "a line that does not go on"
 
 
 CROWDED = """
 import resource, sys
 import torch
-from lowroll.weights.offers import Offers
+from lowroll.weights.sync.server import WeightServer
 resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
-offers = Offers("nccl", torch.device("cpu"))
-print(offers.port, flush=True)
+server = WeightServer("nccl", torch.device("cpu"))
+print(server.port, flush=True)
 sys.stdin.readline()
-offers.check()
-print("offers", flush=True)
+server.check()
+print("serves", flush=True)
 """
 
 
@@ -436,7 +436,7 @@ def test_idle_connections_leave_room_for_engines() -> None:
         assert idle[0].recv(1) == b"", "the oldest has made room"
         child.stdin.write("\n")
         child.stdin.flush()
-        assert child.stdout.readline() == "offers\n"
+        assert child.stdout.readline() == "serves\n"
     finally:
         [one.close() for one in idle]
         child.kill()
@@ -445,21 +445,21 @@ def test_idle_connections_leave_room_for_engines() -> None:
         child.stdout.close()
 
 
-def test_what_can_be_told_is_offered_at_every_moment(
+def test_what_can_be_told_is_served_at_every_moment(
     tmp_path: Path,
     folder: Path,
     learner: Transformer,
-    offers: Offers,
+    server: WeightServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before the marker of a version is there the version before it, and from then on the new one."""
-    at, taken = broadcaster(tmp_path, learner, offers=offers), []
+    at, taken = broadcaster(tmp_path, learner, server=server), []
 
     def ask(point: str) -> None:
         newest = at.broadcasts.newest()
         if point in ("file.begin/STABLE", "file.renamed/STABLE") and newest is not None:
             take(
-                shelf_of(tmp_path, folder, offers),
+                shelf_of(tmp_path, folder, server),
                 engine_of(folder, weights="int8"),
                 newest.version,
             )
@@ -471,11 +471,11 @@ def test_what_can_be_told_is_offered_at_every_moment(
     assert taken == [1, 1, 2]
 
 
-# -- parcels -----------------------------------------------------------------------------------------
+# -- buckets -----------------------------------------------------------------------------------------
 
 
-def test_a_parcel_is_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowroll.weights.parcel.BUCKET_BYTES", 100)
+def test_buckets_hold_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowroll.weights.sync.buckets.BUCKET_BYTES", 100)
     tensors = {
         "a": torch.arange(7, dtype=torch.float32),
         "b": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
@@ -484,7 +484,7 @@ def test_a_parcel_is_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     layout, buckets = pack(tensors, "x", CPU)
     assert len(buckets) > 1
-    found = unpack(Layout.from_json(json.loads(json.dumps(layout.to_json()))), buckets)
+    found = unpack(BucketLayout.from_json(json.loads(json.dumps(layout.to_json()))), buckets)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     for change in (
         {"sizes": [1]},
@@ -496,17 +496,24 @@ def test_a_parcel_is_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         {"places": 3},
     ):
         with pytest.raises(ValueError, match="layout"):
-            Layout.from_json(layout.to_json() | change)
+            BucketLayout.from_json(layout.to_json() | change)
 
 
 def test_lines_end_in_time() -> None:
-    left, right = socket.socketpair()
-    lines = Lines(left)
-    with pytest.raises(LinkFailed, match="silent"):
-        lines.receive(0.05)
-    right.sendall(b'{"a": 1}\n{"b": 2}\n')
-    assert lines.receive(5) == {"a": 1} and lines.has_line and lines.receive(5) == {"b": 2}
-    right.close()
-    with pytest.raises(LinkFailed, match="closed"):
-        lines.receive(5)
-    lines.close()
+    async def body() -> None:
+        left, right = socket.socketpair()
+        peer = Connection(*await asyncio.open_connection(sock=left))
+        with pytest.raises(LinkFailed, match="silent"):
+            await peer.receive(0.05)
+        right.sendall(b'{"a": 1}\n{"b": 2}\n[3]\n')
+        assert await peer.receive(5) == {"a": 1} and await peer.receive(5) == {"b": 2}
+        with pytest.raises(LinkFailed, match="not a message"):
+            await peer.receive(5)
+        assert not peer.is_gone
+        right.close()
+        with pytest.raises(LinkFailed, match="closed"):
+            await peer.receive(5)
+        assert peer.is_gone
+        peer.close()
+
+    asyncio.run(body())

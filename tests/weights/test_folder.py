@@ -22,8 +22,8 @@ from lowroll.checkpoint.publish import MANIFEST, verify_folder
 from lowroll.model import hf, lora
 from lowroll.model.transformer import Transformer
 from lowroll.transport.base import DeadlineExceeded, wait_until
-from lowroll.transport.broadcasts import STABLE, Broadcasts, Replaced, read_broadcast, reading
 from lowroll.weights.noise import NoiseSchedule
+from lowroll.weights.sync.base import STABLE, Broadcasts, Replaced, read_broadcast, reading
 from tests.fixtures.broadcasts import adapted, broadcaster, moved
 from tests.fixtures.tiny import hf_folder
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lowroll.checkpoint.files import read_file
 from lowroll.checkpoint.publish import MANIFEST, read_meta
@@ -30,13 +30,17 @@ from lowroll.transport.base import DeadlineExceeded, Reminder, TransportError, c
 from lowroll.types import printable
 
 STABLE = "STABLE"
-KINDS = ("full", "adapter", "codes")
+Kind = Literal["full", "adapter", "codes"]
 WAYS = ("filesystem", "nccl", "cuda_ipc")
 FORMAT = 1
 TURN_S = 0.02  # between two looks at the folder
 _NAME = re.compile(r"step_([0-9]{1,18})", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_MARKER = 1 << 16
+
+
+class LinkFailed(TransportError):
+    """Weights did not come over the direct route; the message says why."""
 
 
 class Replaced(TransportError):
@@ -55,7 +59,7 @@ class Broadcast:
 
     version: int
     path: Path
-    kind: str
+    kind: Kind
     digest: str  # of the manifest, and so of every byte
     attempt: int  # of the trainer that wrote it
     noise: dict[str, Any] | None = None
@@ -79,20 +83,12 @@ class Broadcasts:
 
     def versions(self) -> list[Broadcast]:
         """Return all broadcasts that are whole, the oldest first."""
-        found: dict[int, Broadcast] = {}
-        for number in self._numbers():
-            if (one := self.at(number)) is not None:
-                found[number] = one
-        return [found[number] for number in sorted(found)]
+        return list(filter(None, map(self.at, sorted(self._numbers()))))
 
     def newest(self, most: int | None = None) -> Broadcast | None:
         """Return the broadcast of the highest version (up to `most`), if there is any."""
-        for number in sorted(self._numbers(), reverse=True):
-            if most is not None and number > most:
-                continue
-            if (one := self.at(number)) is not None:
-                return one
-        return None
+        numbers = [n for n in self._numbers() if most is None or n <= most]
+        return next(filter(None, map(self.at, sorted(numbers, reverse=True))), None)
 
     def at(self, version: int) -> Broadcast | None:
         """Return the broadcast of a version, if it is there. `step_000007` goes before `step_7`."""
@@ -138,6 +134,13 @@ class Broadcasts:
             names = os.listdir(self.folder)
             return {n for n in map(number_of, names) if n is not None}
         return set()
+
+
+def transfer_token(admin: str) -> str:
+    """Return the token of the direct route, made from the one that allows a client to give an engine
+    weights: lines of the route are not encrypted, and a reader of them must not be able to command
+    an engine."""
+    return hashlib.sha256(f"weights {admin}".encode()).hexdigest()[:32]
 
 
 def folder_name(version: int) -> str:
@@ -260,10 +263,10 @@ def _read_marker(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: {name}: expected a whole number")
     if marker["format"] != FORMAT:
         raise ValueError(f"{path}: format: {marker['format']} is of another lowroll")
-    if marker["kind"] not in KINDS:
-        raise ValueError(f"{path}: kind: {printable(repr(marker['kind']))} is none of {KINDS}")
-    stated = marker["manifest_digest"]
-    if not isinstance(stated, str) or not _DIGEST.fullmatch(stated):
+    kind, digest = marker["kind"], marker["manifest_digest"]
+    if kind not in get_args(Kind):
+        raise ValueError(f"{path}: kind: {printable(repr(kind))} is none of {get_args(Kind)}")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ValueError(f"{path}: manifest_digest: expected 64 hexadecimal digits")
     if "noise" in marker:
         _check_noise(path, marker["noise"])

@@ -1,0 +1,1 @@
+"""Weight sync: the routes of a learner's weights to its engines."""

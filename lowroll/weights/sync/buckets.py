@@ -1,0 +1,204 @@
+"""Tensors as buckets of bytes, and the ways of a bucket from device to device.
+
+A broadcast in a group of processes goes by NCCL between GPUs and by gloo on CPUs. On one machine an
+engine can open the memory of the learner's GPU instead, by handles of CUDA IPC.
+
+Buckets are a copy, so the learner goes on while engines fetch them. Their layout is JSON and lies in
+the version's folder; the buckets never touch a disk. An engine checks what arrives against the
+digest in the layout. What travels is not encrypted: use a trusted network.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowroll.weights.sync.base import LinkFailed
+
+BUCKET_BYTES = 256 << 20  # a larger tensor has a bucket of its own and is never cut
+JOIN_S = 30.0  # until all members of a group have found each other
+_ALIGNMENT = 16
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16)}
+_MOST_BYTES = 1 << 44
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """The place of a tensor in the buckets."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bucket: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The slot of each tensor, the size of each bucket, and the content's digest
+    (`WeightUpdate.content_digest`)."""
+
+    slots: tuple[TensorSlot, ...]
+    sizes: tuple[int, ...]
+    digest: str
+
+    def to_json(self) -> dict[str, Any]:
+        places = [
+            [s.name, str(s.dtype).removeprefix("torch."), list(s.shape), s.bucket, s.offset]
+            for s in self.slots
+        ]
+        return {"digest": self.digest, "sizes": list(self.sizes), "places": places}
+
+    @classmethod
+    def from_json(cls, stated: Any) -> BucketLayout:
+        """Return the layout that `to_json` wrote. ValueError for what it would not write."""
+        try:
+            slots = tuple(
+                TensorSlot(
+                    str(name), _DTYPES[dtype], tuple(map(int, shape)), int(bucket), int(offset)
+                )
+                for name, dtype, shape, bucket, offset in stated["places"]
+            )
+            found = cls(slots, tuple(map(int, stated["sizes"])), str(stated["digest"]))
+        except (KeyError, TypeError, ValueError):
+            raise ValueError("layout: not that of buckets") from None
+        inside = all(
+            min(s.shape, default=0) >= 0
+            and 0 <= s.bucket < len(found.sizes)
+            and 0 <= s.offset <= s.offset + s.nbytes <= found.sizes[s.bucket] < _MOST_BYTES
+            and s.offset % _ALIGNMENT == 0
+            for s in slots
+        )
+        if not inside or min(found.sizes, default=0) < 0:
+            raise ValueError("layout: a tensor that does not lie in its bucket")
+        return found
+
+
+def pack(
+    tensors: Mapping[str, Tensor], digest: str, device: torch.device
+) -> tuple[BucketLayout, list[Tensor]]:
+    """Copy tensors into buckets on a device, uint8 each; return their layout and the buckets."""
+    slots: list[TensorSlot] = []
+    sizes: list[int] = []
+    for name, tensor in tensors.items():
+        size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not sizes or sizes[-1] + size > BUCKET_BYTES:
+            sizes.append(0)
+        slots.append(TensorSlot(name, tensor.dtype, tuple(tensor.shape), len(sizes) - 1, sizes[-1]))
+        sizes[-1] += size
+    layout = BucketLayout(tuple(slots), tuple(sizes), digest)
+    buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    for name, view in unpack(layout, buckets).items():
+        view.copy_(tensors[name].detach())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # readers are on other streams, and in other processes
+    return layout, buckets
+
+
+def unpack(layout: BucketLayout, buckets: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by name, as views of the buckets."""
+    return {
+        s.name: buckets[s.bucket][s.offset : s.offset + s.nbytes].view(s.dtype).view(s.shape)
+        for s in layout.slots
+    }
+
+
+class BucketGroup:
+    """Processes that receive buckets from a trainer (rank 0): NCCL between GPUs, gloo on CPUs."""
+
+    def __init__(
+        self, store: Any, number: int, rank: int, size: int, device: torch.device, host: str,
+        deadline_s: float,
+    ) -> None:  # fmt: skip
+        own = dist.PrefixStore(f"group-{number}", store)
+        joining = timedelta(seconds=min(JOIN_S, deadline_s))
+        own.set_timeout(joining)
+        self._span = timedelta(seconds=deadline_s)
+        torch_groups: Any = dist  # its types know neither option
+        options: Any
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            options = torch_groups.ProcessGroupNCCL.Options()
+            options._timeout = self._span
+            self._group = torch_groups.ProcessGroupNCCL(own, rank, size, options)
+        else:
+            gloo = torch_groups.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=host)]
+            options._timeout = joining
+            self._group = gloo(own, rank, size, options)
+
+    def broadcast(self, bucket: Tensor) -> None:
+        """Broadcast from rank 0 to all, in place. RuntimeError when it does not end in time."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._span
+        self._group.broadcast([bucket], options).wait(self._span)
+        if bucket.device.type == "cuda":
+            torch.cuda.current_stream(bucket.device).synchronize()
+
+    def abort(self) -> None:
+        """Abort the group, also with a peer that hangs."""
+        with suppress(RuntimeError, AttributeError):
+            self._group.abort()
+
+
+def ipc_handles(buckets: Sequence[Tensor]) -> list[list[Any]]:
+    """Return the handles of buckets on a GPU, for one other process of this host: numbers, and
+    bytes as base64."""
+    shared = [bucket.untyped_storage()._share_cuda_()[1:] for bucket in buckets]
+    return [
+        [base64.b64encode(p).decode() if isinstance(p, bytes) else p for p in one] for one in shared
+    ]
+
+
+def copy_by_ipc(
+    handles: Any, uuid: str, sizes: Sequence[int], device: torch.device
+) -> list[Tensor]:
+    """Return copies, on `device`, of the buckets behind `ipc_handles`. LinkFailed when they cannot be
+    opened here."""
+    if device.type != "cuda":
+        raise LinkFailed("cuda_ipc: this engine is on a CPU")
+    index = next((i for i in range(torch.cuda.device_count()) if device_uuid(i) == uuid), None)
+    if index is None:
+        raise LinkFailed(f"cuda_ipc: this engine does not see the learner's GPU {uuid}")
+    copies = []
+    try:
+        for one, size in zip(handles, sizes, strict=True):
+            handle, nbytes, offset, counter, counter_offset, event, sync = one
+            storage = torch.UntypedStorage._new_shared_cuda(
+                index,
+                base64.b64decode(handle, validate=True),
+                int(nbytes),
+                int(offset),
+                base64.b64decode(counter, validate=True),
+                int(counter_offset),
+                base64.b64decode(event, validate=True),
+                bool(sync),
+            )
+            there = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
+            there.set_(storage, 0, (size,), (1,))
+            copies.append(there.to(device, copy=True))
+        # not for the whole device, on which the engine's thread may capture a graph
+        torch.cuda.current_stream(device).synchronize()
+    except (TypeError, ValueError, RuntimeError, binascii.Error) as error:
+        raise LinkFailed(f"cuda_ipc: {error}") from None
+    return copies
+
+
+def device_uuid(index: int | None) -> str:
+    """Return the UUID of a GPU, which does not depend on its number in this process."""
+    return str(torch.cuda.get_device_properties(index or 0).uuid)

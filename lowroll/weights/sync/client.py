@@ -1,0 +1,128 @@
+"""An engine's end of the direct route, whose lines `weights.sync.server` lists. The trainer's address
+comes from the server's own options, never from a request."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowroll.parallel.store import tcp_store
+from lowroll.weights.sync.base import Broadcast, LinkFailed, Replaced
+from lowroll.weights.sync.buckets import BucketGroup, BucketLayout, copy_by_ipc, unpack
+
+TRIES = 2  # then the trainer is asked for files
+CONNECT_S = 10.0
+MOST_LINE = 8 << 20  # bytes of a line of the trainer's, which may hold handles
+
+
+class WeightClient:
+    """A client that fetches versions from the trainer at host:port, to `device`. One at a time. file:
+    in which the trainer publishes its address; read again for each new connection. token: of the
+    trainer (`base.transfer_token`)."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        device: torch.device,
+        timeout_s: float = 1200.0,
+        file: Path | None = None,
+        token: str = "",
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.file = file
+        self.token = token
+        self.device = device
+        self.timeout_s = timeout_s
+        self._socket: socket.socket | None = None
+        self._group: tuple[int, BucketGroup] | None = None
+        self._lock = threading.Lock()
+
+    def fetch(self, broadcast: Broadcast, layout: BucketLayout) -> dict[str, Tensor]:
+        """Fetch the tensors of a version, by name; they are not checked yet. Replaced when the
+        trainer has written files instead, after two tries; LinkFailed when it cannot be asked."""
+        with self._lock:
+            for _ in range(TRIES):
+                try:
+                    return unpack(layout, self._fetch(broadcast, layout))
+                except (LinkFailed, OSError, RuntimeError):
+                    self.close()
+            try:
+                self._ask({"write": [broadcast.version, broadcast.digest]})
+            except LinkFailed:
+                self.close()
+                raise
+            raise Replaced(f"{broadcast.path}: version {broadcast.version} comes as files")
+
+    def close(self) -> None:
+        """Leave the group and the trainer. Idempotent."""
+        if self._group is not None:
+            self._group[1].abort()
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = self._group = None
+
+    def _fetch(self, broadcast: Broadcast, layout: BucketLayout) -> list[Tensor]:
+        answer = self._ask({"want": [broadcast.version, broadcast.digest]})
+        if "handles" in answer:
+            uuid = str(answer.get("device"))
+            buckets = copy_by_ipc(answer["handles"], uuid, layout.sizes, self.device)
+        else:
+            buckets = self._receive(answer, layout)
+        self._send({"have": broadcast.version})
+        return buckets
+
+    def _receive(self, answer: dict[str, Any], layout: BucketLayout) -> list[Tensor]:
+        """Receive the buckets as a member of the trainer's group."""
+        try:
+            number, rank, size, port = (
+                int(answer[name]) for name in ("group", "rank", "size", "store")
+            )
+        except (KeyError, TypeError, ValueError):
+            raise LinkFailed(f"{self.host}:{self.port}: not an answer of a trainer's") from None
+        if self._group is None or self._group[0] != number:
+            assert self._socket is not None
+            mine = self._socket.getsockname()[0]
+            store = tcp_store(self.host, port, None, self.timeout_s)
+            group = BucketGroup(store, number, rank, size, self.device, mine, self.timeout_s)
+            self._group = number, group
+        buckets = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in layout.sizes]
+        for bucket in buckets:
+            self._group[1].broadcast(bucket)
+        return buckets
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message with the token; return the answer. LinkFailed when there is none, or when it
+        is an error."""
+        try:
+            if self._socket is None:
+                self._socket = self._connect()
+            self._send({"token": self.token, **message})
+            with self._socket.makefile("rb") as lines:  # the trainer sends nothing behind an answer
+                line = lines.readline(MOST_LINE)
+            closed = b'{"error": "it has closed the connection"}'
+            answer: dict[str, Any] = dict(json.loads(line or closed))
+            if "error" in answer:
+                raise ValueError(answer["error"])
+            return answer
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise LinkFailed(f"the trainer at {self.host}:{self.port}: {error}") from None
+
+    def _connect(self) -> socket.socket:
+        if self.file is not None:
+            stated = json.loads(self.file.read_bytes())
+            self.host, self.port = str(stated["host"]), int(stated["port"])
+        connection = socket.create_connection((self.host, self.port), CONNECT_S)
+        connection.settimeout(self.timeout_s)
+        return connection
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._socket is not None
+        self._socket.sendall(json.dumps(message).encode() + b"\n")

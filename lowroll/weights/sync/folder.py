@@ -1,0 +1,472 @@
+"""The route through a folder: a version of the weights becomes a folder that engines read.
+
+    publisher = FolderPublisher(run / "broadcasts", learner, attempt=1, keep=2, base=model_folder)
+    publisher.publish(7)      # broadcasts/step_000007, and its STABLE last
+    read_update(broadcasts / "step_000007", 7, "full", engine_folder, "int8")    # in the engine
+
+    adapter    a PEFT folder for the base as it was, and the exact tensors of a base that carries s
+    full       a dense Hugging Face folder in the master's own dtype
+    codes      what differs from the version before in the tensors that engines hold, where an aligned
+               learner has them (`sync.changes`); every eighth version is a full one
+
+With a server (`sync.server`) the tensors of a full version go from device to device, and the folder
+has the rest and the layout of the buckets.
+
+Engines quantize what they read as an engine of the learner's process does, so they hold the same
+bits (`sync.update`). Noise (`weights.noise`) travels as its seed and sigma, and the engine draws it.
+
+A version that is published again (a trainer that died learnt it again) is kept where its bytes are
+the same. Else the old folder is renamed out of the readers' sight before the new one has its name,
+and the new marker names the new manifest: no reader takes files of two attempts for one version.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lowroll.checkpoint.faults import faultpoint
+from lowroll.checkpoint.files import sync_folder, write_file
+from lowroll.checkpoint.publish import (
+    MANIFEST,
+    DamagedError,
+    publish_folder,
+    published_files,
+    read_meta,
+    remove_leftovers,
+    verify_folder,
+)
+from lowroll.model import base as bases
+from lowroll.model import hf, lora, scaling
+from lowroll.model.headers import read_headers
+from lowroll.model.spec import ModelSpec, read_spec
+from lowroll.model.transformer import Transformer
+from lowroll.quant.formats import get_format
+from lowroll.weights.noise import NoiseSchedule
+from lowroll.weights.sync.base import (
+    FORMAT,
+    STABLE,
+    Broadcast,
+    Broadcasts,
+    Kind,
+    encode_marker,
+    folder_name,
+    manifest_digest,
+    number_of,
+)
+from lowroll.weights.sync.buckets import BucketLayout, pack, unpack
+from lowroll.weights.sync.changes import Changes, Shadow
+from lowroll.weights.sync.client import WeightClient
+from lowroll.weights.sync.server import ServedVersion, WeightServer
+from lowroll.weights.sync.update import WeightUpdate
+
+log = logging.getLogger(__name__)
+
+FULL_INTERVAL = 8  # versions: an engine that missed some begins at a full one
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+CHANGES = "changes.safetensors"
+LAYOUT = "layout.json"  # of buckets, in the place of the tensors
+SCALED = "scaled.safetensors"  # of an adapter: tensors that dividing by s would round
+_CANDIDATE = ".candidate-"
+_RETIRED = ".retired-"
+
+
+@dataclass(frozen=True)
+class FolderContent:
+    """The planned content of a version's folder: its kind, the function that writes the files, and
+    the other entries of its manifest. buckets: of the tensors that are served in the place of files.
+    as_files: the content with these tensors as files."""
+
+    kind: Kind
+    write: Callable[[Path], None]
+    meta: Mapping[str, Any]
+    buckets: list[Tensor] | None = None
+    as_files: FolderContent | None = None
+
+
+class FolderPublisher:
+    """A publisher of the learner's versions in `folder`; one at a time: the run's lock is held.
+
+    attempt: of the trainer. keep: how many of the newest versions stay at least, what they are
+    changes of among them. base: the folder or hub id that an adapter is told to belong to. noise:
+    of the run, where it has any. shadow: of an aligned learner, to publish what changes. server:
+    of the direct route that whole models take; one that came to nothing takes none any more.
+    ValueError for a model of which nothing can be published.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: Transformer,
+        *,
+        attempt: int,
+        keep: int,
+        base: str = "",
+        noise: NoiseSchedule | None = None,
+        shadow: Shadow | None = None,
+        server: WeightServer | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep: expected at least 1, got {keep}")
+        self.folder = Path(folder)
+        self.model = model
+        self.attempt = attempt
+        self.keep = keep
+        self.base = base
+        self.noise = noise
+        self.shadow = shadow
+        self.server = server
+        self._lock = threading.Lock()  # of the folder: the server writes from a thread of its own
+        self.broadcasts = Broadcasts(self.folder)
+        self._adapted = any(linear.adapter for _, linear in model.linears())
+        kept = model.weight_format
+        if not self._adapted and kept is not None and not get_format(kept).dense:
+            raise ValueError(f"model: its weights are {kept}, and nothing of it learns")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._clean()
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Publish a version to all readers, and return its metrics. A power loss after that does not
+        take the version away."""
+        content = self._changes(version) or self._adapter() or self._full(version)
+        with self._lock:
+            path = self._write(version, content)
+            self._retain(version)
+        if content.buckets is not None:
+            assert self.server is not None
+            self.server.forget_older()
+        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        metrics = {"perf/broadcast_bytes": float(size)}
+        if self.shadow is not None:
+            if content.kind == "codes":
+                changed = (path / CHANGES).stat().st_size / self.shadow.nbytes
+                metrics["perf/changed_bytes_fraction"] = changed
+            self.shadow.renew(version)
+        return metrics
+
+    def check(self) -> None:
+        """Raise TransportError when the direct route has ended by itself, with the reason."""
+        if self.server is not None:
+            self.server.check()
+
+    def forget_after(self, version: int) -> None:
+        """Retire later versions: the learner went back to this one, and they may come out as others."""
+        with self._lock:
+            self._forget_after(version)
+
+    def close(self) -> None:
+        """End the direct route: the newest version stays in the folder, as files."""
+        if self.server is not None:
+            for newest in self.server.versions[-1:]:
+                newest.write()
+            self.server.close()
+            self.server = None
+
+    # -- the content of a version ------------------------------------------------------------------
+
+    def _changes(self, version: int) -> FolderContent | None:
+        """Return the changes since the previous version. None when engines do not hold that
+        version, when its folder is gone, and for every FULL_INTERVAL-th version."""
+        shadow = self.shadow
+        if shadow is None or shadow.version != version - 1 or version % FULL_INTERVAL == 0:
+            return None
+        if self.broadcasts.at(version - 1) is None:
+            return None
+        stream, changes = shadow.changes()
+
+        def write(target: Path) -> None:
+            save_file(stream, target / CHANGES)
+
+        return FolderContent("codes", write, self._scale() | asdict(changes))
+
+    def _adapter(self) -> FolderContent | None:
+        if not self._adapted:
+            return None
+        meta = self._scale()
+
+        def write(target: Path) -> None:
+            scale = meta["input_scale"]
+            lora.write(self.model, target, self.base, input_scale=scale)
+            exact = lora.state(self.model)
+            plain = lora.unscaled(exact, scale)
+            moved = {name: t.contiguous() for name, t in exact.items() if t is not plain[name]}
+            if moved:
+                save_file(moved, target / SCALED)
+
+        return FolderContent("adapter", write, meta)
+
+    def _full(self, version: int) -> FolderContent:
+        meta = self._scale()
+        config, tensors = hf.contents(self.model)
+        if self.server is None or self.server.broken:
+            return _model_files(config, tensors, meta)
+        update = WeightUpdate(version, "full", tensors.items, input_scale=meta["input_scale"])
+        layout, buckets = pack(tensors, update.content_digest(), self.model.device)
+
+        def write(target: Path) -> None:
+            (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (target / LAYOUT).write_text(json.dumps(layout.to_json()) + "\n")
+
+        as_files = _model_files(config, unpack(layout, buckets), meta)
+        return FolderContent("full", write, meta | {"way": self.server.way}, buckets, as_files)
+
+    def _scale(self) -> dict[str, float]:
+        return {"input_scale": scaling.applied(self.model) or 1.0}
+
+    # -- its folder --------------------------------------------------------------------------------
+
+    def _write(self, version: int, content: FolderContent, same: bool = False) -> Path:
+        """Write the folder of a version with its marker, and return it. same: the folder has the
+        same weights in other files."""
+        drawn = None if self.noise is None else self.noise.at(version)
+        noise = None if drawn is None else {"seed": drawn.seed, "sigma": drawn.sigma}
+        own = {"broadcast": FORMAT, "version": version, "kind": content.kind, "noise": noise}
+        meta = {**content.meta, **own}
+        dest = self.folder / folder_name(version)
+        if not dest.exists():
+            publish_folder(dest, content.write, meta)
+        elif self._replace(dest, content.write, meta, same) and not same:
+            log.warning("%s: written again with other bytes, by attempt %d", dest, self.attempt)
+        digest = manifest_digest(dest)
+        if content.buckets is not None:
+            self._serve(version, digest, content)  # engines may ask as soon as the marker is there
+        stable = self.broadcasts.at(version)
+        if stable is None or stable.path != dest:
+            marker = encode_marker(version, self.attempt, content.kind, digest, noise)
+            write_file(dest / STABLE, marker)
+        return dest
+
+    def _serve(self, version: int, digest: str, content: FolderContent) -> None:
+        """Have engines fetch a version whose folder is without its tensors."""
+        assert self.server is not None and content.buckets is not None
+
+        def write() -> None:
+            with self._lock:
+                found = self.broadcasts.at(version)
+                if found is not None and found.way != "filesystem":
+                    assert content.as_files is not None
+                    self._write(version, content.as_files, same=True)
+
+        self.server.serve(ServedVersion(version, digest, content.buckets, write))
+
+    def _replace(
+        self, dest: Path, write: Callable[[Path], None], meta: dict[str, Any], same: bool
+    ) -> bool:
+        """Publish beside a folder that is there, and put that in its place where their bytes
+        differ."""
+        candidate = self.folder / f"{_CANDIDATE}{dest.name}"
+        publish_folder(candidate, write, meta)
+        faultpoint("broadcast.candidate")
+        if _is_same(dest, candidate):
+            shutil.rmtree(candidate)
+            return False
+        if not same:
+            self._forget_after(meta["version"])
+        self._retire(dest)
+        os.rename(candidate, dest)
+        sync_folder(self.folder)
+        faultpoint("broadcast.replaced")
+        return True
+
+    def _retire(self, path: Path) -> None:
+        """Rename a folder out of the readers' sight; one that reads in it continues, and learns of
+        it at the end."""
+        taken = len(list(self.folder.glob(f"{_RETIRED}{path.name}-*")))
+        while (target := self.folder / f"{_RETIRED}{path.name}-{taken}").exists():
+            taken += 1
+        os.rename(path, target)
+        sync_folder(self.folder)
+        faultpoint(f"broadcast.retired/{path.name}")
+
+    def _forget_after(self, version: int) -> None:
+        for number, path in reversed(self._folders()):
+            if number > version:
+                log.warning("%s: of a future that the run does not have any more; retired", path)
+                self._retire(path)
+
+    def _retain(self, newest: int) -> None:
+        """Retire what no engine asks for any more. A disk that refuses costs space, not the run."""
+        needed = self._needed(newest)
+        try:
+            for number, path in self._folders():
+                if number < newest and number not in needed and path.name == folder_name(number):
+                    if not _is_read(path):
+                        self._retire(path)
+            self._clean()
+        except OSError as error:
+            log.warning("old weights could not be removed, the next version tries again: %s", error)
+
+    def _needed(self, newest: int) -> set[int]:
+        """Return the last `keep` versions, and those that they are changes of."""
+        needed: set[int] = set()
+        for version in range(newest, newest - self.keep, -1):
+            step: int | None = version
+            while step is not None and step not in needed:
+                found = self.broadcasts.at(step)
+                needed.add(step)
+                step = None if found is None else found.since
+        return needed
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """Return the folders of versions, whole or not, with their numbers, sorted by name."""
+        paths = [path for path in sorted(self.folder.iterdir()) if not path.is_symlink()]
+        numbers = [number_of(path.name) for path in paths]
+        return [(n, path) for n, path in zip(numbers, paths, strict=True) if n is not None]
+
+    def _clean(self) -> None:
+        """Remove what was retired and is not read, and what a dead attempt left."""
+        remove_leftovers(self.folder)
+        for path in sorted(self.folder.iterdir()):
+            name = path.name
+            if name.startswith((_CANDIDATE, _RETIRED)) and not path.is_symlink():
+                if not _is_read(path):
+                    shutil.rmtree(path)
+                    faultpoint(f"broadcast.removed/{name}")
+
+
+def _model_files(
+    config: dict[str, Any], tensors: dict[str, Tensor], meta: Mapping[str, Any]
+) -> FolderContent:
+    return FolderContent("full", lambda target: hf.write((config, tensors), target, None), meta)
+
+
+def _is_same(old: Path, new: Path) -> bool:
+    """Return whether a folder holds, undamaged, the bytes of a new one: their manifests are
+    equal."""
+    try:
+        verify_folder(old)
+        return (old / MANIFEST).read_bytes() == (new / MANIFEST).read_bytes()
+    except (DamagedError, OSError):
+        return False
+
+
+def _is_read(folder: Path) -> bool:
+    """Return whether a process is in `reading` of the folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+# -- the reader's side -----------------------------------------------------------------------------
+
+
+def read_update(
+    folder: Path,
+    number: int,
+    kind: str,
+    model: Path,
+    weights: str,
+    broadcast: Broadcast | None = None,
+    client: WeightClient | None = None,
+) -> WeightUpdate:
+    """Return the update in a folder whose files were verified, as policy `number`.
+
+    kind: of its weights. model, weights: the folder that the engine was made from, and its format.
+    broadcast: that lies there, where a trainer wrote it. client: of the direct route, where there is
+    one. ValueError for a folder that is damaged or not for this engine; TransportError as
+    `WeightClient.fetch` raises it.
+    """
+    meta = read_meta(folder) or {}
+    if kind == "adapter":
+        return _read_adapter(folder, number, weights)
+    if kind == "codes":
+        return _read_changes(folder, number, meta)
+    if broadcast is not None and broadcast.way != "filesystem":
+        return _fetch(broadcast, number, model, meta, client)
+    spec, files, tensors = hf.stored(folder)
+    _check_published(folder, "config.json", *(path.name for path in files.values()))
+    scale = _checked_scale(spec, model, meta)
+    return WeightUpdate(number, "full", tensors.items, input_scale=scale)
+
+
+def _read_adapter(folder: Path, number: int, weights: str) -> WeightUpdate:
+    """Return the update of an adapter, whose tensors are bit for bit those of the learner."""
+    optional = [name for name in (bases.FILE, SCALED) if (folder / name).exists()]
+    _check_published(folder, *ADAPTER, *optional)
+    stated = bases.read(folder)
+    if stated is not None and stated.low_bit and stated.weights != weights:
+        raise ValueError(
+            f"{bases.FILE}: weights: it learned on {stated.weights}, and this engine's are "
+            f"{weights}"
+        )
+    scale = 1.0 if stated is None else stated.uaq_scale or 1.0
+    alpha, tensors = lora.stored(folder, scale)
+    if SCALED in optional:
+        exact = load_file(folder / SCALED)
+        if not exact.keys() <= tensors.keys():
+            raise ValueError(f"{folder / SCALED}: it has tensors that the adapter has not")
+        tensors |= exact
+    return WeightUpdate(number, "adapter", tensors.items, lora_alpha=alpha, input_scale=scale)
+
+
+def _read_changes(folder: Path, number: int, meta: Mapping[str, Any]) -> WeightUpdate:
+    _check_published(folder, CHANGES)
+    since, before, after = (meta.get(name) for name in ("since", "before", "after"))
+    if type(since) is not int or not isinstance(before, str) or not isinstance(after, str):
+        raise ValueError(f"{folder}: since, before, after: not said")
+    scale = meta.get("input_scale")
+    if not isinstance(scale, float):
+        raise ValueError("input_scale: not said")
+    changes, tensors = Changes(since, before, after), load_file(folder / CHANGES)
+    return WeightUpdate(number, "codes", tensors.items, input_scale=scale, changes=changes)
+
+
+def _fetch(
+    broadcast: Broadcast,
+    number: int,
+    model: Path,
+    meta: Mapping[str, Any],
+    client: WeightClient | None,
+) -> WeightUpdate:
+    """Return the update of a whole model whose tensors the trainer's server has."""
+    if client is None:
+        raise ValueError(
+            f"way: its tensors come by {broadcast.way}; start the engine with --weights-from"
+        )
+    _check_published(broadcast.path, "config.json", LAYOUT)
+    scale = _checked_scale(read_spec(broadcast.path), model, meta)
+    layout = read_layout(broadcast.path)
+    tensors = client.fetch(broadcast, layout)
+    return WeightUpdate(number, "full", tensors.items, layout.digest, input_scale=scale)
+
+
+def read_layout(folder: Path) -> BucketLayout:
+    """Return the layout of a broadcast's buckets. ValueError names the file."""
+    try:
+        return BucketLayout.from_json(json.loads((folder / LAYOUT).read_bytes()))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{folder / LAYOUT}: {error}") from None
+
+
+def _checked_scale(spec: ModelSpec, model: Path, meta: Mapping[str, Any]) -> float:
+    """Return the input scale of the weights. Raises ValueError when they are of another model."""
+    served = replace(read_headers(model)[0], eos_ids=spec.eos_ids)  # a server's own
+    odd = [f.name for f in fields(spec) if f.compare and vars(spec)[f.name] != vars(served)[f.name]]
+    if odd:
+        raise ValueError(f"config.json: {', '.join(odd)}: not as the served model's")
+    # of a folder that somebody exported s is not asked for: it is an ordinary model
+    return float(spec.config.get(scaling.KEY) or 1.0) if "broadcast" in meta else 1.0
+
+
+def _check_published(folder: Path, *names: str) -> None:
+    """Raise ValueError for a file that was put there later."""
+    listed = published_files(folder)
+    for name in names:
+        if name not in listed:
+            raise ValueError(f"{name}: the folder was not published with it")

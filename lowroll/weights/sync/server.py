@@ -1,0 +1,426 @@
+"""The trainer's end of the direct route: engines ask for a version, and its buckets go over by NCCL,
+gloo or CUDA IPC. Both ends exchange lines of JSON on a socket:
+
+    engine -> trainer    {"token": token, "want": [version, manifest digest]}
+    trainer -> engine    {"group": number, "rank", "size", "store": port}  and the buckets follow, or
+                         {"device": uuid, "handles": [...]}                of the buckets' memory, or
+                         {"error": reason}
+    engine -> trainer    {"have": version}  and the trainer may forget it
+    engine -> trainer    {"token": token, "write": [version, manifest digest]}    write files instead
+    trainer -> engine    {"written": version}
+
+The server runs an event loop in a thread of its own:
+
+produces       the buckets of the newest versions, for every engine that asks
+waits for      engines that ask; once one has, for the other connected engines, at most GATHER_S; for a
+               group, at most JOIN_S; for a round, at most `timeout_s`; for no single connection
+unblocked by   a new version, a line of an engine, `close`
+
+A group stays as long as the engines that ask are those of the last time. A peer that dies in the
+midst of a broadcast ends the group, and the next engine that asks begins another.
+
+Engines authenticate by a token; without one only this machine is listened to. A connection that has
+not sent it within HELLO_S or MOST_LINE bytes is closed, and the oldest of them once there are too many.
+The group's store and the buckets know no token: between machines use a private network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowroll.machine import raise_file_limit
+from lowroll.parallel.store import tcp_store
+from lowroll.transport.base import TransportError
+from lowroll.weights.sync.base import LinkFailed
+from lowroll.weights.sync.buckets import BucketGroup, device_uuid, ipc_handles
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+GATHER_S = 1.0
+LOOK_S = 0.05  # between two looks whether an engine has gone in a broadcast
+ANSWER_S = 5.0  # until a line is sent to an engine that is there
+HELLO_S = 10.0  # until a new connection has sent the token
+MOST_LINE = 1 << 12  # bytes of a line of an engine's
+MOST_UNKNOWN = 256  # connections that have not sent the token; fewer where few files may be open
+
+
+@dataclass(frozen=True)
+class ServedVersion:
+    """A version that can be fetched. write: put it into the folder as files, for an engine that
+    cannot fetch it."""
+
+    version: int
+    digest: str
+    buckets: list[Tensor]
+    write: Callable[[], None]
+
+
+class WeightServer:
+    """A server of the newest versions to engines that ask for them.
+
+    way: nccl (gloo on a CPU) or cuda_ipc. host, port: where engines ask; 0 for a free port. Only that
+    interface is listened at. keep: how many of the newest versions stay, a copy of the model each:
+    engines of a strict run take older ones. token: of the engines (`base.transfer_token`).
+    ValueError for an address that engines cannot ask at, and for one that others reach without a
+    token.
+    """
+
+    def __init__(
+        self,
+        way: str,
+        device: torch.device,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        timeout_s: float = 1200.0,
+        token: str = "",
+        keep: int = 1,
+    ) -> None:
+        if way not in ("nccl", "cuda_ipc"):
+            raise ValueError(f"way: {way!r} is none of nccl, cuda_ipc")
+        if way == "cuda_ipc" and device.type != "cuda":
+            raise ValueError("way: cuda_ipc shares memory of a GPU, and the learner is on a CPU")
+        _check_address(host, token)
+        self.way = way
+        self.device = device
+        self.host = host
+        self.timeout_s = timeout_s
+        self.token = token
+        self.keep = keep
+        self.broken = False  # an engine asked for files: the next versions come as files
+        self.versions: list[ServedVersion] = []  # the newest last
+        self._listening = socket.create_server((host, port), backlog=128)
+        self.port: int = self._listening.getsockname()[1]
+        meeting = socket.create_server((host, 0), backlog=128)
+        self._store_port = meeting.getsockname()[1]
+        self._store = tcp_store(host, self._store_port, meeting, timeout_s)
+        self._unknown: dict[Connection, None] = {}  # have not sent the token; the oldest first
+        self._most_unknown = max(1, min(MOST_UNKNOWN, raise_file_limit() // 4))
+        self._engines: dict[Connection, None] = {}
+        self._asking: dict[Connection, tuple[Any, asyncio.Event]] = {}  # for what; once answered
+        self._group: tuple[list[Connection], BucketGroup] | None = None
+        self._groups = 0
+        self._changed = asyncio.Event()  # an engine has asked or gone
+        self._closing = asyncio.Event()
+        self._failed: Exception | None = None  # the thread has ended with it
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    def serve(self, version: ServedVersion) -> None:
+        """Serve this version, beside the older ones: engines may still be told to take those.
+        TransportError as `check`."""
+        self.check()
+        older = [one for one in self.versions if one.version < version.version]
+        self.versions = [*older, version]
+
+    def forget_older(self) -> None:
+        """Drop all versions but the newest `keep`: engines can be told to take the last by now."""
+        self.versions = self.versions[-self.keep :]
+
+    def check(self) -> None:
+        """Raise TransportError when no engine can be answered any more, with the reason."""
+        if self._failed is not None:
+            raise TransportError(
+                f"weights are not offered by {self.way} any more: {self._failed!r}"
+            ) from self._failed
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(5.0)
+
+    # -- the server's own thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            try:
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)
+                runner.run(self._work())
+            except Exception as error:  # the trainer's next look raises it
+                grouped = isinstance(error, ExceptionGroup)
+                self._failed = error.exceptions[0] if grouped else error  # type: ignore[attr-defined]
+                log.error("weights are not offered by %s any more: %r", self.way, self._failed)
+        self._listening.close()
+        self._end_group()
+
+    async def _work(self) -> None:
+        """Serve until `close`, or until a part of the work fails."""
+        async with asyncio.TaskGroup() as tasks:
+
+            def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                if self._closing.is_set():
+                    writer.close()
+                else:
+                    tasks.create_task(self._talk(Connection(reader, writer)))
+
+            await asyncio.start_server(accept, sock=self._listening, limit=MOST_LINE, backlog=128)
+            tasks.create_task(self._run_rounds())
+            await self._closing.wait()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+    async def _talk(self, peer: Connection) -> None:
+        """Answer a connection until it ends or fails. When too many have not sent the
+        token, the oldest of them is closed."""
+        self._unknown[peer] = None
+        if len(self._unknown) > self._most_unknown:
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            oldest.close()
+        deadline_s: float | None = HELLO_S
+        try:
+            while True:
+                message = await peer.receive(deadline_s)
+                stated = str(message.get("token") or "")
+                found = stated.encode(errors="surrogatepass")  # JSON has what UTF-8 has not
+                if not hmac.compare_digest(found, self.token.encode()):
+                    log.warning("%s asks for weights with another token; refused", peer.name)
+                    reason = "it takes another token: give both roles the same ones"
+                    return await peer.send({"error": reason})
+                self._unknown.pop(peer, None)
+                self._engines[peer] = deadline_s = None
+                if "write" in message:
+                    await peer.send(self._write(peer, message["write"]))
+                elif "want" in message:
+                    answered = asyncio.Event()
+                    self._asking[peer] = message["want"], answered
+                    self._changed.set()
+                    await answered.wait()
+        except LinkFailed:
+            pass
+        finally:
+            self._unknown.pop(peer, None)
+            self._engines.pop(peer, None)
+            self._changed.set()
+            peer.close()
+            if self._group is not None and peer in self._group[0]:
+                self._end_group()
+
+    def _write(self, peer: Connection, wanted: Any) -> dict[str, Any]:
+        """Write a version as files; return the answer to the engine that asked for it."""
+        try:
+            found = self._find(wanted)
+            if not self.broken:
+                log.warning("%s: %s came to nothing; weights come as files", peer.name, self.way)
+                self.broken = True
+            found.write()
+        except (LinkFailed, OSError, ValueError) as error:
+            return {"error": str(error)}
+        return {"written": found.version}
+
+    def _find(self, wanted: Any) -> ServedVersion:
+        """Return the version that an engine wants. LinkFailed when it is not served."""
+        versions = self.versions
+        for one in versions:
+            if wanted == [one.version, one.digest]:
+                return one
+        there = ", ".join(str(one.version) for one in versions)
+        offered = f"version {there}" if there else "nothing"
+        raise LinkFailed(f"{wanted!r} is wanted, and {offered} is offered")
+
+    # -- rounds: a version goes to all that want it -------------------------------------------------
+
+    async def _run_rounds(self) -> None:
+        """Answer the engines that ask, those that want the same version in one round."""
+        while True:
+            await self._until(lambda: bool(self._asking))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GATHER_S):
+                    await self._until(lambda: len(self._asking) >= len(self._engines))
+            asking, self._asking = self._asking, {}
+            rounds: dict[int, tuple[ServedVersion, list[Connection]]] = {}
+            for peer in [peer for peer in self._engines if peer in asking and not peer.is_gone]:
+                try:
+                    version = self._find(asking[peer][0])
+                    rounds.setdefault(version.version, (version, []))[1].append(peer)
+                except LinkFailed as error:
+                    with suppress(LinkFailed):
+                        await peer.send({"error": str(error)})
+            for version, members in rounds.values():
+                await self._transfer(version, members)
+            for _, answered in asking.values():
+                answered.set()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds of the engines and what they ask for."""
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _transfer(self, version: ServedVersion, members: list[Connection]) -> None:
+        """Send a version to engines, and wait until they have it. When one does not get it all are
+        disconnected, and ask again."""
+        try:
+            if self.way == "nccl":
+                await self._broadcast(version, members)
+            else:
+                await self._send_handles(version, members)
+            await confirm(version.version, members, self.timeout_s)
+        except (LinkFailed, RuntimeError) as error:
+            log.warning("version %d by %s: %s", version.version, self.way, error)
+            self._end_group()
+            for peer in members:
+                peer.close()
+
+    async def _broadcast(self, version: ServedVersion, members: list[Connection]) -> None:
+        """Broadcast the buckets to the members of a group, which is the last one where they are the
+        same engines."""
+        if self._group is not None and self._group[0] != members:
+            self._end_group()
+        if self._group is None:
+            self._groups += 1
+        number, size = self._groups, len(members) + 1
+        for rank, peer in enumerate(members, 1):
+            place = {"group": number, "rank": rank, "size": size, "store": self._store_port}
+            await peer.send(place)
+
+        def join() -> BucketGroup:
+            return BucketGroup(self._store, number, 0, size, self.device, self.host, self.timeout_s)
+
+        def send(group: BucketGroup) -> None:
+            for bucket in version.buckets:
+                group.broadcast(bucket)
+
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                if self._group is None:
+                    self._group = members, await beside(join, members)
+                group = self._group[1]
+                await beside(lambda: send(group), members)
+        except TimeoutError:
+            raise LinkFailed(f"not over in {self.timeout_s:g} s") from None
+
+    async def _send_handles(self, version: ServedVersion, members: list[Connection]) -> None:
+        uuid = device_uuid(self.device.index)
+        for peer in members:  # each handle is for one process
+            await peer.send({"device": uuid, "handles": ipc_handles(version.buckets)})
+
+    def _end_group(self) -> None:
+        if self._group is not None:
+            self._group[1].abort()
+            self._group = None
+
+
+class Connection:
+    """A connection to an engine: lines of JSON in both directions."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        host, port, *_ = writer.get_extra_info("peername") or ("a peer that has gone", 0)
+        self.name = f"{host}:{port}"
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """Send a message as a line. LinkFailed when the engine is gone or does not read."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                self._writer.write(json.dumps(message).encode() + b"\n")
+                await self._writer.drain()
+        except OSError as error:
+            raise LinkFailed(f"the other side of {self.name}: {error}") from None
+
+    async def receive(self, deadline_s: float | None) -> dict[str, Any]:
+        """Return the next line. LinkFailed at the end, after the deadline, and for what is no
+        object."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                line = await self._reader.readline()
+        except TimeoutError:
+            raise LinkFailed(f"{self.name}: silent for {deadline_s:g} s") from None
+        except (OSError, ValueError) as error:
+            raise LinkFailed(f"{self.name}: {error}") from None
+        if not line.endswith(b"\n"):
+            raise LinkFailed(f"{self.name} has closed the connection")
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise LinkFailed(f"{self.name}: not a message of an engine's")
+        return message
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the engine has closed the connection."""
+        return self._reader.at_eof() or self._reader.exception() is not None
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def beside(work: Callable[[], T], members: list[Connection]) -> T:
+    """Return what `work` returns in a thread of its own. LinkFailed when a member goes meanwhile: then
+    the thread is left alone, since its calls may hang in a dead peer."""
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()  # from here on nobody can cancel it
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except (LinkFailed, RuntimeError) as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    waiting = asyncio.wrap_future(outcome)
+    try:
+        while not (await asyncio.wait([waiting], timeout=LOOK_S))[0]:
+            if any(peer.is_gone for peer in members):
+                raise LinkFailed("a peer has gone")
+        return await waiting
+    finally:
+        waiting.cancel()
+
+
+async def confirm(version: int, members: list[Connection], timeout_s: float) -> None:
+    """Wait until every engine confirms the version, within one deadline. LinkFailed names those that
+    do not."""
+
+    async def problem(peer: Connection) -> str:
+        try:
+            message = await peer.receive(timeout_s)
+        except LinkFailed as error:
+            return str(error)
+        have = message.get("have") == version
+        return "" if have else f"{peer.name}: it does not have the version"
+
+    missing = [one for one in await asyncio.gather(*map(problem, members)) if one]
+    if missing:
+        raise LinkFailed(
+            f"{len(missing)} of {len(members)} engines do not have it after at most "
+            f"{timeout_s:g} s: {'; '.join(missing)}"
+        )
+
+
+def _check_address(host: str, token: str) -> None:
+    """Raise ValueError for an address that engines cannot ask at, and for one that others reach
+    when they could ask without a token."""
+    try:
+        found = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError as error:
+        raise ValueError(f"host: {host!r}: {error}") from None
+    if found.is_unspecified:
+        raise ValueError(
+            f"host: engines cannot ask at {host}: name the address of this machine in the network "
+            "that it shares with them (127.0.0.1 where all are on it)"
+        )
+    if not found.is_loopback and not token:
+        raise ValueError(
+            f"host: others reach {host}, and weights are offered there only by a token"
+        )
