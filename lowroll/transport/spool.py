@@ -19,7 +19,7 @@ from lowroll.checkpoint.files import naming, read_file, sync_folder, write_file
 from lowroll.checkpoint.seal import seal, unseal
 from lowroll.transport.base import Cursor, DamagedFrame, Fenced, FrameGone, TransportError
 from lowroll.transport.frame import check_frame, decode_frame, encode_frame
-from lowroll.transport.words import cursor_of, encode_word, said
+from lowroll.transport.words import cursor_of, encode_line, said
 from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
@@ -190,13 +190,13 @@ class Spool:
             )
         self.check(cursor.attempt)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, encode_word(said(cursor, self.run)))
+        write_file(path, encode_line(said(cursor, self.run)))
 
     def dismiss(self, cursor: Cursor) -> None:
         """Dismiss this attempt of the trainer: what it has received beyond its checkpoint does not
         stand, it is Fenced, and the next attempt begins at the checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self.folder / DISMISSED, encode_word(said(cursor, self.run)))
+        write_file(self.folder / DISMISSED, encode_line(said(cursor, self.run)))
 
     def dismissed(self) -> int:
         """Return the attempt of the trainer that was dismissed last; -1 where none was."""

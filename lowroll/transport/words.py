@@ -4,24 +4,26 @@ each.
 trainer        Said     a file: what it has received and committed
 trainer        Ask      zmq: the same, and the piece of a frame that it wants
 orchestrator   Answer   zmq: the piece, or why there is none
+orchestrator   Place    a file: where it listens
+orchestrator   End      a file: why no batch follows
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, TypeVar
+
+import msgspec
 
 from lowroll.checkpoint.seal import seal, unseal
 from lowroll.transport.base import Cursor
-from lowroll.transport.codec import decode_record, encode_record
 
 FORMAT = 1
 MOST_BYTES = 4096  # of a line
+Line = TypeVar("Line", bound=msgspec.Struct)
 Word = TypeVar("Word", bound="Said | Ask | Answer | Place")
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A trainer's cursor (`transport.base.Cursor`), and the run that it is of."""
 
     run: str
@@ -35,8 +37,7 @@ class Said:
         return Cursor(self.received, self.committed, self.attempt)
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The trainer wants the frame of step `want` from byte `offset` on; None: it only says."""
 
     run: str
@@ -55,8 +56,7 @@ class Ask:
 Kind = Literal["piece", "wait", "heard", "ended", "gone", "fenced", "refused"]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The answer of the orchestrator's attempt `attempt` to the trainer's attempt `to`.
 
     piece     bytes of the frame of `step` from `offset` on, of `size` in all; they follow the line
@@ -80,8 +80,7 @@ class Answer:
     format: int = FORMAT
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The address of an orchestrator, such as tcp://127.0.0.1:41233."""
 
     run: str
@@ -90,21 +89,38 @@ class Place:
     format: int = FORMAT
 
 
-def encode_word(word: Said | Ask | Answer | Place) -> bytes:
+class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The reason why no batch follows the newest."""
+
+    run: str
+    reason: str
+
+
+def encode_line(message: msgspec.Struct) -> bytes:
     """Return a sealed line, its newline included."""
-    line = encode_record(word, type(word).__name__.lower()).removesuffix(b"\n")
-    return seal(line) + b"\n"
+    return seal(msgspec.json.encode(message)) + b"\n"
 
 
-def decode_word(kind: type[Word], data: bytes) -> Word:
-    """Return the message that `encode_word` wrote. ValueError for anything else, also for a cursor
-    that cannot be."""
+def decode_line(kind: type[Line], data: bytes) -> Line:
+    """Return the message that `encode_line` wrote. ValueError for anything else."""
     if len(data) > MOST_BYTES:
-        raise ValueError(f"{len(data)} bytes; a word has {MOST_BYTES} at most")
+        raise ValueError(f"{len(data)} bytes; a line has {MOST_BYTES} at most")
     content, sealed = unseal(data.removesuffix(b"\n"))
     if not sealed or not data.endswith(b"\n"):
         raise ValueError("torn: it has no checksum")
-    word = decode_record(kind, content, kind.__name__.lower())
+    try:
+        message = msgspec.json.decode(content, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if msgspec.json.encode(message) != content:
+        raise ValueError("fields that are missing, doubled or written in another way")
+    return message
+
+
+def decode_word(kind: type[Word], data: bytes) -> Word:
+    """Return the message that `encode_line` wrote. ValueError for anything else, also for another
+    format and for a cursor that cannot be."""
+    word = decode_line(kind, data)
     if word.format != FORMAT:
         raise ValueError(f"format {word.format}, this program speaks {FORMAT}")
     if isinstance(word, Said | Ask):

@@ -42,7 +42,7 @@ from lowroll.transport.base import (
 )
 from lowroll.transport.codec import MAX_BYTES
 from lowroll.transport.curve import Admission, set_client_keys
-from lowroll.transport.frame import LONGEST_HEADER, decode_frame
+from lowroll.transport.frame import decode_frame
 from lowroll.transport.queue import DurableSender
 from lowroll.transport.spool import Spool, dismissal
 from lowroll.transport.words import (
@@ -53,7 +53,7 @@ from lowroll.transport.words import (
     Place,
     Word,
     decode_word,
-    encode_word,
+    encode_line,
 )
 from lowroll.types import Batch, printable
 
@@ -71,7 +71,7 @@ _MOST_WAITING = 16
 
 def pack(word: Ask | Answer, piece: bytes) -> list[bytes]:
     """Return the two parts of a message."""
-    return [encode_word(word), piece]
+    return [encode_line(word), piece]
 
 
 def unpack(kind: type[Word], parts: Sequence[bytes]) -> tuple[Word, bytes]:
@@ -133,7 +133,7 @@ class Sender(DurableSender):
         self.address = self.service.bind(interface, port)
         if publish is not None:
             publish.parent.mkdir(parents=True, exist_ok=True)
-            write_file(publish, encode_word(Place(run, attempt, self.address)))
+            write_file(publish, encode_line(Place(run, attempt, self.address)))
         self.service.start()
 
     def cursor(self) -> Cursor | None:
@@ -353,7 +353,7 @@ class Receiver:
         token: str,
         alive: Callable[[], None] | None = None,
         silence_s: float = SILENCE_S,
-        max_bytes: int = MAX_BYTES + LONGEST_HEADER,
+        max_bytes: int = MAX_BYTES + MOST_BYTES,
     ) -> None:
         self.line = Line(address, run, token)
         self.run = run
