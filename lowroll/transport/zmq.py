@@ -42,8 +42,8 @@ from lowroll.transport.base import (
 )
 from lowroll.transport.codec import MAX_BYTES
 from lowroll.transport.curve import Admission, set_client_keys
+from lowroll.transport.filesystem import Sender as FolderSender
 from lowroll.transport.frame import decode_frame
-from lowroll.transport.queue import DurableSender
 from lowroll.transport.spool import Spool, dismissal
 from lowroll.transport.words import (
     MOST_BYTES,
@@ -101,7 +101,7 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.
     return made
 
 
-class Sender(DurableSender):
+class Sender(FolderSender):
     """The orchestrator's end. Listens on `host` and `port` (0: a free one that the system chooses),
     and says where in the file `publish`; `folder` is its spool.
 
@@ -128,7 +128,7 @@ class Sender(DurableSender):
         if not token:
             raise ValueError("rollouts are served only to those who know a token: none is given")
         interface = _interface(host)
-        super().__init__(Spool(folder, run), hwm, deadline_s, alive)
+        super().__init__(folder, hwm, deadline_s, run=run, alive=alive)
         self.service = Service(self.spool, attempt, token)
         self.address = self.service.bind(interface, port)
         if publish is not None:
@@ -158,8 +158,8 @@ class Service:
     def __init__(self, spool: Spool, attempt: int, token: str) -> None:
         self.spool = spool
         self.attempt = attempt
-        self.cursor = spool.cursor()
-        self.dismissed = spool.dismissed()  # attempt of the trainer
+        self.cursor = spool.progress.cursor()
+        self.dismissed = spool.progress.dismissed()  # attempt of the trainer
         self.turns = 0  # of the thread; for tests
         self._waiting: dict[bytes, Ask] = {}  # by peer: what is not there yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -198,8 +198,8 @@ class Service:
 
     def forget(self) -> None:
         """Read the trainer's progress from the spool again, where the trainer is to go back."""
-        self.dismissed = self.spool.dismissed()
-        self.cursor = self.spool.cursor()
+        self.dismissed = self.spool.progress.dismissed()
+        self.cursor = self.spool.progress.cursor()
         self.wake()
 
     def check(self) -> None:
@@ -288,7 +288,7 @@ class Service:
             return
         faultpoint(f"serve.heard/{cursor.received}")
         try:
-            self.spool.say(cursor)
+            self.spool.progress.say(cursor)
         except (OSError, Fenced) as error:  # it is kept with the trainer's next step
             log.warning("what the trainer has said could not be kept: %s", error)
         self.cursor = cursor
@@ -312,7 +312,7 @@ class Service:
         elif steps and step < steps[-1]:
             self._tell(peer, ask, "gone", step=steps[0])
         elif (reason := self.spool.ended()) is not None:
-            self._tell(peer, ask, "ended", text=reason[:500])
+            self._tell(peer, ask, "ended", text=reason)
         else:
             self._waiting[peer] = ask
             if len(self._waiting) > _MOST_WAITING:  # those who are gone do not say so

@@ -106,7 +106,9 @@ def test_batches_arrive_once_in_order_and_as_they_were_sent(
     receiver.commit(n)
     sender.drain(30)
     assert sender.cursor() == Cursor(n, n, 1)
-    assert Spool(tmp_path).cursor() == Cursor(n, n, 1)  # an orchestrator that starts knows it
+    assert Spool(tmp_path).progress.cursor() == Cursor(
+        n, n, 1
+    )  # an orchestrator that starts knows it
 
 
 def test_it_listens_where_it_says_on_this_machine_alone(tmp_path: Path, stack: ExitStack) -> None:
