@@ -41,7 +41,7 @@ from lowroll.transport.base import (
     check_deadline,
 )
 from lowroll.transport.codec import MAX_BYTES
-from lowroll.transport.curve import Admission, set_client_keys
+from lowroll.transport.curve import set_client_keys, set_server_keys, start_authenticator
 from lowroll.transport.filesystem import Sender as FolderSender
 from lowroll.transport.frame import decode_frame
 from lowroll.transport.spool import Spool, dismissal
@@ -163,9 +163,9 @@ class Service:
         self.turns = 0  # of the thread; for tests
         self._waiting: dict[bytes, Ask] = {}  # by peer: what is not there yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._admission = Admission(self._context, token)
+        self.authenticator = start_authenticator(self._context, token)
         self._socket = _open(self._context, zmq.ROUTER, 2 * MOST_BYTES)
-        self._admission.guard(self._socket)
+        set_server_keys(self._socket, token)
         self._ear, self._bell = os.pipe()
         os.set_blocking(self._ear, False)
         os.set_blocking(self._bell, False)
@@ -222,7 +222,7 @@ class Service:
     def _release(self) -> None:
         self._closing.set()
         self._socket.close()
-        self._admission.socket.close()
+        self.authenticator.stop()
         self._context.term()
         os.close(self._ear)
         os.close(self._bell)
@@ -230,7 +230,6 @@ class Service:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._admission.socket, zmq.POLLIN)
         poller.register(self._ear, zmq.POLLIN)
         try:
             while not self._closing.is_set():
@@ -242,7 +241,6 @@ class Service:
             raise
 
     def _turn(self, ready: dict[object, int]) -> None:
-        self._admission.decide()
         if self._ear in ready:
             os.read(self._ear, 4096)
             for peer, ask in list(self._waiting.items()):

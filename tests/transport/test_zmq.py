@@ -26,7 +26,7 @@ from lowroll.transport.base import (
     TransportError,
     wait_until,
 )
-from lowroll.transport.curve import Admission
+from lowroll.transport.curve import set_server_keys, start_authenticator
 from lowroll.transport.spool import Spool
 from lowroll.transport.words import Answer, Ask, Place, Said, decode_word, encode_line
 from lowroll.transport.zmq import Receiver, Sender, pack, unpack
@@ -61,22 +61,21 @@ def receiver_of(stack: ExitStack, address: object, *words: int, **options: objec
 def fake(stack: ExitStack, answer: Callable[[Ask], list[list[bytes]]]) -> str:
     """An orchestrator that sends what it likes: the address of one."""
     context = wire.Context()
-    admission = Admission(context, TOKEN)
+    authenticator = start_authenticator(context, TOKEN)
     router = context.socket(wire.ROUTER)
     router.setsockopt(wire.LINGER, 0)
-    admission.guard(router)
+    set_server_keys(router, TOKEN)
     router.bind("tcp://127.0.0.1:*")
     done = threading.Event()
 
     def serve() -> None:
         while not done.is_set():
-            admission.decide()
             if router.poll(20):
                 peer, *parts = router.recv_multipart()
                 for message in answer(unpack(Ask, parts)[0]):
                     router.send_multipart([peer, *message])
         router.close()
-        admission.socket.close()
+        authenticator.stop()
         context.term()
 
     thread = threading.Thread(target=serve)
