@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -191,10 +192,8 @@ class Service:
 
     def wake(self) -> None:
         """Wake the thread: there may be an answer to those who wait."""
-        try:
+        with suppress(BlockingIOError):  # it rings already
             os.write(self._bell, b"!")
-        except BlockingIOError:
-            pass  # it rings already
 
     def forget(self) -> None:
         """Read the trainer's progress from the spool again, where the trainer is to go back."""
@@ -267,10 +266,11 @@ class Service:
 
     def _answer(self, peer: bytes, ask: Ask, again: bool) -> None:
         self._waiting.pop(peer, None)
+        cursor = self.cursor
         if ask.run != self.spool.run:
             text = f"the orchestrator is of run {self.spool.run!r}"
             self._tell(peer, ask, "refused", text=text)
-        elif (cursor := self.cursor) is not None and ask.attempt < cursor.attempt:
+        elif cursor is not None and ask.attempt < cursor.attempt:
             text = (
                 f"attempt {cursor.attempt} of the trainer has taken over from attempt {ask.attempt}"
             )
@@ -321,10 +321,8 @@ class Service:
     def _tell(self, peer: bytes, ask: Ask, kind: Kind, piece: bytes = b"", **rest: object) -> None:
         committed = 0 if self.cursor is None else self.cursor.committed
         answer = Answer(kind, self.spool.run, self.attempt, ask.attempt, committed, **rest)  # type: ignore[arg-type]
-        try:
+        with suppress(zmq.Again):  # it does not read: it will ask again
             self._socket.send_multipart([peer, *pack(answer, piece)], zmq.NOBLOCK)
-        except zmq.Again:  # it does not read: it will ask again
-            pass
 
 
 def _interface(host: str) -> str:
@@ -399,12 +397,8 @@ class Receiver:
         until = time.monotonic() + _CLOSE_S
         while self._heard < self._cursor.committed and time.monotonic() < until:
             self.line.tell(self._word())
-            try:
-                found = self.line.listen(_LOOK_S)
-            except ValueError:
-                continue
-            if found is not None and self._is_for_me(found[0]):
-                self._heard = found[0].committed
+            with suppress(ValueError):
+                self._next(_LOOK_S)
         self.line.close()
 
     def _complain(self) -> None:
@@ -428,26 +422,36 @@ class Receiver:
         )
 
     def _listen(self, coming: Coming, seconds: float) -> bool:
-        """Take what comes within the time of one try; whether the orchestrator has said anything.
-        Returns at once when there is something else to ask for."""
+        """Take what comes within the time of one try; return whether the orchestrator has said
+        anything. Returns at once when there is something else to ask for."""
         until, answered = time.monotonic() + seconds, False
         while (left := until - time.monotonic()) > 0:
             try:
-                found = self.line.listen(left)
+                found = self._next(left)
             except ValueError as error:
                 coming.refuse(f"{self.line.where}: {printable(error)}")
                 return True
             if found is None:
-                return answered
-            answer, piece = found
-            if not self._is_for_me(answer):
-                continue
+                break
             answered = True
-            self._heard = answer.committed
+            answer, piece = found
             self._raise(answer, coming.step)
             if answer.kind == "piece" and coming.take(answer, piece, self.line.where):
-                return True
+                break
         return answered
+
+    def _next(self, seconds: float) -> tuple[Answer, bytes] | None:
+        """Return the next answer for this attempt within so many seconds, and note what the
+        orchestrator has heard. ValueError for a message that is none."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            found = self.line.listen(left)
+            if found is None:
+                return None
+            if self._is_for_me(found[0]):
+                self._heard = found[0].committed
+                return found
+        return None
 
     def _is_for_me(self, answer: Answer) -> bool:
         """Return whether an answer is for this attempt, and not of an orchestrator that was
