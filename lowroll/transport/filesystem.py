@@ -1,4 +1,4 @@
-"""Rollouts through a folder that both sides see: the spool, and one file of the trainer's words.
+"""Rollouts through a folder that both sides see: the spool, and one file with the trainer's cursor.
 
     orchestrator   step_000012.frame      whole or absent, never changed
     trainer        cursor.json            what it has received and committed, replaced whole

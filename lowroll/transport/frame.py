@@ -30,7 +30,7 @@ from lowroll.transport.codec import (
     encode_sample,
     strictly,
 )
-from lowroll.transport.words import MOST_BYTES, decode_line, encode_line
+from lowroll.transport.messages import MAX_LINE_BYTES, decode_line, encode_line
 from lowroll.types import Batch, Sample, printable
 
 FORMAT = 3
@@ -66,7 +66,7 @@ def encode_frame(batch: Batch, run: str) -> bytes:
             f"step {batch.step}: a batch of {len(payload)} bytes is over the limit of {MAX_BYTES}"
         )
     first = encode_line(Header(run, batch.step, len(payload), hashlib.sha256(payload).hexdigest()))
-    if len(first) > MOST_BYTES:
+    if len(first) > MAX_LINE_BYTES:
         raise CodecError(f"run: a name of {len(run)} characters is too long for a frame")
     return first + payload
 
@@ -87,7 +87,7 @@ def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
 def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
     """Return the bytes behind the header, which have its size and digest. DamagedFrame otherwise;
     TransportError for a frame of another format."""
-    begins = data.find(b"\n", 0, MOST_BYTES) + 1
+    begins = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
     try:
         if not begins:
             raise ValueError("no header of a frame")

@@ -17,7 +17,13 @@ from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import naming, read_file, sync_folder, write_file
 from lowroll.transport.base import Cursor, DamagedFrame, Fenced, FrameGone, TransportError
 from lowroll.transport.frame import check_frame, decode_frame, encode_frame
-from lowroll.transport.words import End, cursor_of, decode_line, encode_line, said
+from lowroll.transport.messages import (
+    EndOfBatches,
+    decode_cursor,
+    decode_line,
+    encode_cursor,
+    encode_line,
+)
 from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
@@ -157,13 +163,13 @@ class Spool:
     def end(self, reason: str) -> None:
         """Say that no batch follows the newest, and why. A batch that is put takes it back."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self.folder / END, encode_line(End(self.run, reason[:_LONGEST_REASON])))
+        write_file(self.folder / END, encode_line(EndOfBatches(self.run, reason[:_LONGEST_REASON])))
 
     def ended(self) -> str | None:
         """Return the reason why no batch follows; None while some may."""
         path = self.folder / END
         try:
-            end = decode_line(End, read_file(path))
+            end = decode_line(EndOfBatches, read_file(path))
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -205,12 +211,12 @@ class Progress:
         except FileNotFoundError:
             return None
         try:
-            cursor = cursor_of(data, self.run)
+            cursor = decode_cursor(data, self.run)
             return cursor if cursor.attempt > self.dismissed() else None
         except ValueError as error:
             if data != self._refused:
                 self._refused = data
-                log.warning("%s is not heeded: %s", path, printable(error))
+                log.warning("%s is ignored: %s", path, printable(error))
             return None
 
     def say(self, cursor: Cursor) -> None:
@@ -223,18 +229,18 @@ class Progress:
             )
         self.check(cursor.attempt)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, encode_line(said(cursor, self.run)))
+        write_file(path, encode_cursor(cursor, self.run))
 
     def dismiss(self, cursor: Cursor) -> None:
         """Dismiss this attempt of the trainer: what it has received beyond its checkpoint does not
         stand, it is Fenced, and the next attempt begins at the checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self.folder / DISMISSED, encode_line(said(cursor, self.run)))
+        write_file(self.folder / DISMISSED, encode_cursor(cursor, self.run))
 
     def dismissed(self) -> int:
         """Return the attempt of the trainer that was dismissed last; -1 where none was."""
         try:
-            return cursor_of(read_file(self.folder / DISMISSED), self.run).attempt
+            return decode_cursor(read_file(self.folder / DISMISSED), self.run).attempt
         except (FileNotFoundError, ValueError):
             return -1
 

@@ -1,15 +1,15 @@
 """Rollouts over TCP: the trainer asks, the orchestrator answers from its spool.
 
-    trainer (DEALER)        Ask      frame 12 from byte 0 on; received 11, committed 10
-    orchestrator (ROUTER)   wait     not there yet; this is answered at once, which shows that it lives
-                            piece    bytes 0 .. 4 MiB of 9 MiB, as soon as the frame is in the spool
-    trainer                 Ask      frame 12 from byte 4 MiB on
+    trainer (DEALER)        PieceRequest   frame 12 from byte 0 on; received 11, committed 10
+    orchestrator (ROUTER)   wait           not there yet; this is answered at once, which shows that it lives
+                            piece          bytes 0 .. 4 MiB of 9 MiB, as soon as the frame is in the spool
+    trainer                 PieceRequest   frame 12 from byte 4 MiB on
     ...
 
 An ask is repeated until it is answered, so that nothing depends on a message that arrives: the
 number of the step is the sequence number, the next ask is the acknowledgement. Pieces bound every
 message, and go on where they were when either side is started again. The joined frame is checked as
-a file would be. Every message is two parts: a sealed line (`transport.words`), and the bytes of the
+a file would be. Every message is two parts: a sealed line (`transport.messages`), and the bytes of the
 piece. The connection is authenticated and encrypted with keys made of the token that both sides
 know (`transport.curve`).
 """
@@ -45,17 +45,17 @@ from lowroll.transport.codec import MAX_BYTES
 from lowroll.transport.curve import set_client_keys, set_server_keys, start_authenticator
 from lowroll.transport.filesystem import Sender as FolderSender
 from lowroll.transport.frame import decode_frame
-from lowroll.transport.spool import Spool, dismissal
-from lowroll.transport.words import (
-    MOST_BYTES,
-    Answer,
-    Ask,
-    Kind,
-    Place,
-    Word,
-    decode_word,
+from lowroll.transport.messages import (
+    MAX_LINE_BYTES,
+    Message,
+    PieceReply,
+    PieceRequest,
+    ReplyKind,
+    SenderAddress,
+    decode_message,
     encode_line,
 )
+from lowroll.transport.spool import Spool, dismissal
 from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
@@ -70,19 +70,19 @@ _CLOSE_S = 2.0
 _MOST_WAITING = 16
 
 
-def pack(word: Ask | Answer, piece: bytes) -> list[bytes]:
+def pack(word: PieceRequest | PieceReply, piece: bytes) -> list[bytes]:
     """Return the two parts of a message."""
     return [encode_line(word), piece]
 
 
-def unpack(kind: type[Word], parts: Sequence[bytes]) -> tuple[Word, bytes]:
+def unpack(kind: type[Message], parts: Sequence[bytes]) -> tuple[Message, bytes]:
     """Return the word and the piece of a message. ValueError for anything but what `pack` made."""
     if len(parts) != 2:
         raise ValueError(f"{len(parts)} parts, a message has 2")
     line, piece = parts
-    if len(line) > MOST_BYTES or len(piece) > PIECE:
+    if len(line) > MAX_LINE_BYTES or len(piece) > PIECE:
         raise ValueError(f"a message of {len(line)} and {len(piece)} bytes is too long")
-    return decode_word(kind, line), piece
+    return decode_message(kind, line), piece
 
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.Socket[bytes]:
@@ -130,11 +130,11 @@ class Sender(FolderSender):
             raise ValueError("rollouts are served only to those who know a token: none is given")
         interface = _interface(host)
         super().__init__(folder, hwm, deadline_s, run=run, alive=alive)
-        self.service = Service(self.spool, attempt, token)
+        self.service = SpoolServer(self.spool, attempt, token)
         self.address = self.service.bind(interface, port)
         if publish is not None:
             publish.parent.mkdir(parents=True, exist_ok=True)
-            write_file(publish, encode_line(Place(run, attempt, self.address)))
+            write_file(publish, encode_line(SenderAddress(run, attempt, self.address)))
         self.service.start()
 
     def cursor(self) -> Cursor | None:
@@ -153,7 +153,7 @@ class Sender(FolderSender):
         self.service.close()
 
 
-class Service:
+class SpoolServer:
     """The thread that answers. It alone touches the socket."""
 
     def __init__(self, spool: Spool, attempt: int, token: str) -> None:
@@ -162,10 +162,10 @@ class Service:
         self.cursor = spool.progress.cursor()
         self.dismissed = spool.progress.dismissed()  # attempt of the trainer
         self.turns = 0  # of the thread; for tests
-        self._waiting: dict[bytes, Ask] = {}  # by peer: what is not there yet
+        self._waiting: dict[bytes, PieceRequest] = {}  # by peer: what is not there yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.authenticator = start_authenticator(self._context, token)
-        self._socket = _open(self._context, zmq.ROUTER, 2 * MOST_BYTES)
+        self._socket = _open(self._context, zmq.ROUTER, 2 * MAX_LINE_BYTES)
         set_server_keys(self._socket, token)
         self._ear, self._bell = os.pipe()
         os.set_blocking(self._ear, False)
@@ -247,24 +247,24 @@ class Service:
         for peer, ask in self._heard().items():
             self._answer(peer, ask, again=False)
 
-    def _heard(self) -> dict[bytes, Ask]:
+    def _heard(self) -> dict[bytes, PieceRequest]:
         """Return the last word of everyone who has spoken: of a peer that has asked thirty times
         while this process stood still, one ask is answered."""
-        found: dict[bytes, Ask] = {}
+        found: dict[bytes, PieceRequest] = {}
         while True:
             try:
                 peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return found
             try:
-                ask, _ = unpack(Ask, parts)
+                ask, _ = unpack(PieceRequest, parts)
                 found[peer] = ask
             except ValueError as error:
                 self._refused += 1
                 if self._refused == 1:
                     log.warning("a message that no trainer sends is refused: %s", printable(error))
 
-    def _answer(self, peer: bytes, ask: Ask, again: bool) -> None:
+    def _answer(self, peer: bytes, ask: PieceRequest, again: bool) -> None:
         self._waiting.pop(peer, None)
         cursor = self.cursor
         if ask.run != self.spool.run:
@@ -291,7 +291,7 @@ class Service:
             log.warning("what the trainer has said could not be kept: %s", error)
         self.cursor = cursor
 
-    def _serve(self, peer: bytes, ask: Ask, again: bool) -> None:
+    def _serve(self, peer: bytes, ask: PieceRequest, again: bool) -> None:
         if ask.want is None:
             self._tell(peer, ask, "heard")
             return
@@ -318,9 +318,11 @@ class Service:
             if not again:
                 self._tell(peer, ask, "wait")
 
-    def _tell(self, peer: bytes, ask: Ask, kind: Kind, piece: bytes = b"", **rest: object) -> None:
+    def _tell(
+        self, peer: bytes, ask: PieceRequest, kind: ReplyKind, piece: bytes = b"", **rest: object
+    ) -> None:
         committed = 0 if self.cursor is None else self.cursor.committed
-        answer = Answer(kind, self.spool.run, self.attempt, ask.attempt, committed, **rest)  # type: ignore[arg-type]
+        answer = PieceReply(kind, self.spool.run, self.attempt, ask.attempt, committed, **rest)  # type: ignore[arg-type]
         with suppress(zmq.Again):  # it does not read: it will ask again
             self._socket.send_multipart([peer, *pack(answer, piece)], zmq.NOBLOCK)
 
@@ -349,9 +351,9 @@ class Receiver:
         token: str,
         alive: Callable[[], None] | None = None,
         silence_s: float = SILENCE_S,
-        max_bytes: int = MAX_BYTES + MOST_BYTES,
+        max_bytes: int = MAX_BYTES + MAX_LINE_BYTES,
     ) -> None:
-        self.line = Line(address, run, token)
+        self.line = Connection(address, run, token)
         self.run = run
         self.alive = alive
         self.silence_s = silence_s
@@ -368,7 +370,7 @@ class Receiver:
         over; ChannelClosed when it has ended."""
         step = self._cursor.received + 1
         until = time.monotonic() + check_deadline(deadline_s)
-        coming = Coming(step, self.run, self.max_bytes)
+        coming = FrameAssembler(step, self.run, self.max_bytes)
         silent_s = 0.0  # listened for; not by the clock: this process may have stood still
         while coming.batch is None:
             told = self.line.tell(self._word(step, coming.offset))
@@ -415,13 +417,13 @@ class Receiver:
                 self.silence_s,
             )
 
-    def _word(self, want: int | None = None, offset: int = 0) -> Ask:
+    def _word(self, want: int | None = None, offset: int = 0) -> PieceRequest:
         cursor = self._cursor
-        return Ask(
+        return PieceRequest(
             self.run, cursor.attempt, cursor.received, cursor.committed, want=want, offset=offset
         )
 
-    def _listen(self, coming: Coming, seconds: float) -> bool:
+    def _listen(self, coming: FrameAssembler, seconds: float) -> bool:
         """Take what comes within the time of one try; return whether the orchestrator has said
         anything. Returns at once when there is something else to ask for."""
         until, answered = time.monotonic() + seconds, False
@@ -440,7 +442,7 @@ class Receiver:
                 break
         return answered
 
-    def _next(self, seconds: float) -> tuple[Answer, bytes] | None:
+    def _next(self, seconds: float) -> tuple[PieceReply, bytes] | None:
         """Return the next answer for this attempt within so many seconds, and note what the
         orchestrator has heard. ValueError for a message that is none."""
         until = time.monotonic() + seconds
@@ -453,7 +455,7 @@ class Receiver:
                 return found
         return None
 
-    def _is_for_me(self, answer: Answer) -> bool:
+    def _is_for_me(self, answer: PieceReply) -> bool:
         """Return whether an answer is for this attempt, and not of an orchestrator that was
         replaced."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
@@ -463,7 +465,7 @@ class Receiver:
         self._orchestrator = answer.attempt
         return True
 
-    def _raise(self, answer: Answer, step: int) -> None:
+    def _raise(self, answer: PieceReply, step: int) -> None:
         where, text = self.line.where, printable(answer.text)
         if answer.kind == "refused":
             raise TransportError(f"{where}: refused: {text}; this is run {self.run!r}")
@@ -478,7 +480,7 @@ class Receiver:
             raise ChannelClosed(f"the orchestrator has ended before step {step}: {text}")
 
 
-class Coming:
+class FrameAssembler:
     """A frame of which pieces have arrived; `batch` once it is whole."""
 
     def __init__(self, step: int, run: str, max_bytes: int) -> None:
@@ -495,7 +497,7 @@ class Coming:
         """The first byte that is missing."""
         return len(self._data)
 
-    def take(self, answer: Answer, piece: bytes, where: str) -> bool:
+    def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
         """Append a piece; False for one that is not the next. DamagedFrame at the third frame that
         is none."""
         if answer.step != self.step or answer.offset != self.offset:
@@ -514,7 +516,7 @@ class Coming:
                 self.refuse(str(error))
         return True
 
-    def _problem(self, answer: Answer, piece: bytes) -> str:
+    def _problem(self, answer: PieceReply, piece: bytes) -> str:
         if answer.size > self.max_bytes:
             return f"a frame of {answer.size} bytes is over the limit of {self.max_bytes}"
         if self._size and answer.size != self._size:
@@ -533,7 +535,7 @@ class Coming:
         log.warning("%s; it is asked for again", problem)
 
 
-class Line:
+class Connection:
     """The trainer's socket, connected to where the orchestrator listens now."""
 
     def __init__(self, address: str | Path, run: str, token: str) -> None:
@@ -553,7 +555,7 @@ class Line:
         """Return whether there is an address to ask at."""
         return self._socket is not None
 
-    def tell(self, word: Ask) -> bool:
+    def tell(self, word: PieceRequest) -> bool:
         """Send it; return False when no peer is there."""
         self._look()
         if self._socket is None:
@@ -564,7 +566,7 @@ class Line:
         except zmq.Again:
             return False
 
-    def listen(self, seconds: float) -> tuple[Answer, bytes] | None:
+    def listen(self, seconds: float) -> tuple[PieceReply, bytes] | None:
         """Return the next answer within so many seconds. ValueError for what is none."""
         self.polls += 1
         if self._socket is None:
@@ -572,7 +574,7 @@ class Line:
             return None
         if not self._socket.poll(max(1, int(1000 * seconds))):
             return None
-        return unpack(Answer, self._socket.recv_multipart(zmq.NOBLOCK))
+        return unpack(PieceReply, self._socket.recv_multipart(zmq.NOBLOCK))
 
     def close(self) -> None:
         if self._socket is not None:
@@ -584,11 +586,11 @@ class Line:
         if self.place is None:
             return
         try:
-            place = decode_word(Place, read_file(self.place))
+            place = decode_message(SenderAddress, read_file(self.place))
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            log.warning("%s is not heeded: %s", self.place, printable(error))
+            log.warning("%s is ignored: %s", self.place, printable(error))
             return
         if place.run == self.run and place.attempt >= self._attempt and place.address != self.where:
             self._attempt = place.attempt
@@ -597,7 +599,7 @@ class Line:
     def _connect(self, address: str) -> None:
         if self._socket is not None:
             self._socket.close()
-        self._socket = _open(self._context, zmq.DEALER, PIECE + 2 * MOST_BYTES)
+        self._socket = _open(self._context, zmq.DEALER, PIECE + 2 * MAX_LINE_BYTES)
         set_client_keys(self._socket, self.token)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no asks are kept for one who is not there
         try:

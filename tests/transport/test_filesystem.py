@@ -23,8 +23,8 @@ from lowroll.transport.base import (
 )
 from lowroll.transport.filesystem import Receiver, Sender
 from lowroll.transport.frame import pack_batch
+from lowroll.transport.messages import decode_cursor
 from lowroll.transport.spool import CURSOR, Spool
-from lowroll.transport.words import cursor_of
 from tests.fixtures.batches import batch_of, exactly
 
 
@@ -176,7 +176,7 @@ def test_batches_of_another_place_are_refused(tmp_path: Path) -> None:
         (tmp_path / "c").mkdir()
         (tmp_path / "c" / CURSOR).write_bytes((tmp_path / "a" / CURSOR).read_bytes())
         assert Sender(tmp_path / "c", run="c").cursor() is None
-        cursor_of((tmp_path / "c" / CURSOR).read_bytes(), "c")
+        decode_cursor((tmp_path / "c" / CURSOR).read_bytes(), "c")
 
 
 def test_a_damaged_frame_is_made_again_by_the_next_orchestrator(tmp_path: Path) -> None:

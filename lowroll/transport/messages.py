@@ -1,11 +1,11 @@
 """The messages that the two ends of a rollout channel exchange beside the frames: one sealed line
 each.
 
-trainer        Said     a file: what it has received and committed
-trainer        Ask      zmq: the same, and the piece of a frame that it wants
-orchestrator   Answer   zmq: the piece, or why there is none
-orchestrator   Place    a file: where it listens
-orchestrator   End      a file: why no batch follows
+trainer        CursorReport    a file: what it has received and committed
+trainer        PieceRequest    zmq: the same, and the piece of a frame that it wants
+orchestrator   PieceReply      zmq: the piece, or why there is none
+orchestrator   SenderAddress   a file: where it listens
+orchestrator   EndOfBatches    a file: why no batch follows
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lowroll.checkpoint.seal import seal, unseal
 from lowroll.transport.base import Cursor
 
 FORMAT = 1
-MOST_BYTES = 4096  # of a line
+MAX_LINE_BYTES = 4096  # of a line
 Line = TypeVar("Line", bound=msgspec.Struct)
-Word = TypeVar("Word", bound="Said | Ask | Answer | Place")
+Message = TypeVar("Message", bound="CursorReport | PieceRequest | PieceReply | SenderAddress")
 
 
-class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CursorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A trainer's cursor (`transport.base.Cursor`), and the run that it is of."""
 
     run: str
@@ -37,7 +37,7 @@ class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Cursor(self.received, self.committed, self.attempt)
 
 
-class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PieceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The trainer wants the frame of step `want` from byte `offset` on; None: it only says."""
 
     run: str
@@ -53,10 +53,10 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Cursor(self.received, self.committed, self.attempt)
 
 
-Kind = Literal["piece", "wait", "heard", "ended", "gone", "fenced", "refused"]
+ReplyKind = Literal["piece", "wait", "heard", "ended", "gone", "fenced", "refused"]
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The answer of the orchestrator's attempt `attempt` to the trainer's attempt `to`.
 
     piece     bytes of the frame of `step` from `offset` on, of `size` in all; they follow the line
@@ -68,7 +68,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refused   another run, or another format
     """
 
-    kind: Kind
+    kind: ReplyKind
     run: str
     attempt: int
     to: int
@@ -80,7 +80,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int = FORMAT
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The address of an orchestrator, such as tcp://127.0.0.1:41233."""
 
     run: str
@@ -89,7 +89,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int = FORMAT
 
 
-class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EndOfBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The reason why no batch follows the newest."""
 
     run: str
@@ -103,8 +103,8 @@ def encode_line(message: msgspec.Struct) -> bytes:
 
 def decode_line(kind: type[Line], data: bytes) -> Line:
     """Return the message that `encode_line` wrote. ValueError for anything else."""
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{len(data)} bytes; a line has {MOST_BYTES} at most")
+    if len(data) > MAX_LINE_BYTES:
+        raise ValueError(f"{len(data)} bytes; a line has {MAX_LINE_BYTES} at most")
     content, sealed = unseal(data.removesuffix(b"\n"))
     if not sealed or not data.endswith(b"\n"):
         raise ValueError("torn: it has no checksum")
@@ -117,25 +117,26 @@ def decode_line(kind: type[Line], data: bytes) -> Line:
     return message
 
 
-def decode_word(kind: type[Word], data: bytes) -> Word:
+def decode_message(kind: type[Message], data: bytes) -> Message:
     """Return the message that `encode_line` wrote. ValueError for anything else, also for another
     format and for a cursor that cannot be."""
-    word = decode_line(kind, data)
-    if word.format != FORMAT:
-        raise ValueError(f"format {word.format}, this program speaks {FORMAT}")
-    if isinstance(word, Said | Ask):
-        _ = word.cursor  # refuses what cannot be
-    return word
+    message = decode_line(kind, data)
+    if message.format != FORMAT:
+        raise ValueError(f"format {message.format}, this program speaks {FORMAT}")
+    if isinstance(message, CursorReport | PieceRequest):
+        _ = message.cursor  # refuses what cannot be
+    return message
 
 
-def cursor_of(data: bytes, run: str) -> Cursor:
-    """Return the cursor in the bytes of a `Said`. ValueError when they are of another run, or
+def encode_cursor(cursor: Cursor, run: str) -> bytes:
+    """Return the line of a `CursorReport`."""
+    return encode_line(CursorReport(run, cursor.attempt, cursor.received, cursor.committed))
+
+
+def decode_cursor(data: bytes, run: str) -> Cursor:
+    """Return the cursor in the bytes of a `CursorReport`. ValueError when they are of another run, or
     damaged."""
-    said = decode_word(Said, data)
-    if said.run != run:
-        raise ValueError(f"of run {said.run!r}, this is run {run!r}")
-    return said.cursor
-
-
-def said(cursor: Cursor, run: str) -> Said:
-    return Said(run, cursor.attempt, cursor.received, cursor.committed)
+    report = decode_message(CursorReport, data)
+    if report.run != run:
+        raise ValueError(f"of run {report.run!r}, this is run {run!r}")
+    return report.cursor
