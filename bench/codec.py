@@ -1,26 +1,23 @@
-"""What a batch costs as text, as the log of rollouts has it: writing and reading, beside msgspec where
-it is installed.
+"""What a batch costs as text, as the log of rollouts has it, and as a frame to the trainer: writing and
+reading.
 
-    python -m bench.codec                  # pip install msgspec, for the other side
+    python -m bench.codec
 
-msgspec writes and reads the same JSON without looking at the types: it takes no union of two
-dataclasses (`types.Score | types.ScoreError`), so the check of its result would come on top. Rows
-are MB of the message a second of processor time (both sides run on one thread, and only compute);
-the note says milliseconds of a batch.
+Rows are MB of the message a second of processor time (one thread, which only computes); the note
+says milliseconds of a batch.
 """
 
 from __future__ import annotations
 
-import importlib
 import random
 import statistics
 import struct
 import time
 import zlib
-from typing import Any
 
-from bench.harness import BASELINES, Row, finish, parser_of, speed_row, write
+from bench.harness import BASELINES, Row, finish, parser_of, write
 from lowroll.transport.codec import decode_batch, encode_batch
+from lowroll.transport.frame import pack_batch, unpack_batch
 from lowroll.types import Batch, BehaviorTag, Evictions, PolicySpan, Prompt, Rollout, Sample, Score
 
 # name: samples, tokens of each, likeliest tokens told of at each place, whether keys were dropped
@@ -67,32 +64,27 @@ def batch_of(samples: int, tokens: int, top: int, dropped: bool) -> Batch:
     return Batch(7, made, 1.0, {f"reward/{index}": rng.random() for index in range(60)})
 
 
-def rows(name: str, rounds: int, peer: Any) -> list[Row]:
-    """Encoding and decoding of one kind of batch."""
+def rows(name: str, rounds: int) -> list[Row]:
+    """Encoding and decoding of one kind of batch, both ways."""
     batch = batch_of(*BATCHES[name])
-    data = encode_batch(batch)
-    assert decode_batch(data) == batch
-    sides = {"encode": lambda: encode_batch(batch), "decode": lambda: decode_batch(data)}
-    if peer is not None:
-        told = peer.encode(batch)
-        sides |= {"its encode": lambda: peer.encode(batch), "its decode": lambda: peer.decode(told)}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side, run in sides.items():
+    text, frame = encode_batch(batch), pack_batch(batch)
+    assert decode_batch(text) == unpack_batch(frame) == batch
+    sides = {
+        "encode": (text, lambda: encode_batch(batch)),
+        "decode": (text, lambda: decode_batch(text)),
+        "encode a frame": (frame, lambda: pack_batch(batch)),
+        "decode a frame": (frame, lambda: unpack_batch(frame)),
+    }
+    found = []
+    for what, (data, run) in sides.items():
+        seconds = []
+        for _ in range(rounds):
             began = time.process_time()
             run()
-            seconds[side].append(time.process_time() - began)
-    found = []
-    for what in ("encode", "decode"):
-        theirs = seconds.get(f"its {what}")
-        megabytes = len(data) / 1e6
-        took = statistics.median(seconds[what])
-        row = Row(f"{name}: {what}", "MB/s", megabytes / took)
+            seconds.append(time.process_time() - began)
+        took, megabytes = statistics.median(seconds), len(data) / 1e6
         note = f"{megabytes:.1f} MB, {1000 * took:.0f} ms a batch"
-        if theirs is not None:
-            row = speed_row(row.name, megabytes, row.unit, seconds[what], theirs)
-            note += f", msgspec {1000 * statistics.median(theirs):.0f} ms"
-        found.append(Row(**{**row.__dict__, "note": note}))
+        found.append(Row(f"{name}: {what}", "MB/s", megabytes / took, note=note))
     return found
 
 
@@ -100,13 +92,8 @@ def main() -> int:
     parser = parser_of(__doc__, out=BASELINES, rounds=3)
     parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES))
     args = parser.parse_args()
-    try:
-        peer = importlib.import_module("msgspec").json
-    except ImportError:
-        peer = None
-    found = [row for name in args.batches for row in rows(name, args.rounds, peer)]
-    settings = {"rounds": args.rounds, "msgspec": peer is not None}
-    return finish("The codec of batches", "codec", found, args.out, write, **settings)
+    found = [row for name in args.batches for row in rows(name, args.rounds)]
+    return finish("The codec of batches", "codec", found, args.out, write, rounds=args.rounds)
 
 
 if __name__ == "__main__":

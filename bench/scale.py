@@ -159,7 +159,7 @@ class Learner:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Learner:
-        self.spool.say(Cursor(0, 0, 1))
+        self.spool.progress.say(Cursor(0, 0, 1))
         self._thread.start()
         return self
 
@@ -173,7 +173,7 @@ class Learner:
                 self.stats = _header(self.spool.path(step))["stats"]
                 self._publish(step)  # every one: the orchestrator waits for each in its turn
                 self.step = step
-                self.spool.say(Cursor(step, step, 1))
+                self.spool.progress.say(Cursor(step, step, 1))
 
     def _publish(self, version: int) -> None:
         """A manifest and the marker: fakes read no weights."""

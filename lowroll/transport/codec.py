@@ -1,45 +1,47 @@
-"""The nouns of `lowroll.types` as JSON lines, strictly and without loss.
+"""The types of `lowroll.types` as JSON lines, strictly and without loss.
 
 A batch is one header line (`kind`, `format`, `num_samples` and the batch's own fields) followed by
-one line a sample, UTF-8, each ended by a newline. The schema is read off the dataclasses' type
-hints, so a new field needs no code here.
+one line a sample, UTF-8, each ended by a newline. msgspec writes the lines, and parses and checks
+them against a schema that is read off the dataclasses' type hints, so a new field needs no code
+here.
 
-1. Floats travel as Python's shortest repr, which parses back to the same double (Steele & White
-   1990; David Gay). JSON has no infinities: a float field holds the string "inf", "-inf" or "nan"
-   for those, and no other string.
+1. Floats travel as their shortest decimal, which parses back to the same double (Steele & White
+   1990). JSON has no infinities: a float field holds the string "inf", "-inf" or "nan" for those,
+   and no other string.
 2. A union of dataclasses carries the class name under `type`.
 3. Bytes travel as base64, a tuple of fixed length as a list of that length.
 4. A field that says so (`types.OMITTED`) is left out where it is None, and never null.
-5. Decoding is strict: an unknown, missing, duplicated or ill-typed field, a wrong count, a torn line or an oversized
-   message is a CodecError that names the line and the field. Nothing is ever unpickled.
+5. Both directions are strict: an unknown, missing or ill-typed field, a wrong count, a torn line or
+   an oversized message is a CodecError that names the line and the field.
+
+The encoder writes none of the following, so the decoder does not look for it: of a doubled field
+the last value counts, an integer above 2^53 in a float field is rounded, and base64 may have bits
+behind its last byte. The checksums around the lines find damage (`rollout_log`, `frame`).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
-import itertools
-import json
 import math
 import operator
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
-from typing import Any, Literal, NoReturn, TypeVar, Union
+from functools import cache, reduce
+from typing import Any, Literal, TypeVar, Union
+
+import msgspec
 
 from lowroll.types import Batch, Sample
 
-Record = TypeVar("Record")
+Found = TypeVar("Found")
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
 _TAG = "type"
 _EXACT = 1 << 53  # integers up to here are doubles
-_PLAIN = (str, int, bool)  # what JSON has as it is
-_NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_NON_FINITE = ("inf", "-inf", "nan")
+_FLOAT: Any = float | Literal["inf", "-inf", "nan"]  # as it travels
 
 
 class CodecError(ValueError):
@@ -47,225 +49,224 @@ class CodecError(ValueError):
     loss."""
 
 
-def encode_batch(batch: Batch, encode: Callable[[Sample], bytes] | None = None) -> bytes:
-    """Return a header line and one line a sample (by `encode`, else `encode_sample`). CodecError
-    naming the field that JSON cannot carry exactly."""
-    header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
-    header |= _encode(replace(batch, samples=[]), Batch, "batch")
-    del header["samples"]
-    return _line(header) + b"".join(map(encode or encode_sample, batch.samples))
+def encode_batch(batch: Batch) -> bytes:
+    """Return a header line and one line a sample. CodecError naming the field that JSON cannot
+    carry exactly."""
+    return encode_header(batch) + b"".join(map(encode_sample, batch.samples))
 
 
-def decode_batch(
-    data: bytes, max_bytes: int = MAX_BYTES, decode: Callable[[bytes, str], Sample] | None = None
-) -> Batch:
-    """Return the batch that `encode_batch` wrote as `data`; its samples by `decode`, else
-    `decode_sample`."""
+def decode_batch(data: bytes, max_bytes: int = MAX_BYTES) -> Batch:
+    """Return the batch that `encode_batch` wrote as `data`."""
     if len(data) > max_bytes:
         raise CodecError(f"a batch of {len(data)} bytes is over the limit of {max_bytes}")
     if not data.endswith(b"\n"):
         raise CodecError("the last line is torn (no newline at the end)")
-    lines = data[:-1].split(b"\n")
-    header = _parse(lines[0], "line 1")
+    header, *lines = data[:-1].split(b"\n")
+    batch = decode_header(header, len(lines))
+    for number, line in enumerate(lines, 2):
+        batch.samples.append(decode_sample(line, f"line {number}: sample"))
+    return batch
+
+
+def encode_header(batch: Batch) -> bytes:
+    """Return the line of a batch without its samples, newline included."""
+    header = {"kind": "batch", "format": FORMAT, "num_samples": len(batch.samples)}
+    header |= _to_plain(dataclasses.replace(batch, samples=[]), Batch, "batch")
+    del header["samples"]
+    return _line(header, "batch")
+
+
+def decode_header(line: bytes, num_samples: int) -> Batch:
+    """Return the batch whose header is `line`, without its samples, of which so many follow."""
+    header = strictly("line 1", lambda: msgspec.json.decode(line))
     if type(header) is not dict or header.pop("kind", None) != "batch":
         raise CodecError("line 1: not the header of a batch")
     if (version := header.pop("format", None)) != FORMAT:
         raise CodecError(f"line 1: format {version!r}, this program reads {FORMAT}")
     count = header.pop("num_samples", None)
-    if type(count) is not int or count != len(lines) - 1:
-        raise CodecError(f"line 1: num_samples is {count!r}, {len(lines) - 1} samples follow")
+    if type(count) is not int or count != num_samples:
+        raise CodecError(f"line 1: num_samples is {count!r}, {num_samples} samples follow")
     header["samples"] = []
-    batch = _decode(header, Batch, "line 1: batch")
-    for number, line in enumerate(lines[1:], 2):
-        batch.samples.append((decode or decode_sample)(line, f"line {number}: sample"))
+    found = strictly("line 1: batch", lambda: msgspec.convert(header, _schema(Batch)))
+    batch: Batch = _to_record(found, Batch, _has_words(line))
     return batch
 
 
 def encode_sample(sample: Sample) -> bytes:
     """Return a sample as one line, newline included."""
-    return encode_record(sample, "sample")
+    return _line(_to_plain(sample, Sample, "sample"), "sample")
 
 
 def decode_sample(line: bytes, where: str = "sample") -> Sample:
     """Return the sample that `encode_sample` wrote as `line` (with or without its newline)."""
-    return decode_record(Sample, line, where)
+    found = strictly(where, lambda: msgspec.json.decode(line, type=_schema(Sample)))
+    sample: Sample = _to_record(found, Sample, _has_words(line))
+    return sample
 
 
-def encode_record(record: Any, where: str) -> bytes:
-    """Return any dataclass of plain data as one line, newline included."""
-    return _line(_encode(record, type(record), where))
-
-
-def decode_record(kind: type[Record], line: bytes, where: str) -> Record:
-    """Return the `kind` that `encode_record` wrote as `line` (with or without its newline)."""
-    record: Record = _decode(_parse(line.removesuffix(b"\n"), where), kind, where)
-    return record
-
-
-def _line(value: Any) -> bytes:
+def strictly(where: str, call: Callable[[], Found]) -> Found:
+    """Return what a call of msgspec returns. Its errors become a CodecError that begins with the
+    field."""
     try:
-        return (
-            json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-            + b"\n"
-        )
+        return call()
     except UnicodeEncodeError as error:
-        raise CodecError(f"text that is not valid Unicode: {error.reason}") from error
+        raise CodecError(f"{where}: text that is not valid Unicode: {error.reason}") from error
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        text, _, path = str(error).partition(" - at `$")
+        raise CodecError(f"{where}{path.removesuffix('`')}: {text}") from error
 
 
-def _parse(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(
-            line.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
-        )
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise CodecError(f"{where}: {error}") from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise CodecError(f"duplicated field {next(key for key in keys if keys.count(key) > 1)!r}")
-    return value
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise CodecError(f"{text} is not JSON")
+def _line(value: Any, where: str) -> bytes:
+    return strictly(where, lambda: msgspec.json.encode(value)) + b"\n"
 
 
 @cache
-def _fields(kind: type) -> dict[str, Any]:
+def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
+    """Return the type hint of each field of a dataclass, and whether None is left out."""
     hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    return {
+        field.name: (hints[field.name], bool(field.metadata.get("omitted")))
+        for field in dataclasses.fields(kind)
+    }
 
 
 @cache
-def _omitted(kind: type) -> frozenset[str]:
-    """Return the fields that are left out where they are None."""
-    return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata.get("omitted"))
-
-
-class _Shape(typing.NamedTuple):
-    """A type hint, taken apart."""
-
-    origin: Any  # list of list[int], None of int
-    args: tuple[Any, ...]
-    options: tuple[Any, ...]  # the members of a union, or ()
-    is_record: bool  # a dataclass
-    is_fixed: bool  # a tuple of so many items, each of a type of its own
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union; () for any other type."""
+    is_union = typing.get_origin(hint) in (Union, types.UnionType)
+    return typing.get_args(hint) if is_union else ()
 
 
 @cache
-def _shape(hint: Any) -> _Shape:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    return _Shape(
-        origin,
-        args,
-        args if origin in (Union, types.UnionType) else (),
-        dataclasses.is_dataclass(hint),
-        origin is tuple and args[-1] is not ...,
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the origin and the arguments of a type hint, of `list[int]` (list, (int,))."""
+    return typing.get_origin(hint), typing.get_args(hint)
+
+
+@cache
+def _is_plain(hint: Any) -> bool:
+    """Return whether parsed values of a type are values of the type as they are."""
+    origin, args = _parts(hint)
+    if origin is Literal or hint in (Any, str, int, bool, bytes, type(None)):
+        return True
+    return bool(args) and all(_is_plain(one) for one in args if one is not ...)
+
+
+@cache
+def _is_numeric(hint: Any) -> bool:
+    """Return whether a type has numbers alone, in lists and tuples."""
+    origin, args = _parts(hint)
+    members = [one for one in args if one is not ...]
+    return origin in (list, tuple) and all(
+        one in (int, float) or _is_numeric(one) for one in members
     )
 
 
-def _encode(value: Any, hint: Any, where: str) -> Any:
-    if type(value) is hint and hint in _PLAIN:
-        return value
+@cache
+def _schema(hint: Any, tagged: bool = False) -> Any:
+    """Return the type that msgspec is to check in the place of a type hint. tagged: a dataclass has
+    its name with it."""
+    if hint is float:
+        return _FLOAT
+    if dataclasses.is_dataclass(hint):
+        return _struct(typing.cast(type, hint), tagged)
+    if options := _options(hint):
+        return reduce(operator.or_, (_schema(option, True) for option in options))
+    origin, args = _parts(hint)
+    if origin in (list, tuple, dict):
+        return origin[tuple(one if one is ... else _schema(one) for one in args)]
+    return hint
+
+
+def _struct(kind: type, tagged: bool) -> type[msgspec.Struct]:
+    members: list[Any] = []
+    for name, (hint, is_omitted) in _fields(kind).items():
+        if is_omitted:
+            some = [_schema(one, True) for one in _options(hint) if one is not type(None)]
+            schema = reduce(operator.or_, some) | msgspec.UnsetType
+            members.append((name, schema, msgspec.UNSET))
+        else:
+            members.append((name, _schema(hint)))
+    return msgspec.defstruct(
+        kind.__name__,
+        members,
+        kw_only=True,
+        forbid_unknown_fields=True,
+        tag=kind.__name__ if tagged else None,
+        tag_field=_TAG if tagged else None,
+    )
+
+
+def _to_plain(value: Any, hint: Any, where: str) -> Any:
+    """Return a value of a type as data that msgspec writes. CodecError for a value of another
+    type."""
     if hint is Any:
         return _check_json(value, where)
-    origin, args, options, is_record, is_fixed = _shape(hint)
-    if options:
-        return _encode_union(value, options, where)
-    if is_record:
-        kind = typing.cast(type, hint)
-        _expect(value, kind, where)
+    if options := _options(hint):
+        return _union_to_plain(value, options, where)
+    origin, args = _parts(hint)
+    if origin is Literal:
+        if value not in args:
+            raise CodecError(f"{where}: {value!r} is none of {args}")
+        return value
+    if hint is float:
+        return _float_to_plain(value, where)
+    _expect(value, origin or hint, where)
+    if dataclasses.is_dataclass(hint):
         return {
-            name: _encode(getattr(value, name), inner, f"{where}.{name}")
-            for name, inner in _fields(kind).items()
-            if name not in _omitted(kind) or getattr(value, name) is not None
+            name: _to_plain(item, inner, f"{where}.{name}")
+            for name, (inner, is_omitted) in _fields(typing.cast(type, hint)).items()
+            if (item := getattr(value, name)) is not None or not is_omitted
         }
-    if origin in (list, tuple):
-        _expect(value, origin, where)
-        if is_fixed:
-            _expect_length(value, args, where)
-            return [_encode(one, inner, where) for one, inner in zip(value, args, strict=True)]
-        return _encode_items(value, args[0], where)
+    if _is_numeric(hint) and (text := _numbers(value, hint)) is not None:
+        return text
     if origin is dict:
-        _expect(value, dict, where)
         return {
-            _encode(key, str, f"{where}: key"): _encode(item, args[1], f"{where}.{key}")
+            _to_plain(key, args[0], f"{where}: key"): _to_plain(item, args[1], f"{where}.{key}")
             for key, item in value.items()
         }
-    return _encode_scalar(value, hint, where)
+    if origin is list or origin is tuple and args[-1] is ...:
+        return [_to_plain(item, args[0], f"{where}[{i}]") for i, item in enumerate(value)]
+    if origin is tuple:
+        if len(value) != len(args):
+            raise CodecError(f"{where}: expected {len(args)} items, got {len(value)}")
+        return [_to_plain(item, inner, where) for item, inner in zip(value, args, strict=True)]
+    return value
 
 
-def _encode_items(values: Any, hint: Any, where: str) -> Any:
-    if _are_plain(values, hint, tuple):
-        return values
-    return [_encode(value, hint, f"{where}[{index}]") for index, value in enumerate(values)]
+def _union_to_plain(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    kind = type(value)
+    for one in options:
+        if kind is (_parts(one)[0] or one):
+            plain = _to_plain(value, one, where)
+            return {_TAG: kind.__name__, **plain} if dataclasses.is_dataclass(one) else plain
+    if float in options and kind is int:
+        return _float_to_plain(value, where)
+    names = (getattr(option, "__name__", str(option)) for option in options)
+    raise CodecError(f"{where}: {kind.__name__} is none of {', '.join(names)}")
 
 
-def _are_plain(values: Any, hint: Any, fixed: type) -> bool:
-    """Return whether JSON has all values as they are, looked at all at once: a batch has millions
-    of them. False where any needs a closer look. fixed: the type of a tuple of so many items just
-    now, a tuple in an object and a list in JSON."""
-    if not values:
-        return True
-    kinds = set(map(type, values))
-    if hint is float:  # a sum with one that is not finite is not finite either
-        return kinds == {float} and math.isfinite(sum(values))
-    if hint in (int, str):
-        return kinds == {hint}
-    origin, args, _, _, is_fixed = _shape(hint)
-    if is_fixed:
-        return (
-            kinds == {fixed}
-            and set(map(len, values)) == {len(args)}
-            and all(
-                _are_plain(list(map(operator.itemgetter(place), values)), inner, fixed)
-                for place, inner in enumerate(args)
-            )
-        )
-    if origin is list and kinds == {list}:
-        return _are_plain(list(itertools.chain.from_iterable(values)), args[0], fixed)
-    return False
+def _float_to_plain(value: Any, where: str) -> float | str:
+    if type(value) is int and abs(value) <= _EXACT:
+        return float(value)
+    _expect(value, float, where)
+    return value if math.isfinite(value) else str(value)
 
 
-def _encode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
-    if value is None and type(None) in options:
+def _expect(value: Any, kind: type, where: str) -> None:
+    if type(value) is not kind:
+        raise CodecError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
+
+
+def _numbers(values: Any, hint: Any) -> msgspec.Raw | None:
+    """Return lists of numbers as JSON, checked and written all at once, because a batch has
+    millions of them. None where one of them needs a closer look."""
+    try:
+        found = msgspec.convert(values, hint)
+        text = msgspec.json.encode(found)
+    except (msgspec.MsgspecError, ValueError, OverflowError):
         return None
-    if dataclasses.is_dataclass(value) and type(value) in options:
-        return {_TAG: type(value).__name__, **_encode(value, type(value), where)}
-    for hint in options:
-        if _shape(hint).origin is type(value) or _is_word(value, hint):
-            return _encode(value, hint, where)
-        if hint is type(value) or (hint is float and type(value) is int and int not in options):
-            return _encode(value, hint, where)
-    raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
-
-
-def _is_word(value: Any, hint: Any) -> bool:
-    """Return whether a value is one of a Literal."""
-    shape = _shape(hint)
-    return shape.origin is Literal and value in shape.args
-
-
-def _encode_scalar(value: Any, hint: Any, where: str) -> Any:
-    if hint is float:
-        if type(value) is int and abs(value) <= _EXACT:
-            return float(value)
-        _expect(value, float, where)
-        if math.isfinite(value):
-            return value
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if _shape(hint).origin is Literal:
-        if value not in _shape(hint).args:
-            raise CodecError(f"{where}: {value!r} is none of {typing.get_args(hint)}")
-        return value
-    _expect(value, hint, where)
-    return base64.b64encode(value).decode() if hint is bytes else value
+    return msgspec.Raw(text) if found == values and b"null" not in text else None
 
 
 def _check_json(value: Any, where: str) -> Any:
@@ -284,138 +285,34 @@ def _check_json(value: Any, where: str) -> Any:
     return value
 
 
-def _decode(value: Any, hint: Any, where: str) -> Any:
-    if hint is Any or (type(value) is hint and hint in _PLAIN):
+def _has_words(line: bytes) -> bool:
+    """Return whether a float of a line may be a word."""
+    return any(f'"{word}"'.encode() in line for word in _NON_FINITE)
+
+
+def _to_record(value: Any, hint: Any, has_words: bool) -> Any:
+    """Return what was checked by the schema of a type as a value of the type."""
+    if _is_plain(hint) or _is_numeric(hint) and not has_words:
         return value
-    origin, args, options, is_record, is_fixed = _shape(hint)
-    if options:
-        return _decode_union(value, options, where)
-    if is_record:
-        return _decode_dataclass(value, typing.cast(type, hint), where)
-    if origin in (list, tuple):
-        _expect(value, list, where)
-        if is_fixed:
-            _expect_length(value, args, where)
-            return tuple(_decode(one, inner, where) for one, inner in zip(value, args, strict=True))
-        return origin(_decode_items(value, args[0], where))
-    if origin is dict:
-        _expect(value, dict, where)
-        return {key: _decode(item, args[1], f"{where}.{key}") for key, item in value.items()}
-    return _decode_scalar(value, hint, where)
-
-
-def _decode_items(values: list[Any], hint: Any, where: str) -> list[Any]:
-    if _are_plain(values, hint, list):
-        return _with_tuples(values, hint)
-    return [_decode(value, hint, f"{where}[{index}]") for index, value in enumerate(values)]
-
-
-def _with_tuples(values: list[Any], hint: Any) -> list[Any]:
-    """Return plain values with the tuples that JSON has not."""
-    args = _shape(hint).args
-    if not args:
-        return values
-    if _shape(hint).is_fixed:
-        if not any(map(typing.get_args, args)):
-            return list(map(tuple, values))
-        columns = [_with_tuples([v[i] for v in values], inner) for i, inner in enumerate(args)]
-        return list(zip(*columns, strict=True))
-    return [_with_tuples(value, args[0]) for value in values]
-
-
-def _decode_dataclass(value: Any, kind: type, where: str) -> Any:
-    _expect(value, dict, where)
-    fields = _fields(kind)
-    if unknown := value.keys() - fields.keys():
-        raise CodecError(f"{where}: unknown field {min(unknown)!r}")
-    if missing := fields.keys() - value.keys() - _omitted(kind):
-        raise CodecError(f"{where}: missing field {min(missing)!r}")
-    if null := [name for name in _omitted(kind) & value.keys() if value[name] is None]:
-        raise CodecError(
-            f"{where}: field {min(null)!r} is null, which is written by leaving it out"
+    if options := _options(hint):
+        name = type(value).__name__
+        for one in options:
+            if name == (_parts(one)[0] or one).__name__:
+                return _to_record(value, one, has_words)
+        return float(value) if float in options and value is not None else value
+    if dataclasses.is_dataclass(hint):
+        return typing.cast(type, hint)(
+            **{
+                name: _to_record(item, inner, has_words)
+                for name, (inner, _) in _fields(typing.cast(type, hint)).items()
+                if (item := getattr(value, name)) is not msgspec.UNSET
+            }
         )
-    return kind(
-        **{
-            name: _decode(value[name], hint, f"{where}.{name}")
-            for name, hint in fields.items()
-            if name in value
-        }
-    )
-
-
-def _decode_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
-    if value is None and type(None) in options:
-        return None
-    if type(value) is dict:
-        kinds: dict[str, type] = {
-            kind.__name__: kind
-            for kind in options
-            if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-        }
-        if not kinds:
-            return _decode(value, _of_kind(options, (dict,), value, where), where)
-        kind = kinds.get(value.get(_TAG, "")) if isinstance(value.get(_TAG), str) else None
-        if kind is None:
-            raise CodecError(f"{where}: field {_TAG!r} is none of {_names(options)}")
-        return _decode_dataclass(
-            {key: item for key, item in value.items() if key != _TAG}, kind, where
-        )
-    if type(value) is list:
-        return _decode(value, _of_kind(options, (list, tuple), value, where), where)
-    if type(value) in options or any(_is_word(value, hint) for hint in options):
-        return value
-    if float in options:
-        return _decode_scalar(value, float, where)
-    raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
-
-
-def _of_kind(options: tuple[Any, ...], kinds: tuple[type, ...], value: Any, where: str) -> Any:
-    """Return the member of a union that is a generic of one of `kinds`."""
-    for hint in options:
-        if _shape(hint).origin in kinds:
-            return hint
-    raise CodecError(f"{where}: {type(value).__name__} is none of {_names(options)}")
-
-
-def _decode_scalar(value: Any, hint: Any, where: str) -> Any:
     if hint is float:
-        if type(value) is str and value in _NON_FINITE:
-            return _NON_FINITE[value]
-        if type(value) is int and abs(value) <= _EXACT:
-            return float(value)
-    if _shape(hint).origin is Literal:
-        if type(value) is not str or value not in _shape(hint).args:
-            raise CodecError(f"{where}: {value!r} is none of {typing.get_args(hint)}")
-        return value
-    if hint is bytes:
-        return _decode_bytes(value, where)
-    _expect(value, hint, where)
-    return value
-
-
-def _decode_bytes(value: Any, where: str) -> bytes:
-    _expect(value, str, where)
-    try:
-        data = base64.b64decode(value, validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise CodecError(f"{where}: not base64: {error}") from error
-    if base64.b64encode(data).decode() != value:  # bits behind the last byte
-        raise CodecError(f"{where}: not base64 as it is written here")
-    return data
-
-
-def _expect_length(value: Any, items: tuple[Any, ...], where: str) -> None:
-    if len(value) != len(items):
-        raise CodecError(f"{where}: expected {len(items)} items, got {len(value)}")
-
-
-def _expect(value: Any, kind: Any, where: str) -> None:
-    if type(value) is not kind:
-        raise CodecError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
-
-
-def _names(options: tuple[Any, ...]) -> str:
-    return ", ".join(
-        "null" if option is type(None) else getattr(option, "__name__", str(option))
-        for option in options
-    )
+        return float(value)
+    origin, args = _parts(hint)
+    if origin is dict:
+        return {key: _to_record(item, args[1], has_words) for key, item in value.items()}
+    if len(args) == 1 or args[-1] is ...:
+        return origin(_to_record(item, args[0], has_words) for item in value)
+    return tuple(_to_record(item, one, has_words) for item, one in zip(value, args, strict=True))

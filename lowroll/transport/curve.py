@@ -10,11 +10,11 @@ from __future__ import annotations
 import hmac
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 HANDSHAKE_MS = 5_000  # a connection that has not proved its key by then is closed
-_DOMAIN = b"rollouts"
-_HANDLER = "inproc://zeromq.zap.01"  # where libzmq asks whether a client's key is admitted
+_DOMAIN = "rollouts"
 
 
 def keypair(token: str, owner: str) -> tuple[bytes, bytes]:
@@ -29,28 +29,30 @@ def set_client_keys(socket: zmq.Socket[bytes], token: str) -> None:
     socket.curve_serverkey, _ = keypair(token, "orchestrator")
 
 
-class Admission:
-    """The gate of a listening socket of `context`, which accepts only clients with the trainer's
-    key. `socket` is readable when a client waits for the decision, which `decide` makes."""
+def set_server_keys(socket: zmq.Socket[bytes], token: str) -> None:
+    """Have an orchestrator's socket accept only clients that the authenticator of its context
+    admits, and nobody where there is none."""
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = keypair(token, "orchestrator")
+    socket.zap_domain = _DOMAIN.encode()
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.handshake_ivl = HANDSHAKE_MS
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], token: str) -> None:
-        self.socket = context.socket(zmq.REP)
-        self.socket.bind(_HANDLER)
-        self._orchestrator = keypair(token, "orchestrator")
-        self._trainer = z85.decode(keypair(token, "trainer")[0])
 
-    def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Have `socket` accept only clients that this has admitted."""
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = self._orchestrator
-        socket.zap_domain = _DOMAIN
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        socket.handshake_ivl = HANDSHAKE_MS
+def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], token: str) -> ThreadAuthenticator:
+    """Start the thread that admits clients with the trainer's key, and no others."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.configure_curve_callback(_DOMAIN, TrainerKey(token))
+    authenticator.start()
+    return authenticator
 
-    def decide(self) -> None:
-        """Answer those who wait."""
-        while self.socket.poll(0):
-            version, request, _, _, _, mechanism, *credentials = self.socket.recv_multipart()
-            admitted = mechanism == b"CURVE" and credentials == [self._trainer]
-            status = b"200" if admitted else b"400"
-            self.socket.send_multipart([version, request, status, b"", b"", b""])
+
+class TrainerKey:
+    """The public key of the trainer, as the authenticator asks for it."""
+
+    def __init__(self, token: str) -> None:
+        self.public, _ = keypair(token, "trainer")
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a client with the public key `key`, in Z85, may enter."""
+        return key == self.public

@@ -1,4 +1,4 @@
-"""Rollouts through a folder that both sides see: the spool, and one file of the trainer's words.
+"""Rollouts through a folder that both sides see: the spool, and one file with the trainer's cursor.
 
     orchestrator   step_000012.frame      whole or absent, never changed
     trainer        cursor.json            what it has received and committed, replaced whole
@@ -22,7 +22,6 @@ from lowroll.transport.base import (
     check_deadline,
     wait_until,
 )
-from lowroll.transport.queue import DurableSender
 from lowroll.transport.spool import Spool
 from lowroll.types import Batch
 
@@ -30,9 +29,10 @@ TRIES = 3  # to read what is damaged
 _PAUSE_S = 0.2  # between them
 
 
-class Sender(DurableSender):
-    """The orchestrator's end. hwm: batches that the trainer may not have received yet; `send` waits
-    at most `deadline_s` seconds for room."""
+class Sender:
+    """The orchestrator's end of a channel between processes: batches that were sent and not yet
+    committed. hwm: how many the trainer may not have received yet; `send` waits at most `deadline_s`
+    seconds for room. alive: raises when the trainer cannot answer any more."""
 
     def __init__(
         self,
@@ -43,18 +43,107 @@ class Sender(DurableSender):
         run: str = "",
         alive: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(Spool(folder, run), hwm, deadline_s, alive)
+        if isinstance(hwm, bool) or not isinstance(hwm, int) or hwm < 1:
+            raise ValueError(f"hwm: expected an integer of at least 1, got {hwm!r}")
+        self.spool = Spool(folder, run)
+        self.hwm = hwm
+        self.deadline_s = check_deadline(deadline_s)
+        self.alive = alive
+        self.closed = False
+        self._ended: str | None = None  # why no batch follows
         self._cursor: Cursor | None = None
+        self.spool.repair()
 
     def cursor(self) -> Cursor | None:
-        cursor = self.spool.cursor()
+        """Return the progress that the trainer has reported by now."""
+        cursor = self.spool.progress.cursor()
         if cursor is not None and cursor.follows(self._cursor):
             self._cursor = cursor
         return self._cursor
 
+    def notify(self) -> None:
+        """Do nothing: who looks into a folder needs no notice of what is new there."""
+
+    def send(self, batch: Batch) -> None:
+        """Keep a batch in the spool, from which the trainer gets it. DeadlineExceeded when that is
+        too far behind, FrameGone when it needs a batch that is not there any more; then nothing is
+        sent."""
+        if self.closed:
+            raise ChannelClosed(f"batch of step {batch.step} was sent on a closed rollout channel")
+        steps = self.spool.steps()
+        if batch.step not in steps:  # one that is there was sent, and is only compared
+            wait_until(
+                lambda: self._has_room(batch.step, self.cursor()),
+                f"the trainer to receive a batch: step {batch.step} would be one more than the "
+                f"{self.hwm} that it may be behind",
+                self.deadline_s,
+                self.alive,
+            )
+        faultpoint(f"send.begin/{batch.step}")
+        self.spool.put(batch)
+        faultpoint(f"send.spooled/{batch.step}")
+        if (cursor := self.cursor()) is not None:
+            self.spool.drop_through(cursor.committed)
+        self.notify()
+
+    def _has_room(self, step: int, cursor: Cursor | None) -> bool:
+        steps = self.spool.steps()
+        if cursor is None:
+            return len(steps) < self.hwm
+        self._refuse_gap(cursor, [*steps, step])
+        if cursor.received >= step:
+            raise FrameGone(
+                f"{self.spool.folder}: the batch of step {step} that the trainer has received is not "
+                "here any more"
+            )
+        return step - 1 - cursor.received < self.hwm
+
+    def check(self) -> None:
+        """Raise FrameGone when the trainer has fallen back behind the oldest batch that is here."""
+        if (cursor := self.cursor()) is not None:
+            self._refuse_gap(cursor, self.spool.steps())
+
+    def _refuse_gap(self, cursor: Cursor, steps: list[int]) -> None:
+        oldest = min(steps, default=0)
+        if cursor.received + 1 < oldest:
+            raise FrameGone(
+                f"{self.spool.folder}: the trainer needs the batch of step {cursor.received + 1}; "
+                f"the oldest is of step {oldest}"
+            )
+
     def go_back(self, cursor: Cursor) -> None:
-        super().go_back(cursor)
-        self._cursor = None
+        """Forget all that was sent: what follows the trainer's checkpoint is made again. One that has
+        received more than that is fenced, and the next word is of one that goes on from there."""
+        if cursor.received > cursor.committed:
+            self.spool.progress.dismiss(cursor)
+        self.spool.drop_after(-1)
+        self.spool.reopen()
+        self.closed, self._ended, self._cursor = False, None, None
+
+    def end(self, reason: str) -> None:
+        """Declare that no batch follows, ever: the trainer gets ChannelClosed with the reason
+        behind the last."""
+        self.closed, self._ended = True, reason
+        self.spool.end(reason)
+        self.notify()
+
+    def drain(self, deadline_s: float) -> None:
+        """Wait until the trainer has committed everything that was sent: no other process can
+        answer it."""
+        last = max(self.spool.steps(), default=0)
+
+        def done() -> bool:
+            if self._ended is not None and self.spool.ended() is None:
+                self.spool.end(self._ended)  # a trainer that was started again has taken it back
+            self.check()
+            cursor = self.cursor()
+            return last == 0 or (cursor is not None and cursor.committed >= last)
+
+        wait_until(done, f"the trainer to commit step {last}", deadline_s, self.alive)
+
+    def close(self) -> None:
+        """Send nothing more; what was sent stays. Idempotent."""
+        self.closed = True
 
 
 class Receiver:
@@ -107,7 +196,7 @@ class Receiver:
     def _is_decided(self, step: int) -> bool:
         """Return whether the batch is there, or will never be. FrameGone when only later ones are
         there."""
-        self.spool.check(self._cursor.attempt)
+        self.spool.progress.check(self._cursor.attempt)
         if self.spool.path(step).exists() or self.spool.ended() is not None:
             return True
         oldest = min(self.spool.steps(), default=step)
@@ -132,5 +221,5 @@ class Receiver:
         raise AssertionError("not reached")
 
     def _say(self, cursor: Cursor) -> None:
-        self.spool.say(cursor)
+        self.spool.progress.say(cursor)
         self._cursor = cursor

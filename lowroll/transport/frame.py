@@ -1,30 +1,42 @@
 """A batch as the bytes that travel and lie on disk, the same on every transport.
 
-    {"kind":"frame","format":2,"run":"...","step":12,"size":48123,"sha256":"...", "crc": "9cf16ae5"}
-    the lines of the batch, packed (`transport.packed`)
+    {"kind":"frame","format":3,"run":"...","step":12,"size":48123,"sha256":"...", "crc": "9cf16ae5"}
+    {"kind":"batch","format":1,"num_samples":256,"step":12,...}
+    the samples, a MessagePack array
 
 The first line is sealed (`checkpoint.seal`); `sha256` is of the bytes behind it. `run` names the run
-that the batch belongs to: one of another run is refused, wherever it lies.
+that the batch belongs to: one of another run is refused, wherever it lies. The second line is that
+of the log. A sample is its line of the log without its long lists of numbers, which stand beside it
+as bytes: numbers as text, which people read in the log, are most of what a batch costs on its way.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Literal
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
-from lowroll.checkpoint.seal import seal, unseal
-from lowroll.transport.base import DamagedFrame
-from lowroll.transport.codec import MAX_BYTES, CodecError, decode_record, encode_record
-from lowroll.transport.packed import decode_batch, encode_batch
-from lowroll.types import Batch, printable
+import msgspec
 
-FORMAT = 2
-LONGEST_HEADER = 4096
+from lowroll.transport.base import DamagedFrame, TransportError
+from lowroll.transport.codec import (
+    MAX_BYTES,
+    CodecError,
+    decode_header,
+    decode_sample,
+    encode_header,
+    encode_sample,
+    strictly,
+)
+from lowroll.transport.messages import MAX_LINE_BYTES, decode_line, encode_line
+from lowroll.types import Batch, Sample, printable
+
+FORMAT = 3
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first line of a frame. size: bytes behind it."""
 
     run: str
@@ -35,27 +47,36 @@ class Header:
     format: int = FORMAT
 
 
+class PackedSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A sample, and beside it the lists that it lacks: little-endian numbers, one behind the other."""
+
+    sample: bytes  # its line
+    prompt_ids: bytes  # int32
+    token_ids: bytes  # int32
+    logprobs: bytes  # float64: no engine's are rounded
+    loss_mask: bytes  # a byte each
+
+
 def encode_frame(batch: Batch, run: str) -> bytes:
     """Return the frame of a batch. CodecError for a batch that the codec cannot carry, or one that
     no reader would take."""
-    payload = encode_batch(batch)
+    payload = pack_batch(batch)
     if len(payload) > MAX_BYTES:
         raise CodecError(
             f"step {batch.step}: a batch of {len(payload)} bytes is over the limit of {MAX_BYTES}"
         )
-    header = Header(run, batch.step, len(payload), hashlib.sha256(payload).hexdigest())
-    first = seal(encode_record(header, "frame").removesuffix(b"\n")) + b"\n"
-    if len(first) > LONGEST_HEADER:
+    first = encode_line(Header(run, batch.step, len(payload), hashlib.sha256(payload).hexdigest()))
+    if len(first) > MAX_LINE_BYTES:
         raise CodecError(f"run: a name of {len(run)} characters is too long for a frame")
     return first + payload
 
 
 def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
-    """Return the batch of `step` of `run`. DamagedFrame, beginning with `where`, for anything
-    else."""
+    """Return the batch of `step` of `run`. DamagedFrame, beginning with `where`, for anything else;
+    TransportError for a frame of another format."""
     payload = check_frame(data, run, step, where)
     try:
-        batch = decode_batch(payload)
+        batch = unpack_batch(payload)
     except CodecError as error:
         raise DamagedFrame(f"{where}: {printable(error)}") from error
     if batch.step != step:
@@ -64,25 +85,87 @@ def decode_frame(data: bytes, run: str, step: int, where: str) -> Batch:
 
 
 def check_frame(data: bytes, run: str, step: int, where: str) -> bytes:
-    """Return the bytes behind the header, which have its size and digest. DamagedFrame
-    otherwise."""
-    line, newline, payload = data[:LONGEST_HEADER].partition(b"\n")
-    payload = data[len(line) + len(newline) :]
+    """Return the bytes behind the header, which have its size and digest. DamagedFrame otherwise;
+    TransportError for a frame of another format."""
+    begins = data.find(b"\n", 0, MAX_LINE_BYTES) + 1
     try:
-        if not newline:
+        if not begins:
             raise ValueError("no header of a frame")
-        content, sealed = unseal(line)
-        header = decode_record(Header, content, "header")
-        if not sealed or header.format != FORMAT:
-            raise ValueError(f"header of format {header.format}, this program reads {FORMAT}")
-    except ValueError as error:  # CodecError is one too
+        header = decode_line(Header, data[:begins])
+    except ValueError as error:
         raise DamagedFrame(f"{where}: {printable(error)}") from error
+    if header.format != FORMAT:
+        raise TransportError(
+            f"{where}: a frame of format {header.format}, this program reads {FORMAT}: finish the "
+            "run with the version of lowroll that began it"
+        )
     if header.run != run:
         raise DamagedFrame(f"{where}: of run {printable(header.run)!r}, this is run {run!r}")
     if header.step != step:
         raise DamagedFrame(f"{where}: of step {header.step}, not of step {step}")
+    payload = data[begins:]
     if header.size != len(payload):
         raise DamagedFrame(f"{where}: {len(payload)} bytes, {header.size} were sent")
     if hashlib.sha256(payload).hexdigest() != header.sha256:
         raise DamagedFrame(f"{where}: its SHA-256 is not that of what was sent")
     return payload
+
+
+def pack_batch(batch: Batch) -> bytes:
+    """Return a batch as a frame has it behind its first line. CodecError names the field that cannot
+    be carried exactly."""
+    return encode_header(batch) + msgspec.msgpack.encode([pack_sample(s) for s in batch.samples])
+
+
+def unpack_batch(data: bytes) -> Batch:
+    """Return the batch that `pack_batch` wrote as `data`."""
+    header, _, samples = data.partition(b"\n")
+    packed = strictly("samples", lambda: msgspec.msgpack.decode(samples, type=list[PackedSample]))
+    batch = decode_header(header, len(packed))
+    for index, one in enumerate(packed):
+        batch.samples.append(unpack_sample(one, f"samples[{index}]"))
+    return batch
+
+
+def pack_sample(sample: Sample) -> PackedSample:
+    """Return a sample with its long lists as bytes. CodecError names a list with a number that does
+    not fit."""
+    rollout = sample.rollout
+    bare = replace(rollout, token_ids=[], logprobs=[])
+    return PackedSample(
+        encode_sample(replace(sample, prompt_ids=[], loss_mask=[], rollout=bare)),
+        _pack("i", sample.prompt_ids, {int}, "sample.prompt_ids"),
+        _pack("i", rollout.token_ids, {int}, "sample.rollout.token_ids"),
+        _pack("d", rollout.logprobs, {float, int}, "sample.rollout.logprobs"),
+        _pack("B", sample.loss_mask, {int}, "sample.loss_mask"),
+    )
+
+
+def unpack_sample(packed: PackedSample, where: str = "sample") -> Sample:
+    """Return the sample that `pack_sample` packed."""
+    sample = decode_sample(packed.sample, where)
+    rollout = sample.rollout
+    if sample.prompt_ids or sample.loss_mask or rollout.token_ids or rollout.logprobs:
+        raise CodecError(f"{where}: numbers as text, where they are packed")
+    sample.prompt_ids = _unpack("i", packed.prompt_ids, f"{where}.prompt_ids")
+    sample.loss_mask = _unpack("B", packed.loss_mask, f"{where}.loss_mask")
+    rollout.token_ids = _unpack("i", packed.token_ids, f"{where}.rollout.token_ids")
+    rollout.logprobs = _unpack("d", packed.logprobs, f"{where}.rollout.logprobs")
+    return sample
+
+
+def _pack(code: str, values: Sequence[Any], kinds: set[type], where: str) -> bytes:
+    if odd := set(map(type, values)) - kinds:
+        names = " or ".join(sorted(kind.__name__ for kind in kinds))
+        raise CodecError(f"{where}: expected {names}, got {odd.pop().__name__}")
+    try:
+        return struct.pack(f"<{len(values)}{code}", *values)
+    except (struct.error, OverflowError) as error:
+        raise CodecError(f"{where}: {error}") from None
+
+
+def _unpack(code: str, data: bytes, where: str) -> list[Any]:
+    count, rest = divmod(len(data), struct.calcsize(code))
+    if rest:
+        raise CodecError(f"{where}: {len(data)} bytes are no whole numbers")
+    return list(struct.unpack(f"<{count}{code}", data))

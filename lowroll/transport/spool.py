@@ -8,7 +8,6 @@ the state that the orchestrator goes on from.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -16,10 +15,15 @@ from pathlib import Path
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.checkpoint.files import naming, read_file, sync_folder, write_file
-from lowroll.checkpoint.seal import seal, unseal
 from lowroll.transport.base import Cursor, DamagedFrame, Fenced, FrameGone, TransportError
 from lowroll.transport.frame import check_frame, decode_frame, encode_frame
-from lowroll.transport.words import cursor_of, encode_word, said
+from lowroll.transport.messages import (
+    EndOfBatches,
+    decode_cursor,
+    decode_line,
+    encode_cursor,
+    encode_line,
+)
 from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
@@ -28,17 +32,18 @@ _FILE = re.compile(r"step_([0-9]{6,15})\.frame")
 END = "end.json"
 CURSOR = "cursor.json"
 DISMISSED = "dismissed.json"  # the last word of a trainer that is to go back to its checkpoint
+_LONGEST_REASON = 500  # characters
 DAMAGED = ".damaged"  # behind the name of a frame that was set aside
 
 
 class Spool:
-    """The frames of one run in one folder, and the trainer's words beside them. One process writes
-    frames, one writes words; any may read."""
+    """The frames of one run in one folder, and the trainer's progress beside them. One process writes
+    frames, one writes the progress; any may read."""
 
     def __init__(self, folder: Path, run: str = "") -> None:
         self.folder = Path(folder)
         self.run = run
-        self._unheeded = b""  # damaged words that were told of
+        self.progress = Progress(self.folder, run)
 
     def path(self, step: int) -> Path:
         """Return where the frame of a step lies, once it is there."""
@@ -50,13 +55,8 @@ class Spool:
             names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
-        found = (_FILE.fullmatch(name) for name in names)
-        return sorted(
-            {int(match[1]) for match in found if match and self._is_named(int(match[1]), match[0])}
-        )
-
-    def _is_named(self, step: int, name: str) -> bool:
-        return self.path(step).name == name and self.path(step).is_file()
+        steps = {int(match[1]) for name in names if (match := _FILE.fullmatch(name))}
+        return sorted(step for step in steps if self.path(step).is_file())
 
     def put(self, batch: Batch) -> None:
         """Keep a batch; it is on the disk when this returns. The same batch again changes nothing.
@@ -139,12 +139,13 @@ class Spool:
         """Set the first damaged frame aside, and those after it: an orchestrator that goes on from
         the newest makes them again. Frames before a gap are of no use to anybody and go too."""
         steps = self.steps()
-        bad = next((step for step in steps if not self._is_intact(step)), None)
-        if bad is not None:
-            for step in [step for step in reversed(steps) if step >= bad]:
-                path = self.path(step)
-                os.replace(path, path.with_name(path.name + DAMAGED))
-            sync_folder(self.folder)
+        for index, step in enumerate(steps):
+            try:
+                self.get(step)  # its digest: to decode all of them would take seconds
+            except (DamagedFrame, FrameGone) as error:
+                log.error("%s; it is set aside with those after it, to be made again", error)
+                self._set_aside(steps[index:])
+                break
         steps = self.steps()
         whole = next((i for i in range(len(steps) - 1, 0, -1) if steps[i] != steps[i - 1] + 1), 0)
         self._unlink([self.path(step) for step in steps[:whole]])
@@ -154,83 +155,28 @@ class Spool:
             log.error("%s; it is taken back", error)
             self.reopen()
 
-    def _is_intact(self, step: int) -> bool:
-        try:
-            self.get(step)  # its digest: to decode all of them would take seconds
-            return True
-        except (DamagedFrame, FrameGone) as error:
-            log.error("%s; it is set aside with those after it, to be made again", error)
-            return False
-
-    def cursor(self) -> Cursor | None:
-        """Return the progress that the trainer has reported; None before its first report, for
-        reports of a dismissed attempt, and for those that are damaged or of another run, which are
-        logged once."""
-        path = self.folder / CURSOR
-        try:
-            data = read_file(path)
-        except FileNotFoundError:
-            return None
-        try:
-            cursor = cursor_of(data, self.run)
-            return cursor if cursor.attempt > self.dismissed() else None
-        except ValueError as error:
-            if data != self._unheeded:
-                self._unheeded = data
-                log.warning("%s is not heeded: %s", path, printable(error))
-            return None
-
-    def say(self, cursor: Cursor) -> None:
-        """Keep what a trainer says. Fenced when a later attempt has spoken."""
-        path, there = self.folder / CURSOR, self.cursor()
-        if there is not None and there.attempt > cursor.attempt:
-            raise Fenced(
-                f"{path}: attempt {there.attempt} of the trainer has taken over from "
-                f"attempt {cursor.attempt}"
-            )
-        self.check(cursor.attempt)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, encode_word(said(cursor, self.run)))
-
-    def dismiss(self, cursor: Cursor) -> None:
-        """Dismiss this attempt of the trainer: what it has received beyond its checkpoint does not
-        stand, it is Fenced, and the next attempt begins at the checkpoint."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self.folder / DISMISSED, encode_word(said(cursor, self.run)))
-
-    def dismissed(self) -> int:
-        """Return the attempt of the trainer that was dismissed last; -1 where none was."""
-        try:
-            return cursor_of(read_file(self.folder / DISMISSED), self.run).attempt
-        except (FileNotFoundError, ValueError):
-            return -1
-
-    def check(self, attempt: int) -> None:
-        """Raise Fenced for an attempt of the trainer that was dismissed."""
-        if attempt <= self.dismissed():
-            raise Fenced(dismissal(attempt))
+    def _set_aside(self, steps: list[int]) -> None:
+        for path in map(self.path, reversed(steps)):
+            os.replace(path, path.with_name(path.name + DAMAGED))
+        sync_folder(self.folder)
 
     def end(self, reason: str) -> None:
         """Say that no batch follows the newest, and why. A batch that is put takes it back."""
-        line = seal(json.dumps({"run": self.run, "reason": reason}).encode())
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self.folder / END, line + b"\n")
+        write_file(self.folder / END, encode_line(EndOfBatches(self.run, reason[:_LONGEST_REASON])))
 
     def ended(self) -> str | None:
         """Return the reason why no batch follows; None while some may."""
+        path = self.folder / END
         try:
-            data = read_file(self.folder / END)
-            content, sealed = unseal(data.removesuffix(b"\n"))
-            found = json.loads(content)
-            if not data.endswith(b"\n"):
-                raise ValueError("torn")
+            end = decode_line(EndOfBatches, read_file(path))
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError) as error:
-            raise DamagedFrame(f"{self.folder / END}: {error}") from error
-        if not sealed or not isinstance(found, dict) or found.get("run") != self.run:
-            raise DamagedFrame(f"{self.folder / END}: not of run {self.run!r}")
-        return str(found.get("reason"))
+        except ValueError as error:
+            raise DamagedFrame(f"{path}: {printable(error)}") from error
+        if end.run != self.run:
+            raise DamagedFrame(f"{path}: not of run {self.run!r}")
+        return end.reason
 
     def reopen(self) -> None:
         """Take `end` back."""
@@ -244,6 +190,64 @@ class Spool:
                 path.unlink(missing_ok=True)
         if gone:
             sync_folder(self.folder)
+
+
+class Progress:
+    """The progress of the trainer, in files beside the frames: its cursor, and that of the last
+    attempt that was dismissed. The trainer's end writes them, any process may read."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.folder = folder
+        self.run = run
+        self._refused = b""  # a damaged cursor that was logged
+
+    def cursor(self) -> Cursor | None:
+        """Return the progress that the trainer has reported; None before its first report, for
+        reports of a dismissed attempt, and for those that are damaged or of another run, which are
+        logged once."""
+        path = self.folder / CURSOR
+        try:
+            data = read_file(path)
+        except FileNotFoundError:
+            return None
+        try:
+            cursor = decode_cursor(data, self.run)
+            return cursor if cursor.attempt > self.dismissed() else None
+        except ValueError as error:
+            if data != self._refused:
+                self._refused = data
+                log.warning("%s is ignored: %s", path, printable(error))
+            return None
+
+    def say(self, cursor: Cursor) -> None:
+        """Keep what a trainer says. Fenced when a later attempt has spoken."""
+        path, there = self.folder / CURSOR, self.cursor()
+        if there is not None and there.attempt > cursor.attempt:
+            raise Fenced(
+                f"{path}: attempt {there.attempt} of the trainer has taken over from "
+                f"attempt {cursor.attempt}"
+            )
+        self.check(cursor.attempt)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_file(path, encode_cursor(cursor, self.run))
+
+    def dismiss(self, cursor: Cursor) -> None:
+        """Dismiss this attempt of the trainer: what it has received beyond its checkpoint does not
+        stand, it is Fenced, and the next attempt begins at the checkpoint."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_file(self.folder / DISMISSED, encode_cursor(cursor, self.run))
+
+    def dismissed(self) -> int:
+        """Return the attempt of the trainer that was dismissed last; -1 where none was."""
+        try:
+            return decode_cursor(read_file(self.folder / DISMISSED), self.run).attempt
+        except (FileNotFoundError, ValueError):
+            return -1
+
+    def check(self, attempt: int) -> None:
+        """Raise Fenced for an attempt of the trainer that was dismissed."""
+        if attempt <= self.dismissed():
+            raise Fenced(dismissal(attempt))
 
 
 def dismissal(attempt: int) -> str:

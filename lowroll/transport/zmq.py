@@ -1,15 +1,15 @@
 """Rollouts over TCP: the trainer asks, the orchestrator answers from its spool.
 
-    trainer (DEALER)        Ask      frame 12 from byte 0 on; received 11, committed 10
-    orchestrator (ROUTER)   wait     not there yet; this is answered at once, which shows that it lives
-                            piece    bytes 0 .. 4 MiB of 9 MiB, as soon as the frame is in the spool
-    trainer                 Ask      frame 12 from byte 4 MiB on
+    trainer (DEALER)        PieceRequest   frame 12 from byte 0 on; received 11, committed 10
+    orchestrator (ROUTER)   wait           not there yet; this is answered at once, which shows that it lives
+                            piece          bytes 0 .. 4 MiB of 9 MiB, as soon as the frame is in the spool
+    trainer                 PieceRequest   frame 12 from byte 4 MiB on
     ...
 
 An ask is repeated until it is answered, so that nothing depends on a message that arrives: the
 number of the step is the sequence number, the next ask is the acknowledgement. Pieces bound every
 message, and go on where they were when either side is started again. The joined frame is checked as
-a file would be. Every message is two parts: a sealed line (`transport.words`), and the bytes of the
+a file would be. Every message is two parts: a sealed line (`transport.messages`), and the bytes of the
 piece. The connection is authenticated and encrypted with keys made of the token that both sides
 know (`transport.curve`).
 """
@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -41,20 +42,20 @@ from lowroll.transport.base import (
     check_deadline,
 )
 from lowroll.transport.codec import MAX_BYTES
-from lowroll.transport.curve import Admission, set_client_keys
-from lowroll.transport.frame import LONGEST_HEADER, decode_frame
-from lowroll.transport.queue import DurableSender
-from lowroll.transport.spool import Spool, dismissal
-from lowroll.transport.words import (
-    MOST_BYTES,
-    Answer,
-    Ask,
-    Kind,
-    Place,
-    Word,
-    decode_word,
-    encode_word,
+from lowroll.transport.curve import set_client_keys, set_server_keys, start_authenticator
+from lowroll.transport.filesystem import Sender as FolderSender
+from lowroll.transport.frame import decode_frame
+from lowroll.transport.messages import (
+    MAX_LINE_BYTES,
+    Message,
+    PieceReply,
+    PieceRequest,
+    ReplyKind,
+    SenderAddress,
+    decode_message,
+    encode_line,
 )
+from lowroll.transport.spool import Spool, dismissal
 from lowroll.types import Batch, printable
 
 log = logging.getLogger(__name__)
@@ -69,19 +70,19 @@ _CLOSE_S = 2.0
 _MOST_WAITING = 16
 
 
-def pack(word: Ask | Answer, piece: bytes) -> list[bytes]:
+def pack(word: PieceRequest | PieceReply, piece: bytes) -> list[bytes]:
     """Return the two parts of a message."""
-    return [encode_word(word), piece]
+    return [encode_line(word), piece]
 
 
-def unpack(kind: type[Word], parts: Sequence[bytes]) -> tuple[Word, bytes]:
+def unpack(kind: type[Message], parts: Sequence[bytes]) -> tuple[Message, bytes]:
     """Return the word and the piece of a message. ValueError for anything but what `pack` made."""
     if len(parts) != 2:
         raise ValueError(f"{len(parts)} parts, a message has 2")
     line, piece = parts
-    if len(line) > MOST_BYTES or len(piece) > PIECE:
+    if len(line) > MAX_LINE_BYTES or len(piece) > PIECE:
         raise ValueError(f"a message of {len(line)} and {len(piece)} bytes is too long")
-    return decode_word(kind, line), piece
+    return decode_message(kind, line), piece
 
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.Socket[bytes]:
@@ -101,7 +102,7 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int) -> zmq.
     return made
 
 
-class Sender(DurableSender):
+class Sender(FolderSender):
     """The orchestrator's end. Listens on `host` and `port` (0: a free one that the system chooses),
     and says where in the file `publish`; `folder` is its spool.
 
@@ -128,12 +129,12 @@ class Sender(DurableSender):
         if not token:
             raise ValueError("rollouts are served only to those who know a token: none is given")
         interface = _interface(host)
-        super().__init__(Spool(folder, run), hwm, deadline_s, alive)
-        self.service = Service(self.spool, attempt, token)
+        super().__init__(folder, hwm, deadline_s, run=run, alive=alive)
+        self.service = SpoolServer(self.spool, attempt, token)
         self.address = self.service.bind(interface, port)
         if publish is not None:
             publish.parent.mkdir(parents=True, exist_ok=True)
-            write_file(publish, encode_word(Place(run, attempt, self.address)))
+            write_file(publish, encode_line(SenderAddress(run, attempt, self.address)))
         self.service.start()
 
     def cursor(self) -> Cursor | None:
@@ -152,20 +153,20 @@ class Sender(DurableSender):
         self.service.close()
 
 
-class Service:
+class SpoolServer:
     """The thread that answers. It alone touches the socket."""
 
     def __init__(self, spool: Spool, attempt: int, token: str) -> None:
         self.spool = spool
         self.attempt = attempt
-        self.cursor = spool.cursor()
-        self.dismissed = spool.dismissed()  # attempt of the trainer
+        self.cursor = spool.progress.cursor()
+        self.dismissed = spool.progress.dismissed()  # attempt of the trainer
         self.turns = 0  # of the thread; for tests
-        self._waiting: dict[bytes, Ask] = {}  # by peer: what is not there yet
+        self._waiting: dict[bytes, PieceRequest] = {}  # by peer: what is not there yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._admission = Admission(self._context, token)
-        self._socket = _open(self._context, zmq.ROUTER, 2 * MOST_BYTES)
-        self._admission.guard(self._socket)
+        self.authenticator = start_authenticator(self._context, token)
+        self._socket = _open(self._context, zmq.ROUTER, 2 * MAX_LINE_BYTES)
+        set_server_keys(self._socket, token)
         self._ear, self._bell = os.pipe()
         os.set_blocking(self._ear, False)
         os.set_blocking(self._bell, False)
@@ -191,15 +192,13 @@ class Service:
 
     def wake(self) -> None:
         """Wake the thread: there may be an answer to those who wait."""
-        try:
+        with suppress(BlockingIOError):  # it rings already
             os.write(self._bell, b"!")
-        except BlockingIOError:
-            pass  # it rings already
 
     def forget(self) -> None:
         """Read the trainer's progress from the spool again, where the trainer is to go back."""
-        self.dismissed = self.spool.dismissed()
-        self.cursor = self.spool.cursor()
+        self.dismissed = self.spool.progress.dismissed()
+        self.cursor = self.spool.progress.cursor()
         self.wake()
 
     def check(self) -> None:
@@ -222,7 +221,7 @@ class Service:
     def _release(self) -> None:
         self._closing.set()
         self._socket.close()
-        self._admission.socket.close()
+        self.authenticator.stop()
         self._context.term()
         os.close(self._ear)
         os.close(self._bell)
@@ -230,7 +229,6 @@ class Service:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._admission.socket, zmq.POLLIN)
         poller.register(self._ear, zmq.POLLIN)
         try:
             while not self._closing.is_set():
@@ -242,7 +240,6 @@ class Service:
             raise
 
     def _turn(self, ready: dict[object, int]) -> None:
-        self._admission.decide()
         if self._ear in ready:
             os.read(self._ear, 4096)
             for peer, ask in list(self._waiting.items()):
@@ -250,29 +247,30 @@ class Service:
         for peer, ask in self._heard().items():
             self._answer(peer, ask, again=False)
 
-    def _heard(self) -> dict[bytes, Ask]:
+    def _heard(self) -> dict[bytes, PieceRequest]:
         """Return the last word of everyone who has spoken: of a peer that has asked thirty times
         while this process stood still, one ask is answered."""
-        found: dict[bytes, Ask] = {}
+        found: dict[bytes, PieceRequest] = {}
         while True:
             try:
                 peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return found
             try:
-                ask, _ = unpack(Ask, parts)
+                ask, _ = unpack(PieceRequest, parts)
                 found[peer] = ask
             except ValueError as error:
                 self._refused += 1
                 if self._refused == 1:
                     log.warning("a message that no trainer sends is refused: %s", printable(error))
 
-    def _answer(self, peer: bytes, ask: Ask, again: bool) -> None:
+    def _answer(self, peer: bytes, ask: PieceRequest, again: bool) -> None:
         self._waiting.pop(peer, None)
+        cursor = self.cursor
         if ask.run != self.spool.run:
             text = f"the orchestrator is of run {self.spool.run!r}"
             self._tell(peer, ask, "refused", text=text)
-        elif (cursor := self.cursor) is not None and ask.attempt < cursor.attempt:
+        elif cursor is not None and ask.attempt < cursor.attempt:
             text = (
                 f"attempt {cursor.attempt} of the trainer has taken over from attempt {ask.attempt}"
             )
@@ -288,12 +286,12 @@ class Service:
             return
         faultpoint(f"serve.heard/{cursor.received}")
         try:
-            self.spool.say(cursor)
+            self.spool.progress.say(cursor)
         except (OSError, Fenced) as error:  # it is kept with the trainer's next step
             log.warning("what the trainer has said could not be kept: %s", error)
         self.cursor = cursor
 
-    def _serve(self, peer: bytes, ask: Ask, again: bool) -> None:
+    def _serve(self, peer: bytes, ask: PieceRequest, again: bool) -> None:
         if ask.want is None:
             self._tell(peer, ask, "heard")
             return
@@ -312,7 +310,7 @@ class Service:
         elif steps and step < steps[-1]:
             self._tell(peer, ask, "gone", step=steps[0])
         elif (reason := self.spool.ended()) is not None:
-            self._tell(peer, ask, "ended", text=reason[:500])
+            self._tell(peer, ask, "ended", text=reason)
         else:
             self._waiting[peer] = ask
             if len(self._waiting) > _MOST_WAITING:  # those who are gone do not say so
@@ -320,13 +318,13 @@ class Service:
             if not again:
                 self._tell(peer, ask, "wait")
 
-    def _tell(self, peer: bytes, ask: Ask, kind: Kind, piece: bytes = b"", **rest: object) -> None:
+    def _tell(
+        self, peer: bytes, ask: PieceRequest, kind: ReplyKind, piece: bytes = b"", **rest: object
+    ) -> None:
         committed = 0 if self.cursor is None else self.cursor.committed
-        answer = Answer(kind, self.spool.run, self.attempt, ask.attempt, committed, **rest)  # type: ignore[arg-type]
-        try:
+        answer = PieceReply(kind, self.spool.run, self.attempt, ask.attempt, committed, **rest)  # type: ignore[arg-type]
+        with suppress(zmq.Again):  # it does not read: it will ask again
             self._socket.send_multipart([peer, *pack(answer, piece)], zmq.NOBLOCK)
-        except zmq.Again:  # it does not read: it will ask again
-            pass
 
 
 def _interface(host: str) -> str:
@@ -353,9 +351,9 @@ class Receiver:
         token: str,
         alive: Callable[[], None] | None = None,
         silence_s: float = SILENCE_S,
-        max_bytes: int = MAX_BYTES + LONGEST_HEADER,
+        max_bytes: int = MAX_BYTES + MAX_LINE_BYTES,
     ) -> None:
-        self.line = Line(address, run, token)
+        self.line = Connection(address, run, token)
         self.run = run
         self.alive = alive
         self.silence_s = silence_s
@@ -372,7 +370,7 @@ class Receiver:
         over; ChannelClosed when it has ended."""
         step = self._cursor.received + 1
         until = time.monotonic() + check_deadline(deadline_s)
-        coming = Coming(step, self.run, self.max_bytes)
+        coming = FrameAssembler(step, self.run, self.max_bytes)
         silent_s = 0.0  # listened for; not by the clock: this process may have stood still
         while coming.batch is None:
             told = self.line.tell(self._word(step, coming.offset))
@@ -401,12 +399,8 @@ class Receiver:
         until = time.monotonic() + _CLOSE_S
         while self._heard < self._cursor.committed and time.monotonic() < until:
             self.line.tell(self._word())
-            try:
-                found = self.line.listen(_LOOK_S)
-            except ValueError:
-                continue
-            if found is not None and self._is_for_me(found[0]):
-                self._heard = found[0].committed
+            with suppress(ValueError):
+                self._next(_LOOK_S)
         self.line.close()
 
     def _complain(self) -> None:
@@ -423,35 +417,45 @@ class Receiver:
                 self.silence_s,
             )
 
-    def _word(self, want: int | None = None, offset: int = 0) -> Ask:
+    def _word(self, want: int | None = None, offset: int = 0) -> PieceRequest:
         cursor = self._cursor
-        return Ask(
+        return PieceRequest(
             self.run, cursor.attempt, cursor.received, cursor.committed, want=want, offset=offset
         )
 
-    def _listen(self, coming: Coming, seconds: float) -> bool:
-        """Take what comes within the time of one try; whether the orchestrator has said anything.
-        Returns at once when there is something else to ask for."""
+    def _listen(self, coming: FrameAssembler, seconds: float) -> bool:
+        """Take what comes within the time of one try; return whether the orchestrator has said
+        anything. Returns at once when there is something else to ask for."""
         until, answered = time.monotonic() + seconds, False
         while (left := until - time.monotonic()) > 0:
             try:
-                found = self.line.listen(left)
+                found = self._next(left)
             except ValueError as error:
                 coming.refuse(f"{self.line.where}: {printable(error)}")
                 return True
             if found is None:
-                return answered
-            answer, piece = found
-            if not self._is_for_me(answer):
-                continue
+                break
             answered = True
-            self._heard = answer.committed
+            answer, piece = found
             self._raise(answer, coming.step)
             if answer.kind == "piece" and coming.take(answer, piece, self.line.where):
-                return True
+                break
         return answered
 
-    def _is_for_me(self, answer: Answer) -> bool:
+    def _next(self, seconds: float) -> tuple[PieceReply, bytes] | None:
+        """Return the next answer for this attempt within so many seconds, and note what the
+        orchestrator has heard. ValueError for a message that is none."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            found = self.line.listen(left)
+            if found is None:
+                return None
+            if self._is_for_me(found[0]):
+                self._heard = found[0].committed
+                return found
+        return None
+
+    def _is_for_me(self, answer: PieceReply) -> bool:
         """Return whether an answer is for this attempt, and not of an orchestrator that was
         replaced."""
         if answer.to != self._cursor.attempt or answer.attempt < self._orchestrator:
@@ -461,7 +465,7 @@ class Receiver:
         self._orchestrator = answer.attempt
         return True
 
-    def _raise(self, answer: Answer, step: int) -> None:
+    def _raise(self, answer: PieceReply, step: int) -> None:
         where, text = self.line.where, printable(answer.text)
         if answer.kind == "refused":
             raise TransportError(f"{where}: refused: {text}; this is run {self.run!r}")
@@ -476,7 +480,7 @@ class Receiver:
             raise ChannelClosed(f"the orchestrator has ended before step {step}: {text}")
 
 
-class Coming:
+class FrameAssembler:
     """A frame of which pieces have arrived; `batch` once it is whole."""
 
     def __init__(self, step: int, run: str, max_bytes: int) -> None:
@@ -493,7 +497,7 @@ class Coming:
         """The first byte that is missing."""
         return len(self._data)
 
-    def take(self, answer: Answer, piece: bytes, where: str) -> bool:
+    def take(self, answer: PieceReply, piece: bytes, where: str) -> bool:
         """Append a piece; False for one that is not the next. DamagedFrame at the third frame that
         is none."""
         if answer.step != self.step or answer.offset != self.offset:
@@ -512,7 +516,7 @@ class Coming:
                 self.refuse(str(error))
         return True
 
-    def _problem(self, answer: Answer, piece: bytes) -> str:
+    def _problem(self, answer: PieceReply, piece: bytes) -> str:
         if answer.size > self.max_bytes:
             return f"a frame of {answer.size} bytes is over the limit of {self.max_bytes}"
         if self._size and answer.size != self._size:
@@ -531,7 +535,7 @@ class Coming:
         log.warning("%s; it is asked for again", problem)
 
 
-class Line:
+class Connection:
     """The trainer's socket, connected to where the orchestrator listens now."""
 
     def __init__(self, address: str | Path, run: str, token: str) -> None:
@@ -551,7 +555,7 @@ class Line:
         """Return whether there is an address to ask at."""
         return self._socket is not None
 
-    def tell(self, word: Ask) -> bool:
+    def tell(self, word: PieceRequest) -> bool:
         """Send it; return False when no peer is there."""
         self._look()
         if self._socket is None:
@@ -562,7 +566,7 @@ class Line:
         except zmq.Again:
             return False
 
-    def listen(self, seconds: float) -> tuple[Answer, bytes] | None:
+    def listen(self, seconds: float) -> tuple[PieceReply, bytes] | None:
         """Return the next answer within so many seconds. ValueError for what is none."""
         self.polls += 1
         if self._socket is None:
@@ -570,7 +574,7 @@ class Line:
             return None
         if not self._socket.poll(max(1, int(1000 * seconds))):
             return None
-        return unpack(Answer, self._socket.recv_multipart(zmq.NOBLOCK))
+        return unpack(PieceReply, self._socket.recv_multipart(zmq.NOBLOCK))
 
     def close(self) -> None:
         if self._socket is not None:
@@ -582,11 +586,11 @@ class Line:
         if self.place is None:
             return
         try:
-            place = decode_word(Place, read_file(self.place))
+            place = decode_message(SenderAddress, read_file(self.place))
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            log.warning("%s is not heeded: %s", self.place, printable(error))
+            log.warning("%s is ignored: %s", self.place, printable(error))
             return
         if place.run == self.run and place.attempt >= self._attempt and place.address != self.where:
             self._attempt = place.attempt
@@ -595,7 +599,7 @@ class Line:
     def _connect(self, address: str) -> None:
         if self._socket is not None:
             self._socket.close()
-        self._socket = _open(self._context, zmq.DEALER, PIECE + 2 * MOST_BYTES)
+        self._socket = _open(self._context, zmq.DEALER, PIECE + 2 * MAX_LINE_BYTES)
         set_client_keys(self._socket, self.token)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no asks are kept for one who is not there
         try:

@@ -78,7 +78,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         },
     ),
     # transport, metrics -> checkpoint: lines with checksums and whole files, without torch
-    "transport": ({"types", "checkpoint"}, {"zmq"}),
+    "transport": ({"types", "checkpoint"}, {"msgspec", "zmq"}),
     "metrics": ({"checkpoint"}, {"rich", "matplotlib"}),
     # orchestrator -> checkpoint: the ledger's lines have checksums
     "orchestrator": ({"advantages", "checkpoint", "envs", "types"}, set()),

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowroll.transport import packed
 from lowroll.transport.codec import decode_batch, encode_batch
-from lowroll.transport.frame import check_frame
+from lowroll.transport.frame import check_frame, unpack_batch
 from lowroll.transport.memory import MemoryRolloutChannel
 from lowroll.transport.spool import Spool
 from lowroll.types import Batch
@@ -41,7 +40,7 @@ def test_a_batch_is_the_same_through_every_channel(drawn: list[Batch]) -> None:
             frames.append([Spool(Path(folder), RUN).get(batch.step) for batch in sent])
     assert frames[0] == frames[1]
     payloads = [check_frame(one, RUN, step, "") for step, one in enumerate(frames[0], 1)]
-    assert [exactly(packed.decode_batch(one)) for one in payloads] == list(map(exactly, sent))
+    assert [exactly(unpack_batch(one)) for one in payloads] == list(map(exactly, sent))
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from zmq.utils import z85
 
 from lowroll.transport import zmq
 from lowroll.transport.base import DeadlineExceeded
-from lowroll.transport.curve import Admission, keypair, set_client_keys
-from lowroll.transport.words import Ask
+from lowroll.transport.curve import keypair, set_client_keys
+from lowroll.transport.messages import PieceRequest
 from lowroll.transport.zmq import Receiver, Sender, pack
 from tests.fixtures.batches import batch_of, exactly
 
@@ -81,27 +81,25 @@ def test_the_trainers_key_is_asked_for_too(sender: Sender) -> None:
         peer.setsockopt(wire.LINGER, 0)
         peer.curve_publickey, peer.curve_secretkey, peer.curve_serverkey = public, secret, server
         peer.connect(sender.address)
-        peer.send_multipart(pack(Ask("", 9, 1, 1, want=1), b""))
+        peer.send_multipart(pack(PieceRequest("", 9, 1, 1, want=1), b""))
         assert not peer.poll(500)
         peer.close()
     peer = context.socket(wire.DEALER)
     set_client_keys(peer, TOKEN)
     peer.connect(sender.address)
-    peer.send_multipart(pack(Ask("", 1, 0, 0, want=1), b""))
+    peer.send_multipart(pack(PieceRequest("", 1, 0, 0, want=1), b""))
     assert peer.poll(30_000)
     peer.close()
     context.term()
 
 
-def test_while_nobody_looks_at_keys_nobody_enters(
-    sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Admission, "decide", lambda admission: None)
+def test_while_nobody_looks_at_keys_nobody_enters(sender: Sender) -> None:
+    sender.service.authenticator.stop()
     with closing(Receiver(sender.address, 1, token=TOKEN)) as receiver:
         with pytest.raises(DeadlineExceeded):
             receiver.receive(0.5)
-        monkeypatch.undo()
-        assert receiver.receive(30).step == 1
+    sender.service.authenticator.start()
+    assert receives(sender)
 
 
 def test_connections_that_say_nothing_keep_no_trainer_out(sender: Sender) -> None:
@@ -144,7 +142,7 @@ def test_who_listens_on_the_way_reads_nothing(sender: Sender) -> None:
     frame = sender.spool.get(1)
     assert len(seen) > len(frame) and b"CURVE" in seen
     for readable in (frame[:40], frame[-40:], b"attempt", b"piece"):
-        assert readable in frame or readable in pack(Ask("", 1, 0, 0), b"")[0] + b"piece"
+        assert readable in frame or readable in pack(PieceRequest("", 1, 0, 0), b"")[0] + b"piece"
         assert readable not in seen
 
 

@@ -3,13 +3,14 @@ ever."""
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
 import pytest
 
+from lowroll.checkpoint.seal import seal, unseal
 from lowroll.runs.roles.channels import Patient
-from lowroll.transport import packed
 from lowroll.transport.base import (
     ChannelClosed,
     Cursor,
@@ -21,8 +22,9 @@ from lowroll.transport.base import (
     wait_until,
 )
 from lowroll.transport.filesystem import Receiver, Sender
+from lowroll.transport.frame import pack_batch
+from lowroll.transport.messages import decode_cursor
 from lowroll.transport.spool import CURSOR, Spool
-from lowroll.transport.words import cursor_of
 from tests.fixtures.batches import batch_of, exactly
 
 
@@ -174,7 +176,7 @@ def test_batches_of_another_place_are_refused(tmp_path: Path) -> None:
         (tmp_path / "c").mkdir()
         (tmp_path / "c" / CURSOR).write_bytes((tmp_path / "a" / CURSOR).read_bytes())
         assert Sender(tmp_path / "c", run="c").cursor() is None
-        cursor_of((tmp_path / "c" / CURSOR).read_bytes(), "c")
+        decode_cursor((tmp_path / "c" / CURSOR).read_bytes(), "c")
 
 
 def test_a_damaged_frame_is_made_again_by_the_next_orchestrator(tmp_path: Path) -> None:
@@ -250,7 +252,7 @@ def test_a_trainer_whose_batches_are_lost_is_sent_back_to_its_checkpoint(
         receiver.receive(0) if is_told_by == "waiting" else receiver.commit(1)
     following = Receiver(tmp_path, 5)
     assert again.cursor() == Cursor(0, 0, 5)
-    again.spool.say(Cursor(1, 0, 5))
+    again.spool.progress.say(Cursor(1, 0, 5))
     with pytest.raises(FrameGone, match="step 1 that the trainer has received is not here"):
         again.send(batch_of(1, temperature=0.5))
     again.go_back(Cursor(1, 0, 5))
@@ -327,4 +329,18 @@ def test_frames_are_small_files_of_plain_lines(tmp_path: Path) -> None:
     spool.put(batch_of(12))
     header, rest = spool.get(12).split(b"\n", 1)
     assert header.startswith(b'{"run":"r","step":12,"size":') and b'"kind":"frame"' in header
-    assert rest == packed.encode_batch(batch_of(12))
+    assert rest == pack_batch(batch_of(12))
+    assert json.loads(rest.split(b"\n")[0])["num_samples"] == 2
+
+
+def test_a_spool_of_another_format_is_named_and_left_as_it_is(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.put(batch_of(1))
+    header, rest = spool.get(1).split(b"\n", 1)
+    older = unseal(header)[0].replace(b'"format":3', b'"format":2')
+    data = seal(older) + b"\n" + rest
+    spool.path(1).write_bytes(data)
+    for opened in (lambda: Sender(tmp_path), lambda: Receiver(tmp_path, 1).receive(0)):
+        with pytest.raises(TransportError, match="step_000001.frame: a frame of format 2, .* 3"):
+            opened()
+    assert spool.path(1).read_bytes() == data

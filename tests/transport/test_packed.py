@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import struct
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from lowroll.transport import codec, packed
+from lowroll.transport import codec
 from lowroll.transport.codec import CodecError
+from lowroll.transport.frame import (
+    PackedSample,
+    pack_batch,
+    pack_sample,
+    unpack_batch,
+    unpack_sample,
+)
 from lowroll.types import Batch, Sample
 from tests.fixtures.batches import batch_of, exactly, sample_of
 
@@ -24,15 +31,14 @@ def with_lists(**lists: object) -> Sample:
 
 def test_the_bytes_of_a_sample_are_those_of_its_numbers() -> None:
     sample = with_lists(prompt_ids=[1, 258], loss_mask=[0, 1, 1])
-    line = json.loads(packed.encode_sample(sample))
-    numbers = {name: base64.b64decode(line[name]) for name in line if name != "sample"}
-    assert numbers == {
-        "prompt_ids": bytes([1, 0, 0, 0, 2, 1, 0, 0]),
-        "token_ids": bytes([5, 0, 0, 0, 6, 0, 0, 0, 2, 0, 0, 0]),
-        "logprobs": struct.pack("<3d", *sample.rollout.logprobs),
-        "loss_mask": bytes([0, 1, 1]),
-    }
-    told = line["sample"]
+    packed = pack_sample(sample)
+    assert (packed.prompt_ids, packed.token_ids, packed.logprobs, packed.loss_mask) == (
+        bytes([1, 0, 0, 0, 2, 1, 0, 0]),
+        bytes([5, 0, 0, 0, 6, 0, 0, 0, 2, 0, 0, 0]),
+        struct.pack("<3d", *sample.rollout.logprobs),
+        bytes([0, 1, 1]),
+    )
+    told = json.loads(packed.sample)
     assert told["prompt_ids"] == told["loss_mask"] == told["rollout"]["token_ids"] == []
     assert told["rollout"]["logprobs"] == [] and told["text"] == "two"
 
@@ -48,17 +54,17 @@ def test_every_number_comes_back_as_it_was(count: int) -> None:
     )
     before = exactly(sample)
     batch = Batch(3, [sample], 0.5, {"reward/mean": 1.0})
-    data = packed.encode_batch(batch)
-    assert exactly(packed.decode_batch(data)) == exactly(batch)
+    data = pack_batch(batch)
+    assert exactly(unpack_batch(data)) == exactly(batch)
     assert exactly(sample) == before  # writing it takes nothing from it
-    assert packed.encode_batch(packed.decode_batch(data)) == data
+    assert pack_batch(unpack_batch(data)) == data
 
 
 def test_a_whole_number_is_a_log_prob_as_in_the_log() -> None:
     batch = batch_of(1)
     batch.samples[0].rollout.logprobs = [0, -3, -0.5]
     as_text = codec.decode_batch(codec.encode_batch(batch))
-    assert exactly(packed.decode_batch(packed.encode_batch(batch))) == exactly(as_text)
+    assert exactly(unpack_batch(pack_batch(batch))) == exactly(as_text)
 
 
 @pytest.mark.parametrize(
@@ -76,32 +82,41 @@ def test_a_whole_number_is_a_log_prob_as_in_the_log() -> None:
 )
 def test_a_number_that_does_not_fit_is_named(field: str, bad: object, told: str) -> None:
     with pytest.raises(CodecError, match=told):
-        packed.encode_sample(with_lists(**{field: [1, bad]}))
+        pack_sample(with_lists(**{field: [1, bad]}))
 
 
-def damaged(**changes: object) -> bytes:
-    line = json.loads(packed.encode_sample(sample_of()))
-    return json.dumps(line | changes).encode()
+def damaged(**changes: object) -> PackedSample:
+    return msgspec.structs.replace(pack_sample(sample_of()), **changes)
 
 
 @pytest.mark.parametrize(
-    "line, told",
+    "packed, told",
     [
-        (damaged(token_ids="AQAAAAE="), r"sample\.token_ids: 5 bytes are no whole numbers"),
-        (damaged(logprobs="AQAAAA=="), r"sample\.logprobs: 4 bytes are no whole numbers"),
-        (damaged(loss_mask="?"), r"sample\.loss_mask: not base64"),
-        (damaged(more=1), "unknown field 'more'"),
-        (codec.encode_sample(sample_of()), "unknown field"),
+        (damaged(token_ids=bytes(5)), r"sample\.rollout\.token_ids: 5 bytes are no whole numbers"),
+        (damaged(logprobs=bytes(4)), r"logprobs: 4 bytes are no whole numbers"),
+        (damaged(sample=b"{}"), "sample: Object missing required field"),
+        (damaged(sample=codec.encode_sample(sample_of())), "numbers as text"),
     ],
-)  # fmt: skip
-def test_lines_that_are_none_are_refused(line: bytes, told: str) -> None:
+)
+def test_samples_that_are_none_are_refused(packed: PackedSample, told: str) -> None:
     with pytest.raises(CodecError, match=told):
-        packed.decode_sample(line)
+        unpack_sample(packed)
 
 
 @pytest.mark.parametrize("field", ["prompt_ids", "loss_mask", "token_ids", "logprobs"])
 def test_numbers_as_text_are_refused(field: str) -> None:
-    line = json.loads(packed.encode_sample(sample_of()))
-    (line["sample"] if field in line["sample"] else line["sample"]["rollout"])[field] = [1]
+    line = json.loads(pack_sample(sample_of()).sample)
+    (line if field in line else line["rollout"])[field] = [1]
     with pytest.raises(CodecError, match="numbers as text"):
-        packed.decode_sample(json.dumps(line).encode())
+        unpack_sample(damaged(sample=json.dumps(line).encode()))
+
+
+def test_a_payload_that_is_none_is_refused() -> None:
+    data = pack_batch(batch_of(1))
+    header, _, samples = data.partition(b"\n")
+    more = msgspec.msgpack.encode([[*one, b""] for one in msgspec.msgpack.decode(samples)])
+    for wrong in (data[:-1], data + b"x", header, header + b"\n", header + b"\n\x90", b""):
+        with pytest.raises(CodecError, match="samples"):
+            unpack_batch(wrong)
+    with pytest.raises(CodecError, match="Expected `array` of at most length 5, got 6"):
+        unpack_batch(header + b"\n" + more)

@@ -7,11 +7,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq as wire
+from msgspec.structs import replace
 
 from lowroll.transport import zmq
 from lowroll.transport.base import (
@@ -25,10 +26,16 @@ from lowroll.transport.base import (
     TransportError,
     wait_until,
 )
-from lowroll.transport.codec import encode_record
-from lowroll.transport.curve import Admission
+from lowroll.transport.curve import set_server_keys, start_authenticator
+from lowroll.transport.messages import (
+    CursorReport,
+    PieceReply,
+    PieceRequest,
+    SenderAddress,
+    decode_message,
+    encode_line,
+)
 from lowroll.transport.spool import Spool
-from lowroll.transport.words import Answer, Ask, Place, Said, decode_word, encode_word
 from lowroll.transport.zmq import Receiver, Sender, pack, unpack
 from tests.fixtures.batches import batch_of, exactly
 
@@ -58,25 +65,24 @@ def receiver_of(stack: ExitStack, address: object, *words: int, **options: objec
     return receiver
 
 
-def fake(stack: ExitStack, answer: Callable[[Ask], list[list[bytes]]]) -> str:
+def fake(stack: ExitStack, answer: Callable[[PieceRequest], list[list[bytes]]]) -> str:
     """An orchestrator that sends what it likes: the address of one."""
     context = wire.Context()
-    admission = Admission(context, TOKEN)
+    authenticator = start_authenticator(context, TOKEN)
     router = context.socket(wire.ROUTER)
     router.setsockopt(wire.LINGER, 0)
-    admission.guard(router)
+    set_server_keys(router, TOKEN)
     router.bind("tcp://127.0.0.1:*")
     done = threading.Event()
 
     def serve() -> None:
         while not done.is_set():
-            admission.decide()
             if router.poll(20):
                 peer, *parts = router.recv_multipart()
-                for message in answer(unpack(Ask, parts)[0]):
+                for message in answer(unpack(PieceRequest, parts)[0]):
                     router.send_multipart([peer, *message])
         router.close()
-        admission.socket.close()
+        authenticator.stop()
         context.term()
 
     thread = threading.Thread(target=serve)
@@ -106,14 +112,18 @@ def test_batches_arrive_once_in_order_and_as_they_were_sent(
     receiver.commit(n)
     sender.drain(30)
     assert sender.cursor() == Cursor(n, n, 1)
-    assert Spool(tmp_path).cursor() == Cursor(n, n, 1)  # an orchestrator that starts knows it
+    assert Spool(tmp_path).progress.cursor() == Cursor(
+        n, n, 1
+    )  # an orchestrator that starts knows it
 
 
 def test_it_listens_where_it_says_on_this_machine_alone(tmp_path: Path, stack: ExitStack) -> None:
     place = tmp_path / "roles" / "rollouts.json"
     sender = sender_of(stack, tmp_path / "spool", run="r", attempt=3, publish=place)
     assert sender.address.startswith("tcp://127.0.0.1:")
-    assert decode_word(Place, place.read_bytes()) == Place("r", 3, sender.address)
+    assert decode_message(SenderAddress, place.read_bytes()) == SenderAddress(
+        "r", 3, sender.address
+    )
     with pytest.raises(ValueError, match="only to those who know a token: none is given"):
         Sender(tmp_path / "b", token="")
     every = sender_of(stack, tmp_path / "c", host="0.0.0.0")
@@ -260,8 +270,8 @@ def test_gone_and_ended_are_told(tmp_path: Path, stack: ExitStack) -> None:
         receiver.receive(30)
 
 
-def answer_of(ask: Ask, kind: str = "piece", **rest: object) -> Answer:
-    return Answer(kind, ask.run, 1, ask.attempt, 0, **{"step": ask.want or 0, **rest})
+def answer_of(ask: PieceRequest, kind: str = "piece", **rest: object) -> PieceReply:
+    return PieceReply(kind, ask.run, 1, ask.attempt, 0, **{"step": ask.want or 0, **rest})
 
 
 def frame(tmp_path: Path, step: int = 1) -> bytes:
@@ -273,7 +283,7 @@ def frame(tmp_path: Path, step: int = 1) -> bytes:
 WRONG = {
     "noise": lambda ask, data: [b"noise"],
     "parts": lambda ask, data: [b"a", b"b", b"c"],
-    "another word": lambda ask, data: pack(Said("", 1, 0, 0), b""),
+    "another word": lambda ask, data: pack(CursorReport("", 1, 0, 0), b""),
     "empty": lambda ask, data: pack(answer_of(ask, size=9), b""),
     "too long": lambda ask, data: pack(answer_of(ask, size=3), b"1234"),
     "huge": lambda ask, data: pack(answer_of(ask, size=1 << 40), b"1234"),
@@ -290,7 +300,7 @@ def test_what_is_no_frame_is_asked_for_again_twice(
 ) -> None:
     data, asks = frame(tmp_path), []
 
-    def answer(ask: Ask) -> list[list[bytes]]:
+    def answer(ask: PieceRequest) -> list[list[bytes]]:
         asks.append(ask)
         if ask.want is None:
             return []
@@ -313,7 +323,7 @@ def test_stale_words_are_passed_over(tmp_path: Path, stack: ExitStack) -> None:
     data = frame(tmp_path)
     half = len(data) // 2
 
-    def answer(ask: Ask) -> list[list[bytes]]:
+    def answer(ask: PieceRequest) -> list[list[bytes]]:
         piece = data[ask.offset : ask.offset + half]
         good = answer_of(ask, offset=ask.offset, size=len(data))
         return [
@@ -330,9 +340,9 @@ def test_stale_words_are_passed_over(tmp_path: Path, stack: ExitStack) -> None:
 
 
 def test_words_are_read_strictly() -> None:
-    ask = Ask("r", 1, 3, 2, want=4)
-    line = encode_word(ask)
-    assert decode_word(Ask, line) == ask and len(line) < 200
+    ask = PieceRequest("r", 1, 3, 2, want=4)
+    line = encode_line(ask)
+    assert decode_message(PieceRequest, line) == ask and len(line) < 200
     rng = random.Random(0)
     for _ in range(1000):
         damaged = bytearray(line)
@@ -344,14 +354,18 @@ def test_words_are_read_strictly() -> None:
         else:
             damaged[rng.randrange(len(line)) :] = rng.randbytes(rng.randrange(1, 99))
         with pytest.raises(ValueError):
-            decode_word(Ask, bytes(damaged))
-    for wrong in (Ask("r", 1, 2, 3), Ask("r", -1, 2, 2), Ask("r", 1, 2, 2, format=2)):
+            decode_message(PieceRequest, bytes(damaged))
+    for wrong in (
+        PieceRequest("r", 1, 2, 3),
+        PieceRequest("r", -1, 2, 2),
+        PieceRequest("r", 1, 2, 2, format=2),
+    ):
         with pytest.raises(ValueError):
-            decode_word(Ask, encode_word(wrong))
+            decode_message(PieceRequest, encode_line(wrong))
     with pytest.raises(ValueError, match="no checksum"):
-        decode_word(Ask, encode_record(ask, "ask"))
+        decode_message(PieceRequest, msgspec.json.encode(ask) + b"\n")
     with pytest.raises(ValueError, match="at most"):
-        decode_word(Ask, encode_word(Ask("r" * 5000, 1, 1, 1)))
+        decode_message(PieceRequest, encode_line(PieceRequest("r" * 5000, 1, 1, 1)))
 
 
 def test_a_batch_that_is_dropped_while_it_is_asked_for_ends_nothing(

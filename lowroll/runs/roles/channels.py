@@ -11,7 +11,6 @@ from lowroll.machine import raise_file_limit
 from lowroll.runs.roles.run_paths import RunPaths
 from lowroll.transport import filesystem
 from lowroll.transport.base import FrameGone, PeerSilent, RolloutReceiver
-from lowroll.transport.queue import DurableSender
 from lowroll.types import Batch
 
 log = logging.getLogger(__name__)
@@ -21,7 +20,7 @@ SEND_S = 86400.0  # for room: `alive` names a trainer that is silent long before
 TURN_S = 0.2  # between two looks for a batch that is made again
 
 
-def sender(cfg: RunConfig, place: RunPaths, attempt: int, alive: Alive) -> DurableSender:
+def sender(cfg: RunConfig, place: RunPaths, attempt: int, alive: Alive) -> filesystem.Sender:
     """Open the orchestrator's end of the channel."""
     way = cfg.rollout_transport
     if way.type == "filesystem":

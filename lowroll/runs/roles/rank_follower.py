@@ -34,7 +34,7 @@ from lowroll.runs.roles.ranks import RankEnvironment
 from lowroll.runs.roles.run_paths import RunPaths, rank_role
 from lowroll.runs.stop import polite_stop
 from lowroll.transport.base import RolloutReceiver
-from lowroll.transport.packed import decode_batch, encode_batch
+from lowroll.transport.frame import pack_batch, unpack_batch
 from lowroll.types import Batch
 from lowroll.weights.noise import share
 
@@ -98,7 +98,7 @@ class OrderSender:
     def send(self, do: Do, step: int = 0, batch: Batch | None = None) -> None:
         """Send the next order, with the batch that it is of."""
         if self.ranks.size > 1:
-            payload = b"" if batch is None else encode_batch(batch)
+            payload = b"" if batch is None else pack_batch(batch)
             self.ranks.tell(json.dumps(asdict(Order(do, step))).encode() + b"\n" + payload)
 
 
@@ -171,7 +171,7 @@ class OrderReceiver:
     def next_order(self) -> Order:
         """Receive the next order."""
         line, _, payload = self.ranks.tell(wait_s=ORDER_S).partition(b"\n")
-        self._batch = decode_batch(payload) if payload else None
+        self._batch = unpack_batch(payload) if payload else None
         return Order(**json.loads(line))
 
     def receive(self, deadline_s: float) -> Batch:

@@ -1,0 +1,142 @@
+"""The messages that the two ends of a rollout channel exchange beside the frames: one sealed line
+each.
+
+trainer        CursorReport    a file: what it has received and committed
+trainer        PieceRequest    zmq: the same, and the piece of a frame that it wants
+orchestrator   PieceReply      zmq: the piece, or why there is none
+orchestrator   SenderAddress   a file: where it listens
+orchestrator   EndOfBatches    a file: why no batch follows
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+from lowroll.checkpoint.seal import seal, unseal
+from lowroll.transport.base import Cursor
+
+FORMAT = 1
+MAX_LINE_BYTES = 4096  # of a line
+Line = TypeVar("Line", bound=msgspec.Struct)
+Message = TypeVar("Message", bound="CursorReport | PieceRequest | PieceReply | SenderAddress")
+
+
+class CursorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trainer's cursor (`transport.base.Cursor`), and the run that it is of."""
+
+    run: str
+    attempt: int
+    received: int
+    committed: int
+    format: int = FORMAT
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.received, self.committed, self.attempt)
+
+
+class PieceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The trainer wants the frame of step `want` from byte `offset` on; None: it only says."""
+
+    run: str
+    attempt: int
+    received: int
+    committed: int
+    want: int | None = None
+    offset: int = 0
+    format: int = FORMAT
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.received, self.committed, self.attempt)
+
+
+ReplyKind = Literal["piece", "wait", "heard", "ended", "gone", "fenced", "refused"]
+
+
+class PieceReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The answer of the orchestrator's attempt `attempt` to the trainer's attempt `to`.
+
+    piece     bytes of the frame of `step` from `offset` on, of `size` in all; they follow the line
+    wait      the frame is not there yet; it is sent as soon as it is
+    heard     an ask that wanted nothing
+    ended     no frame follows; `text` says why
+    gone      only later frames are there
+    fenced    a later attempt of the trainer has taken over, or is to; `text` says it
+    refused   another run, or another format
+    """
+
+    kind: ReplyKind
+    run: str
+    attempt: int
+    to: int
+    committed: int = 0  # as the orchestrator has heard it
+    step: int = 0
+    offset: int = 0
+    size: int = 0
+    text: str = ""
+    format: int = FORMAT
+
+
+class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The address of an orchestrator, such as tcp://127.0.0.1:41233."""
+
+    run: str
+    attempt: int
+    address: str
+    format: int = FORMAT
+
+
+class EndOfBatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The reason why no batch follows the newest."""
+
+    run: str
+    reason: str
+
+
+def encode_line(message: msgspec.Struct) -> bytes:
+    """Return a sealed line, its newline included."""
+    return seal(msgspec.json.encode(message)) + b"\n"
+
+
+def decode_line(kind: type[Line], data: bytes) -> Line:
+    """Return the message that `encode_line` wrote. ValueError for anything else."""
+    if len(data) > MAX_LINE_BYTES:
+        raise ValueError(f"{len(data)} bytes; a line has {MAX_LINE_BYTES} at most")
+    content, sealed = unseal(data.removesuffix(b"\n"))
+    if not sealed or not data.endswith(b"\n"):
+        raise ValueError("torn: it has no checksum")
+    try:
+        message = msgspec.json.decode(content, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if msgspec.json.encode(message) != content:
+        raise ValueError("fields that are missing, doubled or written in another way")
+    return message
+
+
+def decode_message(kind: type[Message], data: bytes) -> Message:
+    """Return the message that `encode_line` wrote. ValueError for anything else, also for another
+    format and for a cursor that cannot be."""
+    message = decode_line(kind, data)
+    if message.format != FORMAT:
+        raise ValueError(f"format {message.format}, this program speaks {FORMAT}")
+    if isinstance(message, CursorReport | PieceRequest):
+        _ = message.cursor  # refuses what cannot be
+    return message
+
+
+def encode_cursor(cursor: Cursor, run: str) -> bytes:
+    """Return the line of a `CursorReport`."""
+    return encode_line(CursorReport(run, cursor.attempt, cursor.received, cursor.committed))
+
+
+def decode_cursor(data: bytes, run: str) -> Cursor:
+    """Return the cursor in the bytes of a `CursorReport`. ValueError when they are of another run, or
+    damaged."""
+    report = decode_message(CursorReport, data)
+    if report.run != run:
+        raise ValueError(f"of run {report.run!r}, this is run {run!r}")
+    return report.cursor
