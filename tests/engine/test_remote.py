@@ -672,7 +672,7 @@ def test_workers_are_told_where_to_meet(
     monkeypatch.setattr(vllm_nccl, "Communicator", Peer)
     fake.version = version
     with attached(fake) as engine:
-        meeting = vllm_nccl.NcclTransfer(engine._begin, engine.found, 5.0, local)
+        meeting = vllm_nccl.NcclTransfer(engine.begin, engine.found, 5.0, local)
         assert meeting._meet(torch.device("cpu")).world == 3
         assert meeting._meet(torch.device("cpu")) and len(fake.orders) == 1
         told = fake.orders[0][1]["init_info"]
@@ -689,7 +689,7 @@ def test_workers_are_told_where_to_meet(
 
 def test_an_old_vllm_elsewhere_gets_no_store(fake: FakeVllm) -> None:
     with attached(fake) as engine, pytest.raises(ValueError, match="store to the network"):
-        vllm_nccl.NcclTransfer(engine._begin, engine.found, 5.0, local=False)
+        vllm_nccl.NcclTransfer(engine.begin, engine.found, 5.0, local=False)
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -704,7 +704,7 @@ def test_workers_that_do_not_come_are_not_waited_for(
         fake.refused["/init_weight_transfer_engine"] = 500
         message = "answered 500"
     with attached(fake) as engine:
-        meeting = vllm_nccl.NcclTransfer(engine._begin, engine.found, 0.5, True)
+        meeting = vllm_nccl.NcclTransfer(engine.begin, engine.found, 0.5, True)
         with pytest.raises(ServerError, match=message):
             meeting._meet(torch.device("cpu"))
         assert meeting._communicator is None
