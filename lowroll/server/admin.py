@@ -119,7 +119,7 @@ async def _take(
     faultpoint(f"serve.read/{version}")
 
     def take(engine: Engine) -> BehaviorTag:
-        if in_flight == "replay" and (streams := state.engine.num_streams()):
+        if in_flight == "replay" and (streams := state.engine.loop.num_streams()):
             reason = f"{streams} requests in flight are streams, whose tokens cannot be taken back"
             raise wrong_field("in_flight", reason, 409)
         for one, update in updates:

@@ -159,7 +159,7 @@ class InFlightRequest:
         """End the request now, if it has not ended: its group gets the finish reason "abort"."""
         if self._end is None and not self._abort_asked:
             self._abort_asked = True
-            self._thread.post(lambda: self._thread.abort(self))
+            self._thread.loop.post(lambda: self._thread.loop.abort(self))
 
     def receive(self, deltas: list[Delta], end: Group | Exception | None) -> None:
         """Take news of the engine's thread."""
@@ -213,6 +213,326 @@ class InFlightRequest:
 News = tuple[InFlightRequest, list[Delta], Group | Exception | None]
 
 
+class Watchdog:
+    """What the engine's thread is busy with, and since when. deadline_s: the longest iteration."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.start("its start")
+
+    def start(self, busy_with: str, allowed_s: float | None = None) -> None:
+        """Note that the thread begins with something, which may take `allowed_s` (default: an
+        iteration)."""
+        self.busy_with = busy_with
+        self.allowed_s = self.deadline_s if allowed_s is None else allowed_s
+        self._since = time.monotonic()
+
+    def check(self, what: str) -> None:
+        """Raise EngineStalled for `what` waits for the thread when that is late."""
+        if time.monotonic() - self._since > self.allowed_s:
+            raise EngineStalled(f"{what}: {self}")
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._since
+        return f"the engine's thread has been busy with {self.busy_with} for {seconds:.1f} s"
+
+
+class Outbox:
+    """The news of requests on its way from the engine's thread to their event loops."""
+
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._news: list[News] = []  # not sent yet
+        self._without_token: deque[InFlightRequest] = deque()  # as far as is known
+
+    def expect_first_token(self, request: InFlightRequest) -> None:
+        """Look for the first token of a request that is no stream."""
+        self._without_token.append(request)
+
+    def add(self, request: InFlightRequest, deltas: list[Delta], end: Group | Exception) -> None:
+        """Add the end of a request."""
+        self._news.append((request, deltas, end))
+
+    def collect(self, in_flight: dict[int, InFlightRequest]) -> None:
+        """Add what a step has drawn for the requests that go on. First tokens are sent at once, since
+        somebody waits for them, and so is the rest where it is little."""
+        moved: list[News] = []
+        for handle, request in in_flight.items():
+            if request.stream:
+                deltas = request.new_deltas(self._engine.so_far(handle))
+                if deltas:
+                    moved.append((request, deltas, None))
+        first = [one for one in moved if one[0].times.first_at is None]
+        later = [one for one in moved if one[0].times.first_at is not None]
+        self._metrics.moved(
+            [(one.times, max(len(d.token_ids) for d in deltas)) for one, deltas, _ in moved]
+        )
+        if first:
+            waiting, self._news = self._news, first
+            self.send()
+            self._news = waiting
+        self._observe_first_tokens(in_flight)
+        self._news += later
+        if len(self._news) <= NEWS_SENT_AT_ONCE:
+            self.send()
+
+    def send(self) -> None:
+        """Hand the news to their event loops, with one wake-up for each loop."""
+        news, self._news = self._news, []
+        by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
+        for one in news:
+            by_loop.setdefault(one[0].events, []).append(one)
+        for events, some in by_loop.items():
+            if not events.is_closed():
+                events.call_soon_threadsafe(_receive, some)
+
+    def _observe_first_tokens(self, in_flight: dict[int, InFlightRequest]) -> None:
+        """Record first tokens of whole answers. They begin in the order in which they came."""
+        while self._without_token:
+            request = self._without_token[0]
+            assert request.handle is not None
+            if request.handle in in_flight:
+                if not any(drawn.token_ids for drawn in self._engine.so_far(request.handle)):
+                    return
+                self._metrics.first_token(request.times)
+            self._without_token.popleft()
+
+
+class PauseControl:
+    """The state of drawing, and the pause that waits for the requests in flight."""
+
+    def __init__(self) -> None:
+        self.state: ThreadState = "running"
+        self.drained: Future[None] | None = None  # of the pause that waits
+
+    def drain(self, drained: Future[None]) -> None:
+        """Begin a pause that waits for the requests in flight. ValueError beside another one."""
+        if self.drained is not None and not self.drained.cancelled():
+            raise ValueError("mode: another pause waits already")
+        self.state = "draining"
+        self.drained = drained
+
+    def end_drain(self) -> None:
+        """Pause, as nothing is in flight any more."""
+        self.state = "paused"
+        self._answer(None)
+
+    def cancel_drain(self, drained: Future[None]) -> None:
+        """Resume, if this pause still waits."""
+        if self.drained is drained:
+            self.drained = None
+            self.resume()
+
+    def pause(self, done: Future[None]) -> None:
+        """Pause at once."""
+        self.state = "paused"
+        self._answer(ValueError("mode: another pause came, which does not wait"))
+        if done.set_running_or_notify_cancel():
+            done.set_result(None)
+
+    def resume(self) -> None:
+        """Go on drawing."""
+        self.state = "running"
+        self._answer(ValueError("mode: resumed before all requests had ended"))
+
+    def stop(self) -> None:
+        """Refuse the pause that waits, as the server is ending."""
+        self._answer(EngineStalled("pause: the server is ending"))
+
+    def _answer(self, error: Exception | None) -> None:
+        drained, self.drained = self.drained, None
+        if drained is None or not drained.set_running_or_notify_cancel():
+            return
+        if error is None:
+            drained.set_result(None)
+        else:
+            drained.set_exception(error)
+
+
+class EngineLoop:
+    """The iterations of the engine's thread: all that it does, and all that it alone may touch, but for
+    `post`, which any thread calls. watchdog: is kept up to date. idle_s: the longest iteration without
+    work, which shows that the thread is alive."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, watchdog: Watchdog, idle_s: float) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.watchdog = watchdog
+        self.idle_s = idle_s
+        self.stopping = False
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.outbox = Outbox(engine, metrics)
+        self.pausing = PauseControl()
+        self.in_flight: dict[int, InFlightRequest] = {}  # by handle
+        self.held: deque[InFlightRequest] = deque()  # came while a pause waited for others
+        self.failures = 0  # of steps, since the last one that did not fail
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Have a job run between two steps."""
+        self.jobs.put(job)
+
+    def run(self) -> None:
+        """Iterate until `stopping`, and answer all requests that are left."""
+        try:
+            while not self.stopping:
+                self._iterate()
+            self.abort_all()
+            self._iterate()  # aborted requests come back from a step
+        finally:
+            self._fail(EngineFailed("the server has ended"), self.held)
+            self.pausing.stop()
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    def perform(
+        self, job: Future[T], fn: Callable[[Engine], T], what: str, allowed_s: float | None
+    ) -> None:
+        """Run fn(engine) for a job that somebody still waits for."""
+        if not job.set_running_or_notify_cancel():
+            return
+        self.watchdog.start(what, allowed_s)
+        try:
+            job.set_result(fn(self.engine))
+        except Exception as error:  # raised where it was called
+            job.set_exception(error)
+
+    def submit(self, request: InFlightRequest) -> None:
+        """Add a request to the engine, or hold it back."""
+        if self.stopping:
+            raise ServerBusy("the server is ending")
+        if self.held or self._holds_back():
+            self.held.append(request)
+        else:
+            self._add(request)
+
+    def abort(self, request: InFlightRequest) -> None:
+        """End a request, in the engine or held back."""
+        if request in self.held:
+            self.held.remove(request)
+            self._admit(request)
+        if request.handle is not None and request.handle in self.in_flight:
+            request.aborted = True
+            self.engine.abort(request.handle)
+
+    def abort_all(self) -> int:
+        """End every request, and return how many there were."""
+        requests = [*self.in_flight.values(), *self.held]
+        for request in requests:
+            self.abort(request)
+        return len(requests)
+
+    def pause(self, mode: PauseMode, done: Future[None]) -> None:
+        """Stop drawing (`EngineThread.pause`). done: of the pause."""
+        if mode == "wait" and self.in_flight:
+            self.pausing.drain(done)
+            return
+        if mode == "abort":
+            self.abort_all()
+        self.pausing.pause(done)
+
+    def num_streams(self) -> int:
+        """Return how many requests in the engine tell their tokens while they are drawn."""
+        return sum(request.stream for request in self.in_flight.values())
+
+    # -- iterations --------------------------------------------------------------------------------
+
+    def _iterate(self) -> None:
+        try:
+            self._run_jobs()
+            if self._can_step():
+                self.watchdog.start("a step")
+                ended = self.engine.step(self.outbox.send)
+                self.failures = 0
+                self.outbox.send()
+                self._end(ended)
+                self.outbox.collect(self.in_flight)
+            if self.pausing.state == "draining" and not self.in_flight:
+                self.outbox.send()
+                self.pausing.end_drain()
+        except Exception:  # of a step or of an abort: the engine goes on with other requests
+            log.exception("the engine failed: %s", self.watchdog.busy_with)
+            self.failures += 1
+            self._give_up()
+
+    def _run_jobs(self) -> None:
+        """Run posted jobs: for a moment where there is something to step, else after a wait."""
+        self.watchdog.start("waiting for requests")
+        while self.held and not self._holds_back():
+            self._admit(self.held.popleft())
+        try:
+            busy = self.stopping or self._can_step() or self.pausing.state == "draining"
+            if not self._can_step():
+                self.outbox.send()
+            wait_s = 0.0 if busy else self.idle_s
+            job = self.jobs.get(timeout=wait_s)
+            until = time.monotonic() + JOBS_S
+            while True:
+                job()
+                if time.monotonic() > until and self._can_step():
+                    return
+                job = self.jobs.get_nowait()
+        except queue.Empty:
+            return
+
+    def _can_step(self) -> bool:
+        """Return True where the engine has something to draw, or aborted requests to return."""
+        return bool(self.in_flight) and (self.pausing.state != "paused" or self._all_aborted())
+
+    def _holds_back(self) -> bool:
+        """Return True where new requests are held back: while a pause waits for others, and until a
+        step, which draws nothing then, has returned the aborted ones."""
+        return self.pausing.state == "draining" or self._all_aborted()
+
+    def _all_aborted(self) -> bool:
+        return bool(self.in_flight) and all(one.aborted for one in self.in_flight.values())
+
+    def _add(self, request: InFlightRequest) -> None:
+        request.handle = self.engine.add(request.request)
+        self.in_flight[request.handle] = request
+        if not request.stream:
+            self.outbox.expect_first_token(request)
+
+    def _admit(self, request: InFlightRequest) -> None:
+        """Add a request that was held back; its reader learns what is wrong with it."""
+        try:
+            self._add(request)
+        except ValueError as error:
+            self.outbox.add(request, [], error)
+            self.outbox.send()
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def _end(self, ended: list[tuple[int, Group]]) -> None:
+        """Take the requests that a step has ended."""
+        for handle, group in ended:
+            request = self.in_flight.pop(handle, None)
+            if request is not None:
+                deltas = request.last_deltas(group)
+                self.metrics.ended(request.times, group)
+                self.outbox.add(request, deltas, group)
+
+    def _give_up(self) -> None:
+        """Fail all requests in flight, and drop the pages of prompts, which cannot be trusted."""
+        handles = list(self.in_flight)
+        self._fail(EngineFailed("the engine failed while it worked on this request"), [])
+        try:
+            for handle in handles:
+                self.engine.abort(handle)
+            self.engine.reset_prefix_cache()
+        except Exception:
+            log.exception("the engine could not give up what was in flight")
+
+    def _fail(self, error: Exception, held: Iterable[InFlightRequest]) -> None:
+        """Answer the requests in flight and those held back with an error."""
+        requests = [*self.in_flight.values(), *held]
+        self.in_flight.clear()
+        for request in requests:
+            self.metrics.failed()
+            self.outbox.add(request, [], error)
+        self.outbox.send()
+
+
 class EngineThread:
     """The thread that owns an engine, and the way to it from event loops (see above).
 
@@ -231,31 +551,17 @@ class EngineThread:
         metrics: Metrics | None = None,
     ) -> None:
         self.engine = engine
-        self.deadline_s = deadline_s
-        self.idle_s = deadline_s / 8  # of an iteration without work, which shows that it is alive
         self.drain_s = drain_s
         self.max_samples = max_samples
         self.metrics = metrics or Metrics()
+        self.watchdog = Watchdog(deadline_s)
+        self.loop = EngineLoop(engine, self.metrics, self.watchdog, deadline_s / 8)
         self.closing = False  # no new requests
-        self.stopping = False
-        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.busy_with = "its start"
-        self.allowed_s = deadline_s  # for what it is busy with
-        self._busy_since = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        # used by the event loop alone
         self.open: set[InFlightRequest] = set()
         self._open_samples = 0
+        self._thread = threading.Thread(target=self.loop.run, name="engine", daemon=True)
         self._watch: asyncio.TimerHandle | None = None  # of the thread, while requests are open
         self._probe: asyncio.Task[EngineHealth | EngineStalled] | None = None
-        # used by the thread alone
-        self.state: ThreadState = "running"
-        self.in_flight: dict[int, InFlightRequest] = {}  # by handle
-        self.held: deque[InFlightRequest] = deque()  # came while a pause waited for others
-        self.drained: Future[None] | None = None  # of the pause that waits
-        self._without_token: deque[InFlightRequest] = deque()  # as far as is known
-        self._news: list[News] = []  # not sent yet
-        self._failures = 0
 
     def start(self) -> None:
         """Begin to iterate."""
@@ -264,12 +570,12 @@ class EngineThread:
     def stop(self) -> None:
         """Abort the requests in flight and end the thread; one that hangs is left behind."""
         self.closing = True
-        self.stopping = True
-        self.post(lambda: None)
+        self.loop.stopping = True
+        self.loop.post(lambda: None)
         if self._thread.is_alive():
-            self._thread.join(timeout=self.deadline_s)
+            self._thread.join(timeout=self.watchdog.deadline_s)
             if self._thread.is_alive():
-                log.error("the engine's thread did not end: %s", self._busy())
+                log.error("the engine's thread did not end: %s", self.watchdog)
 
     async def submit(self, request: Request, *, stream: bool = False) -> InFlightRequest:
         """Queue a request. stream: its tokens are reported while they are drawn.
@@ -285,9 +591,9 @@ class EngineThread:
         self.open.add(submitted)
         self._open_samples += request.n
         if self._watch is None:
-            self._watch = submitted.events.call_later(self.idle_s, self._watch_thread)
+            self._watch = submitted.events.call_later(self.loop.idle_s, self._watch_thread)
         try:
-            await self.call(lambda engine: self._begin(submitted), "a new request")
+            await self.call(lambda engine: self.loop.submit(submitted), "a new request")
         except BaseException:
             submitted.abort()
             self.forget(submitted)
@@ -302,7 +608,7 @@ class EngineThread:
         job: Future[T] = Future()
         answer = asyncio.wrap_future(job)
         self.check_alive(what)
-        self.post(lambda: self._do(job, fn, what, allowed_s))
+        self.loop.post(lambda: self.loop.perform(job, fn, what, allowed_s))
         try:
             await self._wait_while_alive(lambda: asyncio.wait([answer]), what)
             return await answer
@@ -328,11 +634,11 @@ class EngineThread:
         answer = asyncio.wrap_future(drained)
         try:
             async with asyncio.timeout(self.drain_s):
-                await self.call(lambda engine: self._pause(mode, drained), "pause")
+                await self.call(lambda engine: self.loop.pause(mode, drained), "pause")
                 await self._wait_while_alive(lambda: asyncio.wait([answer]), "pause")
                 await answer
         except TimeoutError:
-            await self.call(lambda engine: self._stop_drain(drained), "pause")
+            await self.call(lambda engine: self.loop.pausing.cancel_drain(drained), "pause")
             if not drained.done():
                 raise EngineStalled(
                     f"pause: {len(self.open)} requests still run after {self.drain_s:g} s"
@@ -343,26 +649,26 @@ class EngineThread:
 
     async def resume(self) -> None:
         """Go on drawing."""
-        await self.call(lambda engine: self._resume(), "resume")
+        await self.call(lambda engine: self.loop.pausing.resume(), "resume")
 
     @property
     def paused(self) -> bool:
         """True while nothing is drawn until `resume`."""
-        return self.state == "paused"
+        return self.loop.pausing.state == "paused"
 
     async def abort_all(self) -> int:
         """End every request now, with what it has drawn. Return how many there were."""
-        return await self.call(lambda engine: self._abort_all(), "abort")
+        return await self.call(lambda engine: self.loop.abort_all(), "abort")
 
     async def health(self, deadline_s: float | None = None) -> EngineHealth:
         """Ask the thread for its health; concurrent callers share one answer. Raises EngineStalled
         when there is none in time (default: an iteration's)."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._ask_health())
-        allowed = self.deadline_s if deadline_s is None else deadline_s
+        allowed = self.watchdog.deadline_s if deadline_s is None else deadline_s
         done, _ = await asyncio.wait([self._probe], timeout=allowed)
         if not done:
-            raise EngineStalled(f"health: no answer in {allowed:g} s: {self._busy()}")
+            raise EngineStalled(f"health: no answer in {allowed:g} s: {self.watchdog}")
         found = await self._probe
         if isinstance(found, EngineStalled):
             raise EngineStalled(str(found))
@@ -377,10 +683,6 @@ class EngineThread:
             await asyncio.sleep(0.02)
         return len(self.open)
 
-    def post(self, job: Callable[[], None]) -> None:
-        """Have the thread run a job between two steps."""
-        self.jobs.put(job)
-
     def forget(self, request: InFlightRequest) -> None:
         """Count a request as open no longer."""
         if request in self.open:
@@ -391,14 +693,13 @@ class EngineThread:
         """Raise EngineStalled when waiting for the thread is of no use."""
         if not self._thread.is_alive():
             raise EngineStalled(f"{what}: the engine's thread does not run")
-        if time.monotonic() - self._busy_since > self.allowed_s:
-            raise EngineStalled(f"{what}: {self._busy()}")
+        self.watchdog.check(what)
 
     async def _wait_while_alive(self, wait: Callable[[], Awaitable[Any]], what: str) -> None:
         """Wait as long as the thread iterates in time; then raise EngineStalled."""
         while True:
             try:
-                async with asyncio.timeout(self.idle_s):
+                async with asyncio.timeout(self.loop.idle_s):
                     await wait()
                 return
             except TimeoutError:
@@ -414,249 +715,17 @@ class EngineThread:
         self._watch = None
         if self.open:
             events = asyncio.get_running_loop()
-            self._watch = events.call_later(self.idle_s, self._watch_thread)
+            self._watch = events.call_later(self.loop.idle_s, self._watch_thread)
 
     async def _ask_health(self) -> EngineHealth | EngineStalled:
+        def health(engine: Engine) -> EngineHealth:
+            state, failures = self.loop.pausing.state, self.loop.failures
+            return EngineHealth(engine.behavior, engine.stats(), len(self.open), state, failures)
+
         try:
-            return await self.call(self._health, "health")
-        except EngineStalled as error:  # nobody may be left who asks
+            return await self.call(health, "health")
+        except EngineStalled as error:  # nobody may wait for the answer any more
             return error
-
-    def _busy(self) -> str:
-        seconds = time.monotonic() - self._busy_since
-        return f"the engine's thread has been busy with {self.busy_with} for {seconds:.1f} s"
-
-    # -- on the thread -----------------------------------------------------------------------------
-
-    def num_streams(self) -> int:
-        """Return how many requests in the engine tell their tokens while they are drawn."""
-        return sum(request.stream for request in self.in_flight.values())
-
-    def abort(self, request: InFlightRequest) -> None:
-        """End a request, in the engine or held back."""
-        if request in self.held:
-            self.held.remove(request)
-            self._admit(request)
-        if request.handle is not None and request.handle in self.in_flight:
-            request.aborted = True
-            self.engine.abort(request.handle)
-
-    def _run(self) -> None:
-        try:
-            while not self.stopping:
-                self._iterate()
-            self._abort_all()
-            self._iterate()  # aborted requests come back from a step
-        finally:
-            self._fail(EngineFailed("the server has ended"), self.held)
-            self._answer_drain(EngineStalled("pause: the server is ending"))
-
-    def _iterate(self) -> None:
-        try:
-            self._run_jobs()
-            if self._can_step():
-                self._set_busy("a step")
-                ended = self.engine.step(self._send_news)
-                self._failures = 0
-                self._send_news()
-                self._deliver(ended)
-            if self.state == "draining" and not self.in_flight:
-                self._end_drain()
-        except Exception:  # of a step or of an abort: the engine goes on with other requests
-            log.exception("the engine failed: %s", self.busy_with)
-            self._failures += 1
-            self._give_up()
-
-    def _run_jobs(self) -> None:
-        """Run posted jobs: for a moment where there is something to step, else after a wait."""
-        self._set_busy("waiting for requests")
-        while self.held and not self._holds_back():
-            self._admit(self.held.popleft())
-        try:
-            busy = self.stopping or self._can_step() or self.state == "draining"
-            if not self._can_step():
-                self._send_news()
-            wait_s = 0.0 if busy else self.idle_s
-            job = self.jobs.get(timeout=wait_s)
-            until = time.monotonic() + JOBS_S
-            while True:
-                job()
-                if time.monotonic() > until and self._can_step():
-                    return
-                job = self.jobs.get_nowait()
-        except queue.Empty:
-            return
-
-    def _can_step(self) -> bool:
-        """Return True where the engine has something to draw, or aborted requests to return."""
-        return bool(self.in_flight) and (self.state != "paused" or self._all_aborted())
-
-    def _do(
-        self, job: Future[T], fn: Callable[[Engine], T], what: str, allowed_s: float | None
-    ) -> None:
-        if not job.set_running_or_notify_cancel():
-            return
-        self._set_busy(what, allowed_s)
-        try:
-            job.set_result(fn(self.engine))
-        except Exception as error:  # raised where it was asked for
-            job.set_exception(error)
-
-    def _set_busy(self, what: str, allowed_s: float | None = None) -> None:
-        self.busy_with = what
-        self.allowed_s = self.deadline_s if allowed_s is None else allowed_s
-        self._busy_since = time.monotonic()
-
-    def _holds_back(self) -> bool:
-        """Return True where new requests are held back: while a pause waits for others, and until a
-        step, which draws nothing then, has returned the aborted ones."""
-        return self.state == "draining" or self._all_aborted()
-
-    def _begin(self, request: InFlightRequest) -> None:
-        if self.stopping:
-            raise ServerBusy("the server is ending")
-        if self.held or self._holds_back():
-            self.held.append(request)
-        else:
-            self._add(request)
-
-    def _add(self, request: InFlightRequest) -> None:
-        request.handle = self.engine.add(request.request)
-        self.in_flight[request.handle] = request
-        if not request.stream:
-            self._without_token.append(request)
-
-    def _admit(self, request: InFlightRequest) -> None:
-        """Add a request that was held back; its reader learns what is wrong with it."""
-        try:
-            self._add(request)
-        except ValueError as error:
-            self._news.append((request, [], error))
-            self._send_news()
-
-    def _deliver(self, ended: list[tuple[int, Group]]) -> None:
-        for handle, group in ended:
-            request = self.in_flight.pop(handle, None)
-            if request is not None:
-                deltas = request.last_deltas(group)
-                self.metrics.ended(request.times, group)
-                self._news.append((request, deltas, group))
-        moved: list[News] = []
-        for handle, request in self.in_flight.items():
-            if request.stream:
-                deltas = request.new_deltas(self.engine.so_far(handle))
-                if deltas:
-                    moved.append((request, deltas, None))
-        first = [one for one in moved if one[0].times.first_at is None]
-        later = [one for one in moved if one[0].times.first_at is not None]
-        self.metrics.moved(
-            [(one.times, max(len(d.token_ids) for d in deltas)) for one, deltas, _ in moved]
-        )
-        if first:  # somebody waits for a first token
-            waiting, self._news = self._news, first
-            self._send_news()
-            self._news = waiting
-        self._observe_first_tokens()
-        self._news += later
-        if len(self._news) <= NEWS_SENT_AT_ONCE:
-            self._send_news()
-
-    def _observe_first_tokens(self) -> None:
-        """Record first tokens of whole answers. They begin in the order in which they came."""
-        while self._without_token:
-            request = self._without_token[0]
-            assert request.handle is not None
-            if request.handle in self.in_flight:
-                if not any(drawn.token_ids for drawn in self.engine.so_far(request.handle)):
-                    return
-                self.metrics.first_token(request.times)
-            self._without_token.popleft()
-
-    def _send_news(self) -> None:
-        """Hand the news to their event loops, with one wake-up for each loop."""
-        news, self._news = self._news, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
-        for one in news:
-            by_loop.setdefault(one[0].events, []).append(one)
-        for events, some in by_loop.items():
-            if not events.is_closed():
-                events.call_soon_threadsafe(_receive, some)
-
-    def _health(self, engine: Engine) -> EngineHealth:
-        return EngineHealth(
-            engine.behavior, engine.stats(), len(self.open), self.state, self._failures
-        )
-
-    # -- pausing -----------------------------------------------------------------------------------
-
-    def _pause(self, mode: PauseMode, drained: Future[None]) -> None:
-        if mode == "wait" and self.in_flight:
-            if self.drained is not None and not self.drained.cancelled():
-                raise ValueError("mode: another pause waits already")
-            self.state = "draining"
-            self.drained = drained
-            return
-        if mode == "abort":
-            self._abort_all()
-        self.state = "paused"
-        self._answer_drain(ValueError("mode: another pause came, which does not wait"))
-        if drained.set_running_or_notify_cancel():
-            drained.set_result(None)
-
-    def _end_drain(self) -> None:
-        self._send_news()
-        self.state = "paused"
-        self._answer_drain(None)
-
-    def _stop_drain(self, drained: Future[None]) -> None:
-        """Resume, if this pause still waits."""
-        if self.drained is drained:
-            self.drained = None
-            self._resume()
-
-    def _resume(self) -> None:
-        self.state = "running"
-        self._answer_drain(ValueError("mode: resumed before all requests had ended"))
-
-    def _answer_drain(self, error: Exception | None) -> None:
-        drained, self.drained = self.drained, None
-        if drained is None or not drained.set_running_or_notify_cancel():
-            return
-        if error is None:
-            drained.set_result(None)
-        else:
-            drained.set_exception(error)
-
-    # -- ends --------------------------------------------------------------------------------------
-
-    def _all_aborted(self) -> bool:
-        return bool(self.in_flight) and all(one.aborted for one in self.in_flight.values())
-
-    def _abort_all(self) -> int:
-        requests = [*self.in_flight.values(), *self.held]
-        for request in requests:
-            self.abort(request)
-        return len(requests)
-
-    def _give_up(self) -> None:
-        """Fail all requests in flight, and drop the pages of prompts, which cannot be trusted."""
-        handles = list(self.in_flight)
-        self._fail(EngineFailed("the engine failed while it worked on this request"), [])
-        try:
-            for handle in handles:
-                self.engine.abort(handle)
-            self.engine.reset_prefix_cache()
-        except Exception:
-            log.exception("the engine could not give up what was in flight")
-
-    def _fail(self, error: Exception, held: Iterable[InFlightRequest]) -> None:
-        """Answer the requests in flight and those held back with an error."""
-        requests = [*self.in_flight.values(), *held]
-        self.in_flight.clear()
-        for request in requests:
-            self.metrics.failed()
-            self._news.append((request, [], error))
-        self._send_news()
 
 
 def _receive(news: list[News]) -> None:

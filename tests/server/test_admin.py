@@ -409,7 +409,7 @@ async def test_pauses_that_are_wrong_are_named(model: Path) -> None:
         await until(lambda: engine.stats().tokens > 4, "tokens")
         waits = asyncio.ensure_future(post(client, "/pause?mode=wait", wanted=409))
         loop = client.server.app[STATE].engine
-        await until(lambda: loop.state == "draining", "the first pause")
+        await until(lambda: loop.loop.pausing.state == "draining", "the first pause")
         assert "another pause" in str(await post(client, "/pause?mode=wait", wanted=409))
         await post(client, "/resume")
         assert "resumed before" in str(await waits)
@@ -428,9 +428,9 @@ async def test_a_wrong_request_that_was_held_back_is_named(model: Path, stream: 
         asked = asyncio.ensure_future(post(client, "/v1/completions", LONG))
         await until(lambda: engine.stats().tokens > 4, "tokens")
         pausing = asyncio.ensure_future(post(client, "/pause?mode=wait"))
-        await until(lambda: loop.state == "draining", "the pause")
+        await until(lambda: loop.loop.pausing.state == "draining", "the pause")
         held = asyncio.ensure_future(client.post("/v1/completions", json=wrong, headers=ADMIN))
-        await until(lambda: bool(loop.held), "the request that is held back")
+        await until(lambda: bool(loop.loop.held), "the request that is held back")
         engine.slow_s = 0
         await pausing
         await asked

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowroll.server.engine_thread import EngineThread, InFlightRequest
+from lowroll.server.engine_thread import EngineLoop, EngineThread, InFlightRequest
 from tests.fixtures.programs import Trial
 from tests.fixtures.tiny import hf_folder
 
@@ -37,7 +37,7 @@ def _not_forgotten(self: EngineThread, ticket: InFlightRequest) -> None:
     pass
 
 
-def _dropped_alone(self: EngineThread, request: InFlightRequest) -> None:
+def _dropped_alone(self: EngineLoop, request: InFlightRequest) -> None:
     if request in self.held:
         self.held.remove(request)
 
@@ -46,7 +46,7 @@ _delta = InFlightRequest._delta
 BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a token is told twice": (InFlightRequest, "_delta", _told_twice),
     "tickets stay open": (EngineThread, "forget", _not_forgotten),
-    "nothing is aborted": (EngineThread, "abort", _dropped_alone),
+    "nothing is aborted": (EngineLoop, "abort", _dropped_alone),
 }
 
 
