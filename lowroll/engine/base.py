@@ -85,7 +85,7 @@ class PartialSample:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason | None  # None while it goes on
-    top_logprobs: Sequence[list[tuple[int, float]]] | None = None  # where the request asks for them
+    top_logprobs: Sequence[list[tuple[int, float]]] | None = None  # where the request has them
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
 
 

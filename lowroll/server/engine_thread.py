@@ -28,16 +28,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from lowroll.engine.base import Engine, PartialSample
 from lowroll.server.metrics import EngineHealth, Metrics, RequestTimes, ThreadState
+from lowroll.server.protocol import PauseMode
 from lowroll.types import FinishReason, Group, Request, Rollout
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PauseMode = Literal["keep", "wait", "abort"]
 NEWS_SENT_AT_ONCE = 8  # requests: their event loop is done before it is in the thread's way
 JOBS_S = 0.02  # seconds for posted jobs in an iteration, before requests in flight go on
 

@@ -219,11 +219,6 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     return await state.in_worker(parse, data) if len(data) > LARGE_BODY else parse(data)
 
 
-async def read_json(request: web.Request) -> dict[str, Any]:
-    """Return the body, a JSON object. Raises Refused."""
-    return parse_json(await _read(request), request.app[STATE].limits.depth)
-
-
 async def _read(request: web.Request) -> bytes:
     """Return the body. Refuse one that is no plain JSON, too large or too slow."""
     limits = request.app[STATE].limits

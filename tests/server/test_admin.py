@@ -203,10 +203,14 @@ def test_requests_in_flight_are_replayed_where_that_is_asked_for(model: Path, fo
         ({"version": "small"}, 409, "intermediate_size: not as the served model's"),
         ({"version": "int8_4"}, 409, "int8_4/config.json: quantization_config"),
         ({"version": ""}, 400, "expected up to 64 letters"),
-        ({"version": 3}, 400, "expected the id of a version"),
-        ({}, 400, "expected the id of a version"),
-        ({"version": "step_1", "path": "/etc"}, 400, "path: /weights has no such field"),
-        ({"version": "step_1", "in_flight": "drop"}, 400, "in_flight: expected keep or replay"),
+        ({"version": 3}, 400, "version: input should be a valid string"),
+        ({}, 400, "version: field required"),
+        ({"version": "step_1", "path": "/etc"}, 400, "path: there is no such field"),
+        (
+            {"version": "step_1", "in_flight": "drop"},
+            400,
+            "in_flight: input should be 'keep' or 'replay'",
+        ),
     ],
 )
 async def test_a_version_that_does_not_fit_changes_nothing(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -349,15 +349,12 @@ class Replica:
         """Return another replica that works with the same weights."""
         if not self.owner.versions.settled.is_set():
             return None
-        able = (m for m in self._others() if m.state == "ready" and not m.taking)
-        return next((m for m in able if m.version == self.version), None)
+        working = (m for m in self.owner.replicas if m.state == "ready" and not m.taking)
+        return next((m for m in working if m is not self and m.version == self.version), None)
 
     def _others_work(self) -> bool:
         """Return whether another replica is ready."""
-        return any(m.state == "ready" for m in self._others())
-
-    def _others(self) -> Iterator[Replica]:
-        return (m for m in self.owner.replicas if m is not self)
+        return any(m.state == "ready" and m is not self for m in self.owner.replicas)
 
     async def _watch(self) -> str:
         """Watch the engine until it has to be evicted, and return why."""
@@ -367,7 +364,8 @@ class Replica:
         tokens = -1
         answered = self.counts.requests
         while True:
-            await self._next_heartbeat(heartbeat_s)
+            if await happens_within(self._wake, heartbeat_s):
+                self._wake.clear()
             if self._why is not None:
                 return self._why
             if self.taking or answered != self.counts.requests:  # taking has its own deadline
@@ -416,10 +414,6 @@ class Replica:
         if not self.flights:
             return status, ServerProgress(0, -1)
         return status, await self.server.progress(heartbeat_s)
-
-    async def _next_heartbeat(self, heartbeat_s: float) -> None:
-        if await happens_within(self._wake, heartbeat_s):
-            self._wake.clear()
 
     def _evict(self, why: str) -> float:
         """Take its work away. Returns how many seconds it is to be left alone: 0 unless this happens often."""

@@ -109,14 +109,14 @@ class RequestRouter:
         self._flights: dict[int, InFlightRequest] = {}  # by handle
         self._tasks: set[asyncio.Task[None]] = set()
         self._balancer = LoadBalancer(options.concurrency)
-        self._called = False  # requests came, and are dealt in this turn of the loop
+        self._dispatch_due = False  # requests came, and are sent in this iteration of the loop
 
     def add(self, entries: Sequence[QueuedRequest]) -> None:
         """Queue requests. All that come in one iteration of the loop are dispatched together."""
         self._waiting.extend(entries)
-        if not self._called:
-            self._called = True
-            asyncio.get_running_loop().call_soon(self._dispatch_added)
+        if not self._dispatch_due:
+            self._dispatch_due = True
+            asyncio.get_running_loop().call_soon(self.dispatch)
 
     @property
     def server(self) -> EngineServer:
@@ -168,12 +168,9 @@ class RequestRouter:
         self._waiting.extendleft(flight.entry for flight in reversed(lost))
         self.dispatch()
 
-    def _dispatch_added(self) -> None:
-        self._called = False
-        self.dispatch()
-
     def dispatch(self) -> None:
         """Send what can be sent."""
+        self._dispatch_due = False
         if not self._waiting:
             return  # after most answers and heartbeats nothing waits
         now = asyncio.get_running_loop().time()
