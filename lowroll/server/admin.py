@@ -10,7 +10,7 @@ from aiohttp import web
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.engine.base import Engine, InFlight
-from lowroll.server.engine_thread import EngineStalled
+from lowroll.server.engine_loop import EngineStalled
 from lowroll.server.limits import STATE, read_body
 from lowroll.server.protocol import PauseQuery, Refused, WeightsRequest, parse_request, wrong_field
 from lowroll.server.weight_store import WeightStore, WeightVersion

@@ -28,7 +28,7 @@ from aiohttp import web
 
 from lowroll.machine import raise_file_limit
 from lowroll.server import admin, generate, openai, prompts
-from lowroll.server.engine_thread import EngineStalled
+from lowroll.server.engine_loop import EngineStalled
 from lowroll.server.limits import (
     LOCAL_HOSTS,
     SILENT,

@@ -32,7 +32,8 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Middleware
 
 from lowroll.engine.base import Capabilities
-from lowroll.server.engine_thread import EngineStalled, EngineThread, ServerBusy
+from lowroll.server.engine_loop import EngineStalled, ServerBusy
+from lowroll.server.engine_thread import EngineThread
 from lowroll.server.protocol import (
     Refused,
     RequestBody,

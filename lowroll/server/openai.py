@@ -11,7 +11,7 @@ from aiohttp import web
 
 from lowroll.engine.base import Capabilities
 from lowroll.engine.remote.protocol import pack
-from lowroll.server.engine_thread import Delta
+from lowroll.server.engine_loop import Delta
 from lowroll.server.limits import STATE, ServerState, read_body
 from lowroll.server.prompts import (
     EncodedPrompt,

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from lowroll.server.engine_thread import Delta, EngineFailed, EngineStalled, InFlightRequest
+from lowroll.server.engine_loop import Delta, EngineFailed, EngineStalled, InFlightRequest
 from lowroll.server.limits import REQUEST_ID, STATE, ServerState
 from lowroll.server.protocol import GenerationFields, Refused, error_body, refuse_engine_error
 from lowroll.server.text import TokenNames, finite_logprob

@@ -13,15 +13,15 @@ import pytest
 
 from lowroll.engine.native import NativeEngine
 from lowroll.model import hf
-from lowroll.server.engine_thread import (
+from lowroll.server.engine_loop import (
     JOBS_S,
     Delta,
     EngineFailed,
     EngineStalled,
-    EngineThread,
     InFlightRequest,
     ServerBusy,
 )
+from lowroll.server.engine_thread import EngineThread
 from lowroll.server.metrics import FAILURES_BEFORE_UNHEALTHY
 from lowroll.types import Group, Request
 from lowroll.weights.update import WeightUpdate
@@ -618,7 +618,7 @@ async def test_news_goes_out_while_the_device_works(
     seen: int,
 ) -> None:
     """Each step draws a token; of the one that waits nobody knows yet."""
-    monkeypatch.setattr("lowroll.server.engine_thread.NEWS_SENT_AT_ONCE", few)
+    monkeypatch.setattr("lowroll.server.engine_loop.NEWS_SENT_AT_ONCE", few)
 
     waits = Waits(engine, hold, silent)
     async with looped(waits) as loop:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowroll.server.engine_thread import EngineLoop, EngineThread, InFlightRequest
+from lowroll.server.engine_loop import EngineLoop, InFlightRequest
+from lowroll.server.engine_thread import EngineThread
 from tests.fixtures.programs import Trial
 from tests.fixtures.tiny import hf_folder
 
@@ -16,7 +17,7 @@ from tests.fixtures.tiny import hf_folder
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
     root = tmp_path_factory.mktemp("programs")
-    log = logging.getLogger("lowroll.server.engine_thread")
+    log = logging.getLogger("lowroll.server.engine_loop")
     log.setLevel(logging.CRITICAL)  # failures are told to it
     yield Trial([hf_folder(root / str(seed), seed=seed) for seed in range(2)])
     log.setLevel(logging.NOTSET)
