@@ -28,6 +28,7 @@ from typing import Any
 from bench.harness import Row, interleave, merge, parser_of, running, show, speed_row
 from bench.roles import folder
 from lowroll.engine.remote.pool import EnginePool
+from lowroll.engine.remote.replica import PoolOptions
 from lowroll.types import Request
 
 ADMIN = "BENCH_ADMIN_TOKEN"
@@ -154,7 +155,7 @@ def main(words: list[str] | None = None) -> None:
         engines = [stack.enter_context(serving(args, i)) for i in range(args.engines)]
         urls = [address(engine) for engine in engines]
         pools = [
-            stack.enter_context(EnginePool(some, admin_token=TOKEN, start_s=START_S))
+            stack.enter_context(EnginePool(some, PoolOptions(admin_token=TOKEN, start_s=START_S)))
             for some in (urls[:1], urls)
         ]
         rows = measure(args, *pools)

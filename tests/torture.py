@@ -512,7 +512,7 @@ def server(bench: Bench, rng: random.Random) -> Iterator[str]:
 
 
 def programs(bench: Bench, rng: random.Random) -> Iterator[str]:
-    logging.getLogger("lowroll.server.engine_thread").setLevel(
+    logging.getLogger("lowroll.server.engine_loop").setLevel(
         logging.CRITICAL
     )  # failures are on purpose
     trial = Trial([hf_folder(_fresh(bench.root / f"model_{seed}"), seed=seed) for seed in range(2)])

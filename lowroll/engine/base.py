@@ -3,7 +3,7 @@
 Runs, evaluation and diagnosis know `Engine` and nothing behind it: what it can do is said by
 `capabilities`, what it holds and has done by `stats()`, and which policy it draws from by
 `behavior`. Implementations: `engine.native`, `engine.remote`. The orchestrator, which may not
-import this room, asks for less (`orchestrator.client.EngineClient`), and every `Engine` is one.
+import this package, needs less (`orchestrator.client.EngineClient`), and every `Engine` is one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Capabilities:
     noise: bool  # an update may put noise on the norms
     scores: bool  # `score`: log-probs of given tokens under its own weights and kernels
     exact_logprobs: bool  # of the distribution that was drawn from, after top-k, top-p, penalties
-    sampler: frozenset[str]  # fields of `Request` that it heeds
+    sampler: frozenset[str]  # fields of `Request` that it respects
     kv: CachePolicy = DENSE  # which keys a sample's cache keeps, by arithmetic
     kv_dtype: str | None = None  # of the stored keys and values; None is the model's own
     records_evictions: bool = False  # its rollouts say what a bounded cache dropped
@@ -62,14 +62,14 @@ class EngineStats:
     weights: str  # format of the linear weights
     weight_bits: float  # bits of one of them, with the scales of its group
     cache_tokens: int  # that the KV cache holds
-    cache_bytes: int
-    policy_bytes: int  # beside the cache: of its policy's state, and of what records evictions
-    virtual_memory_bytes: int  # of the cache, in device memory that torch does not count
-    pages_peak: int  # most pages of the cache ever held at once
-    prefix_hits: int  # pages that a request found in the cache
-    running: int  # samples that hold pages
-    waiting: int  # samples that wait for pages
-    tokens: int  # drawn since the engine was made
+    cache_bytes: int = 0
+    policy_bytes: int = 0  # beside the cache: of its policy's state, and of what records evictions
+    virtual_memory_bytes: int = 0  # of the cache, in device memory that torch does not count
+    pages_peak: int = 0  # most pages of the cache ever held at once
+    prefix_hits: int = 0  # pages that a request found in the cache
+    running: int = 0  # samples that hold pages
+    waiting: int = 0  # samples that wait for pages
+    tokens: int = 0  # drawn since the engine was made
     cache_used: int = 0  # tokens of the cache in pages that requests hold
     replays: int = 0  # samples that were replayed to the end of what they had drawn, or to a change
     replayed_tokens: int = 0  # that they had drawn
@@ -86,7 +86,7 @@ class PartialSample:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason | None  # None while it goes on
-    top_logprobs: Sequence[list[tuple[int, float]]] | None = None  # where the request asks for them
+    top_logprobs: Sequence[list[tuple[int, float]]] | None = None  # where the request has them
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
 
 

@@ -217,7 +217,7 @@ class NativeEngine:
             raise ValueError("exact: needs the dense cache, unrounded, and one format")
         exactness.make(self.model, key="exact")
 
-    # -- the door ----------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def generate(
         self,

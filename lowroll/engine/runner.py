@@ -55,7 +55,7 @@ MOST_COMPACTED = 64  # samples whose keys are scored and moved at a time
 @dataclass(frozen=True)
 class StepResult:
     """The tokens that a step drew for one sequence, in order, whether the second model drew them,
-    and the likeliest tokens at each position where the request asks for them."""
+    and the likeliest tokens at each position where the request has them."""
 
     sequence: Sequence
     token_ids: list[int]

@@ -74,7 +74,7 @@ class SamplingBatch:
         vocab_size: int,
         device: torch.device | str = "cpu",
     ) -> SamplingBatch:
-        """Collect what each sequence asks for."""
+        """Collect the settings of each sequence."""
         wanted = [s.request.temperature or 1 for s in sequences]
         temperature = torch.tensor(wanted, dtype=torch.float32)
         filters = None
@@ -213,8 +213,8 @@ class TopLogprobs:
     def told(
         self, tokens_BS: list[list[int]], logprobs_BS: list[list[float]]
     ) -> list[list[list[tuple[int, float]]] | None]:
-        """Return for each row its pairs of id and log-prob at each step, None for a row that asks
-        for none.
+        """Return for each row its pairs of id and log-prob at each step, None for a row that
+        wants none.
 
         Of the token that was drawn there it is the log-prob that was recorded, which on a GPU another
         kernel has summed: they are one number.

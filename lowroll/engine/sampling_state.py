@@ -77,7 +77,7 @@ class SamplingState:
         self._device = torch.zeros(5, most, dtype=torch.int64, device=device)
         self._rows: list[Sequence] = []
         self._marks_SV: Tensor | None = None
-        # by slot: of whom the marks are, and how many tokens of the response they have
+        # by slot: the sequence that the marks belong to, and how many tokens of the response they have
         self._marked: list[tuple[Sequence | None, int]] = [(None, 0)] * slots
 
     def filters(self, rows: int) -> Filters:
@@ -91,7 +91,8 @@ class SamplingState:
         return Marked(self._marks(), slots_B, penalty_B.view(torch.float64), banned_until_B)
 
     def upload(self, sequences: list[Sequence], size: int, draw: DrawMode) -> None:
-        """Bring what these rows ask for on the device, and what `size` asks of dead ones: nothing."""
+        """Bring the settings of these rows to the device, and settings without effect for the other rows
+        up to `size`."""
         if sequences != self._rows:
             self._upload(sequences, size)
             self._rows = list(sequences)

@@ -1,4 +1,4 @@
-"""The nouns of a step: samples and their groups while they are in the engine, and the plan of what
+"""The data of a step: samples and their groups while they are in the engine, and the plan of what
 to run."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sequence:
     noise_key: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] | None = None  # where the request asks for them
+    top_logprobs: list[list[tuple[int, float]]] | None = None  # where the request has them
     spans: list[PolicySpan] = field(default_factory=list)
     # of a replay: what it had drawn from the prompt on under earlier weights. Empty once its own
     # tokens have left the draft or have come to its end (`engine.drafts`)

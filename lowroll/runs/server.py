@@ -49,10 +49,10 @@ def reach(
     given = None if here is None else ChatTokenizer(load_tokenizer(here))
     engine = _connected(url, model, _token(token_env), here)
     try:
-        served = engine.served
-        chat = given or _served_tokenizer(url, dict.fromkeys((served.root, served.name)))
+        served = engine.server
+        chat = given or _served_tokenizer(url, dict.fromkeys((served.root, served.model)))
         chat.template_kwargs = dict(template_kwargs or {})
-        return Server(url, served.name, engine, chat)
+        return Server(url, served.model, engine, chat)
     except BaseException:
         engine.close()
         raise

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, get_args
+from typing import Any
 
 from aiohttp import web
 
 from lowroll.checkpoint.faults import faultpoint
 from lowroll.engine.base import Engine, InFlight
-from lowroll.server.engine_thread import EngineStalled, PauseMode
-from lowroll.server.limits import STATE, read_json
-from lowroll.server.protocol import Refused, wrong_field
+from lowroll.server.engine_loop import EngineStalled
+from lowroll.server.limits import STATE, read_body
+from lowroll.server.protocol import PauseQuery, Refused, WeightsRequest, parse_request, wrong_field
 from lowroll.server.weight_store import WeightStore, WeightVersion
 from lowroll.types import BehaviorTag
 from lowroll.weights.sync.base import Gap
@@ -24,7 +24,7 @@ UPDATING: web.AppKey[asyncio.Lock] = web.AppKey("updating", asyncio.Lock)
 async def pause(request: web.Request) -> web.Response:
     """`POST /pause?mode=keep`: stop drawing (`EngineThread.pause`). 409 beside another pause
     that waits, or when a resume or another pause comes first."""
-    mode = _mode(request)
+    mode = parse_request(dict(request.query), PauseQuery).mode
     try:
         await request.app[STATE].engine.pause(mode)
     except ValueError as error:
@@ -72,8 +72,8 @@ async def update_weights(request: web.Request) -> web.Response:
     Refused before anything has changed: with 404 a version that is not there; with 409 one that does
     not fit or while another one is taken, a replay by an engine that has none, and a replay while a
     request in flight is a stream, whose tokens cannot be taken back."""
-    body = await read_json(request)
-    version, in_flight = _version(body), _in_flight(body)
+    body = await read_body(request, WeightsRequest)
+    version, in_flight = body.version, body.in_flight
     if in_flight == "replay" and not request.app[STATE].capabilities.replays:
         raise wrong_field("in_flight", "this engine cannot replay", 409)
     if request.app[UPDATING].locked():
@@ -119,7 +119,7 @@ async def _take(
     faultpoint(f"serve.read/{version}")
 
     def take(engine: Engine) -> BehaviorTag:
-        if in_flight == "replay" and (streams := state.engine.num_streams()):
+        if in_flight == "replay" and (streams := state.engine.loop.num_streams()):
             reason = f"{streams} requests in flight are streams, whose tokens cannot be taken back"
             raise wrong_field("in_flight", reason, 409)
         for one, update in updates:
@@ -148,32 +148,3 @@ def _held(version: WeightVersion | None) -> dict[str, Any]:
 def _policy(behavior: BehaviorTag) -> dict[str, Any]:
     spans = [{"version": span.version, "digest": span.digest} for span in behavior.policy]
     return {"weights": behavior.weights, "policy": spans}
-
-
-def _version(body: dict[str, Any]) -> str:
-    for name in body:
-        if name not in ("version", "in_flight"):
-            raise wrong_field(name, "/weights has no such field; it has version, in_flight")
-    version = body.get("version")
-    if not isinstance(version, str):
-        raise wrong_field("version", "expected the id of a version, a string")
-    return version
-
-
-def _in_flight(body: dict[str, Any]) -> InFlight:
-    stated = body.get("in_flight", "keep")
-    for known in get_args(InFlight):
-        if stated == known:
-            return known
-    raise wrong_field("in_flight", "expected keep or replay")
-
-
-def _mode(request: web.Request) -> PauseMode:
-    for name in request.query:
-        if name != "mode":
-            raise wrong_field(name, "/pause has no such parameter; it has mode")
-    mode = request.query.get("mode", "keep")
-    for known in get_args(PauseMode):
-        if mode == known:
-            return known
-    raise wrong_field("mode", f"expected keep, wait or abort, got {mode[:40]!r}")

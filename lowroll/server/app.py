@@ -2,8 +2,8 @@
 
     app = make_app(state, Credentials(), None)
 
-Each route asks for nothing (`open`), for the token where there is one (`token`), or always for the
-admin's (`admin`); `limits.guard` refuses every other request. The server ends in order:
+Each route needs no token (`open`), the token where there is one (`token`), or always the admin's
+(`admin`); `limits.guard` refuses every other request. The server ends in order:
 
 first signal     no new connections and no new requests; those in flight have `grace_s`, then they
                  end with what they have drawn
@@ -28,7 +28,7 @@ from aiohttp import web
 
 from lowroll.machine import raise_file_limit
 from lowroll.server import admin, generate, openai, prompts
-from lowroll.server.engine_thread import EngineStalled
+from lowroll.server.engine_loop import EngineStalled
 from lowroll.server.limits import (
     LOCAL_HOSTS,
     SILENT,
@@ -203,7 +203,7 @@ async def run(
 def make_runner(app: web.Application) -> web.AppRunner:
     """Return aiohttp's server of the application, with settings for untrusted clients."""
     quiet = logging.getLogger(f"{__name__}.http")
-    quiet.setLevel(logging.CRITICAL)  # else whoever sends no HTTP fills the log with tracebacks
+    quiet.setLevel(logging.CRITICAL)  # else clients that send no HTTP fill the log with tracebacks
     return web.AppRunner(
         app,
         access_log=None,
@@ -220,7 +220,7 @@ async def listen(
     app: web.Application, runner: web.AppRunner, listening: socket.socket
 ) -> asyncio.Server:
     """Take connections up to the limit, and to half of the files that the process may open. Drop one
-    that asks for nothing in `head_s`."""
+    that requests nothing in `head_s`."""
     limits, silent, server = app[STATE].limits, app[SILENT], runner.server
     assert server is not None
     events = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The engine's thread, the only one that calls the engine, and the requests in flight.
+"""The engine's thread, and the way to it from event loops.
 
     thread = EngineThread(engine)
     thread.start()
@@ -7,214 +7,39 @@
             ...
         group = await in_flight.group()
 
-Each iteration first runs the jobs that were posted since the last one (`call`, `submit`, aborts), then
-one step of the engine. First tokens go to their event loop at once. Other news waits until the device
-works on the next step, because the event loop would take Python's lock from the thread before. The
-thread waits for no reader: news for a slow one is merged and never exceeds the response. The event
-loop waits for the thread with a deadline and reports what the thread is busy with when it passes.
-
-A step that raises answers its requests with `EngineFailed`; the engine goes on with the next ones.
+What the thread does is in `engine_loop`. The event loop waits for it with a deadline, and reports what it
+is busy with when that passes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from lowroll.engine.base import Engine, PartialSample
-from lowroll.server.metrics import EngineHealth, Metrics, RequestTimes, ThreadState
-from lowroll.types import FinishReason, Group, Request, Rollout
+from lowroll.engine.base import Engine
+from lowroll.server.engine_loop import (
+    EngineLoop,
+    EngineStalled,
+    InFlightRequest,
+    ServerBusy,
+    Watchdog,
+)
+from lowroll.server.metrics import EngineHealth, Metrics
+from lowroll.server.protocol import PauseMode
+from lowroll.types import Request
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PauseMode = Literal["keep", "wait", "abort"]
-NEWS_SENT_AT_ONCE = 8  # requests: their event loop is done before it is in the thread's way
-JOBS_S = 0.02  # seconds for posted jobs in an iteration, before requests in flight go on
-
-
-class ServerBusy(RuntimeError):
-    """A refusal because too many requests are open, or because the server is ending."""
-
-
-class EngineStalled(RuntimeError):
-    """A missing answer of the engine's thread; the message says what the thread is busy with."""
-
-
-class EngineFailed(RuntimeError):
-    """A request that the engine could not finish. The reason is in the log, not in the message."""
-
-
-@dataclass(frozen=True)
-class Delta:
-    """The tokens that a sample has drawn since it was last read."""
-
-    sample: int
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]] | None  # None where the request does not ask
-    finish_reason: FinishReason | None  # None while the sample goes on
-    stop_reason: int | str | None  # the stop id or stop string that ended it
-
-    @classmethod
-    def since(cls, sample: int, drawn: PartialSample | Rollout, start: int = 0) -> Delta:
-        """Return the tokens of a sample from token `start` on."""
-        top = drawn.top_logprobs
-        return cls(
-            sample,
-            list(drawn.token_ids[start:]),
-            list(drawn.logprobs[start:]),
-            None if top is None else list(top[start:]),
-            drawn.finish_reason,
-            drawn.stop_reason,
-        )
-
-    def then(self, later: Delta) -> Delta:
-        """Return both as one delta."""
-        top = self.top_logprobs
-        if top is not None and later.top_logprobs is not None:
-            top = top + later.top_logprobs
-        return Delta(
-            self.sample,
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            top,
-            later.finish_reason,
-            later.stop_reason,
-        )
-
-
-class InFlightRequest:
-    """A request from its submission to its end.
-
-    The event loop that submitted it reads it. Leaving its `async with` block aborts what is left. Its
-    waits end, because `EngineThread` watches the thread for all of them.
-    """
-
-    def __init__(self, thread: EngineThread, request: Request, stream: bool) -> None:
-        self.request = request
-        self.stream = stream
-        self.events = asyncio.get_running_loop()
-        self.times = RequestTimes()
-        self._thread = thread
-        # used by the event loop alone
-        self.pending: dict[int, Delta] = {}  # by sample; the first to move comes first
-        self._news = asyncio.Event()
-        self._over = asyncio.Event()
-        self._end: Group | Exception | None = None
-        self._abort_asked = False
-        # used by the engine's thread alone
-        self.handle: int | None = None  # None before the engine has it
-        self.aborted = False
-        self._num_sent: dict[int, int] = {}  # tokens of each sample that were sent
-        self._ended: set[int] = set()  # samples whose end was sent
-
-    # -- in the event loop -------------------------------------------------------------------------
-
-    async def __aenter__(self) -> InFlightRequest:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.abort()
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield one delta for each sample that has moved, until all have ended. Without `stream`
-        everything comes at the end. Raises EngineFailed, EngineStalled."""
-        while True:
-            while self.pending:
-                yield self.pending.pop(next(iter(self.pending)))
-            if self._end is not None:
-                self._result()
-                return
-            self._news.clear()
-            await self._news.wait()
-            if not self.pending and self._end is None:
-                self._thread.check_alive("a request")
-
-    async def group(self) -> Group:
-        """Return the finished group. Raises EngineFailed, EngineStalled; ValueError for a wrong
-        request that was held back."""
-        while self._end is None:
-            self._over.clear()
-            await self._over.wait()
-            if self._end is None:
-                self._thread.check_alive("a request")
-        return self._result()
-
-    def abort(self) -> None:
-        """End the request now, if it has not ended: its group gets the finish reason "abort"."""
-        if self._end is None and not self._abort_asked:
-            self._abort_asked = True
-            self._thread.post(lambda: self._thread.abort(self))
-
-    def receive(self, deltas: list[Delta], end: Group | Exception | None) -> None:
-        """Take news of the engine's thread."""
-        for delta in deltas:
-            before = self.pending.get(delta.sample)
-            self.pending[delta.sample] = delta if before is None else before.then(delta)
-        if end is not None and self._end is None:
-            self._end = end
-            self._over.set()
-            self._thread.forget(self)
-        self._news.set()
-
-    def wake(self) -> None:
-        """Have waiting readers check whether the thread is alive."""
-        self._news.set()
-        self._over.set()
-
-    def _result(self) -> Group:
-        assert self._end is not None
-        if isinstance(self._end, Exception):
-            raise self._end
-        return self._end
-
-    # -- on the engine's thread --------------------------------------------------------------------
-
-    def new_deltas(self, samples: Sequence[PartialSample]) -> list[Delta]:
-        """Return what is new of a request that goes on."""
-        deltas = []
-        for sample, drawn in enumerate(samples):
-            over = drawn.finish_reason is not None and sample not in self._ended
-            if len(drawn.token_ids) > self._num_sent.get(sample, 0) or over:
-                deltas.append(self._delta(sample, drawn))
-        return deltas
-
-    def last_deltas(self, group: Group) -> list[Delta]:
-        """Return what is new of a request that has ended."""
-        return [
-            self._delta(sample, rollout)
-            for sample, rollout in enumerate(group.rollouts)
-            if sample not in self._ended
-        ]
-
-    def _delta(self, sample: int, drawn: PartialSample | Rollout) -> Delta:
-        start = self._num_sent.get(sample, 0)
-        self._num_sent[sample] = len(drawn.token_ids)
-        if drawn.finish_reason is not None:
-            self._ended.add(sample)
-        return Delta.since(sample, drawn, start)
-
-
-News = tuple[InFlightRequest, list[Delta], Group | Exception | None]
 
 
 class EngineThread:
-    """The thread that owns an engine, and the way to it from event loops (see above).
+    """The thread that owns an engine, and the way to it from event loops.
 
     deadline_s: the longest iteration; a caller that waits for a longer one gets EngineStalled.
     drain_s: how long `pause("wait")` waits for the requests in flight. max_samples: the samples of
@@ -231,31 +56,17 @@ class EngineThread:
         metrics: Metrics | None = None,
     ) -> None:
         self.engine = engine
-        self.deadline_s = deadline_s
-        self.idle_s = deadline_s / 8  # of an iteration without work, which shows that it is alive
         self.drain_s = drain_s
         self.max_samples = max_samples
         self.metrics = metrics or Metrics()
+        self.watchdog = Watchdog(deadline_s)
+        self.loop = EngineLoop(engine, self.metrics, self.watchdog, deadline_s / 8)
         self.closing = False  # no new requests
-        self.stopping = False
-        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.busy_with = "its start"
-        self.allowed_s = deadline_s  # for what it is busy with
-        self._busy_since = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        # used by the event loop alone
         self.open: set[InFlightRequest] = set()
         self._open_samples = 0
+        self._thread = threading.Thread(target=self.loop.run, name="engine", daemon=True)
         self._watch: asyncio.TimerHandle | None = None  # of the thread, while requests are open
         self._probe: asyncio.Task[EngineHealth | EngineStalled] | None = None
-        # used by the thread alone
-        self.state: ThreadState = "running"
-        self.in_flight: dict[int, InFlightRequest] = {}  # by handle
-        self.held: deque[InFlightRequest] = deque()  # came while a pause waited for others
-        self.drained: Future[None] | None = None  # of the pause that waits
-        self._without_token: deque[InFlightRequest] = deque()  # as far as is known
-        self._news: list[News] = []  # not sent yet
-        self._failures = 0
 
     def start(self) -> None:
         """Begin to iterate."""
@@ -264,12 +75,12 @@ class EngineThread:
     def stop(self) -> None:
         """Abort the requests in flight and end the thread; one that hangs is left behind."""
         self.closing = True
-        self.stopping = True
-        self.post(lambda: None)
+        self.loop.stopping = True
+        self.loop.post(lambda: None)
         if self._thread.is_alive():
-            self._thread.join(timeout=self.deadline_s)
+            self._thread.join(timeout=self.watchdog.deadline_s)
             if self._thread.is_alive():
-                log.error("the engine's thread did not end: %s", self._busy())
+                log.error("the engine's thread did not end: %s", self.watchdog)
 
     async def submit(self, request: Request, *, stream: bool = False) -> InFlightRequest:
         """Queue a request. stream: its tokens are reported while they are drawn.
@@ -281,13 +92,13 @@ class EngineThread:
             raise ServerBusy(
                 f"{self._open_samples} samples are open, of {self.max_samples} at most"
             )
-        submitted = InFlightRequest(self, request, stream)
+        submitted = InFlightRequest(self.loop, request, stream, self.check_alive, self.forget)
         self.open.add(submitted)
         self._open_samples += request.n
         if self._watch is None:
-            self._watch = submitted.events.call_later(self.idle_s, self._watch_thread)
+            self._watch = submitted.events.call_later(self.loop.idle_s, self._watch_thread)
         try:
-            await self.call(lambda engine: self._begin(submitted), "a new request")
+            await self.call(lambda engine: self.loop.submit(submitted), "a new request")
         except BaseException:
             submitted.abort()
             self.forget(submitted)
@@ -302,7 +113,7 @@ class EngineThread:
         job: Future[T] = Future()
         answer = asyncio.wrap_future(job)
         self.check_alive(what)
-        self.post(lambda: self._do(job, fn, what, allowed_s))
+        self.loop.post(lambda: self.loop.perform(job, fn, what, allowed_s))
         try:
             await self._wait_while_alive(lambda: asyncio.wait([answer]), what)
             return await answer
@@ -328,11 +139,11 @@ class EngineThread:
         answer = asyncio.wrap_future(drained)
         try:
             async with asyncio.timeout(self.drain_s):
-                await self.call(lambda engine: self._pause(mode, drained), "pause")
+                await self.call(lambda engine: self.loop.pause(mode, drained), "pause")
                 await self._wait_while_alive(lambda: asyncio.wait([answer]), "pause")
                 await answer
         except TimeoutError:
-            await self.call(lambda engine: self._stop_drain(drained), "pause")
+            await self.call(lambda engine: self.loop.pausing.cancel_drain(drained), "pause")
             if not drained.done():
                 raise EngineStalled(
                     f"pause: {len(self.open)} requests still run after {self.drain_s:g} s"
@@ -343,26 +154,26 @@ class EngineThread:
 
     async def resume(self) -> None:
         """Go on drawing."""
-        await self.call(lambda engine: self._resume(), "resume")
+        await self.call(lambda engine: self.loop.pausing.resume(), "resume")
 
     @property
     def paused(self) -> bool:
         """True while nothing is drawn until `resume`."""
-        return self.state == "paused"
+        return self.loop.pausing.state == "paused"
 
     async def abort_all(self) -> int:
         """End every request now, with what it has drawn. Return how many there were."""
-        return await self.call(lambda engine: self._abort_all(), "abort")
+        return await self.call(lambda engine: self.loop.abort_all(), "abort")
 
     async def health(self, deadline_s: float | None = None) -> EngineHealth:
         """Ask the thread for its health; concurrent callers share one answer. Raises EngineStalled
         when there is none in time (default: an iteration's)."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._ask_health())
-        allowed = self.deadline_s if deadline_s is None else deadline_s
+        allowed = self.watchdog.deadline_s if deadline_s is None else deadline_s
         done, _ = await asyncio.wait([self._probe], timeout=allowed)
         if not done:
-            raise EngineStalled(f"health: no answer in {allowed:g} s: {self._busy()}")
+            raise EngineStalled(f"health: no answer in {allowed:g} s: {self.watchdog}")
         found = await self._probe
         if isinstance(found, EngineStalled):
             raise EngineStalled(str(found))
@@ -377,10 +188,6 @@ class EngineThread:
             await asyncio.sleep(0.02)
         return len(self.open)
 
-    def post(self, job: Callable[[], None]) -> None:
-        """Have the thread run a job between two steps."""
-        self.jobs.put(job)
-
     def forget(self, request: InFlightRequest) -> None:
         """Count a request as open no longer."""
         if request in self.open:
@@ -391,14 +198,13 @@ class EngineThread:
         """Raise EngineStalled when waiting for the thread is of no use."""
         if not self._thread.is_alive():
             raise EngineStalled(f"{what}: the engine's thread does not run")
-        if time.monotonic() - self._busy_since > self.allowed_s:
-            raise EngineStalled(f"{what}: {self._busy()}")
+        self.watchdog.check(what)
 
     async def _wait_while_alive(self, wait: Callable[[], Awaitable[Any]], what: str) -> None:
         """Wait as long as the thread iterates in time; then raise EngineStalled."""
         while True:
             try:
-                async with asyncio.timeout(self.idle_s):
+                async with asyncio.timeout(self.loop.idle_s):
                     await wait()
                 return
             except TimeoutError:
@@ -414,251 +220,14 @@ class EngineThread:
         self._watch = None
         if self.open:
             events = asyncio.get_running_loop()
-            self._watch = events.call_later(self.idle_s, self._watch_thread)
+            self._watch = events.call_later(self.loop.idle_s, self._watch_thread)
 
     async def _ask_health(self) -> EngineHealth | EngineStalled:
+        def health(engine: Engine) -> EngineHealth:
+            state, failures = self.loop.pausing.state, self.loop.failures
+            return EngineHealth(engine.behavior, engine.stats(), len(self.open), state, failures)
+
         try:
-            return await self.call(self._health, "health")
-        except EngineStalled as error:  # nobody may be left who asks
+            return await self.call(health, "health")
+        except EngineStalled as error:  # nobody may wait for the answer any more
             return error
-
-    def _busy(self) -> str:
-        seconds = time.monotonic() - self._busy_since
-        return f"the engine's thread has been busy with {self.busy_with} for {seconds:.1f} s"
-
-    # -- on the thread -----------------------------------------------------------------------------
-
-    def num_streams(self) -> int:
-        """Return how many requests in the engine tell their tokens while they are drawn."""
-        return sum(request.stream for request in self.in_flight.values())
-
-    def abort(self, request: InFlightRequest) -> None:
-        """End a request, in the engine or held back."""
-        if request in self.held:
-            self.held.remove(request)
-            self._admit(request)
-        if request.handle is not None and request.handle in self.in_flight:
-            request.aborted = True
-            self.engine.abort(request.handle)
-
-    def _run(self) -> None:
-        try:
-            while not self.stopping:
-                self._iterate()
-            self._abort_all()
-            self._iterate()  # aborted requests come back from a step
-        finally:
-            self._fail(EngineFailed("the server has ended"), self.held)
-            self._answer_drain(EngineStalled("pause: the server is ending"))
-
-    def _iterate(self) -> None:
-        try:
-            self._run_jobs()
-            if self._can_step():
-                self._set_busy("a step")
-                ended = self.engine.step(self._send_news)
-                self._failures = 0
-                self._send_news()
-                self._deliver(ended)
-            if self.state == "draining" and not self.in_flight:
-                self._end_drain()
-        except Exception:  # of a step or of an abort: the engine goes on with other requests
-            log.exception("the engine failed: %s", self.busy_with)
-            self._failures += 1
-            self._give_up()
-
-    def _run_jobs(self) -> None:
-        """Run posted jobs: for a moment where there is something to step, else after a wait."""
-        self._set_busy("waiting for requests")
-        while self.held and not self._holds_back():
-            self._admit(self.held.popleft())
-        try:
-            busy = self.stopping or self._can_step() or self.state == "draining"
-            if not self._can_step():
-                self._send_news()
-            wait_s = 0.0 if busy else self.idle_s
-            job = self.jobs.get(timeout=wait_s)
-            until = time.monotonic() + JOBS_S
-            while True:
-                job()
-                if time.monotonic() > until and self._can_step():
-                    return
-                job = self.jobs.get_nowait()
-        except queue.Empty:
-            return
-
-    def _can_step(self) -> bool:
-        """Return True where the engine has something to draw, or aborted requests to return."""
-        return bool(self.in_flight) and (self.state != "paused" or self._all_aborted())
-
-    def _do(
-        self, job: Future[T], fn: Callable[[Engine], T], what: str, allowed_s: float | None
-    ) -> None:
-        if not job.set_running_or_notify_cancel():
-            return
-        self._set_busy(what, allowed_s)
-        try:
-            job.set_result(fn(self.engine))
-        except Exception as error:  # raised where it was asked for
-            job.set_exception(error)
-
-    def _set_busy(self, what: str, allowed_s: float | None = None) -> None:
-        self.busy_with = what
-        self.allowed_s = self.deadline_s if allowed_s is None else allowed_s
-        self._busy_since = time.monotonic()
-
-    def _holds_back(self) -> bool:
-        """Return True where new requests are held back: while a pause waits for others, and until a
-        step, which draws nothing then, has returned the aborted ones."""
-        return self.state == "draining" or self._all_aborted()
-
-    def _begin(self, request: InFlightRequest) -> None:
-        if self.stopping:
-            raise ServerBusy("the server is ending")
-        if self.held or self._holds_back():
-            self.held.append(request)
-        else:
-            self._add(request)
-
-    def _add(self, request: InFlightRequest) -> None:
-        request.handle = self.engine.add(request.request)
-        self.in_flight[request.handle] = request
-        if not request.stream:
-            self._without_token.append(request)
-
-    def _admit(self, request: InFlightRequest) -> None:
-        """Add a request that was held back; its reader learns what is wrong with it."""
-        try:
-            self._add(request)
-        except ValueError as error:
-            self._news.append((request, [], error))
-            self._send_news()
-
-    def _deliver(self, ended: list[tuple[int, Group]]) -> None:
-        for handle, group in ended:
-            request = self.in_flight.pop(handle, None)
-            if request is not None:
-                deltas = request.last_deltas(group)
-                self.metrics.ended(request.times, group)
-                self._news.append((request, deltas, group))
-        moved: list[News] = []
-        for handle, request in self.in_flight.items():
-            if request.stream:
-                deltas = request.new_deltas(self.engine.so_far(handle))
-                if deltas:
-                    moved.append((request, deltas, None))
-        first = [one for one in moved if one[0].times.first_at is None]
-        later = [one for one in moved if one[0].times.first_at is not None]
-        self.metrics.moved(
-            [(one.times, max(len(d.token_ids) for d in deltas)) for one, deltas, _ in moved]
-        )
-        if first:  # somebody waits for a first token
-            waiting, self._news = self._news, first
-            self._send_news()
-            self._news = waiting
-        self._observe_first_tokens()
-        self._news += later
-        if len(self._news) <= NEWS_SENT_AT_ONCE:
-            self._send_news()
-
-    def _observe_first_tokens(self) -> None:
-        """Record first tokens of whole answers. They begin in the order in which they came."""
-        while self._without_token:
-            request = self._without_token[0]
-            assert request.handle is not None
-            if request.handle in self.in_flight:
-                if not any(drawn.token_ids for drawn in self.engine.so_far(request.handle)):
-                    return
-                self.metrics.first_token(request.times)
-            self._without_token.popleft()
-
-    def _send_news(self) -> None:
-        """Hand the news to their event loops, with one wake-up for each loop."""
-        news, self._news = self._news, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
-        for one in news:
-            by_loop.setdefault(one[0].events, []).append(one)
-        for events, some in by_loop.items():
-            if not events.is_closed():
-                events.call_soon_threadsafe(_receive, some)
-
-    def _health(self, engine: Engine) -> EngineHealth:
-        return EngineHealth(
-            engine.behavior, engine.stats(), len(self.open), self.state, self._failures
-        )
-
-    # -- pausing -----------------------------------------------------------------------------------
-
-    def _pause(self, mode: PauseMode, drained: Future[None]) -> None:
-        if mode == "wait" and self.in_flight:
-            if self.drained is not None and not self.drained.cancelled():
-                raise ValueError("mode: another pause waits already")
-            self.state = "draining"
-            self.drained = drained
-            return
-        if mode == "abort":
-            self._abort_all()
-        self.state = "paused"
-        self._answer_drain(ValueError("mode: another pause came, which does not wait"))
-        if drained.set_running_or_notify_cancel():
-            drained.set_result(None)
-
-    def _end_drain(self) -> None:
-        self._send_news()
-        self.state = "paused"
-        self._answer_drain(None)
-
-    def _stop_drain(self, drained: Future[None]) -> None:
-        """Resume, if this pause still waits."""
-        if self.drained is drained:
-            self.drained = None
-            self._resume()
-
-    def _resume(self) -> None:
-        self.state = "running"
-        self._answer_drain(ValueError("mode: resumed before all requests had ended"))
-
-    def _answer_drain(self, error: Exception | None) -> None:
-        drained, self.drained = self.drained, None
-        if drained is None or not drained.set_running_or_notify_cancel():
-            return
-        if error is None:
-            drained.set_result(None)
-        else:
-            drained.set_exception(error)
-
-    # -- ends --------------------------------------------------------------------------------------
-
-    def _all_aborted(self) -> bool:
-        return bool(self.in_flight) and all(one.aborted for one in self.in_flight.values())
-
-    def _abort_all(self) -> int:
-        requests = [*self.in_flight.values(), *self.held]
-        for request in requests:
-            self.abort(request)
-        return len(requests)
-
-    def _give_up(self) -> None:
-        """Fail all requests in flight, and drop the pages of prompts, which cannot be trusted."""
-        handles = list(self.in_flight)
-        self._fail(EngineFailed("the engine failed while it worked on this request"), [])
-        try:
-            for handle in handles:
-                self.engine.abort(handle)
-            self.engine.reset_prefix_cache()
-        except Exception:
-            log.exception("the engine could not give up what was in flight")
-
-    def _fail(self, error: Exception, held: Iterable[InFlightRequest]) -> None:
-        """Answer the requests in flight and those held back with an error."""
-        requests = [*self.in_flight.values(), *held]
-        self.in_flight.clear()
-        for request in requests:
-            self.metrics.failed()
-            self._news.append((request, [], error))
-        self._send_news()
-
-
-def _receive(news: list[News]) -> None:
-    for request, deltas, end in news:
-        request.receive(deltas, end)

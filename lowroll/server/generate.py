@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from lowroll.server.engine_thread import Delta
+from lowroll.server.engine_loop import Delta
 from lowroll.server.limits import REQUEST_ID, STATE, read_body
 from lowroll.server.prompts import EncodedPrompt, PromptScores, prompt_logprobs, score_prompts
 from lowroll.server.protocol import GENERATE_ENGINE_FIELDS, GenerateRequest

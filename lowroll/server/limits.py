@@ -32,7 +32,8 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.typedefs import Middleware
 
 from lowroll.engine.base import Capabilities
-from lowroll.server.engine_thread import EngineStalled, EngineThread, ServerBusy
+from lowroll.server.engine_loop import EngineStalled, ServerBusy
+from lowroll.server.engine_thread import EngineThread
 from lowroll.server.protocol import (
     Refused,
     RequestBody,
@@ -217,11 +218,6 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     state = request.app[STATE]
     data = await _read(request)
     return await state.in_worker(parse, data) if len(data) > LARGE_BODY else parse(data)
-
-
-async def read_json(request: web.Request) -> dict[str, Any]:
-    """Return the body, a JSON object. Raises Refused."""
-    return parse_json(await _read(request), request.app[STATE].limits.depth)
 
 
 async def _read(request: web.Request) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -74,43 +75,31 @@ class Metrics:
 
     def __init__(self) -> None:
         own = self.registry = CollectorRegistry()
-        self._up = Gauge("lowroll_engine_up", "1 when the engine's thread answers", registry=own)
-        self._open = Gauge("lowroll_requests_open", "requests in the server", registry=own)
-        self._paused = Gauge("lowroll_paused", "1 while nothing is drawn", registry=own)
-        self._running = Gauge("lowroll_samples_running", "samples that decode", registry=own)
-        self._waiting = Gauge("lowroll_samples_waiting", "samples without a place", registry=own)
-        self._cache = Gauge("lowroll_cache_tokens", "tokens that the KV cache holds", registry=own)
-        self._used = Gauge(
-            "lowroll_cache_used_tokens", "tokens of it in pages that requests hold", registry=own
-        )
+        gauge, counter = partial(Gauge, registry=own), partial(Counter, registry=own)
+        histogram = partial(Histogram, registry=own)
+        self._up = gauge("lowroll_engine_up", "1 when the engine's thread answers")
+        self._open = gauge("lowroll_requests_open", "requests in the server")
+        self._paused = gauge("lowroll_paused", "1 while nothing is drawn")
+        self._running = gauge("lowroll_samples_running", "samples that decode")
+        self._waiting = gauge("lowroll_samples_waiting", "samples without a place")
+        self._cache = gauge("lowroll_cache_tokens", "tokens that the KV cache holds")
+        self._used = gauge("lowroll_cache_used_tokens", "tokens of it in pages that requests hold")
         self._totals = _EngineTotals()
         own.register(self._totals)
         self._weights = Info("lowroll_weights", "the policy that is drawn from", registry=own)
-        self._requests = Counter(
-            "lowroll_requests", "requests that ended, by how", ["outcome"], registry=own
+        self._requests = counter("lowroll_requests", "requests that ended, by how", ["outcome"])
+        self._prompt = counter("lowroll_prompt_tokens", "tokens of prompts")
+        self._response = counter("lowroll_response_tokens", "tokens of responses")
+        labels = ["route", "status"]
+        self._answers = counter("lowroll_http_responses", "answers, by route and status", labels)
+        self._first = histogram(
+            "lowroll_first_token_seconds", "from a request to its first token", buckets=SECONDS
         )
-        self._prompt = Counter("lowroll_prompt_tokens", "tokens of prompts", registry=own)
-        self._response = Counter("lowroll_response_tokens", "tokens of responses", registry=own)
-        self._answers = Counter(
-            "lowroll_http_responses",
-            "answers, by route and status",
-            ["route", "status"],
-            registry=own,
+        self._gap = histogram(
+            "lowroll_inter_token_seconds", "between two tokens of a stream", buckets=GAPS
         )
-        self._first = Histogram(
-            "lowroll_first_token_seconds",
-            "from a request to its first token",
-            buckets=SECONDS,
-            registry=own,
-        )
-        self._gap = Histogram(
-            "lowroll_inter_token_seconds",
-            "between two tokens of a stream",
-            buckets=GAPS,
-            registry=own,
-        )
-        self._whole = Histogram(
-            "lowroll_request_seconds", "from a request to its end", buckets=SECONDS, registry=own
+        self._whole = histogram(
+            "lowroll_request_seconds", "from a request to its end", buckets=SECONDS
         )
 
     # -- from the engine's thread -------------------------------------------------------------------

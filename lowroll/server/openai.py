@@ -11,7 +11,7 @@ from aiohttp import web
 
 from lowroll.engine.base import Capabilities
 from lowroll.engine.remote.protocol import pack
-from lowroll.server.engine_thread import Delta
+from lowroll.server.engine_loop import Delta
 from lowroll.server.limits import STATE, ServerState, read_body
 from lowroll.server.prompts import (
     EncodedPrompt,
@@ -171,7 +171,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _scores(
     state: ServerState, body: CompletionRequest, prompts: Sequence[EncodedPrompt]
 ) -> Sequence[PromptScores | None]:
-    """Return the scores of each prompt, where the request asks for log-probs of prompts."""
+    """Return the scores of each prompt, where the request has a field for log-probs of prompts."""
     echoed = body.echo and body.logprobs is not None
     if body.prompt_logprobs is None and not echoed:
         return [None] * len(prompts)

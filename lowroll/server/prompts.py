@@ -205,7 +205,7 @@ async def score_prompts(
     asked_by: str = "prompt_logprobs",
 ) -> list[PromptScores]:
     """Return the scores of prompts, with the `top` likeliest tokens of each place. They are scored one
-    after the other, so that the engine draws in between. asked_by: the field that asks for them. Raises
+    after the other, so that the engine draws in between. asked_by: the field for them. Raises
     Refused for prompts that cannot be scored, or that are more than one answer may hold."""
     most = state.limits.told_streamed if stream else state.limits.told
     count = sum(len(prompt.token_ids) for prompt in prompts) * (top + 1)

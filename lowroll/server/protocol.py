@@ -25,11 +25,13 @@ from pydantic import (
     model_validator,
 )
 
+from lowroll.engine.base import InFlight
 from lowroll.types import MAX_TOP_LOGPROBS, TEMPERATURES, Request
 
 MAX_STOPS = 64
 MAX_TOOLS = 2048
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
+PauseMode = Literal["keep", "wait", "abort"]
 SEED_BITS = 53  # every reader of JSON keeps so many
 
 Text = Annotated[str, StringConstraints(max_length=1 << 24)]
@@ -438,6 +440,25 @@ class DetokenizeRequest(RequestBody):
         _check_ids(self.tokens, "tokens")
 
 
+class ControlBody(RequestBody):
+    """The body or query of a control route, which has no other fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class PauseQuery(ControlBody):
+    """The query of POST /pause."""
+
+    mode: PauseMode = "keep"
+
+
+class WeightsRequest(ControlBody):
+    """The body of POST /weights. version: the id of one."""
+
+    version: str
+    in_flight: InFlight = "keep"
+
+
 # the client's names of the fields of an engine's request
 ENGINE_FIELDS = {
     "prompt_ids": "prompt",
@@ -554,6 +575,8 @@ def _reason(kind: str, message: str) -> str:
     """Return why a field is wrong, without words of pydantic's own."""
     if kind == "model_type":
         return "an object is expected"
+    if kind == "extra_forbidden":
+        return "there is no such field"
     return message.removeprefix("Value error, ") if kind == "value_error" else message
 
 
@@ -569,7 +592,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return True where a value of a known field asks for what happens anyway."""
+    """Return True where a value of a known field means what happens anyway."""
     if type(value) is float and value.is_integer():
         value = int(value)
     return any(

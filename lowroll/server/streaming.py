@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from lowroll.server.engine_thread import Delta, EngineFailed, EngineStalled, InFlightRequest
+from lowroll.server.engine_loop import Delta, EngineFailed, EngineStalled, InFlightRequest
 from lowroll.server.limits import REQUEST_ID, STATE, ServerState
 from lowroll.server.protocol import GenerationFields, Refused, error_body, refuse_engine_error
 from lowroll.server.text import TokenNames, finite_logprob
@@ -106,9 +106,11 @@ async def respond(
     fields. Raises Refused, which names what the engine refuses."""
     if answer.body.stream:
         return await _stream(request, answer, requests, names)
-    state, owned = request.app[STATE], _names_by_prompt(names, len(requests))
-    async with _submitted(state, requests, owned, stream=False) as in_flight:
-        groups = await _gather(_group(one, own) for one, own in zip(in_flight, owned, strict=True))
+    state, by_prompt = request.app[STATE], _names_by_prompt(names, len(requests))
+    async with _submitted(state, requests, by_prompt, stream=False) as in_flight:
+        groups = await _gather(
+            _group(one, own) for one, own in zip(in_flight, by_prompt, strict=True)
+        )
     tokens = sum(map(len, answer.prompts)) + num_drawn(groups)
     return await json_response_in_worker(state, lambda: answer.whole(groups), tokens)
 
@@ -120,17 +122,17 @@ async def _stream(
 
     The engine does not wait for the client: what it draws meanwhile comes in one event. Raises Refused
     as long as nothing was sent; later an event says what went wrong."""
-    state, owned = request.app[STATE], _names_by_prompt(names, len(requests))
-    async with _submitted(state, requests, owned, stream=True) as in_flight:
+    state, by_prompt = request.app[STATE], _names_by_prompt(names, len(requests))
+    async with _submitted(state, requests, by_prompt, stream=True) as in_flight:
         events = _EventStream(request, state.limits.write_s)
         await events.begin()
 
         async def send(i: int, one: InFlightRequest) -> Group:
-            async for delta in _deltas(one, owned[i]):
+            async for delta in _deltas(one, by_prompt[i]):
                 tree = answer.chunk(i, delta)
                 if tree is not None:
                     await events.send(tree)
-            return await _group(one, owned[i])
+            return await _group(one, by_prompt[i])
 
         try:
             for tree in answer.first():

@@ -1,5 +1,5 @@
 """Answers of a form: from `response_format`, `structured_outputs`, `guided_...`, or a `tool_choice` that
-asks for a call, to the grammar that the engine draws by (`engine.grammar`).
+requires a call, to the grammar that the engine draws by (`engine.grammar`).
 
 JSON is written as Python writes it, `{"a": 1, "b": [2, 3]}`: no other white space can be drawn, so
 none goes on for ever.
@@ -114,7 +114,7 @@ async def grammar_of(
     state: ServerState, body: StructuredOutputFields, offered: OfferedTools | None = None
 ) -> tuple[str | None, dict[str, str]]:
     """Return the grammar of an answer, None where anything is allowed, and the client's name of it.
-    Refuse the field that asks for what cannot be."""
+    Refuse the field for what cannot be."""
     found = _forms(body)
     if offered is not None and offered.required:
         found["tool_choice"] = lambda: _of_calls(state, offered)

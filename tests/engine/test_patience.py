@@ -14,10 +14,10 @@ import pytest
 from lowroll.engine.remote.event_loop import CappedClock, CappedClockLoop
 from lowroll.engine.remote.http_client import DeadlineExceeded
 from lowroll.engine.remote.pool import TURNS
-from lowroll.engine.remote.replica import PoolTerms, Replica
+from lowroll.engine.remote.replica import PoolOptions, Replica
 from lowroll.engine.remote.server_base import ServerProgress
 
-TERMS = PoolTerms(silent_s=30.0)
+TERMS = PoolOptions(silent_s=30.0)
 ROUNDS = 4  # turns of the loop until an answer has been sent for, has come and was read
 
 

@@ -19,7 +19,7 @@ from lowroll.engine.remote import replica, weight_broadcaster
 from lowroll.engine.remote.discovery import Elastic
 from lowroll.engine.remote.http_client import ServerError
 from lowroll.engine.remote.pool import EnginePool
-from lowroll.engine.remote.replica import Replica
+from lowroll.engine.remote.replica import PoolOptions, Replica
 from lowroll.engine.remote.replica_set import PoolReport
 from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD
 from lowroll.orchestrator.conversations import Conversations, Dialogue
@@ -95,7 +95,7 @@ def engines(
 def pooled(fakes: list[FakeEngine], **options: object) -> EnginePool:
     """A pool that has met all of them that run."""
     given = {"admin_token": ADMIN, "silent_s": CALM, "start_s": 5.0} | options
-    pool = EnginePool([fake.url for fake in fakes], **given)
+    pool = EnginePool([fake.url for fake in fakes], PoolOptions(**given))
     healthy(pool, sum(fake.runs for fake in fakes))
     return pool
 
@@ -133,10 +133,10 @@ def test_a_pool_of_two_is_one_engine(n: int, admin: str | None) -> None:
 
 def test_addresses_are_taken_with_and_without_v1_and_once_each() -> None:
     with engines(1) as (fake,):
-        with EnginePool([f"{fake.url}/v1/"], start_s=5.0) as pool:
+        with EnginePool([f"{fake.url}/v1/"], PoolOptions(start_s=5.0)) as pool:
             assert pool.generate(asked(1))
         with pytest.raises(ValueError, match="is named twice"):
-            EnginePool([f"{fake.url}/v1", fake.url], start_s=5.0)
+            EnginePool([f"{fake.url}/v1", fake.url], PoolOptions(start_s=5.0))
     with pytest.raises(ValueError, match="client.base_url: no engine"):
         EnginePool([])
     with pytest.raises(ValueError, match="url: expected http"):
@@ -356,7 +356,7 @@ def test_a_start_without_engines_ends_and_names_them() -> None:
     with engines(1) as (fake,):
         gone = fake.url
     with pytest.raises(ServerError, match=f"within 0.7 s: {gone}: .*connection"):
-        EnginePool([gone], start_s=0.7, silent_s=QUICK)
+        EnginePool([gone], PoolOptions(start_s=0.7, silent_s=QUICK))
 
 
 def test_a_start_waits_for_the_first_engine() -> None:
@@ -672,7 +672,9 @@ class Names:
 
 def elastic(names: Names, port: int, **options: object) -> EnginePool:
     given = {"silent_s": QUICK, "start_s": 5.0} | options
-    return EnginePool([], elastic=Elastic("engines", port, 0.05), resolver=names, **given)
+    return EnginePool(
+        [], PoolOptions(**given), elastic=Elastic("engines", port, 0.05), resolver=names
+    )
 
 
 def test_engines_appear_and_disappear_without_loss() -> None:
@@ -772,7 +774,9 @@ def test_vllms_take_adapters_by_a_new_name_and_old_requests_keep_theirs(tmp_path
     first, second = (publish(tmp_path, v, kind="adapter") for v in (1, 2))
     requests = asked(4, ignore_eos=True)
     with vllms(tmp_path / "model") as fakes:
-        with EnginePool([fake.url for fake in fakes], silent_s=QUICK, start_s=5.0) as pool:
+        with EnginePool(
+            [fake.url for fake in fakes], PoolOptions(silent_s=QUICK, start_s=5.0)
+        ) as pool:
             assert pool.behavior.weights == "bf16"
             pool.update(first)
             names = [f"pol-v{one.version}-{one.digest[:12]}" for one in (first, second)]
@@ -805,7 +809,7 @@ def test_vllms_take_adapters_by_a_new_name_and_old_requests_keep_theirs(tmp_path
 def test_a_vllm_reads_all_weights_when_what_it_draws_has_ended(tmp_path: Path) -> None:
     first = publish(tmp_path, 1)
     with vllms(tmp_path / "model") as (a, b):
-        with EnginePool([a.url, b.url], silent_s=QUICK, start_s=5.0) as pool:
+        with EnginePool([a.url, b.url], PoolOptions(silent_s=QUICK, start_s=5.0)) as pool:
             pool.update(first)
             paths = [path for path, _ in a.orders]
             assert paths == ["/pause?mode=wait", RELOAD[0], "/reset_prefix_cache", "/resume"]
@@ -821,15 +825,17 @@ def test_what_a_vllm_lacks_is_named(tmp_path: Path) -> None:
     with vllms(tmp_path / "model") as (a, b):
         b.context = 32
         with pytest.raises(ValueError, match="engines do not agree: context length"):
-            EnginePool([a.url, b.url], start_s=5.0)
+            EnginePool([a.url, b.url], PoolOptions(start_s=5.0))
         a.folder = str(tmp_path / "elsewhere")
         with pytest.raises(ValueError, match="folder: .* is not readable here"):
-            EnginePool([a.url], start_s=5.0)
-        with EnginePool([a.url], start_s=5.0, folder=tmp_path / "model", silent_s=QUICK) as pool:
+            EnginePool([a.url], PoolOptions(start_s=5.0))
+        with EnginePool(
+            [a.url], PoolOptions(start_s=5.0, folder=tmp_path / "model", silent_s=QUICK)
+        ) as pool:
             with pytest.raises(ValueError, match="stop_strings"):
                 pool.add(Request([2], max_tokens=4, stop_strings=("x",)))
         with engines(1) as (own,), pytest.raises(ValueError, match="do not agree: kind of server"):
-            EnginePool([own.url, b.url], start_s=5.0)
+            EnginePool([own.url, b.url], PoolOptions(start_s=5.0))
 
 
 # -- several -----------------------------------------------------------------------------------------
@@ -957,7 +963,7 @@ def test_twenty_times_an_engine_is_lost_and_no_request(
     with ExitStack() as stack:
         children = [stack.enter_context(started(None, "--slow", "0.01")) for _ in range(2)]
         pool = stack.enter_context(
-            EnginePool([child.url for child in children], silent_s=QUICK, start_s=20.0)
+            EnginePool([child.url for child in children], PoolOptions(silent_s=QUICK, start_s=20.0))
         )
         for round in range(20):
             victim = round % 2
@@ -999,7 +1005,7 @@ def test_whoever_waits_for_the_first_engine_is_told_and_can_leave(
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        EnginePool(["http://127.0.0.1:1"], silent_s=0.1, start_s=60, alive=alive)
+        EnginePool(["http://127.0.0.1:1"], PoolOptions(silent_s=0.1, start_s=60), alive=alive)
     assert "no engine has answered for 0.1 s: http://127.0.0.1:1: " in caplog.text
 
 

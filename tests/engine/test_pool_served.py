@@ -15,6 +15,7 @@ import pytest
 
 from lowroll.engine.remote import connect
 from lowroll.engine.remote.pool import EnginePool
+from lowroll.engine.remote.replica import PoolOptions
 from lowroll.types import Group, Request
 from tests.fixtures import forks
 from tests.fixtures.processes import eventually
@@ -107,7 +108,7 @@ def test_a_pool_of_two_draws_what_one_engine_draws(model: Path) -> None:
     """Bit for bit, also where an engine is stopped meanwhile and the other draws what it had."""
     with serving(model, 2) as (a, b):
         urls = [a.url, b.url]
-        with EnginePool(urls, admin_token=ADMIN, start_s=60.0, silent_s=6.0) as pool:
+        with EnginePool(urls, PoolOptions(admin_token=ADMIN, start_s=60.0, silent_s=6.0)) as pool:
             assert pool.capabilities.vocab_size == 67
             for n, victim in ((1, a), (8, b)):
                 requests = asked(n, tokens=100)
@@ -135,7 +136,9 @@ def test_a_server_is_killed_or_stopped_time_and_again_and_no_request_is_lost(
     model: Path, times: int
 ) -> None:
     with serving(model, 2) as servers:
-        with EnginePool([s.url for s in servers], admin_token=ADMIN, silent_s=6.0) as pool:
+        with EnginePool(
+            [s.url for s in servers], PoolOptions(admin_token=ADMIN, silent_s=6.0)
+        ) as pool:
             expected = {n: tokens(pool.generate(asked(n))) for n in (1, 8)}
             before = pool.report().metrics()["perf/engine_requests"]
             for round in range(times):

@@ -28,11 +28,11 @@ from lowroll.engine.remote import (
     ServerError,
     VllmEngine,
     connect,
-    lowroll_server,
     vllm_nccl,
     vllm_process,
 )
 from lowroll.engine.remote.http_client import HttpClient
+from lowroll.engine.remote.lowroll_server import LowrollServer
 from lowroll.engine.remote.pool import TURN
 from lowroll.engine.remote.protocol import ArrivingSample, pack
 from lowroll.engine.remote.verify import Verifier
@@ -672,7 +672,7 @@ def test_workers_are_told_where_to_meet(
     monkeypatch.setattr(vllm_nccl, "Communicator", Peer)
     fake.version = version
     with attached(fake) as engine:
-        meeting = vllm_nccl.NcclTransfer(engine._begin, engine.found, 5.0, local)
+        meeting = vllm_nccl.NcclTransfer(engine.begin, engine.found, 5.0, local)
         assert meeting._meet(torch.device("cpu")).world == 3
         assert meeting._meet(torch.device("cpu")) and len(fake.orders) == 1
         told = fake.orders[0][1]["init_info"]
@@ -689,7 +689,7 @@ def test_workers_are_told_where_to_meet(
 
 def test_an_old_vllm_elsewhere_gets_no_store(fake: FakeVllm) -> None:
     with attached(fake) as engine, pytest.raises(ValueError, match="store to the network"):
-        vllm_nccl.NcclTransfer(engine._begin, engine.found, 5.0, local=False)
+        vllm_nccl.NcclTransfer(engine.begin, engine.found, 5.0, local=False)
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -704,7 +704,7 @@ def test_workers_that_do_not_come_are_not_waited_for(
         fake.refused["/init_weight_transfer_engine"] = 500
         message = "answered 500"
     with attached(fake) as engine:
-        meeting = vllm_nccl.NcclTransfer(engine._begin, engine.found, 0.5, True)
+        meeting = vllm_nccl.NcclTransfer(engine.begin, engine.found, 0.5, True)
         with pytest.raises(ServerError, match=message):
             meeting._meet(torch.device("cpu"))
         assert meeting._communicator is None
@@ -745,29 +745,36 @@ def wait_for(done: Any, seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("where", ["behavior", "capabilities"])
-def test_a_server_that_says_no_numbers_is_none_of_ours(where: str) -> None:
+def _stated() -> Tree:
     able = Capabilities(128, frozenset(), True, True, True, True, frozenset())
-    stated: Tree = {
+    return {
         "behavior": asdict(BehaviorTag((PolicySpan(0, ""),), "fp32")),
         "capabilities": asdict(able) | {"kv": {"policy": "dense"}},
     }
+
+
+def _met(stated: Tree) -> LowrollServer:
+    listed = {"data": [{"id": "m", "lowroll": stated}]}
+    return LowrollServer(HttpClient("http://there"), listed, None, None)
+
+
+@pytest.mark.parametrize("where", ["behavior", "capabilities"])
+def test_a_server_that_says_no_numbers_is_none_of_ours(where: str) -> None:
+    stated = _stated()
     if where == "behavior":
         stated["behavior"]["policy"][0]["version"] = "newest"
     else:
         stated["capabilities"]["context_length"] = "long"
 
-    said = {"data": [{"id": "m", "lowroll": stated}]}
     with pytest.raises(ServerError, match="is no server of lowroll's"):
-        lowroll_server.read(said, "http://there", None)
+        _met(stated)
 
 
 def test_an_origin_without_numbers_names_its_request() -> None:
-    able = Capabilities(128, frozenset(), False, False, True, True, frozenset())
     tag = BehaviorTag((PolicySpan(0, ""),), "fp32")
     one = ArrivingSample(stated={"behavior": {**asdict(tag), "sampler": {"temperature": "hot"}}})
     with pytest.raises(ServerError, match="request a: no behavior of a sample"):
-        lowroll_server.LowrollDialect(able, tag, "m").tag(ASKED, tag, 0, one)
+        _met(_stated()).tag(ASKED, tag, 0, one)
 
 
 REQUESTS = [
@@ -803,7 +810,7 @@ def test_the_servers_rollouts_are_the_engines_bit_for_bit(
                     assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
             able = native.capabilities
             assert replace(engine.capabilities, updates=able.updates, noise=able.noise) == able
-            assert engine.served.name == "tiny" and engine.behavior == native.behavior
+            assert engine.server.model == "tiny" and engine.behavior == native.behavior
 
 
 @pytest.mark.slow
@@ -893,7 +900,7 @@ def test_a_servers_policy_has_its_options(folder: Path) -> None:
 def test_connect_names_what_it_finds(fake: FakeVllm, folder: Path) -> None:
     with connect(fake.url) as engine:
         assert type(engine) is EnginePool and engine.capabilities.updates == frozenset()
-        assert engine.served.name == "policy" and engine.generate([ASKED])
+        assert engine.server.model == "policy" and engine.generate([ASKED])
     with pytest.raises(ValueError, match="serves policy, and not other"):
         connect(fake.url, model="other")
     with serving(engine_of(folder)) as url:

@@ -13,6 +13,7 @@ import torch
 
 from lowroll.engine.native import NativeEngine
 from lowroll.engine.remote.pool import EnginePool
+from lowroll.engine.remote.replica import PoolOptions
 from lowroll.kernels.invariant import rows
 from lowroll.model import hf
 from lowroll.types import Group, Request
@@ -39,7 +40,7 @@ def asked(count: int, n: int = 3) -> list[Request]:
 
 def drawn(urls: list[str], requests: list[Request]) -> list[Group]:
     given = {"token": TOKENS.token, "admin_token": TOKENS.admin, "start_s": 30.0, "silent_s": 20.0}
-    with EnginePool(urls, **given) as pool:
+    with EnginePool(urls, PoolOptions(**given)) as pool:
         return pool.generate(requests)
 
 

@@ -113,20 +113,20 @@ BROAD = {  # handlers of every error that do not end in a raise
     ("model/tokenizer_child.py", "main"): "reported to the parent, which raises it",
     ("weights/sync/server.py", "_run"): "kept for the trainer, whose next look raises it",
     ("server/limits.py", "admit"): "the client gets a plain 500 and the log the reason",
-    ("server/engine_thread.py", "_do"): "raised where the call was made",
+    ("server/engine_loop.py", "perform"): "raised where the call was made",
     (
-        "server/engine_thread.py",
+        "server/engine_loop.py",
         "_give_up",
     ): "after a failure: it is logged, and the thread goes on",
-    ("server/engine_thread.py", "_iterate"): "answered to the requests in flight, and logged",
+    ("server/engine_loop.py", "_iterate"): "answered to the requests in flight, and logged",
     ("runs/preflight.py", "_ask"): "an environment's own code: it becomes a line of the dry run",
 }
 ENDLESS = {  # waits without a time, and what looks like one
     (
-        "server/engine_thread.py",
+        "server/engine_loop.py",
         "__aiter__",
     ): "`EngineThread` wakes it when the engine's thread hangs",
-    ("server/engine_thread.py", "group"): "the same",
+    ("server/engine_loop.py", "group"): "the same",
     ("engine/remote/router.py", "_done"): "of a task that has ended",
     ("engine/remote/http_client.py", "happens_within"): "inside of a timeout",
     ("engine/remote/replica_set.py", "over"): "of a task that is done: it calls this",

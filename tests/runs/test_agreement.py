@@ -83,7 +83,7 @@ def pool(model: str, weights: str = "int8", **able: Any) -> Any:
             **said,
         ),
         behavior=SimpleNamespace(weights=weights),
-        dialect=SimpleNamespace(model=model),
+        server=SimpleNamespace(model=model),
     )
 
 

@@ -441,7 +441,7 @@ def test_an_orchestrator_whose_settings_are_refused_was_never_ready(
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("env 'chatty': refused")
 
-    pool = SimpleNamespace(dialect=SimpleNamespace(cache_tokens=64))
+    pool = SimpleNamespace(server=SimpleNamespace(cache_tokens=64))
     module = "lowroll.runs.roles.orchestrator"
     monkeypatch.setattr(Heartbeat, "update", lambda _, **told: said.append(told.get("phase", "")))
     monkeypatch.setattr(Orchestration, "_meet_trainer", lambda _: None)

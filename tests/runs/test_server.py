@@ -37,7 +37,7 @@ def there(model: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     asked = Asked([], [], "policy", str(model))
 
     class Served(Foreign):
-        served: Any
+        server: Any
 
     def connect(url: str, *, model: str | None, token: str | None, folder: Path | None) -> Foreign:
         asked.calls.append((url, model, token))
@@ -45,7 +45,7 @@ def there(model: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
             raise ValueError(asked.refuses)
         near = NativeEngine(held, weights="fp32", device="cpu", cache_tokens=1024)
         far = Served(near)
-        far.served = types.SimpleNamespace(name=model or asked.name, root=asked.root)
+        far.server = types.SimpleNamespace(model=model or asked.name, root=asked.root)
         asked.made.append(far)
         return far
 

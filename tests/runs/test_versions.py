@@ -12,6 +12,7 @@ import pytest
 
 from lowroll.engine.remote import weight_broadcaster
 from lowroll.engine.remote.pool import EnginePool
+from lowroll.engine.remote.replica import PoolOptions
 from lowroll.model.transformer import Transformer
 from lowroll.runs.roles.versions import Versions
 from lowroll.transport.base import DeadlineExceeded
@@ -113,7 +114,7 @@ def test_what_one_attempt_writes_again_as_files_is_the_same(
 
 
 def pool_of(fake: FakeEngine, silent_s: float = 20.0) -> EnginePool:
-    return EnginePool([fake.url], admin_token=ADMIN, silent_s=silent_s, start_s=20.0)
+    return EnginePool([fake.url], PoolOptions(admin_token=ADMIN, silent_s=silent_s, start_s=20.0))
 
 
 def test_an_engine_that_dies_while_it_is_told_a_version_takes_the_newest_when_it_is_back(

@@ -13,15 +13,15 @@ import pytest
 
 from lowroll.engine.native import NativeEngine
 from lowroll.model import hf
-from lowroll.server.engine_thread import (
+from lowroll.server.engine_loop import (
     JOBS_S,
     Delta,
     EngineFailed,
     EngineStalled,
-    EngineThread,
     InFlightRequest,
     ServerBusy,
 )
+from lowroll.server.engine_thread import EngineThread
 from lowroll.server.metrics import FAILURES_BEFORE_UNHEALTHY
 from lowroll.types import Group, Request
 from lowroll.weights.sync.update import WeightUpdate
@@ -249,7 +249,7 @@ async def test_resume_ends_a_pause_that_still_waits(engine: NativeEngine) -> Non
 
 def drains(loop: EngineThread) -> None:
     end = time.monotonic() + 10
-    while loop.state != "draining" and time.monotonic() < end:
+    while loop.loop.pausing.state != "draining" and time.monotonic() < end:
         time.sleep(0.001)
 
 
@@ -384,7 +384,7 @@ async def test_a_cancelled_submission_is_dropped(engine: NativeEngine) -> None:
         good = await loop.submit(ask(3, 4, max_tokens=LONG))
         await hung(moody, loop)
         submitting = asyncio.ensure_future(loop.submit(ask(5, 6, max_tokens=LONG)))
-        await until(lambda: loop.jobs.qsize() == 1, "it to be asked")
+        await until(lambda: loop.loop.jobs.qsize() == 1, "it to be asked")
         submitting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await submitting
@@ -505,9 +505,9 @@ async def test_a_long_call_has_the_time_that_it_was_given(engine: NativeEngine) 
         ticket, go = await loop.submit(ask(3, 4, max_tokens=LONG)), threading.Event()
 
         def long(engine: Any) -> int:
-            loop.deadline_s = 0.1  # of other turns
+            loop.watchdog.deadline_s = 0.1  # of other turns
             time.sleep(0.5)
-            loop.deadline_s = 30.0
+            loop.watchdog.deadline_s = 30.0
             return 5
 
         assert await loop.call(long, "weights", 30.0) == 5
@@ -515,7 +515,7 @@ async def test_a_long_call_has_the_time_that_it_was_given(engine: NativeEngine) 
         with pytest.raises(EngineStalled, match="busy with weights"):
             await loop.call(lambda engine: go.wait(30), "weights", 0.3)
         go.set()
-        await until(lambda: loop.busy_with != "weights", "the next turn")
+        await until(lambda: loop.watchdog.busy_with != "weights", "the next turn")
         with pytest.raises(KeyError, match="mine"):
             await loop.call(lambda engine: {}["mine"], "a look")
         with pytest.raises(TimeoutError):
@@ -556,9 +556,9 @@ async def test_the_end_answers_a_pause_and_begins_nothing(engine: NativeEngine) 
         await hung(moody, loop)
         waits = [asyncio.ensure_future(loop.pause("wait"))]
         waits += [asyncio.ensure_future(loop.submit(ask(3, i))) for i in (4, 5)]
-        await until(lambda: loop.jobs.qsize() == 3, "all to be asked")
+        await until(lambda: loop.loop.jobs.qsize() == 3, "all to be asked")
         stopping = asyncio.ensure_future(asyncio.to_thread(loop.stop))
-        await until(lambda: loop.stopping, "the end to be asked for")
+        await until(lambda: loop.loop.stopping, "the end to be asked for")
         moody.hang.clear()
         await stopping
         ends = await asyncio.gather(*waits, return_exceptions=True)
@@ -618,7 +618,7 @@ async def test_news_goes_out_while_the_device_works(
     seen: int,
 ) -> None:
     """Each step draws a token; of the one that waits nobody knows yet."""
-    monkeypatch.setattr("lowroll.server.engine_thread.NEWS_SENT_AT_ONCE", few)
+    monkeypatch.setattr("lowroll.server.engine_loop.NEWS_SENT_AT_ONCE", few)
 
     waits = Waits(engine, hold, silent)
     async with looped(waits) as loop:

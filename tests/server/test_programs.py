@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowroll.server.engine_thread import EngineThread, InFlightRequest
+from lowroll.server.engine_loop import EngineLoop, InFlightRequest
+from lowroll.server.engine_thread import EngineThread
 from tests.fixtures.programs import Trial
 from tests.fixtures.tiny import hf_folder
 
@@ -16,7 +17,7 @@ from tests.fixtures.tiny import hf_folder
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
     root = tmp_path_factory.mktemp("programs")
-    log = logging.getLogger("lowroll.server.engine_thread")
+    log = logging.getLogger("lowroll.server.engine_loop")
     log.setLevel(logging.CRITICAL)  # failures are told to it
     yield Trial([hf_folder(root / str(seed), seed=seed) for seed in range(2)])
     log.setLevel(logging.NOTSET)
@@ -37,7 +38,7 @@ def _not_forgotten(self: EngineThread, ticket: InFlightRequest) -> None:
     pass
 
 
-def _dropped_alone(self: EngineThread, request: InFlightRequest) -> None:
+def _dropped_alone(self: EngineLoop, request: InFlightRequest) -> None:
     if request in self.held:
         self.held.remove(request)
 
@@ -46,7 +47,7 @@ _delta = InFlightRequest._delta
 BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a token is told twice": (InFlightRequest, "_delta", _told_twice),
     "tickets stay open": (EngineThread, "forget", _not_forgotten),
-    "nothing is aborted": (EngineThread, "abort", _dropped_alone),
+    "nothing is aborted": (EngineLoop, "abort", _dropped_alone),
 }
 
 

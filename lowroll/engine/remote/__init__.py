@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lowroll.engine.remote.http_client import EngineLost, ServerError
 from lowroll.engine.remote.pool import EnginePool
+from lowroll.engine.remote.replica import PoolOptions
 from lowroll.engine.remote.verify import NotArrived
 from lowroll.engine.remote.vllm_engine import SILENT_S, VllmEngine
 
@@ -27,11 +28,10 @@ def connect(
 
     model: a name that it serves; default its first. token: its bearer token. folder: of a vLLM's
     model, where it is not readable under the name that the server tells. request_s: until the answer of
-    one request that was sent. concurrency, stream: as `EnginePool`'s. ValueError names what does not
+    one request that was sent. concurrency, stream: as of `PoolOptions`. ValueError names what does not
     fit; ServerError when nothing that is known answers.
     """
-    return EnginePool(
-        [url],
+    options = PoolOptions(
         model=model,
         token=token,
         folder=None if folder is None else Path(folder),
@@ -41,3 +41,4 @@ def connect(
         stream=stream,
         fail_fast=True,
     )
+    return EnginePool([url], options)

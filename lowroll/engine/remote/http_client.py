@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,6 +106,15 @@ class HttpClient:
     async def answer(self, call: HttpCall) -> Any:
         """Return the JSON of an answer, or the text of one that is none. ServerError."""
         return _parsed(call, await self.body(call))
+
+    async def answers(self, calls: Sequence[HttpCall]) -> list[Any]:
+        """Return the answers to several calls. The first error ends the others."""
+        tasks = [asyncio.ensure_future(self.answer(call)) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def body(self, call: HttpCall, on_line: Callable[[bytes], None] | None = None) -> bytes:
         """Return the bytes of an answer; with `on_line` each line as it comes, and b"" at the end."""

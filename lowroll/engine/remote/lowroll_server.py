@@ -7,18 +7,17 @@ import base64
 import binascii
 import re
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from lowroll.engine.base import Capabilities, EngineStats, InFlight
 from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
-from lowroll.engine.remote.protocol import ArrivingSample, body_of, tagged
+from lowroll.engine.remote.protocol import ArrivingSample, body_of
 from lowroll.engine.remote.server_base import (
     CONTROL_S,
-    Dialect,
+    EngineServer,
     HeldPolicy,
     Published,
-    ServedName,
     ServerProgress,
 )
 from lowroll.kv.policy.base import CachePolicy
@@ -31,26 +30,52 @@ WHAT = "the list of models"
 _GAUGE = re.compile(r"^lowroll_(\w+?)(?:_total)? (\S+)$", re.MULTILINE)
 
 
-@dataclass
-class LowrollDialect:
-    """The capabilities and the policy that a lowroll server states."""
+class LowrollServer(EngineServer):
+    """A server of lowroll's. answer: its list of models. model: the one of them that is asked for, None
+    for the first. admin_token: its admin's; without one it takes no weights and is never paused.
+    update_mode: what becomes of requests in flight at an update. ServerError when it is none of
+    lowroll's servers; ValueError for a model that it does not serve."""
 
-    capabilities: Capabilities
-    behavior: BehaviorTag
-    model: str
-    vocab_size: int = ANY_ID
-    weight_bits: float = 0.0  # of a linear weight
-    cache_tokens: int = 0  # that the KV cache holds
-    packs: bool = False  # it can send tokens and log-probs packed
+    def __init__(
+        self,
+        http: HttpClient,
+        answer: Any,
+        model: str | None,
+        admin_token: str | None,
+        update_mode: InFlight = "keep",
+    ) -> None:
+        super().__init__(http)
+        self.admin_token = admin_token
+        self.update_mode = update_mode
+        try:
+            served = {one["id"]: one["lowroll"] for one in answer["data"]}
+            self.model = self.root = next(iter(served)) if model is None else model
+            if self.model in served:
+                self._read(served[self.model])
+        except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
+            shown = printable(repr(answer), 200)
+            raise ServerError(f"{WHAT}: {http.url} is no server of lowroll's: {shown}") from None
+        if self.model not in served:
+            raise ValueError(f"model: {http.url} serves {', '.join(served)}, and not {self.model}")
 
-    def check(self, request: Request) -> None:
-        """The server checks."""
+    def _read(self, stated: dict[str, Any]) -> None:
+        """Read the capabilities and the policy that the server states."""
+        self.capabilities = _capabilities(stated["capabilities"])
+        self.behavior = _tag(stated["behavior"])
+        self.held = HeldPolicy.of(self.behavior)
+        vocab_size = self.capabilities.vocab_size
+        self.vocab_size = vocab_size or ANY_ID
+        self.scores = self.capabilities.scores and vocab_size is not None
+        engine = stated.get("engine", {})
+        self.weight_bits = float(engine.get("weight_bits", 0.0))
+        self.cache_tokens = int(engine.get("cache_tokens", 0))
+        self.packs = bool(stated.get("packs", False))  # it can send tokens and log-probs packed
 
-    def stop_ids(self, request: Request) -> None:
-        """Not known here: the server adds the model's."""
+    def check_fields(self, request: Request) -> None:
+        """Do nothing: the server itself checks."""
 
     def body(self, request: Request) -> dict[str, Any]:
-        """The request, field by field."""
+        """Return the request, field by field."""
         body = body_of(request, self.model, seed=request.seed, stop_ids=list(request.stop_ids))
         body |= {
             "ignore_eos": request.ignore_eos,
@@ -76,10 +101,10 @@ class LowrollDialect:
     def tag(
         self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
     ) -> BehaviorTag:
-        """The server's own; of a request that was given up before it came, what the server said of
-        itself at the start."""
+        """Return the tag that the server states; of a request that was given up before it came, what
+        the server said of itself at the start."""
         if one.stated is None and one.given_up:
-            return tagged(behavior, request, index)
+            return super().tag(request, behavior, index, one)
         try:
             tag = _tag(one.stated["behavior"])
         except (KeyError, TypeError, AttributeError, ValueError):
@@ -111,10 +136,6 @@ class LowrollDialect:
             weights=self.behavior.weights,
             weight_bits=self.weight_bits,
             cache_tokens=int(found.get("cache_tokens", 0)),
-            cache_bytes=0,
-            policy_bytes=0,
-            virtual_memory_bytes=0,
-            pages_peak=0,
             prefix_hits=int(found.get("prefix_hit_pages", 0)),
             running=int(found.get("samples_running", 0)),
             waiting=int(found.get("samples_waiting", 0)),
@@ -124,33 +145,36 @@ class LowrollDialect:
             kept_tokens=int(found.get("replay_kept_tokens", 0)),
         )
 
+    async def health(self, deadline_s: float) -> str:
+        call = HttpCall("GET", "/health", "its health", deadline_s=deadline_s)
+        answer = await self.http.answer(call)
+        return str(answer.get("status")) if isinstance(answer, dict) else ""
 
-def read(answer: Any, url: str, model: str | None) -> LowrollDialect:
-    """Read the dialect of a server from its list of models. ServerError when it is none of ours;
-    ValueError for a model that it does not serve."""
-    try:
-        served = {one["id"]: one["lowroll"] for one in answer["data"]}
-        name = next(iter(served)) if model is None else model
-        found = None
-        if name in served:
-            stated = served[name]
-            able, behavior = _capabilities(stated["capabilities"]), _tag(stated["behavior"])
-            holds = stated.get("engine", {})
-            found = LowrollDialect(
-                able,
-                behavior,
-                name,
-                able.vocab_size or ANY_ID,
-                float(holds.get("weight_bits", 0.0)),
-                int(holds.get("cache_tokens", 0)),
-                bool(stated.get("packs", False)),
-            )
-    except (KeyError, TypeError, AttributeError, ValueError, StopIteration):
-        shown = printable(repr(answer), 200)
-        raise ServerError(f"{WHAT}: {url} is no server of lowroll's: {shown}") from None
-    if found is None:
-        raise ValueError(f"model: {url} serves {', '.join(served)}, and not {name}")
-    return found
+    async def progress(self, deadline_s: float) -> ServerProgress:
+        found = _metrics(await self.metrics(deadline_s))
+        return ServerProgress(int(found.get("requests_open", 0)), int(found.get("drawn_tokens", 0)))
+
+    async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
+        name = broadcast.path.name
+        what = f"taking {name}"
+        body = {"version": name} | (
+            {"in_flight": self.update_mode} if self.update_mode != "keep" else {}
+        )
+        answer = await self.http.answer(self._order("/weights", what, body, deadline_s))
+        held = acknowledged(answer, what)
+        read = answer.get("manifest_digest")
+        if read != broadcast.digest and read != broadcast.lies():
+            shown = printable(repr(read), 80)
+            raise ServerError(f"{what}: it read {shown}, and {broadcast.digest} was published")
+        return held
+
+    async def resume(self) -> None:
+        await self.http.answer(self._order("/resume", "the end of its pause"))
+
+    def _order(
+        self, path: str, what: str, body: Any = None, deadline_s: float = CONTROL_S
+    ) -> HttpCall:
+        return HttpCall("POST", path, what, body, deadline_s, token=self.admin_token)
 
 
 def _capabilities(stated: dict[str, Any]) -> Capabilities:
@@ -194,60 +218,6 @@ def _tag(stated: dict[str, Any]) -> BehaviorTag:
         raise TypeError("no policy")
     sampler = {str(name): float(value) for name, value in stated["sampler"].items()}
     return BehaviorTag(**(stated | {"policy": spans, "sampler": sampler}))
-
-
-class LowrollServer:
-    """A server of lowroll's. admin: its admin's token; without one it takes no weights and is never
-    paused. what: becomes of requests in flight at an update."""
-
-    in_flight = True
-
-    def __init__(
-        self, http: HttpClient, dialect: LowrollDialect, admin: str | None, what: InFlight = "keep"
-    ) -> None:
-        self.what = what
-        self.http = http
-        self.dialect: Dialect = dialect
-        self.served = ServedName(dialect.model, dialect.model)
-        self.admin = admin
-        self.scores = dialect.capabilities.scores and dialect.capabilities.vocab_size is not None
-
-    @property
-    def held(self) -> HeldPolicy:
-        return HeldPolicy.of(self.dialect.behavior)
-
-    async def health(self, deadline_s: float) -> str:
-        call = HttpCall("GET", "/health", "its health", deadline_s=deadline_s)
-        answer = await self.http.answer(call)
-        return str(answer.get("status")) if isinstance(answer, dict) else ""
-
-    async def progress(self, deadline_s: float) -> ServerProgress:
-        found = _metrics(await self.metrics(deadline_s))
-        return ServerProgress(int(found.get("requests_open", 0)), int(found.get("drawn_tokens", 0)))
-
-    async def metrics(self, deadline_s: float) -> str:
-        call = HttpCall("GET", "/metrics", "its metrics", deadline_s=deadline_s, text=True)
-        return str(await self.http.answer(call))
-
-    async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
-        name = broadcast.path.name
-        what = f"taking {name}"
-        body = {"version": name} | ({"in_flight": self.what} if self.what != "keep" else {})
-        answer = await self.http.answer(self._order("/weights", what, body, deadline_s))
-        held = acknowledged(answer, what)
-        read = answer.get("manifest_digest")
-        if read != broadcast.digest and read != broadcast.lies():
-            shown = printable(repr(read), 80)
-            raise ServerError(f"{what}: it read {shown}, and {broadcast.digest} was published")
-        return held
-
-    async def resume(self) -> None:
-        await self.http.answer(self._order("/resume", "the end of its pause"))
-
-    def _order(
-        self, path: str, what: str, body: Any = None, deadline_s: float = CONTROL_S
-    ) -> HttpCall:
-        return HttpCall("POST", path, what, body, deadline_s, token=self.admin)
 
 
 def acknowledged(answer: Any, what: str) -> HeldPolicy:

@@ -5,7 +5,7 @@ works. It is evicted when it is silent, dead or stuck, or when its answers contr
 requests go to other replicas. Then it connects again, after a pause that doubles with each eviction while
 another replica works.
 
-The heartbeat asks the engine's own loop (/health) six times in `silent_s`. While the engine has requests
+The heartbeat queries the engine's own loop (/health) six times in `silent_s`. While the engine has requests
 of ours, its counter of drawn tokens must also move, and it must know of all of them. Four heartbeats
 without an answer evict it, so that nobody waits for it longer than `silent_s`.
 """
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from lowroll.engine.base import InFlight
-from lowroll.engine.remote import lowroll_server
 from lowroll.engine.remote.http_client import (
     EngineLost,
     HttpCall,
@@ -29,7 +28,7 @@ from lowroll.engine.remote.http_client import (
     ServerError,
     happens_within,
 )
-from lowroll.engine.remote.lowroll_server import LowrollServer
+from lowroll.engine.remote.lowroll_server import WHAT, LowrollServer
 from lowroll.engine.remote.protocol import Origin, ResponseAssembler
 from lowroll.engine.remote.server_base import (
     EngineServer,
@@ -52,35 +51,47 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two meetings
 FLAPS_S = 600.0  # in which evictions count: the pause doubles with each
 LONGEST_AWAY = 60.0  # of one that is evicted again and again
 OURS = 16  # connections beside those of requests
-REFUSED = (401, 403, 404)  # of who asks, or of what is asked for: waiting does not help
+REFUSED = (401, 403, 404)  # statuses that waiting does not change
 
-Connect = Callable[[HttpClient, "PoolTerms"], Awaitable[EngineServer]]
+Connect = Callable[[HttpClient, "PoolOptions"], Awaitable[EngineServer]]
 
 
 @dataclass(frozen=True)
-class PoolTerms:
-    """The settings that all engines of a pool share. Times in seconds."""
+class PoolOptions:
+    """The settings that all engines of a pool share. Times are in seconds.
+
+    token, admin_token: of clients, and of control routes, for weights. connect: to the server of an
+    engine; None finds out which kind answers. lost: says why the process of the engine has ended, where
+    one can know.
+    """
 
     token: str | None = field(default=None, repr=False)
-    admin: str | None = field(default=None, repr=False)
-    model: str | None = None
+    admin_token: str | None = field(default=None, repr=False)
+    model: str | None = None  # that all must serve, unless `check_model` is off
     check_model: bool = True
     folder: Path | None = None  # of the model, where a vLLM's own name of it does not lead there
     concurrency: int = 256  # requests open at one engine
-    timeout_s: float = 1200.0  # of one request
-    silent_s: float = 30.0  # after which an engine is evicted
-    update_s: float = 600.0  # until the first engine has taken new weights
-    start_s: float = 600.0  # until one engine answers, where none does
-    in_flight: InFlight = "keep"  # what becomes of requests at an update
-    stream: bool = False  # tokens are read as they are drawn
-    # of an engine that others watch over and may give weights: the first error is raised, and nothing
-    # is sent elsewhere, watched, or held against the versions of the pool
+    timeout_s: float = 1200.0  # of one request at one engine
+    silent_s: float = 30.0  # that a silent engine holds its requests at most
+    # until the first engine has taken new weights; the others have `silent_s` more before they are
+    # evicted
+    update_s: float = 600.0
+    start_s: float = 600.0  # until one engine answers, at the start and when none is left
+    # what becomes of requests at an update; to be replayed they need engines of lowroll's own
+    in_flight: InFlight = "keep"
+    # tokens are read as they are drawn, so that `so_far` and aborted requests have them; it costs the
+    # server and this process an event a token
+    stream: bool = False
+    # of an engine that others watch over and may give weights: the first error is raised and gives up
+    # all that is in flight, and nothing is sent elsewhere, watched, or held against the versions of
+    # the pool
     fail_fast: bool = False
-    connect: Connect | None = None  # to its server; by default whichever answers
-    lost: Callable[[], str | None] | None = None  # says why its process has ended
+    connect: Connect | None = None
+    lost: Callable[[], str | None] | None = None
 
     @property
     def heartbeat_s(self) -> float:
+        """Return the time between two heartbeats."""
         return self.silent_s / HEARTBEATS
 
 
@@ -118,7 +129,6 @@ class InFlightRequest:
 
     entry: QueuedRequest
     replica: Replica
-    attempt: int
     sent: int  # the version that its engine had acknowledged
     call: HttpCall
     arrivals: ResponseAssembler
@@ -128,14 +138,10 @@ class InFlightRequest:
 
 
 class ReplicaOwner(Protocol):
-    """The replica set, as its members see it."""
+    """The replica set, as its replicas see it."""
 
     versions: PolicyVersions
-
-    @property
-    def updating(self) -> bool:
-        """Return whether a version is being broadcast to engines that work."""
-        ...
+    replicas: list[Replica]
 
     def agree(self, replica: Replica) -> None:
         """ValueError when it is not as the others are."""
@@ -144,29 +150,24 @@ class ReplicaOwner(Protocol):
     def admitted(self, replica: Replica) -> None: ...
     def evicted(self, replica: Replica) -> None: ...
     def heard(self, replica: Replica) -> None: ...
-    def others_work(self, replica: Replica) -> bool: ...
-    def witness(self, replica: Replica) -> Replica | None:
-        """Another one that works with the same weights."""
-        ...
 
     def misfit(self, replica: Replica, error: Exception) -> None:
         """It will not fit however long one waits."""
         ...
 
 
-async def connect_server(http: HttpClient, terms: PoolTerms) -> EngineServer:
+async def connect_server(http: HttpClient, options: PoolOptions) -> EngineServer:
     """Return the client of whatever server answers. ServerError; ValueError names what does not fit."""
-    call = HttpCall("GET", "/v1/models", lowroll_server.WHAT, None, terms.heartbeat_s)
+    call = HttpCall("GET", "/v1/models", WHAT, None, options.heartbeat_s)
     answer = await http.answer(call)
-    wanted = terms.model if terms.check_model else None
+    wanted = options.model if options.check_model else None
     try:
         is_vllm = answer["data"][0]["owned_by"] == "vllm"
     except (KeyError, IndexError, TypeError):
         is_vllm = False
     if is_vllm:
-        return await VllmServer.meet(http, wanted, terms.folder)
-    dialect = lowroll_server.read(answer, http.url, wanted)
-    return LowrollServer(http, dialect, terms.admin, terms.in_flight)
+        return await VllmServer.meet(http, wanted, options.folder)
+    return LowrollServer(http, answer, wanted, options.admin_token, options.in_flight)
 
 
 class Replica:
@@ -174,13 +175,13 @@ class Replica:
     that does not fit ends the run."""
 
     def __init__(
-        self, url: str, owner: ReplicaOwner, terms: PoolTerms, *, named: bool = True
+        self, url: str, owner: ReplicaOwner, options: PoolOptions, *, named: bool = True
     ) -> None:
-        limit = terms.concurrency + OURS
-        self.http = HttpClient(url, token=terms.token, concurrency=limit, lost=terms.lost)
+        limit = options.concurrency + OURS
+        self.http = HttpClient(url, token=options.token, concurrency=limit, lost=options.lost)
         self.url = self.http.url
         self.owner = owner
-        self.terms = terms
+        self.options = options
         self.named = named
         self.state: State = "new"
         self.server: EngineServer | None = None
@@ -258,9 +259,9 @@ class Replica:
         others."""
         assert self.server is not None
         async with self._taking:
-            late = asyncio.get_running_loop().call_later(self.terms.silent_s, self._tell_late)
+            late = asyncio.get_running_loop().call_later(self.options.silent_s, self._tell_late)
             try:
-                held = await self.server.take(broadcast, self.terms.update_s, self.models)
+                held = await self.server.take(broadcast, self.options.update_s, self.models)
             finally:
                 late.cancel()
             if held.version != broadcast.version:
@@ -275,11 +276,11 @@ class Replica:
 
     async def connect(self) -> None:
         """Connect to the server, check it, and work. ServerError; ValueError for what will not fit."""
-        terms = self.terms
+        options = self.options
         self._why = None
-        self.server = await (terms.connect or connect_server)(self.http, terms)
-        status = await self.server.health(terms.heartbeat_s)
-        if status == "paused" and terms.admin is not None:
+        self.server = await (options.connect or connect_server)(self.http, options)
+        status = await self.server.health(options.heartbeat_s)
+        if status == "paused" and options.admin_token is not None:
             await self.server.resume()  # left by one that has ended
         self.owner.agree(self)
         self.held = self.server.held
@@ -306,8 +307,8 @@ class Replica:
                         f"{self.url}: its weights of version {newest.version} have another digest "
                         f"than those of the other engines"
                     )
-            elif self.owner.updating:
-                await happens_within(known.settled, self.terms.update_s)
+            elif known.broadcasting:
+                await happens_within(known.settled, self.options.update_s)
             else:
                 held = await self.take(newest)
                 if newest is known.newest and not known.settled.is_set():
@@ -328,31 +329,43 @@ class Replica:
     async def _check_logprobs(self) -> None:
         """Raise ServerError when the engine has other log-probs than one that works. Without one
         that can score there is nothing to compare."""
-        witness = self.owner.witness(self)
+        witness = self._witness()
         assert self.server is not None
         if witness is None or witness.server is None or not self.server.scores:
             return
-        seconds = self.terms.silent_s
+        seconds = self.options.silent_s
         mine, theirs = await asyncio.gather(
-            canary_logprobs(self.http, self.server, seconds),
-            canary_logprobs(witness.http, witness.server, seconds),
+            canary_logprobs(self.server, seconds),
+            canary_logprobs(witness.server, seconds),
             return_exceptions=True,
         )
         if isinstance(mine, BaseException):
             raise mine
-        if isinstance(theirs, BaseException) or self.owner.witness(self) is not witness:
+        if isinstance(theirs, BaseException) or self._witness() is not witness:
             return  # its own watch says what is wrong with it
         check_canary(mine, theirs, witness.url)
+
+    def _witness(self) -> Replica | None:
+        """Return another replica that works with the same weights."""
+        if not self.owner.versions.settled.is_set():
+            return None
+        working = (m for m in self.owner.replicas if m.state == "ready" and not m.taking)
+        return next((m for m in working if m is not self and m.version == self.version), None)
+
+    def _others_work(self) -> bool:
+        """Return whether another replica is ready."""
+        return any(m.state == "ready" and m is not self for m in self.owner.replicas)
 
     async def _watch(self) -> str:
         """Watch the engine until it has to be evicted, and return why."""
         clock = asyncio.get_running_loop().time
-        heartbeat_s = self.terms.heartbeat_s
+        heartbeat_s = self.options.heartbeat_s
         heard = moved = knew = clock()
         tokens = -1
         answered = self.counts.requests
         while True:
-            await self._next_heartbeat(heartbeat_s)
+            if await happens_within(self._wake, heartbeat_s):
+                self._wake.clear()
             if self._why is not None:
                 return self._why
             if self.taking or answered != self.counts.requests:  # taking has its own deadline
@@ -360,7 +373,6 @@ class Replica:
                 answered = self.counts.requests
             if self.taking:
                 knew = clock()
-            if self.taking:
                 continue
             try:
                 status, now = await self._heartbeat(heartbeat_s)
@@ -388,7 +400,7 @@ class Replica:
             "engine %s has not answered for %g s, since it was told to take weights: it is stopped, "
             "hangs or reads a large model. Waiting for it",
             self.url,
-            self.terms.silent_s,
+            self.options.silent_s,
         )
 
     async def _heartbeat(self, heartbeat_s: float) -> tuple[str, ServerProgress]:
@@ -403,12 +415,8 @@ class Replica:
             return status, ServerProgress(0, -1)
         return status, await self.server.progress(heartbeat_s)
 
-    async def _next_heartbeat(self, heartbeat_s: float) -> None:
-        if await happens_within(self._wake, heartbeat_s):
-            self._wake.clear()
-
     def _evict(self, why: str) -> float:
-        """Take its work away. Returns how many seconds it is to be left alone: 0 unless it flaps."""
+        """Take its work away. Returns how many seconds it is to be left alone: 0 unless this happens often."""
         away = 0.0
         if self.state == "ready":
             self.counts.evicted += 1
@@ -419,7 +427,7 @@ class Replica:
                 else ""
             )
             log.warning("engine %s is evicted: %s%s", self.url, why, rest)
-        elif why != self.last_error and (self._met or self.owner.others_work(self)):
+        elif why != self.last_error and (self._met or self._others_work()):
             log.warning("engine %s does not work yet: %s", self.url, why)
         self.state = "evicted"
         self.last_error = why
@@ -439,7 +447,7 @@ class Replica:
         """Leave it alone for so long, or until no other engine works."""
         clock = asyncio.get_running_loop().time
         until = clock() + seconds
-        while clock() < until and self.owner.others_work(self):
+        while clock() < until and self._others_work():
             await asyncio.sleep(min(FIRST_PAUSE, until - clock()))
 
     def _judge(self, error: Exception) -> None:

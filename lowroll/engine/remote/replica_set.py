@@ -11,9 +11,9 @@ from typing import Any
 
 from lowroll.engine.base import EngineStats
 from lowroll.engine.remote.http_client import HttpCall, ServerError, happens_within
-from lowroll.engine.remote.replica import PoolTerms, Replica, ReplicaCounts
+from lowroll.engine.remote.replica import PoolOptions, Replica, ReplicaCounts
 from lowroll.engine.remote.router import RequestRouter
-from lowroll.engine.remote.server_base import EngineServer, Published, facts
+from lowroll.engine.remote.server_base import EngineServer, Published
 from lowroll.engine.remote.versions import PolicyVersions
 from lowroll.engine.remote.weight_broadcaster import WeightBroadcaster
 from lowroll.types import Group, printable
@@ -34,22 +34,15 @@ COUNTED = (  # of `EngineStats`, what several engines add up
 METRIC = {"evicted": "fenced"}  # the name of a count in the metrics, where it has another
 
 
-@dataclass(frozen=True)
-class EngineReport:
-    """One engine, since the pool was made. Its counters are those of `ReplicaCounts`."""
+@dataclass
+class EngineReport(ReplicaCounts):
+    """One engine, since the pool was made."""
 
-    url: str
-    state: str
-    version: int
-    outstanding: int  # tokens
-    last_error: str
-    requests: int
-    tokens: int
-    retries: int
-    handed_over: int
-    refused: int
-    late: int
-    evicted: int
+    url: str = ""
+    state: str = "new"
+    version: int = 0
+    outstanding: int = 0  # tokens
+    last_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,16 +67,18 @@ class ReplicaSet:
     """The engines of a pool, on the pool's loop alone. answer: receives the outcome of each request by
     its handle, and what ends the run with -1."""
 
-    def __init__(self, terms: PoolTerms, answer: Callable[[int, Group | Exception], None]) -> None:
-        self.terms = terms
+    def __init__(
+        self, options: PoolOptions, answer: Callable[[int, Group | Exception], None]
+    ) -> None:
+        self.options = options
         self.versions = PolicyVersions()
         self.replicas: list[Replica] = []
-        self.router = RequestRouter(self.replicas, self.versions, terms, answer)
+        self.router = RequestRouter(self.replicas, self.versions, options, answer)
         self.discovery_error: Callable[[], str] = lambda: ""
         self.none_since: float | None = time.monotonic()  # no engine is ready
         self._answer = answer
         self._broadcaster = WeightBroadcaster(
-            self.replicas, self.versions, terms, self.router.dispatch, self.describe
+            self.replicas, self.versions, options, self.router.dispatch, self.describe
         )
         self._lives: dict[Replica, asyncio.Task[None]] = {}
         self._facts: tuple[str, dict[str, Any]] | None = None  # of the first, by its address
@@ -95,12 +90,12 @@ class ReplicaSet:
         """Connect to the engines that the configuration names. ValueError for one that it names twice;
         of an engine that fails fast, whatever is wrong with it."""
         for url in urls:
-            replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self.terms)
+            replica = Replica(url.rstrip("/").removesuffix("/v1"), self, self.options)
             if any(replica.url == other.url for other in self.replicas):
                 raise ValueError(f"client.base_url: {printable(url)} is named twice")
             self.replicas.append(replica)
         for replica in self.replicas:
-            if self.terms.fail_fast:
+            if self.options.fail_fast:
                 await replica.http.open()
                 await replica.connect()
             else:
@@ -109,8 +104,8 @@ class ReplicaSet:
     async def until_ready(self, is_over: Callable[[], bool]) -> None:
         """Wait until one engine works, and a moment for the others. is_over: whether an engine does not
         fit, so that the wait is over."""
-        loop, start_s = asyncio.get_running_loop(), self.terms.start_s
-        late = loop.call_later(self.terms.silent_s, self._tell_late)
+        loop, start_s = asyncio.get_running_loop(), self.options.start_s
+        late = loop.call_later(self.options.silent_s, self._tell_late)
         try:
             async with asyncio.timeout(start_s):
                 while not any(m.state == "ready" for m in self.replicas):
@@ -135,7 +130,7 @@ class ReplicaSet:
         known = {replica.url for replica in self.replicas}
         for url in urls:
             if url not in known:
-                replica = Replica(url, self, self.terms, named=False)
+                replica = Replica(url, self, self.options, named=False)
                 self.replicas.append(replica)
                 self._begin_life(replica)
         self._say_goodbye()
@@ -156,11 +151,11 @@ class ReplicaSet:
             for replica in self.replicas:
                 self.router.hand_over(replica)
 
-    def ready(self) -> tuple[Replica, EngineServer]:
-        """Return an engine that works, and its server. ServerError when none does."""
+    def ready(self) -> EngineServer:
+        """Return the server of an engine that works. ServerError when none does."""
         for replica in self.replicas:
             if replica.state == "ready" and replica.server is not None:
-                return replica, replica.server
+                return replica.server
         raise ServerError(f"no engine works: {self.describe()}")
 
     async def ask_all(self, call: HttpCall) -> list[Any]:
@@ -168,27 +163,18 @@ class ReplicaSet:
         ready = [replica for replica in self.replicas if replica.state == "ready"]
         return await asyncio.gather(*(replica.http.answer(call) for replica in ready))
 
-    async def ask(self, replica: Replica, calls: Sequence[HttpCall]) -> list[Any]:
-        """Return an engine's answers to several calls. The first error ends the others."""
-        tasks = [asyncio.ensure_future(replica.http.answer(call)) for call in calls]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
     async def stats(self) -> EngineStats:
         """Add up what the engines state in their metrics; one that does not answer counts nothing, unless
         it fails fast."""
         servers = [m.server for m in self.replicas if m.server is not None]
         texts = await asyncio.gather(
-            *(server.metrics(self.terms.heartbeat_s) for server in servers),
-            return_exceptions=not self.terms.fail_fast,
+            *(server.metrics(self.options.heartbeat_s) for server in servers),
+            return_exceptions=not self.options.fail_fast,
         )
         told = [text if isinstance(text, str) else "" for text in texts]
-        found = [one.dialect.stats(text) for one, text in zip(servers, told, strict=True)]
+        found = [one.stats(text) for one, text in zip(servers, told, strict=True)]
         sums = {name: sum(getattr(one, name) for one in found) for name in COUNTED}
-        return replace(self.router.dialect.stats(""), **sums)
+        return replace(self.router.server.stats(""), **sums)
 
     async def report(self) -> PoolReport:
         """Report every engine that is there or expected."""
@@ -203,17 +189,12 @@ class ReplicaSet:
 
     # -- for the replicas --------------------------------------------------------------------------
 
-    @property
-    def updating(self) -> bool:
-        """Return whether a version is being broadcast to engines that work."""
-        return self._broadcaster.telling
-
     def agree(self, replica: Replica) -> None:
         """Hold an engine against the first one. ValueError names what is odd."""
         assert replica.server is not None
-        found = dict(facts(replica.server))
-        if self.terms.check_model and not self.terms.model:
-            found["model"] = replica.server.dialect.model
+        found = dict(replica.server.facts())
+        if self.options.check_model and not self.options.model:
+            found["model"] = replica.server.model
         if self._facts is None:
             self._facts = replica.url, found
         first, wanted = self._facts
@@ -227,7 +208,7 @@ class ReplicaSet:
     def admitted(self, replica: Replica) -> None:
         """Send an engine requests from now on."""
         assert replica.server is not None
-        self.router.known = replica.server.dialect
+        self.router.known = replica.server
         log.info("engine %s works", replica.url)
         self._note()
         self.router.dispatch()
@@ -244,19 +225,6 @@ class ReplicaSet:
         self.router.hand_over(replica)
         if replica.leaving:
             self._say_goodbye()
-
-    def others_work(self, replica: Replica) -> bool:
-        """Return whether another engine is ready."""
-        return any(m.state == "ready" and m is not replica for m in self.replicas)
-
-    def witness(self, replica: Replica) -> Replica | None:
-        """Return another engine that works with the same weights."""
-        if not self.versions.settled.is_set():
-            return None
-        able = (
-            m for m in self.replicas if m is not replica and m.state == "ready" and not m.taking
-        )
-        return next((m for m in able if m.version == replica.version), None)
 
     def misfit(self, replica: Replica, error: Exception) -> None:
         """End the run for an engine that will not fit however long one waits."""
@@ -294,17 +262,16 @@ class ReplicaSet:
             self.none_since = time.monotonic()
 
     def _tell_late(self) -> None:
-        seconds, told = self.terms.silent_s, self.describe()
+        seconds, told = self.options.silent_s, self.describe()
         log.warning("no engine has answered for %g s: %s. Waiting for one", seconds, told)
 
 
 def _report(replica: Replica) -> EngineReport:
-    state = "leaving" if replica.leaving else replica.state
     return EngineReport(
-        replica.url,
-        state,
-        replica.version,
-        replica.outstanding,
-        replica.last_error,
         **asdict(replica.counts),
+        url=replica.url,
+        state="leaving" if replica.leaving else replica.state,
+        version=replica.version,
+        outstanding=replica.outstanding,
+        last_error=replica.last_error,
     )

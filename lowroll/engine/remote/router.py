@@ -4,8 +4,7 @@ A request, which is all samples of a group, goes to the replica with the fewest 
 turn of a conversation goes to the replica that drew the turn before, whose cache may hold its pages, unless
 that one has clearly more to do. A replica whose cache is full receives no more than it can begin soon; the
 rest waits here. A request that a replica loses is sent to another one with the same id and seed, so that
-under the same weights it draws with the same noise. Each attempt has a number, and the answer of an earlier
-attempt is ignored.
+under the same weights it draws with the same noise. The answer of an earlier attempt is ignored.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from lowroll.engine.remote.http_client import (
     parse_json,
 )
 from lowroll.engine.remote.protocol import PATH, Origin, ResponseAssembler, most_bytes
-from lowroll.engine.remote.replica import InFlightRequest, PoolTerms, QueuedRequest, Replica
-from lowroll.engine.remote.server_base import Dialect
+from lowroll.engine.remote.replica import InFlightRequest, PoolOptions, QueuedRequest, Replica
+from lowroll.engine.remote.server_base import EngineServer
 from lowroll.engine.remote.versions import PolicyVersions
 from lowroll.types import Group, Request
 
@@ -55,8 +54,8 @@ class LoadBalancer:
         self._homes: dict[str, str] = {}  # by id of a request: the engine that drew it
 
     def choose(self, able: Sequence[Replica], entry: QueuedRequest) -> Replica | None:
-        """Choose the engine that is to draw a request; None when none of them has room for it."""
-        free = [replica for replica in able if self._has_room(replica, entry)]
+        """Choose the engine that is to draw a request; None when all are full."""
+        free = [replica for replica in able if self._is_free(replica, entry)]
         if not free:
             return None
         least = min(free, key=lambda m: (m.url in entry.avoid, m.outstanding))
@@ -80,11 +79,11 @@ class LoadBalancer:
             if len(self._homes) > MOST_HOMES:
                 del self._homes[next(iter(self._homes))]
 
-    def _has_room(self, replica: Replica, entry: QueuedRequest) -> bool:
+    def _is_free(self, replica: Replica, entry: QueuedRequest) -> bool:
         assert replica.server is not None
         if not replica.flights:
             return True
-        cache = getattr(replica.server.dialect, "cache_tokens", 0)
+        cache = replica.server.cache_tokens
         if cache and replica.outstanding + self.load(entry) > AHEAD * cache:
             return False
         return len(replica.flights) < self._concurrency
@@ -95,32 +94,34 @@ class RequestRouter:
     outcome."""
 
     def __init__(
-        self, replicas: list[Replica], versions: PolicyVersions, terms: PoolTerms, answer: Answer
+        self,
+        replicas: list[Replica],
+        versions: PolicyVersions,
+        options: PoolOptions,
+        answer: Answer,
     ):
         self.replicas = replicas
         self.versions = versions
-        self.terms = terms
+        self.options = options
         self._answer = answer
-        self.known: Dialect | None = None  # of the engine that was met last
+        self.known: EngineServer | None = None  # of the engine that was met last
         self._waiting: deque[QueuedRequest] = deque()
         self._flights: dict[int, InFlightRequest] = {}  # by handle
         self._tasks: set[asyncio.Task[None]] = set()
-        self._balancer = LoadBalancer(terms.concurrency)
-        self._called = False  # requests came, and are dealt in this turn of the loop
+        self._balancer = LoadBalancer(options.concurrency)
+        self._dispatch_due = False  # requests came, and are sent in this iteration of the loop
 
     def add(self, entries: Sequence[QueuedRequest]) -> None:
         """Queue requests. All that come in one iteration of the loop are dispatched together."""
         self._waiting.extend(entries)
-        if not self._called:
-            self._called = True
-            asyncio.get_running_loop().call_soon(self._dispatch_added)
+        if not self._dispatch_due:
+            self._dispatch_due = True
+            asyncio.get_running_loop().call_soon(self.dispatch)
 
     @property
-    def dialect(self) -> Dialect:
-        """Return the dialect of the first engine that was met; when all have left, of the last one."""
-        found = next(
-            (m.server.dialect for m in [*self.replicas] if m.server is not None), self.known
-        )
+    def server(self) -> EngineServer:
+        """Return the server of the first engine that was met; when all have left, of the last one."""
+        found = next((m.server for m in [*self.replicas] if m.server is not None), self.known)
         assert found is not None, "no engine was met"
         return found
 
@@ -134,12 +135,12 @@ class RequestRouter:
             self._drop(flight)
         elif entry in self._waiting:
             self._waiting.remove(entry)
-        if flight is not None and self.terms.stream:
+        if flight is not None and self.options.stream:
             group = flight.arrivals.aborted(flight.origin)
         else:
-            dialect = self.dialect
-            arrivals = self._arrivals(entry, dialect)
-            group = arrivals.aborted(_origin(entry.request, dialect))
+            server = self.server
+            arrivals = self._arrivals(entry, server)
+            group = arrivals.aborted(_origin(entry.request, server))
         self._end(entry, group)
         self.dispatch()
 
@@ -147,7 +148,7 @@ class RequestRouter:
         """Return what was read of each sample of a stream, and else samples without tokens. Called on
         any thread."""
         flight = self._flights.get(entry.handle)
-        if flight is None or not self.terms.stream:
+        if flight is None or not self.options.stream:
             return [PartialSample([], [], None) for _ in range(entry.request.n)]
         return flight.arrivals.so_far()
 
@@ -167,14 +168,11 @@ class RequestRouter:
         self._waiting.extendleft(flight.entry for flight in reversed(lost))
         self.dispatch()
 
-    def _dispatch_added(self) -> None:
-        self._called = False
-        self.dispatch()
-
     def dispatch(self) -> None:
         """Send what can be sent."""
+        self._dispatch_due = False
         if not self._waiting:
-            return  # nothing: every answer and every heartbeat asks
+            return  # after most answers and heartbeats nothing waits
         now = asyncio.get_running_loop().time()
         able = [replica for replica in self.replicas if replica.takes_work(now)]
         while self._waiting:
@@ -188,19 +186,17 @@ class RequestRouter:
     def _send(self, replica: Replica, entry: QueuedRequest) -> None:
         assert replica.server is not None
         entry.attempt += 1
-        request, dialect = entry.request, replica.server.dialect
-        arrivals = self._arrivals(entry, dialect)
-        stream = self.terms.stream
-        body = dialect.body(request) | ({"stream": True} if stream else {})
+        request, server = entry.request, replica.server
+        arrivals = self._arrivals(entry, server)
+        stream = self.options.stream
+        body = server.body(request) | ({"stream": True} if stream else {})
         # without another engine the same one is asked again, unless a stream may have been read
-        again = self.terms.fail_fast and not stream
-        most, seconds = most_bytes(request), self.terms.timeout_s
+        again = self.options.fail_fast and not stream
+        most, seconds = most_bytes(request), self.options.timeout_s
         call = HttpCall("POST", PATH, arrivals.what, body, seconds, most, again)
-        origin = _origin(request, dialect)
+        origin = _origin(request, server)
         load = self._balancer.load(entry)
-        flight = InFlightRequest(
-            entry, replica, entry.attempt, replica.version, call, arrivals, origin, load
-        )
+        flight = InFlightRequest(entry, replica, replica.version, call, arrivals, origin, load)
         self._flights[entry.handle] = flight
         replica.flights.add(flight)
         replica.outstanding += load
@@ -209,12 +205,12 @@ class RequestRouter:
     async def _fly(self, flight: InFlightRequest) -> None:
         replica, arrivals = flight.replica, flight.arrivals
         try:
-            if self.terms.stream:
+            if self.options.stream:
                 await replica.http.body(flight.call, arrivals.on_line)
             else:
                 arrivals.take(parse_json(await replica.http.body(flight.call), arrivals.what))
             group = arrivals.group(flight.origin)
-            if not self.terms.fail_fast:
+            if not self.options.fail_fast:
                 await self._believe(flight, group)
         except ServerError as error:
             self._failed(flight, error)
@@ -233,7 +229,7 @@ class RequestRouter:
         sent."""
         spoken = self.versions.problem(group, flight.sent)
         if spoken is not None and not self.versions.settled.is_set():
-            await happens_within(self.versions.settled, self.terms.update_s)
+            await happens_within(self.versions.settled, self.options.update_s)
             spoken = self.versions.problem(group, flight.sent)
         if spoken is not None:
             raise ServerError(f"{flight.arrivals.what}: {flight.replica.url}: {spoken}")
@@ -253,7 +249,7 @@ class RequestRouter:
         entry, replica = flight.entry, flight.replica
         if not self._over(flight):
             return
-        if self.terms.fail_fast:
+        if self.options.fail_fast:
             self._end(entry, error)
             return
         final = self._weigh(flight, error)
@@ -302,7 +298,7 @@ class RequestRouter:
             replica.busy_until = now + replica.busy_s
             loop.call_later(replica.busy_s + 0.001, self.dispatch)
         entry.busy_since = entry.busy_since or now
-        return now - entry.busy_since > self.terms.start_s
+        return now - entry.busy_since > self.options.start_s
 
     def _drop(self, flight: InFlightRequest) -> None:
         """Close its connection, upon which the engine ends it."""
@@ -319,11 +315,11 @@ class RequestRouter:
             entry.ended = True
             self._answer(entry.handle, outcome)
 
-    def _arrivals(self, entry: QueuedRequest, dialect: Dialect) -> ResponseAssembler:
+    def _arrivals(self, entry: QueuedRequest, server: EngineServer) -> ResponseAssembler:
         request = entry.request
         what = f"request {request.id or entry.handle}"
-        stop_ids = dialect.stop_ids(request)
-        return ResponseAssembler(request, what, dialect.vocab_size, dialect.model, stop_ids)
+        stop_ids = server.stop_ids(request)
+        return ResponseAssembler(request, what, server.vocab_size, server.model, stop_ids)
 
     def _start(self, work: object) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
@@ -337,6 +333,6 @@ class RequestRouter:
             self._answer(-1, error if isinstance(error, Exception) else RuntimeError(str(error)))
 
 
-def _origin(request: Request, dialect: Dialect) -> Origin:
-    behavior = dialect.behavior
-    return lambda i, one: (dialect.tag(request, behavior, i, one), dialect.evictions(one))
+def _origin(request: Request, server: EngineServer) -> Origin:
+    behavior = server.behavior
+    return lambda i, one: (server.tag(request, behavior, i, one), server.evictions(one))

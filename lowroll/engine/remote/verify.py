@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.http_client import HttpCall, ServerError
 from lowroll.engine.remote.protocol import PATH, prompt_logprobs
 from lowroll.engine.remote.server_base import EngineServer
 
@@ -87,13 +87,12 @@ class Verifier:
         return now.apart
 
 
-async def canary_logprobs(http: HttpClient, server: EngineServer, deadline_s: float) -> list[float]:
+async def canary_logprobs(server: EngineServer, deadline_s: float) -> list[float]:
     """Return an engine's log-probs of the canary's tokens. ServerError."""
-    dialect = server.dialect
-    ids = text(dialect.vocab_size, dialect.capabilities.context_length)
+    ids = text(server.vocab_size, server.capabilities.context_length)
     what = "its canary score"
-    call = HttpCall("POST", PATH, what, dialect.scoring(ids, 0, 1.0), deadline_s, CANARY_BYTES)
-    rows = prompt_logprobs(await http.answer(call), ids, what)
+    call = HttpCall("POST", PATH, what, server.scoring(ids, 0, 1.0), deadline_s, CANARY_BYTES)
+    rows = prompt_logprobs(await server.http.answer(call), ids, what)
     return [row[token][0] for row, token in zip(rows, ids[1:], strict=True)]
 
 

@@ -25,7 +25,7 @@ class PolicyVersions:
     """The versions of the policy in a pool; used on the pool's loop alone.
 
     newest: what every engine takes before it works; None while all draw from what they began with.
-    settled: set while no version is being agreed on.
+    settled: set while no version is being agreed on. broadcasting: engines that work are being sent one.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,7 @@ class PolicyVersions:
         self.held: HeldPolicy | None = None  # the newest that was agreed on
         self.settled = asyncio.Event()
         self.settled.set()
+        self.broadcasting = False
         self._agreed: dict[int, frozenset[str]] = {}
 
     def begin(self, broadcast: Published) -> bool:

@@ -24,22 +24,20 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lowroll.engine.base import InFlight
-from lowroll.engine.remote.http_client import EngineLost, HttpCall, HttpClient, ServerError
+from lowroll.engine.remote.http_client import EngineLost, HttpClient, ServerError
 from lowroll.engine.remote.pool import EnginePool
-from lowroll.engine.remote.replica import PoolTerms
+from lowroll.engine.remote.replica import PoolOptions
 from lowroll.engine.remote.verify import Learner, NotArrived, Verifier
 from lowroll.engine.remote.vllm_probe import ADAPTERS, RELOAD, TRANSFER, ProbedVllm, probe
 from lowroll.engine.remote.vllm_process import VllmProcess
 from lowroll.engine.remote.vllm_server import (
     ServedModel,
-    VllmDialect,
     VllmServer,
     model_folder,
 )
@@ -95,20 +93,18 @@ class VllmEngine(EnginePool):
         self._versions: Counter[int] = Counter()
         self._exchange = Path(tempfile.mkdtemp(prefix="lowroll-weights-", dir=exchange))
 
-        async def meet(http: HttpClient, terms: PoolTerms) -> VllmServer:
+        async def meet(http: HttpClient, options: PoolOptions) -> VllmServer:
             from lowroll.engine.remote.vllm_folders import served
 
             found = await probe(http)
             self.folder = model_folder(url, folder or found.root)
             facts = served(self.folder, dtype)
             kind = _kind(found, facts, lora_rank, way)
-            dialect = VllmDialect.of(found, facts, kind, in_flight=kind == "adapter")
-            self._server = VllmServer(http, found, facts, dialect)
+            self._server = VllmServer(http, found, facts, kind, kind == "adapter")
             return self._server
 
         try:
-            super().__init__(
-                [url],
+            options = PoolOptions(
                 token=token,
                 timeout_s=request_s,
                 silent_s=SILENT_S,
@@ -118,16 +114,17 @@ class VllmEngine(EnginePool):
                 connect=meet,
                 lost=None if process is None else process.lost,
             )
+            super().__init__([url], options)
             if way == "nccl" and "full" in self.capabilities.updates:
                 from lowroll.engine.remote.vllm_nccl import NcclTransfer
 
                 local = process is not None
-                self._transfer = NcclTransfer(self._begin, self.found, request_s, local)
+                self._transfer = NcclTransfer(self.begin, self.found, request_s, local)
         except BaseException:
             self.close()
             raise
         length = self.capabilities.context_length
-        self._verifier = Verifier(self.dialect.vocab_size, length, bound)
+        self._verifier = Verifier(self.server.vocab_size, length, bound)
 
     @classmethod
     def start(
@@ -219,11 +216,11 @@ class VllmEngine(EnginePool):
     def close(self) -> None:
         """Give up what is in flight; unload what was loaded into a server that goes on, end one
         that was started here. Idempotent."""
-        if self._closed:
+        if self.closed:
             return
         if self._transfer is not None:
             self._transfer.close()
-        self._give_up()
+        self.give_up()
         if self.process is None:
             with suppress(ServerError):
                 self._unload(keep=None)
@@ -243,11 +240,11 @@ class VllmEngine(EnginePool):
         """Stop drawing: freeze what is in flight, wait for its end, or end it with finish reason
         "abort". New requests wait for `resume`."""
         self.found.needs("pause", "/pause", "/resume")
-        self._do(self._server.pause(mode, self.request_s), self.request_s)
+        self.run(self._server.pause(mode, self.request_s), self.request_s)
 
     def resume(self) -> None:
         """Go on after `pause`."""
-        self._do(self._server.resume(self.request_s), self.request_s)
+        self.run(self._server.resume(self.request_s), self.request_s)
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -270,7 +267,7 @@ class VllmEngine(EnginePool):
             self._transfer_all(update)
         else:
             self._reload(update)
-        self.dialect.behavior = replace(self.behavior, policy=(PolicySpan(update.version, digest),))
+        self.server.behavior = replace(self.behavior, policy=(PolicySpan(update.version, digest),))
         self._check_arrival(update)
         return self.behavior
 
@@ -295,7 +292,7 @@ class VllmEngine(EnginePool):
         name = f"pol-v{update.version}" + (f".{count}" if count else "")
         self._versions[update.version] += 1
         folder = write_adapter(update, self._exchange / name, self.folder)
-        self._do(self._server.load_adapter(name, folder, self.request_s), self.request_s)
+        self.run(self._server.load_adapter(name, folder, self.request_s), self.request_s)
         self._loaded[name] = folder
         self._unload(keep=name)
 
@@ -303,22 +300,22 @@ class VllmEngine(EnginePool):
         """Unload the adapters that no request in flight was sent to."""
 
         async def unload() -> None:
-            held = {name for replica in self._set.replicas for name in replica.models} | {keep}
+            held = self.models_in_use | {keep}
             for name in [name for name in self._loaded if name not in held]:
                 await self._server.unload_adapter(name, self.request_s)
                 shutil.rmtree(self._loaded.pop(name), ignore_errors=True)
 
-        self._do(unload(), self.request_s * max(1, len(self._loaded)))
+        self.run(unload(), self.request_s * max(1, len(self._loaded)))
 
     def _reload(self, update: WeightUpdate) -> None:
         from lowroll.engine.remote.vllm_folders import write_model
 
         self._versions[update.version] += 1
         name = f"v{update.version}-{self._versions[update.version]}"
-        folder = write_model(update, self._exchange / name, self.folder, self._server.model.dtype)
+        folder = write_model(update, self._exchange / name, self.folder, self._server.served.dtype)
         what = f"reloading the weights of version {name}"
         try:
-            self._do(self._server.reload(folder, what, self.request_s), 4 * self.request_s)
+            self.run(self._server.reload(folder, what, self.request_s), 4 * self.request_s)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -326,7 +323,7 @@ class VllmEngine(EnginePool):
         assert self._transfer is not None
         tensors = self._transfer.check(update)
         self.pause("wait")
-        self._transfer.send(tensors, self._server.model.dtype)
+        self._transfer.send(tensors, self._server.served.dtype)
         self.reset_prefix_cache()
         self.resume()
 
@@ -347,10 +344,6 @@ class VllmEngine(EnginePool):
         except ServerError as error:  # of log-probs that are no numbers, for one
             raise NotArrived(f"update to version {update.version}: {error}") from None
         self._verifier.check(learner, held, update.version)
-
-    def _begin(self, call: HttpCall) -> Future[Any]:
-        """Start a call to the server."""
-        return self._thread.begin(self._server.http.answer(call))
 
 
 def _options(

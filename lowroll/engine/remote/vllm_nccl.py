@@ -7,12 +7,12 @@
 
 Learner and vLLM need a GPU each: NCCL refuses two ranks on one. Where they share one, weights go by
 `folder`, best in /dev/shm. vLLM's other way for that, CUDA IPC, is left out: over HTTP its handles
-are a pickle that vLLM reads only under VLLM_ALLOW_INSECURE_SERIALIZATION=1, and then from whoever
-reaches its routes.
+are a pickle that vLLM reads only under VLLM_ALLOW_INSECURE_SERIALIZATION=1, and then from any
+client of its routes.
 
 From version 0.32 on the communicator's id travels in the request. Older ones fetch it from a
 TCPStore, as a pickle of one object, which is written here byte by byte and read by vLLM; nothing is
-ever unpickled on this side. Because whoever reaches that store could put another pickle there, it
+ever unpickled on this side. Because any client of that store could put another pickle there, it
 listens on loopback alone, and an older vLLM on another machine is refused.
 """
 

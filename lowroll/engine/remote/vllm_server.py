@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from lowroll.engine.base import Capabilities, EngineStats
 from lowroll.engine.remote.http_client import HttpCall, HttpClient, ServerError
-from lowroll.engine.remote.protocol import ArrivingSample, body_of, tagged
+from lowroll.engine.remote.protocol import body_of
 from lowroll.engine.remote.server_base import (
     CONTROL_S,
-    Dialect,
+    EngineServer,
     HeldPolicy,
     Published,
-    ServedName,
     ServerProgress,
 )
 from lowroll.engine.remote.vllm_probe import ADAPTERS, HOTTEST, RELOAD, ProbedVllm, probe
@@ -62,6 +61,10 @@ HEEDED = frozenset(
     }
 )
 COLDEST = 0.01  # of temperatures that are not 0
+NAME = "pol-v"  # adapters of ours begin with it
+MOST_CONFIG = 64 << 20  # bytes of a model's small files
+DENSE = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
+BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
 SEEDS = 2**62  # vLLM adds the number of the sample to the seed
 _SERIES = re.compile(r"^vllm:(\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -80,39 +83,49 @@ class ServedModel:
     weight_bits: float
 
 
-@dataclass
-class VllmDialect:
-    """The capabilities of a vLLM and the policy that it draws from. weight_bits: of a linear weight."""
+class VllmServer(EngineServer):
+    """A vLLM. kind: of the updates that it takes as a stream. updates_in_flight: requests go on while it
+    takes weights."""
 
-    capabilities: Capabilities
-    behavior: BehaviorTag
-    model: str
-    vocab_size: int
-    eos_ids: frozenset[int]
-    weight_bits: float
-    cache_tokens: int = 0  # of its KV cache; 0: /metrics say it (`stats`)
-
-    @classmethod
-    def of(
-        cls, found: ProbedVllm, model: ServedModel, kind: Kind | None, in_flight: bool
-    ) -> VllmDialect:
-        """Join what a vLLM says and the facts about its model. kind: of the updates that it takes as a
-        stream. in_flight: requests go on while it takes weights."""
-        able = Capabilities(
+    def __init__(
+        self,
+        http: HttpClient,
+        found: ProbedVllm,
+        served: ServedModel,
+        kind: Kind | None,
+        updates_in_flight: bool,
+    ) -> None:
+        super().__init__(http)
+        self.found = found
+        self.served = served
+        self.model = found.model
+        self.root = found.root
+        self.vocab_size = served.vocab_size
+        self.weight_bits = served.weight_bits
+        self.behavior = BehaviorTag((PolicySpan(0, ""),), weights=served.weights)
+        self.capabilities = Capabilities(
             context_length=found.context_length,
             updates=frozenset(() if kind is None else (kind,)),
-            updates_in_flight=in_flight,
+            updates_in_flight=updates_in_flight,
             noise=False,
             scores=True,
             exact_logprobs=found.processed,
             sampler=HEEDED,
-            vocab_size=model.vocab_size,
+            vocab_size=served.vocab_size,
         )
-        behavior = BehaviorTag((PolicySpan(0, ""),), weights=model.weights)
-        return cls(able, behavior, found.model, model.vocab_size, model.eos_ids, model.weight_bits)
 
-    def check(self, request: Request) -> None:
-        """Check a request. ValueError names a field that vLLM would not treat as lowroll does."""
+    @classmethod
+    async def meet(cls, http: HttpClient, model: str | None, folder: Path | None) -> VllmServer:
+        """Probe a vLLM of a pool. ValueError names what it lacks, or what of its model cannot be read
+        here."""
+        found = await probe(http)
+        if model not in (None, found.model):
+            raise ValueError(f"model: {http.url} serves {found.model}, and not {model}")
+        served = read_served(model_folder(http.url, folder or found.root), http.url)
+        return cls(http, found, served, None, found.lora)
+
+    def check_fields(self, request: Request) -> None:
+        """Raise ValueError that names a field that vLLM would not treat as lowroll does."""
         if request.stop_strings:
             raise ValueError("stop_strings: vLLM runs without a tokenizer here; use stop_ids")
         if request.grammar is not None:
@@ -132,12 +145,12 @@ class VllmDialect:
             raise ValueError("min_p: vLLM cuts by it before top_p, and lowroll after; use one")
 
     def stop_ids(self, request: Request) -> list[int]:
-        """The request's own, and the model's unless it ignores them."""
-        own = set() if request.ignore_eos else self.eos_ids
+        """Return the request's own, and the model's unless it ignores them."""
+        own = set() if request.ignore_eos else self.served.eos_ids
         return sorted({*request.stop_ids, *own})
 
     def body(self, request: Request) -> dict[str, Any]:
-        """The body of its request."""
+        """Return the body of a request for rollouts."""
         seed = noise_key(request, 0) % SEEDS
         return body_of(request, self.model, seed=seed, stop_ids=self.stop_ids(request))
 
@@ -160,17 +173,6 @@ class VllmDialect:
             "return_token_ids": True,
         }
 
-    def evictions(self, one: ArrivingSample) -> None:
-        """vLLM's cache drops nothing."""
-
-    def tag(
-        self, request: Request, behavior: BehaviorTag, index: int, one: ArrivingSample
-    ) -> BehaviorTag:
-        """Return the policy of when the request was sent, since vLLM does not say what it drew
-        from. Requests keep the adapter that they began with, and a full update waits for their
-        end."""
-        return tagged(behavior, request, index)
-
     def stats(self, metrics: str) -> EngineStats:
         """Parse vLLM's /metrics, summed over its engines."""
         found: dict[str, float] = {}
@@ -184,63 +186,19 @@ class VllmDialect:
             weights=self.behavior.weights,
             weight_bits=self.weight_bits,
             cache_tokens=blocks * block,
-            cache_bytes=0,
-            policy_bytes=0,
-            virtual_memory_bytes=0,
-            pages_peak=0,
             prefix_hits=int(found.get("prefix_cache_hits_total", 0)) // max(block, 1),
             running=int(found.get("num_requests_running", 0)),
             waiting=int(found.get("num_requests_waiting", 0)),
             tokens=int(found.get("generation_tokens_total", 0)),
         )
 
-
-def _int(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
-
-
-NAME = "pol-v"  # adapters of ours begin with it
-MOST_CONFIG = 64 << 20  # bytes of a model's small files
-DENSE = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
-BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0}
-
-
-class VllmServer:
-    """A client of a vLLM. in_flight: whether requests go on while it takes weights."""
-
-    def __init__(
-        self, http: HttpClient, found: ProbedVllm, model: ServedModel, dialect: VllmDialect
-    ) -> None:
-        self.http = http
-        self.found = found
-        self.model = model
-        self.dialect: Dialect = dialect
-        self.served = ServedName(found.model, found.root)
-        self.in_flight = True
-        self.scores = True
-        self.held: HeldPolicy | None = None
-        self._dialect = dialect
-
-    @classmethod
-    async def meet(cls, http: HttpClient, model: str | None, folder: Path | None) -> VllmServer:
-        """Probe a vLLM of a pool. ValueError names what it lacks, or what of its model cannot be read
-        here."""
-        found = await probe(http)
-        if model not in (None, found.model):
-            raise ValueError(f"model: {http.url} serves {found.model}, and not {model}")
-        facts = read_served(model_folder(http.url, folder or found.root), http.url)
-        return cls(http, found, facts, VllmDialect.of(found, facts, None, found.lora))
-
     async def health(self, deadline_s: float) -> str:
         await self.ask("GET", "/health", "its health", deadline_s)
         return "running"
 
     async def progress(self, deadline_s: float) -> ServerProgress:
-        stats = self._dialect.stats(await self.metrics(deadline_s))
+        stats = self.stats(await self.metrics(deadline_s))
         return ServerProgress(stats.running + stats.waiting, stats.tokens)
-
-    async def metrics(self, deadline_s: float) -> str:
-        return await self.ask("GET", "/metrics", "its metrics", deadline_s)
 
     async def take(self, broadcast: Published, deadline_s: float, in_use: Set[str]) -> HeldPolicy:
         noise = getattr(broadcast, "noise", None)
@@ -255,7 +213,7 @@ class VllmServer:
             raise ServerError(f"{broadcast.path.name}: vLLM takes no broadcast of {broadcast.kind}")
         held = HeldPolicy(broadcast.version, frozenset({broadcast.digest}))
         span = PolicySpan(broadcast.version, broadcast.digest)
-        self._dialect.behavior = BehaviorTag((span,), weights=self._dialect.behavior.weights)
+        self.behavior = BehaviorTag((span,), weights=self.behavior.weights)
         return held
 
     async def pause(self, mode: str, deadline_s: float) -> None:
@@ -271,7 +229,7 @@ class VllmServer:
         """Load an adapter and draw the next requests from it."""
         body = {"lora_name": name, "lora_path": str(folder)}
         await self.ask("POST", ADAPTERS[0], f"loading adapter {name}", deadline_s, body)
-        self._dialect.model = name
+        self.model = name
 
     async def unload_adapter(self, name: str, deadline_s: float) -> None:
         """Unload an adapter that no request in flight was sent to."""
@@ -306,7 +264,7 @@ class VllmServer:
         loaded = await self._loaded()
         if name not in loaded:
             await self.load_adapter(name, broadcast.path.resolve(), deadline_s)
-        self._dialect.model = name
+        self.model = name
         for old in loaded - in_use - {name}:
             with suppress(ServerError):  # it may be gone
                 await self.unload_adapter(old, deadline_s)
@@ -323,19 +281,23 @@ class VllmServer:
 
     async def _take_model(self, broadcast: Published, deadline_s: float) -> None:
         self._needs("updates of all weights", *RELOAD)
-        if self.model.tied and self.found.cpu is not False:
+        if self.served.tied and self.found.cpu is not False:
             raise ServerError(
                 f"{self.http.url}: on a CPU {self.found.shown} keeps the old head of a model with "
                 f"tied embeddings; roll out an adapter"
             )
         await self.reload(broadcast.path.resolve(), f"reading {broadcast.path.name}", deadline_s)
-        self._dialect.model = self.found.model
+        self.model = self.found.model
 
     def _needs(self, what: str, *paths: str) -> None:
         try:
             self.found.needs(what, *paths)
         except ValueError as error:
             raise ServerError(f"{self.http.url}: {error}") from None
+
+
+def _int(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
 
 
 def model_folder(url: str, named: str | Path) -> Path:

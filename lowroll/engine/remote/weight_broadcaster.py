@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from lowroll.engine.remote.http_client import ServerError, happens_within
-from lowroll.engine.remote.replica import PoolTerms, Replica
+from lowroll.engine.remote.replica import PoolOptions, Replica
 from lowroll.engine.remote.server_base import HeldPolicy, Published
 from lowroll.engine.remote.versions import Disagreement, PolicyVersions, Superseded, agreed
 
@@ -28,14 +28,13 @@ class WeightBroadcaster:
         self,
         replicas: list[Replica],
         versions: PolicyVersions,
-        terms: PoolTerms,
+        options: PoolOptions,
         dispatch: Callable[[], None],
         told: Callable[[], str],
     ) -> None:
         self.replicas = replicas
         self.versions = versions
-        self.terms = terms
-        self.telling = False  # engines that work
+        self.options = options
         self._dispatch = dispatch
         self._told = told
         self._late: set[asyncio.Future[None]] = set()  # engines that still take weights
@@ -50,7 +49,7 @@ class WeightBroadcaster:
             return False
         ready = [replica for replica in self.replicas if replica.state == "ready"]
         back = known.begin(broadcast)
-        self.telling = bool(ready)
+        known.broadcasting = bool(ready)
         try:
             taken, gone = await self._tell(ready, broadcast, superseded)
             if taken:
@@ -64,7 +63,7 @@ class WeightBroadcaster:
         except Disagreement as error:
             raise ServerError(str(error)) from None
         finally:
-            self.telling = False
+            known.broadcasting = False
         if gone:
             raise Superseded(broadcast.path.name)
         await self._until_taken(broadcast, superseded)
@@ -72,19 +71,19 @@ class WeightBroadcaster:
 
     async def _until_taken(self, broadcast: Published, superseded: Callable[[], bool]) -> None:
         """Wait until an engine of the pool has taken the version."""
-        known, terms = self.versions, self.terms
+        known, options = self.versions, self.options
         name, clock = broadcast.path.name, asyncio.get_running_loop().time
-        end, remind = clock() + terms.start_s, clock() + terms.silent_s
+        end, remind = clock() + options.start_s, clock() + options.silent_s
         while not await happens_within(known.settled, min(LOOK_S, max(0.0, end - clock()))):
             now = clock()
             if now >= end:
                 raise ServerError(
-                    f"no engine took {name} within {terms.start_s:g} s: {self._told()}"
+                    f"no engine took {name} within {options.start_s:g} s: {self._told()}"
                 )
             if superseded():
                 raise Superseded(name)
             if now >= remind:
-                remind = now + terms.silent_s
+                remind = now + options.silent_s
                 log.warning(
                     "no engine has taken %s yet: %s. Waiting for one, %.0f s more at most",
                     name,
@@ -104,7 +103,7 @@ class WeightBroadcaster:
         gone = False
         pending = set(asked)
         began = loop.time()
-        end = began + self.terms.update_s
+        end = began + self.options.update_s
         while pending and (left := end - loop.time()) > 0:
             done, pending = await asyncio.wait(
                 pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
@@ -160,4 +159,4 @@ class WeightBroadcaster:
     def _grace(self, replicas: list[Replica]) -> float:
         """Seconds for the others when the first has taken weights: some end what they draw first."""
         drains = any(m.server is not None and not m.server.in_flight for m in replicas)
-        return max(self.terms.silent_s, self.terms.timeout_s if drains else 0.0)
+        return max(self.options.silent_s, self.options.timeout_s if drains else 0.0)

@@ -63,7 +63,7 @@ def check_trainer(cfg: RunConfig, run: Path, trainer: str) -> RunConfig:
 
 def check_engines(cfg: RunConfig, pool: EnginePool) -> None:
     """Raise ValueError that names what the engines are and the settings of the trainer are not."""
-    able, behavior, served = pool.capabilities, pool.behavior, pool.dialect.model
+    able, behavior, served = pool.capabilities, pool.behavior, pool.server.model
     capabilities.check(cfg, able)
     folder = resolve(cfg.model, weights=False)
     known = (cfg.model, folder.name, folder.resolve().name, str(folder), str(folder.resolve()))

@@ -30,6 +30,7 @@ from lowroll.config import RunConfig
 from lowroll.config.surogate.roles import GIVEN
 from lowroll.engine.remote.discovery import Elastic
 from lowroll.engine.remote.pool import EnginePool
+from lowroll.engine.remote.replica import PoolOptions
 from lowroll.metrics.record import add_evaluation, forget_evaluations, read_evaluations
 from lowroll.model.folder import resolve
 from lowroll.model.spec import read_spec_apart
@@ -140,7 +141,7 @@ class Orchestration:
         tell(f"waiting for engines: {', '.join(cfg.client.base_url) or 'lowroll serve'}")
         self.pool = stack.enter_context(self._pool(cfg))
         check_engines(theirs, self.pool)
-        cached = self.pool.dialect.cache_tokens or None
+        cached = self.pool.server.cache_tokens or None
         sized = cfg.rollout.model_copy(update={"cache_tokens": cached})
         self.cfg = cfg = cfg.model_copy(update={"rollout": sized})
         self.level = cfg.asynchrony.max_async_level
@@ -224,18 +225,16 @@ class Orchestration:
                     f"warning: the admin's token goes to {url} unencrypted: whoever reads it there can "
                     "give the engine other weights; use a private network, or https before the engine"
                 )
-        return EnginePool(
-            urls,
+        options = PoolOptions(
             token=token,
             admin_token=admin,
             timeout_s=client.timeout,
             check_model=not client.skip_model_check,
-            elastic=elastic,
             start_s=GONE_S,
             silent_s=silent_s(),
-            alive=self.stopped,
             in_flight="replay" if cfg.asynchrony.partial == "replay" else "keep",
         )
+        return EnginePool(urls, options, elastic=elastic, alive=self.stopped)
 
     def _shown(self, count: int) -> list[str]:
         """Wait for at least `count` engines that show themselves here, all of them ready; return

@@ -163,12 +163,12 @@ class Engines:
 
     def stats(self) -> EngineStats:
         """Return the statistics that the engines have in common."""
-        dialect = self.pool.dialect
+        server = self.pool.server
         told = self.pool.stats() if self.replay else None
         return EngineStats(
-            weights=dialect.behavior.weights,
-            weight_bits=dialect.weight_bits,
-            cache_tokens=dialect.cache_tokens,
+            weights=server.behavior.weights,
+            weight_bits=server.weight_bits,
+            cache_tokens=server.cache_tokens,
             cache_bytes=0,
             policy_bytes=0,
             virtual_memory_bytes=0,

@@ -392,9 +392,9 @@ def test_a_stale_adapter(
     load = adapters._load_adapter
 
     def stale(update: WeightUpdate) -> None:
-        name = adapters.dialect.model
+        name = adapters.server.model
         load(update)
-        adapters.dialect.model = name  # requests still go to the old one, which is unloaded
+        adapters.server.model = name  # requests still go to the old one, which is unloaded
 
     monkeypatch.setattr(adapters, "_load_adapter", stale)
     monkeypatch.setattr(adapters, "_unload", lambda keep: None)

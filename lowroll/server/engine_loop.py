@@ -1,0 +1,539 @@
+"""The iterations of the engine's thread, the only one that calls the engine, and the requests in flight.
+
+Each iteration first runs the jobs that were posted since the last one (`EngineThread.call`, `submit`,
+aborts), then one step of the engine. First tokens go to their event loop at once. Other news waits until
+the device works on the next step, because the event loop would take Python's lock from the thread before.
+The thread waits for no reader: news for a slow one is merged and never exceeds the response.
+
+A step that raises answers its requests with `EngineFailed`; the engine goes on with the next ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar
+
+from lowroll.engine.base import Engine, PartialSample
+from lowroll.server.metrics import Metrics, RequestTimes, ThreadState
+from lowroll.server.protocol import PauseMode
+from lowroll.types import FinishReason, Group, Request, Rollout
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+NEWS_SENT_AT_ONCE = 8  # requests: their event loop is done before it is in the thread's way
+JOBS_S = 0.02  # seconds for posted jobs in an iteration, before requests in flight go on
+
+
+class ServerBusy(RuntimeError):
+    """A refusal because too many requests are open, or because the server is ending."""
+
+
+class EngineStalled(RuntimeError):
+    """A missing answer of the engine's thread; the message says what the thread is busy with."""
+
+
+class EngineFailed(RuntimeError):
+    """A request that the engine could not finish. The reason is in the log, not in the message."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The tokens that a sample has drawn since it was last read."""
+
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]] | None  # None where the request does not ask
+    finish_reason: FinishReason | None  # None while the sample goes on
+    stop_reason: int | str | None  # the stop id or stop string that ended it
+
+    @classmethod
+    def since(cls, sample: int, drawn: PartialSample | Rollout, start: int = 0) -> Delta:
+        """Return the tokens of a sample from token `start` on."""
+        top = drawn.top_logprobs
+        return cls(
+            sample,
+            list(drawn.token_ids[start:]),
+            list(drawn.logprobs[start:]),
+            None if top is None else list(top[start:]),
+            drawn.finish_reason,
+            drawn.stop_reason,
+        )
+
+    def then(self, later: Delta) -> Delta:
+        """Return both as one delta."""
+        top = self.top_logprobs
+        if top is not None and later.top_logprobs is not None:
+            top = top + later.top_logprobs
+        return Delta(
+            self.sample,
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            top,
+            later.finish_reason,
+            later.stop_reason,
+        )
+
+
+class InFlightRequest:
+    """A request from its submission to its end.
+
+    The event loop that submitted it reads it. check_alive: raises EngineStalled for what waits for a thread
+    that hangs. forget: called at the end. Leaving its `async with` block aborts what is left. Its
+    waits end, because `EngineThread` watches the thread for all of them.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        request: Request,
+        stream: bool,
+        check_alive: Callable[[str], None],
+        forget: Callable[[InFlightRequest], None],
+    ) -> None:
+        self.request = request
+        self.stream = stream
+        self.events = asyncio.get_running_loop()
+        self.times = RequestTimes()
+        self._loop = loop
+        self._check_alive = check_alive
+        self._forget = forget
+        # used by the event loop alone
+        self.pending: dict[int, Delta] = {}  # by sample; the first to move comes first
+        self._news = asyncio.Event()
+        self._over = asyncio.Event()
+        self._end: Group | Exception | None = None
+        self._abort_asked = False
+        # used by the engine's thread alone
+        self.handle: int | None = None  # None before the engine has it
+        self.aborted = False
+        self._num_sent: dict[int, int] = {}  # tokens of each sample that were sent
+        self._ended: set[int] = set()  # samples whose end was sent
+
+    # -- in the event loop -------------------------------------------------------------------------
+
+    async def __aenter__(self) -> InFlightRequest:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Yield one delta for each sample that has moved, until all have ended. Without `stream`
+        everything comes at the end. Raises EngineFailed, EngineStalled."""
+        while True:
+            while self.pending:
+                yield self.pending.pop(next(iter(self.pending)))
+            if self._end is not None:
+                self._result()
+                return
+            self._news.clear()
+            await self._news.wait()
+            if not self.pending and self._end is None:
+                self._check_alive("a request")
+
+    async def group(self) -> Group:
+        """Return the finished group. Raises EngineFailed, EngineStalled; ValueError for a wrong
+        request that was held back."""
+        while self._end is None:
+            self._over.clear()
+            await self._over.wait()
+            if self._end is None:
+                self._check_alive("a request")
+        return self._result()
+
+    def abort(self) -> None:
+        """End the request now, if it has not ended: its group gets the finish reason "abort"."""
+        if self._end is None and not self._abort_asked:
+            self._abort_asked = True
+            self._loop.post(lambda: self._loop.abort(self))
+
+    def receive(self, deltas: list[Delta], end: Group | Exception | None) -> None:
+        """Take news of the engine's thread."""
+        for delta in deltas:
+            before = self.pending.get(delta.sample)
+            self.pending[delta.sample] = delta if before is None else before.then(delta)
+        if end is not None and self._end is None:
+            self._end = end
+            self._over.set()
+            self._forget(self)
+        self._news.set()
+
+    def wake(self) -> None:
+        """Have waiting readers check whether the thread is alive."""
+        self._news.set()
+        self._over.set()
+
+    def _result(self) -> Group:
+        assert self._end is not None
+        if isinstance(self._end, Exception):
+            raise self._end
+        return self._end
+
+    # -- on the engine's thread --------------------------------------------------------------------
+
+    def new_deltas(self, samples: Sequence[PartialSample]) -> list[Delta]:
+        """Return what is new of a request that goes on."""
+        deltas = []
+        for sample, drawn in enumerate(samples):
+            over = drawn.finish_reason is not None and sample not in self._ended
+            if len(drawn.token_ids) > self._num_sent.get(sample, 0) or over:
+                deltas.append(self._delta(sample, drawn))
+        return deltas
+
+    def last_deltas(self, group: Group) -> list[Delta]:
+        """Return what is new of a request that has ended."""
+        return [
+            self._delta(sample, rollout)
+            for sample, rollout in enumerate(group.rollouts)
+            if sample not in self._ended
+        ]
+
+    def _delta(self, sample: int, drawn: PartialSample | Rollout) -> Delta:
+        start = self._num_sent.get(sample, 0)
+        self._num_sent[sample] = len(drawn.token_ids)
+        if drawn.finish_reason is not None:
+            self._ended.add(sample)
+        return Delta.since(sample, drawn, start)
+
+
+News = tuple[InFlightRequest, list[Delta], Group | Exception | None]
+
+
+class Watchdog:
+    """What the engine's thread is busy with, and since when. deadline_s: the longest iteration."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.start("its start")
+
+    def start(self, busy_with: str, allowed_s: float | None = None) -> None:
+        """Note that the thread begins with something, which may take `allowed_s` (default: an
+        iteration)."""
+        self.busy_with = busy_with
+        self.allowed_s = self.deadline_s if allowed_s is None else allowed_s
+        self._since = time.monotonic()
+
+    def check(self, what: str) -> None:
+        """Raise EngineStalled for `what` waits for the thread when that is late."""
+        if time.monotonic() - self._since > self.allowed_s:
+            raise EngineStalled(f"{what}: {self}")
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._since
+        return f"the engine's thread has been busy with {self.busy_with} for {seconds:.1f} s"
+
+
+class Outbox:
+    """The news of requests on its way from the engine's thread to their event loops."""
+
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._news: list[News] = []  # not sent yet
+        self._without_token: deque[InFlightRequest] = deque()  # as far as is known
+
+    def expect_first_token(self, request: InFlightRequest) -> None:
+        """Look for the first token of a request that is no stream."""
+        self._without_token.append(request)
+
+    def add(self, request: InFlightRequest, deltas: list[Delta], end: Group | Exception) -> None:
+        """Add the end of a request."""
+        self._news.append((request, deltas, end))
+
+    def collect(self, in_flight: dict[int, InFlightRequest]) -> None:
+        """Add what a step has drawn for the requests that go on. First tokens are sent at once, since
+        somebody waits for them, and so is the rest where it is little."""
+        moved: list[News] = []
+        for handle, request in in_flight.items():
+            if request.stream:
+                deltas = request.new_deltas(self._engine.so_far(handle))
+                if deltas:
+                    moved.append((request, deltas, None))
+        first = [one for one in moved if one[0].times.first_at is None]
+        later = [one for one in moved if one[0].times.first_at is not None]
+        self._metrics.moved(
+            [(one.times, max(len(d.token_ids) for d in deltas)) for one, deltas, _ in moved]
+        )
+        if first:
+            waiting, self._news = self._news, first
+            self.send()
+            self._news = waiting
+        self._observe_first_tokens(in_flight)
+        self._news += later
+        if len(self._news) <= NEWS_SENT_AT_ONCE:
+            self.send()
+
+    def send(self) -> None:
+        """Hand the news to their event loops, with one wake-up for each loop."""
+        news, self._news = self._news, []
+        by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
+        for one in news:
+            by_loop.setdefault(one[0].events, []).append(one)
+        for events, some in by_loop.items():
+            if not events.is_closed():
+                events.call_soon_threadsafe(_receive, some)
+
+    def _observe_first_tokens(self, in_flight: dict[int, InFlightRequest]) -> None:
+        """Record first tokens of whole answers. They begin in the order in which they came."""
+        while self._without_token:
+            request = self._without_token[0]
+            assert request.handle is not None
+            if request.handle in in_flight:
+                if not any(drawn.token_ids for drawn in self._engine.so_far(request.handle)):
+                    return
+                self._metrics.first_token(request.times)
+            self._without_token.popleft()
+
+
+class PauseControl:
+    """The state of drawing, and the pause that waits for the requests in flight."""
+
+    def __init__(self) -> None:
+        self.state: ThreadState = "running"
+        self.drained: Future[None] | None = None  # of the pause that waits
+
+    def drain(self, drained: Future[None]) -> None:
+        """Begin a pause that waits for the requests in flight. ValueError beside another one."""
+        if self.drained is not None and not self.drained.cancelled():
+            raise ValueError("mode: another pause waits already")
+        self.state = "draining"
+        self.drained = drained
+
+    def end_drain(self) -> None:
+        """Pause, as nothing is in flight any more."""
+        self.state = "paused"
+        self._answer(None)
+
+    def cancel_drain(self, drained: Future[None]) -> None:
+        """Resume, if this pause still waits."""
+        if self.drained is drained:
+            self.drained = None
+            self.resume()
+
+    def pause(self, done: Future[None]) -> None:
+        """Pause at once."""
+        self.state = "paused"
+        self._answer(ValueError("mode: another pause came, which does not wait"))
+        if done.set_running_or_notify_cancel():
+            done.set_result(None)
+
+    def resume(self) -> None:
+        """Go on drawing."""
+        self.state = "running"
+        self._answer(ValueError("mode: resumed before all requests had ended"))
+
+    def stop(self) -> None:
+        """Refuse the pause that waits, as the server is ending."""
+        self._answer(EngineStalled("pause: the server is ending"))
+
+    def _answer(self, error: Exception | None) -> None:
+        drained, self.drained = self.drained, None
+        if drained is None or not drained.set_running_or_notify_cancel():
+            return
+        if error is None:
+            drained.set_result(None)
+        else:
+            drained.set_exception(error)
+
+
+class EngineLoop:
+    """The iterations of the engine's thread: all that it does, and all that it alone may touch, but for
+    `post`, which any thread calls. watchdog: is kept up to date. idle_s: the longest iteration without
+    work, which shows that the thread is alive."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, watchdog: Watchdog, idle_s: float) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.watchdog = watchdog
+        self.idle_s = idle_s
+        self.stopping = False
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.outbox = Outbox(engine, metrics)
+        self.pausing = PauseControl()
+        self.in_flight: dict[int, InFlightRequest] = {}  # by handle
+        self.held: deque[InFlightRequest] = deque()  # came while a pause waited for others
+        self.failures = 0  # of steps, since the last one that did not fail
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Have a job run between two steps."""
+        self.jobs.put(job)
+
+    def run(self) -> None:
+        """Iterate until `stopping`, and answer all requests that are left."""
+        try:
+            while not self.stopping:
+                self._iterate()
+            self.abort_all()
+            self._iterate()  # aborted requests come back from a step
+        finally:
+            self._fail(EngineFailed("the server has ended"), self.held)
+            self.pausing.stop()
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    def perform(
+        self, job: Future[T], fn: Callable[[Engine], T], what: str, allowed_s: float | None
+    ) -> None:
+        """Run fn(engine) for a job that somebody still waits for."""
+        if not job.set_running_or_notify_cancel():
+            return
+        self.watchdog.start(what, allowed_s)
+        try:
+            job.set_result(fn(self.engine))
+        except Exception as error:  # raised where it was called
+            job.set_exception(error)
+
+    def submit(self, request: InFlightRequest) -> None:
+        """Add a request to the engine, or hold it back."""
+        if self.stopping:
+            raise ServerBusy("the server is ending")
+        if self.held or self._holds_back():
+            self.held.append(request)
+        else:
+            self._add(request)
+
+    def abort(self, request: InFlightRequest) -> None:
+        """End a request, in the engine or held back."""
+        if request in self.held:
+            self.held.remove(request)
+            self._admit(request)
+        if request.handle is not None and request.handle in self.in_flight:
+            request.aborted = True
+            self.engine.abort(request.handle)
+
+    def abort_all(self) -> int:
+        """End every request, and return how many there were."""
+        requests = [*self.in_flight.values(), *self.held]
+        for request in requests:
+            self.abort(request)
+        return len(requests)
+
+    def pause(self, mode: PauseMode, done: Future[None]) -> None:
+        """Stop drawing (`EngineThread.pause`). done: of the pause."""
+        if mode == "wait" and self.in_flight:
+            self.pausing.drain(done)
+            return
+        if mode == "abort":
+            self.abort_all()
+        self.pausing.pause(done)
+
+    def num_streams(self) -> int:
+        """Return how many requests in the engine tell their tokens while they are drawn."""
+        return sum(request.stream for request in self.in_flight.values())
+
+    # -- iterations --------------------------------------------------------------------------------
+
+    def _iterate(self) -> None:
+        try:
+            self._run_jobs()
+            if self._can_step():
+                self.watchdog.start("a step")
+                ended = self.engine.step(self.outbox.send)
+                self.failures = 0
+                self.outbox.send()
+                self._end(ended)
+                self.outbox.collect(self.in_flight)
+            if self.pausing.state == "draining" and not self.in_flight:
+                self.outbox.send()
+                self.pausing.end_drain()
+        except Exception:  # of a step or of an abort: the engine goes on with other requests
+            log.exception("the engine failed: %s", self.watchdog.busy_with)
+            self.failures += 1
+            self._give_up()
+
+    def _run_jobs(self) -> None:
+        """Run posted jobs: for a moment where there is something to step, else after a wait."""
+        self.watchdog.start("waiting for requests")
+        while self.held and not self._holds_back():
+            self._admit(self.held.popleft())
+        try:
+            busy = self.stopping or self._can_step() or self.pausing.state == "draining"
+            if not self._can_step():
+                self.outbox.send()
+            wait_s = 0.0 if busy else self.idle_s
+            job = self.jobs.get(timeout=wait_s)
+            until = time.monotonic() + JOBS_S
+            while True:
+                job()
+                if time.monotonic() > until and self._can_step():
+                    return
+                job = self.jobs.get_nowait()
+        except queue.Empty:
+            return
+
+    def _can_step(self) -> bool:
+        """Return True where the engine has something to draw, or aborted requests to return."""
+        return bool(self.in_flight) and (self.pausing.state != "paused" or self._all_aborted())
+
+    def _holds_back(self) -> bool:
+        """Return True where new requests are held back: while a pause waits for others, and until a
+        step, which draws nothing then, has returned the aborted ones."""
+        return self.pausing.state == "draining" or self._all_aborted()
+
+    def _all_aborted(self) -> bool:
+        return bool(self.in_flight) and all(one.aborted for one in self.in_flight.values())
+
+    def _add(self, request: InFlightRequest) -> None:
+        request.handle = self.engine.add(request.request)
+        self.in_flight[request.handle] = request
+        if not request.stream:
+            self.outbox.expect_first_token(request)
+
+    def _admit(self, request: InFlightRequest) -> None:
+        """Add a request that was held back; its reader learns what is wrong with it."""
+        try:
+            self._add(request)
+        except ValueError as error:
+            self.outbox.add(request, [], error)
+            self.outbox.send()
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def _end(self, ended: list[tuple[int, Group]]) -> None:
+        """Take the requests that a step has ended."""
+        for handle, group in ended:
+            request = self.in_flight.pop(handle, None)
+            if request is not None:
+                deltas = request.last_deltas(group)
+                self.metrics.ended(request.times, group)
+                self.outbox.add(request, deltas, group)
+
+    def _give_up(self) -> None:
+        """Fail all requests in flight, and drop the pages of prompts, which cannot be trusted."""
+        handles = list(self.in_flight)
+        self._fail(EngineFailed("the engine failed while it worked on this request"), [])
+        try:
+            for handle in handles:
+                self.engine.abort(handle)
+            self.engine.reset_prefix_cache()
+        except Exception:
+            log.exception("the engine could not give up what was in flight")
+
+    def _fail(self, error: Exception, held: Iterable[InFlightRequest]) -> None:
+        """Answer the requests in flight and those held back with an error."""
+        requests = [*self.in_flight.values(), *held]
+        self.in_flight.clear()
+        for request in requests:
+            self.metrics.failed()
+            self.outbox.add(request, [], error)
+        self.outbox.send()
+
+
+def _receive(news: list[News]) -> None:
+    for request, deltas, end in news:
+        request.receive(deltas, end)
