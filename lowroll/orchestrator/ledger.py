@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from lowroll.envs.curriculum import LevelProgress
+from lowroll.orchestrator.errors import ErrorWindow
 from lowroll.orchestrator.settings import Settings
 
 COUNTS = ("draws", "planned", "consumed", "dropped", "passed_over", "duplicates", "pooled")
@@ -192,6 +193,19 @@ def _counts(state: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
         yield name, state[name]
     for name, count in state["cursors"].items():
         yield f"cursors.{name}", count
+
+
+def state_of(
+    step: int, plan: dict[str, Any], ledger: Ledger, errors: ErrorWindow
+) -> dict[str, Any]:
+    """Return the orchestrator's state after a step, as JSON data."""
+    return {
+        "format": STATE_FORMAT,
+        "step": step,
+        "plan": plan,
+        "ledger": ledger.state(),
+        "errors": errors.state(),
+    }
 
 
 def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,12 +131,22 @@ class PromptSource:
         chosen = self.settings.buffer_seed
         return self.settings.seed if chosen is None else chosen
 
-    def is_finite(self, name: str) -> bool:
-        """Return whether an environment's prompts repeat."""
-        return self._sizes[name] is not None
+    def plan(self) -> dict[str, Any]:
+        """Return the settings that decide which prompts are drawn with which noise; they must not
+        change within a run."""
+        return {
+            "seed": self.settings.seed,
+            "buffer_seed": self.seed,
+            "rollouts_per_example": self.settings.rollouts_per_example,
+            "env_weights": {name: self.settings.env_weights.get(name, 1.0) for name in self._names},
+            "hash_keys": list(self.settings.hash_keys),
+        }
 
     def learn(self, ledger: Ledger, groups: Sequence[tuple[Prompt, list[float]]]) -> None:
-        """Move the levels of curricula by the rewards of a batch's groups."""
+        """Update the pools by difficulty and the levels of curricula by the rewards of a step."""
+        for prompt, rewards in groups:
+            if rewards and self._sizes[prompt.env] is not None:
+                ledger.pools.place(prompt.env, prompt.id, rewards, self.settings)
         for name, env in self.envs.items():
             rule = env.curriculum
             if rule is None:

@@ -164,7 +164,7 @@ class Orchestration:
             Journal(paths.ledger),
             alone=False,
         )
-        self.versions.retract = self.batches.orchestrator.retract
+        self.versions.retract = self.batches.orchestrator.rollout_buffer.retract
         heartbeat.update(phase="waiting", doing="")
         self.begun = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))
