@@ -1,13 +1,12 @@
 """`lowroll orchestrate`: prompts to batches, drawn by engines elsewhere, for a trainer elsewhere. No
 torch.
 
-    1. has the role in the run folder, and waits until the trainer gives a sign of life there
-    2. asks what the trainer has, and goes on from the newest batch in the spool, else from the
-       trainer's checkpoint, else from the beginning
+    1. takes the role in the run folder, and waits for the trainer's heartbeat
+    2. goes on from the newest batch in the spool, else from the trainer's checkpoint
     3. makes batch n when the weights of version n - 1 - max_async_level are there
 
-A batch is in the spool before it counts as sent. What is killed anywhere makes the same requests
-again, with the same noise.
+A batch is in the spool before it counts as sent. A killed process makes the same requests again, with
+the same noise.
 """
 
 from __future__ import annotations
