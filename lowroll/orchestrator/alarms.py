@@ -1,12 +1,23 @@
-"""Numbers of a step that usually mean that something broke, though nothing raised.
+"""Signs that a run goes on and learns nothing, though no error was raised.
 
-A verifier that rejects everything, a chat template that changed or a stop token that went missing
-all leave a run that goes on learning nothing. They show in one step's statistics.
+A verifier that rejects everything, a changed chat template or a missing stop token show in one step's
+statistics. Canaries are two responses of each environment whose scores are known, the gold and the
+perturbed answer: a scorer that broke in the middle of a run fails on them at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lowroll.envs.tasks import prompt_at
+from lowroll.orchestrator.client import Scorer
+from lowroll.orchestrator.errors import applies_nowhere, describe
+from lowroll.orchestrator.settings import SOLVED
+from lowroll.types import Batch, Prompt, ScoreError
+
+if TYPE_CHECKING:
+    from lowroll.envs.base import Environment
 
 LIMITS = (  # (metric, value from which it is an alarm, what it may mean)
     (
@@ -30,3 +41,38 @@ def alarms(stats: Mapping[str, float]) -> list[str]:
         for name, limit, meaning in LIMITS
         if stats.get(name, 0.0) > limit
     ]
+
+
+def check_masks(batch: Batch) -> list[str]:
+    """Return one line where the loss masks of a batch leave nothing to learn."""
+    if any(any(sample.loss_mask) for sample in batch.samples):
+        return []
+    if all(applies_nowhere(sample.score) for sample in batch.samples):
+        return []  # `check_any` has logged it
+    return [
+        f"nothing is learned: all {len(batch.samples)} rollouts of the batch are flagged by "
+        "filters, or cut off and masked (rollout/flagged_*_fraction says by which)"
+    ]
+
+
+def canaries(
+    envs: Mapping[str, Environment], scorer: Scorer, positions: Mapping[str, int]
+) -> list[str]:
+    """Return one line for each canary that scored wrongly. `positions`: the training task to use of
+    each environment; one without stored answers is left out."""
+    items: list[tuple[Prompt, str]] = []
+    for name, env in envs.items():
+        prompt = prompt_at(env, positions[name], "train")
+        try:
+            items += [(prompt, env.gold(prompt)), (prompt, env.perturbed(prompt))]
+        except NotImplementedError:
+            continue
+    failures = []
+    for index, ((prompt, _), outcome) in enumerate(zip(items, scorer.score(items), strict=True)):
+        kind, solved = ("perturbed", False) if index % 2 else ("gold", True)
+        where = f"environment {prompt.env!r}: the {kind} answer of {prompt.id!r}"
+        if isinstance(outcome, ScoreError):
+            failures.append(f"{where} could not be scored: {describe([outcome])}")
+        elif (outcome.reward >= SOLVED) != solved:
+            failures.append(f"{where} scored {outcome.reward}")
+    return failures

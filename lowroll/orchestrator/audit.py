@@ -1,14 +1,11 @@
-"""The invariants of a run's ledger, checked offline from its file: no rollout was used twice, none
-was lost.
+"""The invariants of a run's ledger, checked from its file: no rollout was used twice or lost.
 
 1. A group is consumed once in the whole run, whatever was restarted.
 2. planned = consumed + dropped + open: a group goes from planned to dispatched, done and into one
    batch, or it is dropped with a reason; it is dispatched again only while it is open.
-3. A batch has no token that is older than the run allows.
-4. After a rollback to batch N nothing of the batches N + 1 ... stays used: these groups are open
-   again, or were never planned.
-5. Nothing that was drawn before a rollback, after batch N, is used behind it without having been
-   drawn again, and no batch has tokens of weights that its learner did not have yet.
+3. A batch has no token that is older than the run allows, or newer than its learner.
+4. After a rollback to batch N the groups of later batches are open again, or were never planned, and
+   none is used without having been drawn again.
 
 `learned` is a second witness: the request ids that the learner has really learnt from, by step.
 """
@@ -36,8 +33,8 @@ OPEN = ("planned", "dispatched", "done")
 def check(
     ledger: Path | Sequence[Event], learned: Mapping[int, Sequence[str]] | None = None
 ) -> list[str]:
-    """Return what is wrong with a ledger, one line for each finding; [] for a sound one. Raises
-    ValueError for a file that is damaged elsewhere than in a torn last line."""
+    """Return what is wrong with a ledger, one line for each finding. Raises ValueError for a damaged
+    file."""
     events = read(ledger)[0] if isinstance(ledger, Path) else ledger
     audit = Audit()
     for number, event in enumerate(events, 1):
@@ -148,8 +145,7 @@ class Audit:
 
 
 def balance(events: Sequence[Event]) -> dict[str, Any]:
-    """Count the groups of a ledger: planned, batched, dropped by reason, open, and batches
-    consumed."""
+    """Count the groups of a ledger by state, and its consumed batches."""
     audit = Audit()
     for number, event in enumerate(events, 1):
         audit.take(number, event)

@@ -1,5 +1,5 @@
-"""Interfaces of the components that the orchestrator uses and may not import: an engine, a
-tokenizer, a scorer, a channel."""
+"""Interfaces of the components that the orchestrator uses: an engine, a tokenizer, a scorer, a
+channel."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class EngineClient(Protocol):
         ...
 
     def step(self) -> list[tuple[int, Group]]:
-        """Wait a moment for answers and return those that came, by handle. The group of an aborted
-        request may be among them."""
+        """Wait a moment and return the answers that came, by handle; those of aborted requests may be
+        among them."""
         ...
 
     def abort(self, handle: int) -> bool:
@@ -40,28 +40,27 @@ class EngineClient(Protocol):
         ...
 
     def so_far(self, handle: int) -> Sequence[HasTokens]:
-        """Return the tokens that each sample of a request in flight has drawn, as far as they are
-        known here."""
+        """Return the known tokens of each sample of a request in flight."""
         ...
 
 
 class WeightsWatch(Protocol):
-    """The weights that the engines draw from, where they follow a learner in another process. Its
-    waits have a deadline and name what they wait for."""
+    """The weights that the engines draw from, of a learner in another process. Every wait has a
+    deadline."""
 
     def at_least(self, version: int, most: int) -> int:
-        """Wait until weights of this version or newer are there, have the engines load the newest
-        up to `most`, and return its version."""
+        """Wait for weights of this version or newer, have the engines load the newest up to `most`,
+        and return its version."""
         ...
 
     def exactly(self, version: int) -> int:
-        """Wait for weights of exactly this version, though newer ones may be there, have the
-        engines load them, and return the version."""
+        """Wait for weights of exactly this version, have the engines load them, and return the
+        version."""
         ...
 
     def newer(self, most: int) -> int | None:
-        """Have the engines load newer weights, up to version `most`, without a wait, and return
-        their version once they are loaded. None when there are none."""
+        """Have the engines load newer weights, up to version `most`, and return their version; None,
+        without a wait, when there are none."""
         ...
 
 
@@ -71,13 +70,13 @@ class Tokenizer(Protocol):
     def encode_chat(
         self, messages: list[Message], *, tools: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
-        """Return the ids of the conversation, with the header that opens the assistant's turn;
-        tools: JSON schemas of those that the model may call."""
+        """Return the ids of the conversation, with the header of the assistant's turn. tools: JSON
+        schemas."""
         ...
 
     def encode_turn(self, messages: list[Message], after: Turn, said: Message) -> list[int]:
-        """Return the ids that the template puts behind a drawn turn for these messages, up to the
-        header that opens the assistant's next one. `said`: the turn as a message."""
+        """Return the ids of these messages behind a drawn turn, up to the header of the assistant's
+        next one. `said`: the turn as a message."""
         ...
 
     def turn(self, token_ids: list[int], tools: bool = False) -> Message:
@@ -90,8 +89,7 @@ class Tokenizer(Protocol):
 
 
 class Scorer(Protocol):
-    """A scorer of responses, or of the messages of whole conversations, by the environment named in
-    each prompt."""
+    """A scorer of responses or conversations, by the environment named in each prompt."""
 
     def score(
         self,
@@ -108,8 +106,7 @@ class Responder(Protocol):
     def respond(
         self, items: Sequence[tuple[Prompt, list[Message]]]
     ) -> list[list[Message] | None | ScoreError]:
-        """Return the environment's reply to each item, in their order: new messages, or None where
-        the conversation is done."""
+        """Return the environment's reply to each item: new messages, or None where it is done."""
         ...
 
 

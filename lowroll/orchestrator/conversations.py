@@ -1,26 +1,20 @@
-"""Conversations of several turns, as an engine sees them: requests.
+"""Conversations of several turns as requests to an engine.
 
     turn 0      the request as it is: n samples of one prompt
     turn i      for each sample a request of its own, "<id>/<sample>/<i>": the prompt, all tokens so
                 far and those of the environment's new messages
 
-`Conversations` stands before an engine and is one: what it is asked for conversations (`Dialogue`)
-comes back as one group a request, whose rollouts hold all their turns. Any other request passes
-through as it is. Tokens of earlier turns stay as they were drawn, and the prompt of a later turn
-begins with that of the one before, whose pages an engine may still have. The noise of a turn depends
-on the request's seed, its id, the sample and the turn alone.
+`Conversations` wraps an engine and is one: a `Dialogue` comes back as one group, whose rollouts hold
+all their turns, and any other request passes through. Tokens of earlier turns are never encoded again,
+so the prompt of a turn begins with that of the one before. The noise of a turn depends on the request's
+seed and id, the sample and the turn alone.
 
-A conversation ends ("done") when the environment says so, ("turns") when it has had its turns,
-("length") when a turn was cut at max_tokens, ("tokens") when the whole sequence has no room for
-another turn or cuts one short, ("error") when the environment fails, which becomes the sample's
-ScoreError, and ("abort") when somebody gave it up.
+A conversation ends as "done" (the environment says so), "turns" (it has had its turns), "length" (a
+turn was cut at max_tokens), "tokens" (the sequence has no space for another turn, or cuts one short),
+"error" (the environment failed, which becomes the sample's ScoreError) or "abort".
 
-`generate` makes all conversations turn by turn together: the same requests go to the engine in the
-same order every time. With `add` and `step` each goes on as soon as its group's first turns are
-back.
-
-Produces groups. Waits for the engine's answers, behind its own deadlines, and for those of the
-environments, behind the time limit of the scoring workers.
+`generate` makes all conversations together, turn by turn, and sends the same requests in the same
+order every time. With `add` and `step` each goes on as soon as its group's first turns are back.
 """
 
 from __future__ import annotations
@@ -48,8 +42,8 @@ from lowroll.types import (
 
 @dataclass(frozen=True)
 class Dialogue(Request):
-    """A request for n conversations about a prompt; max_tokens bounds a turn, max_sequence_tokens
-    all of a sequence, its prompt included."""
+    """A request for n conversations about a prompt. max_tokens bounds a turn, max_sequence_tokens the
+    sequence with its prompt."""
 
     prompt: Prompt | None = None
     max_turns: int = 1
@@ -63,7 +57,7 @@ class Dialogue(Request):
         return self.sized(plain)
 
     def sized(self, request: Request) -> Request:
-        """Limit a request to the tokens that the sequence has room for."""
+        """Limit a request to the tokens that the sequence has left."""
         return replace(request, max_tokens=min(self.max_tokens, self.room(len(request.prompt_ids))))
 
     def room(self, length: int) -> int:
@@ -74,7 +68,7 @@ class Dialogue(Request):
 
     @property
     def fits(self) -> bool:
-        """True if the sequence has room for a first turn."""
+        """True if the sequence has space for a first turn."""
         return self.room(len(self.prompt_ids)) >= max(1, self.min_tokens)
 
 
@@ -224,8 +218,7 @@ class _SoFar:
 
 
 class Conversations:
-    """An engine that also runs conversations, as the top of the file explains. Plain requests pass
-    through to the engine behind it. All calls must come from one thread."""
+    """An engine that also runs conversations. All calls must come from one thread."""
 
     def __init__(self, engine: EngineClient, responder: Responder, tokenizer: Tokenizer) -> None:
         self.engine = engine
@@ -236,8 +229,7 @@ class Conversations:
         self._given_up: set[int] = set()  # handles of the engine whose groups may still come back
 
     def generate(self, requests: list[Request], on_progress: Progress | None = None) -> list[Group]:
-        """Return the groups of all requests, in their order. Progress is counted anew for each
-        turn."""
+        """Return the groups of all requests, in their order. Progress is of one turn."""
         if not any(isinstance(one, Dialogue) for one in requests):
             return self.engine.generate(requests, on_progress=on_progress)
         plain = [one.first if isinstance(one, Dialogue) else one for one in requests]
@@ -266,8 +258,7 @@ class Conversations:
 
     def step(self) -> list[tuple[int, Group]]:
         """Wait a moment for answers and return the groups that ended, by handle. Conversations
-        whose turns came back get the environments' replies and go on; those that ended are among
-        what is returned. The group of an aborted one is not."""
+        whose turns came back get the environments' replies and go on."""
         ended: list[tuple[int, Group]] = []
         touched: dict[int, list[Talk]] = {}
         for handle, group in self.engine.step():
@@ -307,8 +298,7 @@ class Conversations:
         return True
 
     def so_far(self, handle: int) -> Sequence[HasTokens]:
-        """Return the tokens that each sample of a request has drawn so far; for a conversation, in
-        all its turns."""
+        """Return the tokens that each sample of a request has drawn so far, in all its turns."""
         exchange = self._open.get(handle)
         if exchange is None or not exchange.talks:
             return self.engine.so_far(handle)
@@ -340,8 +330,7 @@ class Conversations:
         talk.take(rollouts[0], self.tokenizer.turn(rollouts[0].token_ids, talk.dialogue.tools))
 
     def _answer(self, talks: Sequence[Talk]) -> list[Talk]:
-        """Send the conversations that have not ended to the environments. Returns those that go
-        on."""
+        """Send conversations to the environments, and return those that go on."""
         waiting = [talk for talk in talks if talk.ended is None]
         if not waiting:
             return []

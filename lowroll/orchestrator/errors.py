@@ -1,9 +1,8 @@
 """The errors of the orchestrator, and the rule that tells a broken scorer from a hard task.
 
-A score that could not be computed is an error and never a reward of 0. Single errors are data: the
-sample leaves its group's statistics and is counted. Above a rate they mean that the reward itself
-is broken, and learning from what is left would be learning from a biased sample, so the run stops
-and says which errors it saw.
+A score that could not be computed is an error and never a reward of 0. The sample of a single error
+leaves its group's statistics. Above a rate of errors what is left would be a biased sample, so the run
+stops.
 """
 
 from __future__ import annotations
@@ -20,18 +19,15 @@ MESSAGE_LIMIT = 500  # characters of a scorer's message that may enter a log
 
 
 class InvalidRollout(ValueError):
-    """The engine returned something that must not be learned from. Names the request, the sample
-    and the position."""
+    """An answer of the engine that must not be learned from; names the request and the sample."""
 
 
 class ScoringFailed(RunFailed):
-    """Too many scores are errors. The message has the kinds with their counts and the first
-    message."""
+    """An error of a run whose scorer is broken; the message counts the errors by kind."""
 
 
 class NoSignal(RunFailed):
-    """Dynamic sampling found no group with differing rewards in all its rounds: nothing is left to
-    learn from."""
+    """An error of a step without a group with differing rewards: nothing is left to learn from."""
 
 
 class ErrorWindow:
@@ -43,8 +39,8 @@ class ErrorWindow:
         self._outcomes: deque[bool] = deque(maxlen=max(size, min_scores))
 
     def check(self, scores: Iterable[Score | ScoreError]) -> None:
-        """Take in new scores, but for those that do not apply. Raises ScoringFailed when the window
-        holds enough scores and too many are errors."""
+        """Add new scores, but for those that do not apply. Raises ScoringFailed when too many of
+        enough scores are errors."""
         errors = []
         for score in scores:
             if isinstance(score, Score):
@@ -60,8 +56,7 @@ class ErrorWindow:
             )
 
     def unjudged(self) -> str:
-        """Return a message about errors that were among too few scores to judge; "" if there were
-        none."""
+        """Return a message about errors among too few scores to judge; "" without any."""
         total, failures = len(self._outcomes), sum(self._outcomes)
         if not failures or total >= self.min_scores:
             return ""
@@ -90,8 +85,7 @@ class ErrorWindow:
 
 
 def check_any(scores: Sequence[Score | ScoreError], what: str) -> None:
-    """Raise ScoringFailed where all scores of `what` are errors and some failed. Logs a warning
-    where none applies."""
+    """Raise ScoringFailed where all scores of `what` are errors; log a warning where none applies."""
     errors = [score for score in scores if isinstance(score, ScoreError)]
     failed = [error for error in errors if error.failed]
     if len(errors) < len(scores):
@@ -109,8 +103,7 @@ def applies_nowhere(score: Score | ScoreError) -> bool:
 
 
 def describe(errors: list[ScoreError]) -> str:
-    """Return the kinds with their counts, most frequent first, and the first message, clipped and
-    without control characters."""
+    """Return the kinds with their counts, most frequent first, and the first message, clipped."""
     kinds = Counter(error.kind for error in errors)
     listed = ", ".join(
         f"{count} {kind}"

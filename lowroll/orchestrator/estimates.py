@@ -50,16 +50,17 @@ def interval(
     if not sets or not all(sets):
         raise ValueError("interval: expected values, got an empty set")
     rng = Random(seed)
-    means = sorted(
+    means = [
         fmean(fmean(rng.choices(values, k=len(values))) for values in sets)
         for _ in range(resamples)
-    )
-    return _quantile(means, (1 - level) / 2), _quantile(means, (1 + level) / 2)
+    ]
+    return percentile(means, (1 - level) / 2), percentile(means, (1 + level) / 2)
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Return a quantile, interpolated linearly between neighbours."""
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the `share` quantile (0..1) of a non-empty sequence, linear between neighbours."""
+    ordered = sorted(values)
     place = share * (len(ordered) - 1)
-    low = min(floor(place), len(ordered) - 2) if len(ordered) > 1 else 0
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    below = floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

@@ -48,11 +48,10 @@ def evaluate(
     first examples of a split.
 
     `num_examples` is cut to the split's size; examples with more than `max_prompt_tokens` are left
-    out. `max_sequence_tokens` bounds a whole conversation; an environment that has them needs an
-    engine that does (`conversations`). `k` defaults to rollouts_per_example. `sampling.temperature`
-    0 is greedy. The same seed gives the same noise whatever the weights are, so two policies are
-    compared on equal terms. Examples of which fewer than k rollouts could be scored are left out of
-    pass@k. Raises ScoringFailed by the rule of the training loop, ValueError for impossible numbers.
+    out. `max_sequence_tokens` bounds a conversation, which needs an engine for them
+    (`conversations`). `k` defaults to rollouts_per_example. The same seed gives the same noise
+    whatever the weights are. Examples with fewer than k scored rollouts are left out of pass@k.
+    Raises ScoringFailed by the rule of the training loop, ValueError for impossible numbers.
     """
     k = rollouts_per_example if k is None else k
     if num_examples < 1 or not 1 <= k <= rollouts_per_example:
@@ -155,8 +154,7 @@ def summarise(examples: list[list[Sample]], k: int, threshold: float = SOLVED) -
 
 
 def check_errors(scores: Sequence[Score | ScoreError], max_error_rate: float = 0.05) -> None:
-    """Raise ScoringFailed by the rule of the training loop, and when all scores are errors. Logs a
-    message when there are too few scores for the rule."""
+    """Raise ScoringFailed by the rule of the training loop, and when all scores are errors."""
     check_any(scores, "evaluation")
     window = ErrorWindow(max_error_rate, min_scores=50, size=len(scores))
     window.check(scores)

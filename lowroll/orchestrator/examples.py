@@ -1,8 +1,7 @@
 """Held-out examples with their responses: drawn as they end, scored, and grouped by their answers.
 
-What is drawn and what is scored is handed on at once (`keep`), so that whoever keeps it loses
-nothing when the process ends. The noise of a response depends on its request alone
-(`source.draw_at`): what is left is drawn later as it would have been.
+`keep` receives examples as soon as they are drawn or scored, so that nothing is lost when the process
+ends. The noise of a response depends on its request alone (`source.draw_at`).
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ TOGETHER = 1024  # responses that go to the scorer in one call
 class ExampleResponse:
     """One response of a policy, or its side of a conversation; `score` is None until it is scored.
 
-    `text` is that of its last turn, `tokens` are all that it drew. Of a conversation `messages` has
-    what was said after the prompt, and `failed` why its environment could not go on. `token_ids`
-    are kept where a scorer takes them.
+    `text`: of the last turn. `tokens`: the number drawn in all. `messages`: of a conversation, after
+    the prompt. `failed`: the error of its environment. `token_ids`: where a scorer takes them.
     """
 
     text: str
@@ -79,7 +77,7 @@ def draw(
     on_progress: Progress | None = None,
 ) -> None:
     """Have the engine answer every request; examples go to `keep` as they end. Raises
-    InvalidRollout for an answer without a request, or one that is not whole."""
+    InvalidRollout."""
     flights = {engine.add(one.request): one for one in draws}
     try:
         while flights:
@@ -120,8 +118,8 @@ def score(
     keep: Keep,
     on_progress: Progress | None = None,
 ) -> None:
-    """Score every response; whole examples go to `keep` as they are done. Responses that were
-    aborted, or whose environment failed, are not sent to the scorer."""
+    """Score every response but those that were aborted or whose environment failed; examples go to
+    `keep` as they are done."""
     done = 0
     for part in _parts(examples):
         items = []
@@ -159,11 +157,8 @@ def votes(
     on_progress: Progress | None = None,
 ) -> list[bool] | None:
     """Return, for each example, whether its most frequent answer is right; None where the
-    environment does not compare answers (`Environment.matching`).
-
-    Two answers are one when the scorer takes the second for the first. A response without an answer
-    has no vote, and an example without any is not solved. Answers that cannot be compared differ.
-    """
+    environment does not compare answers (`Environment.matching`). Two answers are one when the scorer
+    takes the second for the first. An example without any answer is not solved."""
     if not examples or env.matching(examples[0].prompt, "") is None:
         return None
     found: list[bool] = []

@@ -1,10 +1,9 @@
 """From the engine's answer to samples with advantages: check, decode, score, shape, credit.
 
-A group is whole or it is nothing: every request has exactly one answer with all its rollouts, and
-samples stay in planned order whatever order the answers came in. A sample without a score (or one
-that was cut off by an abort) is left out of its group's mean and standard deviation, gets advantage
-0 and a loss mask of zeros. A group with fewer than two scored samples has nothing to compare, so
-all its advantages are 0.
+Every request has exactly one answer with all its rollouts, and samples stay in planned order. A sample
+without a score, or one that was aborted, is left out of its group's mean and standard deviation and
+gets advantage 0 and a loss mask of zeros. All advantages are 0 in a group with fewer than two scored
+samples.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ def check_group(draw: Draw, group: Group) -> None:
 
 
 def _check_turns(rollout: Rollout, where: str) -> None:
-    """Raise InvalidRollout unless the turns lie one behind the other, from the first token to the
-    last, and what lies between them has no log-prob."""
+    """Raise InvalidRollout unless the turns follow each other from the first token to the last, and
+    tokens between them have no log-prob."""
     assert rollout.turns is not None
     end = 0
     for number, turn in enumerate(rollout.turns):
@@ -133,8 +132,8 @@ def _check_turns(rollout: Rollout, where: str) -> None:
 
 
 def check_versions(group: ScoredGroup, version: int, most: int) -> None:
-    """Raise InvalidRollout when a token was drawn under a policy more than `most` versions older
-    than the learner's, or under a newer one."""
+    """Raise InvalidRollout when a token's policy is newer than the learner's, or more than `most`
+    versions older."""
     for found in group.versions:
         if not version - most <= found <= version:
             raise InvalidRollout(
@@ -153,8 +152,7 @@ def score(
     max_steps: int = 0,
 ) -> list[list[Sample]]:
     """Decode and score every rollout: one list of samples a draw. Aborted rollouts and those whose
-    environment failed are not sent to the scorer. `step` of `max_steps`: of the run, for scorers
-    that take it (`for_scorer`)."""
+    environment failed are not scored. `step`, `max_steps`: see `for_scorer`."""
     samples = [
         samples_of(draw, group, tokenizer) for draw, group in zip(draws, groups, strict=True)
     ]
@@ -183,8 +181,8 @@ def score(
 
 
 def for_scorer(prompt: Prompt, token_ids: Sequence[list[int]], step: int, max_steps: int) -> Prompt:
-    """Return the prompt of a group for its scorer: where its `info` has `takes`, with the token ids
-    of the responses and the progress of the run, under the names that it lists."""
+    """Return the prompt of a group for its scorer, with those of the responses' token ids and the
+    run's progress that its `info["takes"]` lists."""
     known = {
         "completion_ids": list(token_ids),
         "trainer_state": {"global_step": step - 1, "max_steps": max_steps},

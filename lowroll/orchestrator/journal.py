@@ -1,7 +1,7 @@
-"""The ledger as a file: what happened to every group of a run, a line an event, never rewritten.
+"""The ledger as an append-only file: what happened to every group of a run, a line an event.
 
     {"event": "planned", "step": 3, "ids": [...]}
-    {"event": "dispatched", "version": 2, "ids": [...]}          asked of the engines
+    {"event": "dispatched", "version": 2, "ids": [...]}          sent to the engines
     {"event": "done", "ids": [...]}                              all rollouts are back
     {"event": "batched", "step": 3, "ids": [...], "oldest": [...], "learner": 2, "most": 8}
     {"event": "dropped", "step": 3, "reason": "stale", "ids": [...]}
@@ -9,10 +9,9 @@
     {"event": "rolled_back", "step": 2}                          what came after batch 2 is undone
     {"event": "begun", "step": 0, "open": [...]}                 nothing before this counts
 
-Each line is sealed with its number (`checkpoint.seal`). Events reach the file as they happen, and the
-disk when a batch is made, before it is sent: so a batch that was sent is in the ledger. Nothing is
-decided by this file; `orchestrator.audit` holds it against the invariants of a run. A last line that
-a crash cut off is taken away when the file is opened again; any other damage is refused.
+Each line has a checksum with its number (`checkpoint.seal`). The file is flushed to the disk before a
+batch is sent. `orchestrator.audit` checks the invariants of a run on it. A last line that a crash cut
+off is removed when the file is opened again; other damage is refused.
 """
 
 from __future__ import annotations
@@ -119,8 +118,8 @@ class Journal:
 
     def go_on(self, step: int, open_ids: Sequence[str], again: bool = False) -> None:
         """Go on from the state after batch `step` (0: from the beginning), which has these open
-        groups: what came after it is undone. With `again`, prompts are drawn from the beginning, and
-        nothing of before counts. ValueError when the file does not reach so far."""
+        groups, and undo what came after it. With `again` nothing of before counts. ValueError when
+        the file does not reach so far."""
         if self.step is None or again:
             self.write("begun", step=step, open=list(open_ids))
         elif step not in self.marks:

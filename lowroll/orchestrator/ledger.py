@@ -1,25 +1,23 @@
 """The groups that were drawn and what became of them: the part of a run's state that says which
-prompts come next, and which are still owed to a batch.
+prompts come next.
 
     planned == consumed + dropped + open
 
-`open` are the groups that were planned and have neither gone into a batch nor been dropped: in
-flight, or back and waiting. Their rollouts are not kept: after a restart they are drawn again, under
-the same ids and with the same noise, which costs time and loses nothing.
-
-Pools by difficulty and the search for duplicates look at prompts that come again, so they are kept
-for data sets of finite size only.
+An open group has neither gone into a batch nor been dropped. Its rollouts are not saved: after a
+restart it is drawn again, under the same id and with the same noise. Pools by difficulty are of data
+sets of finite size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from lowroll.envs.curriculum import LevelProgress
+from lowroll.orchestrator.errors import ErrorWindow
 from lowroll.orchestrator.settings import Settings
 
 COUNTS = ("draws", "planned", "consumed", "dropped", "passed_over", "duplicates", "pooled")
@@ -54,8 +52,8 @@ class Planned:
 
 
 class Pools:
-    """Prompts that are not drawn again, by environment: too easy, or too hard, in the order in
-    which they were found so."""
+    """Prompts that are not drawn again, by difficulty and environment, in the order in which they were
+    found."""
 
     def __init__(self, held: Mapping[str, Mapping[str, list[str]]] | None = None) -> None:
         self._held = {
@@ -80,8 +78,8 @@ class Pools:
             self._held["hard"].setdefault(env, {})[prompt_id] = None
 
     def take_back(self, pool: str, share: float, order: Any) -> int:
-        """Let round(share * prompts) of a pool be drawn again, at least 1 where there are any and
-        the share is above 0; those for which `order(env, id)` is smallest. Returns their number."""
+        """Let a share of a pool be drawn again, at least one prompt where the share is above 0: those
+        with the smallest `order(env, id)`. Returns their number."""
         held = [(env, one) for env, ids in self._held[pool].items() for one in ids]
         if not held or share <= 0:
             return 0
@@ -168,7 +166,8 @@ class Ledger:
             raise ValueError(
                 f"ledger.cursors: expected the environments {sorted(env_names)}, got {cursors!r}"
             )
-        for name, count in _counts(state):
+        counts = {name: state[name] for name in COUNTS}
+        for name, count in (counts | {f"cursors.{env}": n for env, n in cursors.items()}).items():
             if type(count) is not int or count < 0:
                 raise ValueError(f"ledger.{name}: expected a count, got {count!r}")
         levels = state.get("levels", {})
@@ -179,7 +178,7 @@ class Ledger:
         if state["planned"] != state["consumed"] + state["dropped"] + len(opened):
             raise ValueError("ledger.planned: expected consumed + dropped + open")
         return cls(
-            **{name: state[name] for name in COUNTS},
+            **counts,
             cursors=dict(cursors),
             open=[Planned.of(one, env_names) for one in opened],
             pools=Pools.of(state["pools"]),
@@ -187,16 +186,22 @@ class Ledger:
         )
 
 
-def _counts(state: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for name in COUNTS:
-        yield name, state[name]
-    for name, count in state["cursors"].items():
-        yield f"cursors.{name}", count
+def state_of(
+    step: int, plan: dict[str, Any], ledger: Ledger, errors: ErrorWindow
+) -> dict[str, Any]:
+    """Return the orchestrator's state after a step, as JSON data."""
+    return {
+        "format": STATE_FORMAT,
+        "step": step,
+        "plan": plan,
+        "ledger": ledger.state(),
+        "errors": errors.state(),
+    }
 
 
 def upgraded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in today's format. Format 1 had no open groups, no pools and no duplicates.
-    Raises ValueError for an invalid state."""
+    """Return a state in format 2. Format 1 had no open groups, pools and duplicates. Raises ValueError
+    for an invalid state."""
     names = set(STATE) - ({"step"} if state.get("format") == 1 else set())
     if set(state) != names or state["format"] not in (1, STATE_FORMAT):
         raise ValueError(

@@ -1,36 +1,31 @@
-"""The source of a step's groups when they are taken as they end.
+"""The open groups of a run: in flight, or back and waiting for a batch.
 
-`Settings.num_open` groups are kept open, oversampling_factor x those of a batch: in flight, or back
-and waiting for a batch. A batch takes those that are back, in planned order, as soon as there are
-enough; what is dropped on the way is replaced.
+`Settings.num_open` groups are kept open, oversampling_factor x those of a batch. A batch takes those
+that are back, in planned order, as soon as there are enough; a dropped group is replaced.
 
-    level 0, partial none    the surplus is given up and dropped ("oversampled") when the batch is full
-    level 0, keep or replay  it goes on after the update; the engine does with its beginning what the
-                             run's partial rollouts say
-    level k >= 1             it goes on, and newer weights are taken while it runs
+    level 0, partial none    the surplus is aborted and dropped ("oversampled") when the batch is full
+    level 0, keep or replay  it goes on after the update
+    level k >= 1             it goes on, and newer weights are loaded while it runs
 
-With a factor of 1 nothing is left over: batch n then has tokens of versions >= n - 1 - k only.
-Beyond that a group gets old in two ways, both bounded by max_off_policy_steps (Surogate's rule and
-prime-rl's):
+With a factor of 1 batch n has tokens of versions >= n - 1 - k only. Otherwise max_off_policy_steps
+bounds the staleness of a group in two ways (Surogate's rule and prime-rl's):
 
-1. At every update of weights in flight, first the groups are dropped that have lived through
-   max_off_policy_steps updates already, then the others count one more: with 8 a group survives
-   eight updates and dies at the ninth. A replayed group has no old tokens and does not count.
-2. A group that is back and has a token drawn more than max_off_policy_steps versions before the
-   learner's is dropped when a batch is made.
+1. At an update of weights, groups in flight are dropped that have lived through max_off_policy_steps
+   updates already; the others count one more. A replayed group has no old tokens and does not count.
+2. A group that is back is dropped when it has a token drawn more than max_off_policy_steps versions
+   before the learner's.
 
-Taking what ends first prefers short responses: `rollout/length_*` against `rollout/open_length_mean`
-and `rollout/carried_length_mean` say how much.
-
-Produces groups. Waits for the engines' answers; unblocked by them, or by `stall_s`.
+Taking what ends first prefers short responses: compare `rollout/length_*` with
+`rollout/open_length_mean` and `rollout/carried_length_mean`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from lowroll.orchestrator.client import EngineClient
 from lowroll.orchestrator.errors import InvalidRollout
@@ -79,17 +74,22 @@ class RolloutBuffer:
         self.version: int | None = None  # that the engines draw from
         self._known: dict[Planned, Open] = {}
         self._flights: dict[int, Open] = {}  # by handle
-        self._given_up: set[int] = set()  # handles whose groups may still come back
+        self._aborted: set[int] = set()  # handles whose groups may still come back
         self._landed = time.monotonic()
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Write an event into the ledger's file, if there is one."""
+        if self.journal is not None:
+            self.journal.write(event, **fields)
 
     # -- the groups --------------------------------------------------------------------------------
 
     def opened(self, ledger: Ledger) -> list[Open]:
-        """Return the open groups of a ledger, in planned order. Requests of other groups are given
-        up."""
+        """Return the open groups of a ledger, in planned order. Requests of other groups are
+        aborted."""
         owed = set(ledger.open)
         for planned in [one for one in self._known if one not in owed]:
-            self.give_up(self._known.pop(planned))
+            self.abort(self._known.pop(planned))
         for planned in ledger.open:
             if planned not in self._known:
                 self._known[planned] = Open(planned, self.source.again(planned))
@@ -101,48 +101,48 @@ class RolloutBuffer:
 
     def plan(self, ledger: Ledger, count: int, step: int, temperature: float) -> list[Open]:
         """Open `count` more groups and return them."""
-        drawn = self.source.draw(ledger, count, temperature)
         new = []
-        for draw in drawn:
+        for draw in self.source.draw(ledger, count, temperature):
             planned = Planned(draw.prompt.env, draw.position, step, temperature)
             ledger.open.append(planned)
             self._known[planned] = Open(planned, draw)
             new.append(self._known[planned])
-        if new and self.journal is not None:
-            self.journal.write("planned", step=step, ids=[one.id for one in new])
+        if new:
+            self.note("planned", step=step, ids=[one.id for one in new])
         return new
 
-    def close(self, ledger: Ledger, groups: Iterable[Open]) -> None:
-        """Remove groups from the ledger's open ones: the caller has counted them."""
+    def close(self, ledger: Ledger, groups: Sequence[Open]) -> None:
+        """Remove groups from the ledger's open ones, and abort their requests."""
         leaving = {one.planned for one in groups}
+        for one in groups:
+            self.abort(one)
         ledger.open = [planned for planned in ledger.open if planned not in leaving]
 
     # -- requests ----------------------------------------------------------------------------------
 
     def send(self, ledger: Ledger) -> None:
         """Send the request of every open group that is neither in flight nor back."""
-        asked = []
+        sent = []
         for one in self.opened(ledger):
             if one.handle is None and one.scored is None:
                 one.handle = self.engine.add(one.draw.request)
                 one.swaps = 0
                 self._flights[one.handle] = one
-                asked.append(one.id)
-        if not asked:
+                sent.append(one.id)
+        if not sent:
             return
-        if len(asked) == len(self._flights):
+        if len(sent) == len(self._flights):
             self._landed = time.monotonic()  # nothing was awaited before
-        if self.journal is not None:
-            self.journal.write("dispatched", version=self.version, ids=asked)
+        self.note("dispatched", version=self.version, ids=sent)
 
-    def turn(self) -> list[tuple[Open, Group]]:
-        """Wait a moment and return the groups that came back, whole and checked. Raises
-        InvalidRollout for an answer without a request, RolloutsStalled when none came for
+    def collect(self, ledger: Ledger) -> list[tuple[Open, Group]]:
+        """Wait a moment and return the groups that came back, whole and checked, in planned order.
+        Raises InvalidRollout for an answer without a request, RolloutsStalled when none came for
         `stall_s`."""
         landed = []
         for handle, group in self.engine.step():
-            if handle in self._given_up:
-                self._given_up.discard(handle)
+            if handle in self._aborted:
+                self._aborted.discard(handle)
                 continue
             one = self._flights.pop(handle, None)
             if one is None or group.request.id != one.id:
@@ -160,33 +160,34 @@ class RolloutBuffer:
                 f"waited {self.settings.stall_s:g} s for one of {len(self._flights)} requests at "
                 f"the engines to end, {first!r} among them"
             )
-        if landed and self.journal is not None:
-            self.journal.write("done", ids=[one.id for one, _ in landed])
-        return landed
+        if landed:
+            self.note("done", ids=[one.id for one, _ in landed])
+        position = {planned: index for index, planned in enumerate(ledger.open)}
+        return sorted(landed, key=lambda answer: position[answer[0].planned])
 
-    def give_up(self, one: Open) -> None:
+    def abort(self, one: Open) -> None:
         """Abort a group's request; rollouts that still come back are discarded."""
         handle, one.handle = one.handle, None
         if handle is None:
             return
         self._flights.pop(handle, None)
-        self._given_up.add(handle)
+        self._aborted.add(handle)
         self.engine.abort(handle)
 
     def recall(self, for_good: bool = False) -> int:
-        """Give up everything in flight. The groups stay open, and `send` asks for them again.
-        `for_good`: this engine answers nothing more, and another one counts handles anew. Returns
-        the number of groups."""
-        flying = list(self._flights.values())
-        for one in flying:
-            self.give_up(one)
+        """Abort everything in flight and return the number of groups. They stay open, and `send`
+        sends them again. `for_good`: this engine returns nothing more, and another one counts
+        handles anew."""
+        in_flight = list(self._flights.values())
+        for one in in_flight:
+            self.abort(one)
         if for_good:
-            self._given_up.clear()
-        return len(flying)
+            self._aborted.clear()
+        return len(in_flight)
 
     def retract(self, version: int) -> int:
-        """Draw again what is back with tokens of a later version, and what is in flight. Returns
-        the number of groups."""
+        """Draw again what is in flight or has tokens of a later version, from which the learner has
+        gone back. Returns the number of groups."""
         count = self.recall()
         for one in self._known.values():
             if one.scored is not None and one.scored.versions[1] > version:
@@ -196,8 +197,8 @@ class RolloutBuffer:
         return count
 
     def rewind(self, ledger: Ledger, back: set[Planned]) -> None:
-        """Restore the groups after a step that failed: only those in `back` are still back, only
-        those of the ledger open, and what is in flight is asked for again."""
+        """Restore the groups after a step that failed: those of the ledger are open, and all but
+        those in `back` are drawn again."""
         self.recall()
         for one in self.opened(ledger):
             if one.planned not in back:
@@ -206,8 +207,8 @@ class RolloutBuffer:
     # -- weights -----------------------------------------------------------------------------------
 
     def swap(self, version: int) -> list[Open]:
-        """Record that the engines draw from this version now. Returns the groups in flight that are
-        too old to go on; each of the others counts one more update."""
+        """Record that the engines draw from this version now, and abort and return the groups in
+        flight that are too old to go on."""
         before, self.version = self.version, version
         if before is None or before == version or self.settings.partial == "replay":
             return []
@@ -216,7 +217,7 @@ class RolloutBuffer:
         for one in self._flights.values():
             one.swaps += 1
         for one in stale:
-            self.give_up(one)
+            self.abort(one)
         return stale
 
     # -- numbers -----------------------------------------------------------------------------------

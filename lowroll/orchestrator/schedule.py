@@ -26,9 +26,8 @@ class TemperatureSchedule:
     shape: Literal["linear", "cosine"] = "linear"
 
     def __post_init__(self) -> None:
-        for name in ("start", "end"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+        for name, value in (("start", self.start), ("end", self.end)):
+            if not 0 < value < math.inf:
                 raise ValueError(
                     f"temperature schedule: {name}: expected a number above 0, got {value}"
                 )
@@ -39,9 +38,7 @@ class TemperatureSchedule:
 
     def __call__(self, step: int) -> float:
         """Return the temperature of a step, counted from 0."""
-        if self.num_steps <= 1:
-            progress = 1.0
-        else:
-            progress = min(step, self.num_steps - 1) / (self.num_steps - 1)
+        last = self.num_steps - 1
+        progress = min(step, last) / last if last > 0 else 1.0
         factor = progress if self.shape == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))
         return self.start + (self.end - self.start) * factor

@@ -1,5 +1,4 @@
-"""All settings on which a step's plan depends, checked once. The composition root fills them from
-the run's configuration."""
+"""The settings of a step, checked once; `runs.assembly` makes them from the configuration."""
 
 from __future__ import annotations
 
@@ -57,9 +56,7 @@ class Settings:
     # asynchrony: see lowroll.orchestrator.rollout_buffer
     max_async_level: int = 0  # batches that may be drawn ahead of the learner
     strict_async_level: bool = False  # with weights of exactly that lag
-    max_off_policy_steps: int = (
-        8  # versions that a rollout may lag, and updates it may live through
-    )
+    max_off_policy_steps: int = 8  # versions of lag, and updates of weights while in flight
     oversampling_factor: float = 1.0  # open groups, as a multiple of those of a batch
     partial: str = "none"  # at level 0, what is unfinished: dropped, or carried on (keep, replay)
     stall_s: float = 3600.0  # seconds in which at least one group in flight must end
@@ -77,107 +74,72 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_rounds", "error_window"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _require(
-            self.canary_interval is None or self.canary_interval >= 1,
-            "canary_interval",
-            "at least 1",
-            self.canary_interval,
-        )
-        _require(
-            self.rollouts_per_example >= (1 if self.advantage == "gae" else 2),
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        interval, group_size = self.canary_interval, self.rollouts_per_example
+        self._require("canary_interval", interval is None or interval >= 1, "at least 1")
+        self._require(
             "rollouts_per_example",
+            group_size >= (1 if self.advantage == "gae" else 2),
             "at least 2 (a group of one has no baseline)",
-            self.rollouts_per_example,
         )
-        _require(
-            self.batch_size % self.rollouts_per_example == 0,
-            "batch_size",
-            f"a multiple of rollouts_per_example={self.rollouts_per_example}",
-            self.batch_size,
-        )
+        multiple = f"a multiple of rollouts_per_example={group_size}"
+        self._require("batch_size", self.batch_size % group_size == 0, multiple)
         known = sorted([*TABLE, "custom"])
-        _require(self.advantage in known, "advantage", f"one of {known}", repr(self.advantage))
-        _require(
-            (self.estimator is not None) == (self.advantage == "custom"),
+        self._require("advantage", self.advantage in known, f"one of {known}")
+        self._require(
             "estimator",
+            (self.estimator is not None) == (self.advantage == "custom"),
             "a function with the advantage custom, and with no other",
-            self.estimator,
         )
-        if self.temperature_schedule is None:
-            temperature = self.sampling.temperature
-            _require(
-                math.isfinite(temperature) and temperature > 0,
-                "sampling.temperature",
-                "above 0 (greedy rollouts of a group are all the same)",
-                temperature,
+        temperature = self.sampling.temperature
+        if self.temperature_schedule is None and not 0 < temperature < math.inf:
+            raise ValueError(
+                "sampling.temperature: expected above 0 (greedy rollouts of a group are all the "
+                f"same), got {temperature}"
             )
-        _require(
-            self.no_signal in ("end", "go_on"), "no_signal", "end or go_on", repr(self.no_signal)
-        )
-        _require(
-            0.0 <= self.max_error_rate < 1.0, "max_error_rate", "in [0, 1)", self.max_error_rate
-        )
+        self._require("no_signal", self.no_signal in ("end", "go_on"), "end or go_on")
+        self._require("max_error_rate", 0.0 <= self.max_error_rate < 1.0, "in [0, 1)")
         for name, weight in self.env_weights.items():
-            _require(
-                math.isfinite(weight) and weight > 0,
-                f"env_weights[{name!r}]",
-                "a positive number",
-                weight,
-            )
-        self._check_overlong()
-        self._check_asynchrony()
-        self._check_buffer()
-
-    def _check_asynchrony(self) -> None:
-        level, limit = self.max_async_level, self.max_off_policy_steps
-        _require(level >= 0, "max_async_level", "at least 0", level)
-        _require(
-            limit >= level,
-            "max_off_policy_steps",
-            f"at least max_async_level, which is {level}",
-            limit,
-        )
-        _require(
-            math.isfinite(self.oversampling_factor) and self.oversampling_factor >= 1,
-            "oversampling_factor",
-            "a number of at least 1",
-            self.oversampling_factor,
-        )
-        _require(
-            self.partial in ("none", "keep", "replay"),
-            "partial",
-            "none, keep or replay",
-            repr(self.partial),
-        )
-        _require(0 < self.stall_s < math.inf, "stall_s", "seconds above 0", self.stall_s)
-
-    def _check_buffer(self) -> None:
-        easy, hard = self.easy_threshold, self.hard_threshold
-        for name, value in (("easy_threshold", easy), ("hard_threshold", hard)):
-            _require(value is None or math.isfinite(value), name, "a finite number", value)
-        if easy is not None and hard is not None:
-            _require(hard < easy, "hard_threshold", f"below easy_threshold={easy}", hard)
-        for name in ("easy_fraction", "hard_fraction"):
-            value = getattr(self, name)
-            _require(0.0 <= value <= 1.0, name, "in 0..1", value)
-        if self.skip_verification:
-            filtered = self.dynamic_sampling or self.online_difficulty_filtering
-            _require(
-                not filtered,
-                "skip_verification",
-                "no dynamic_sampling and no online_difficulty_filtering beside it: they would drop "
-                "every group, since all rewards are 0",
-                True,
-            )
-
-    def _check_overlong(self) -> None:
+            if not 0 < weight < math.inf:
+                raise ValueError(f"env_weights[{name!r}]: expected a positive number, got {weight}")
         limit, ramp = self.overlong_max, self.overlong_cache
         if (limit is None) != (ramp is None):
             missing = "overlong_cache" if ramp is None else "overlong_max"
             raise ValueError(f"{missing}: overlong_max and overlong_cache go together")
         if limit is not None and ramp is not None:
-            _require(0 < ramp <= limit, "overlong_cache", f"in 1..overlong_max={limit}", ramp)
+            self._require("overlong_cache", 0 < ramp <= limit, f"in 1..overlong_max={limit}")
+        self._check_asynchrony()
+        self._check_buffer()
+
+    def _check_asynchrony(self) -> None:
+        level = self.max_async_level
+        self._require("max_async_level", level >= 0, "at least 0")
+        bound = f"at least max_async_level, which is {level}"
+        self._require("max_off_policy_steps", self.max_off_policy_steps >= level, bound)
+        is_factor = 1 <= self.oversampling_factor < math.inf
+        self._require("oversampling_factor", is_factor, "a number of at least 1")
+        is_known = self.partial in ("none", "keep", "replay")
+        self._require("partial", is_known, "none, keep or replay")
+        self._require("stall_s", 0 < self.stall_s < math.inf, "seconds above 0")
+
+    def _check_buffer(self) -> None:
+        easy, hard = self.easy_threshold, self.hard_threshold
+        for name, value in (("easy_threshold", easy), ("hard_threshold", hard)):
+            self._require(name, value is None or math.isfinite(value), "a finite number")
+        if easy is not None and hard is not None:
+            self._require("hard_threshold", hard < easy, f"below easy_threshold={easy}")
+        for name in ("easy_fraction", "hard_fraction"):
+            self._require(name, 0.0 <= getattr(self, name) <= 1.0, "in 0..1")
+        self._require(
+            "skip_verification",
+            not (self.skip_verification and self.filters_groups),
+            "no dynamic_sampling and no online_difficulty_filtering beside it: they would drop "
+            "every group, since all rewards are 0",
+        )
+
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
     @property
     def streams(self) -> bool:
@@ -210,8 +172,3 @@ class Settings:
         if self.temperature_schedule is None:
             return self.sampling.temperature
         return self.temperature_schedule(max(0, step - 1))
-
-
-def _require(holds: bool, name: str, expected: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"{name}: expected {expected}, got {value}")

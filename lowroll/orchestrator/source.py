@@ -2,16 +2,13 @@
 
 Draw d goes to an environment by its weight, chosen by a hash of (seed, d); the environment's cursor
 gives the position of its next prompt; the request's seed is a hash of (seed, environment, prompt
-id, position). Nothing here depends on the step, on how often a request was sent or on the order in
-which answers came back, so a retry and a resumed run draw the same tokens. The ledger is what a
-checkpoint keeps: it moves on only when a batch has really been handed over.
+id, position). Nothing depends on the step, on retries or on the order of answers, so a resumed run
+draws the same tokens.
 
-Of a data set of finite size, prompts can be passed over that are too easy or too hard (the ledger's
-pools), and all but the first of those that have the same `hash_keys`. What is a duplicate is a
-function of the data alone: positions before the one in question are read again after a restart.
+Of a data set of finite size, prompts are skipped that are too easy or too hard (the ledger's pools),
+and all but the first of those with the same `hash_keys`: a function of the data alone.
 
-Where an environment has a curriculum, its cursor counts tasks, and the position says the level, too
-(`envs.curriculum`).
+Where an environment has a curriculum, its position says the level, too (`envs.curriculum`).
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ class Draw:
     position: int = 0  # of the prompt in its environment
 
     def is_longer(self, limit: int | None) -> bool:
-        """Return whether the prompt has more than `limit` tokens, or leaves no room for a
+        """Return whether the prompt has more than `limit` tokens, or too many for a
         conversation."""
         if isinstance(self.request, Dialogue) and not self.request.fits:
             return True
@@ -85,8 +82,8 @@ class PromptSource:
         self._firsts = {name: Firsts() for name in self.envs}
 
     def draw(self, ledger: Ledger, count: int, temperature: float) -> list[Draw]:
-        """Return the next `count` draws and advance `ledger`. Raises ValueError when an environment
-        gives unusable prompts, NoSignal when the pools leave none."""
+        """Return the next `count` draws and advance `ledger`. Raises ValueError for unusable prompts,
+        NoSignal when the pools leave none."""
         drawn: list[Draw] = []
         too_long = unwanted = 0
         limit = self.settings.max_prompt_tokens
@@ -131,12 +128,22 @@ class PromptSource:
         chosen = self.settings.buffer_seed
         return self.settings.seed if chosen is None else chosen
 
-    def is_finite(self, name: str) -> bool:
-        """Return whether an environment's prompts repeat."""
-        return self._sizes[name] is not None
+    def plan(self) -> dict[str, Any]:
+        """Return the settings that decide which prompts are drawn with which noise; they must not
+        change within a run."""
+        return {
+            "seed": self.settings.seed,
+            "buffer_seed": self.seed,
+            "rollouts_per_example": self.settings.rollouts_per_example,
+            "env_weights": {name: self.settings.env_weights.get(name, 1.0) for name in self._names},
+            "hash_keys": list(self.settings.hash_keys),
+        }
 
     def learn(self, ledger: Ledger, groups: Sequence[tuple[Prompt, list[float]]]) -> None:
-        """Move the levels of curricula by the rewards of a batch's groups."""
+        """Update the pools by difficulty and the levels of curricula by the rewards of a step."""
+        for prompt, rewards in groups:
+            if rewards and self._sizes[prompt.env] is not None:
+                ledger.pools.place(prompt.env, prompt.id, rewards, self.settings)
         for name, env in self.envs.items():
             rule = env.curriculum
             if rule is None:
@@ -172,8 +179,7 @@ class PromptSource:
         )
 
     def _is_unwanted(self, ledger: Ledger, name: str, position: int) -> bool:
-        """Return whether the prompt at a position is a duplicate or in a pool, and count it in the
-        ledger if so."""
+        """Return whether the prompt at a position is a duplicate or in a pool, and count it."""
         size = self._sizes[name]
         pooled = (
             self.settings.easy_threshold is not None or self.settings.hard_threshold is not None
@@ -223,8 +229,8 @@ class Firsts:
 
 
 def fingerprint(prompt: Prompt, keys: tuple[str, ...]) -> bytes:
-    """Return the SHA-256 of the JSON list of a prompt's keys: `task` is its environment, `prompt`
-    its messages, another one a key of its info. Raises ValueError for a key that it lacks."""
+    """Return the SHA-256 of the values of a prompt's keys: `task` (its environment), `prompt` (its
+    messages) or a key of its info. Raises ValueError for a key that it lacks."""
     known: dict[str, Any] = {**prompt.info, "task": prompt.env, "prompt": prompt.messages}
     for key in keys:
         if key not in known:
@@ -248,11 +254,8 @@ def draw_at(
     max_sequence_tokens: int | None = None,
 ) -> Draw:
     """Return the prompt of an environment at a position and its request, whose id and seed are the
-    same whenever it is sent. Where the environment answers, the request is for conversations, of
-    max_sequence_tokens at most.
-
-    Raises ValueError when the prompt says it belongs to another environment or has no tokens.
-    """
+    same whenever it is sent; of conversations where the environment answers. Raises ValueError when
+    the prompt says it belongs to another environment or has no tokens."""
     prompt = prompt_at(env, position, split)
     if prompt.env != name:
         raise ValueError(
@@ -282,8 +285,8 @@ def draw_at(
 
 
 def encode(env: Environment, prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a prompt in the chat template, with the environment's tools where it has
-    some. ValueError names an environment whose tools the template cannot show."""
+    """Return the ids of a prompt in the chat template, with the environment's tools. ValueError names
+    an environment whose tools the template cannot show."""
     if not env.tools:
         return list(tokenizer.encode_chat(prompt.messages))
     try:

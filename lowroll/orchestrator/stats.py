@@ -1,34 +1,60 @@
 """Statistics of a step.
 
-Reward statistics are of the raw scores, before any shaping, over every scored sample of the step,
-the groups that dynamic sampling dropped included: the curve then says how the policy does, not how
-the batch was picked. Lengths, tokens, flags and the entropy estimate are over every generated
-rollout too. `num_samples` and `num_groups` count what is in the batch. Where groups are taken as they
-end, all this is of the groups that are done with, and `RolloutBuffer.stats` says what they were taken from.
+Reward statistics are of raw scores over every scored sample of the step, dropped groups included: the
+curve says how the policy does, not how the batch was picked. Lengths, tokens, flags and the entropy
+estimate are over every generated rollout, too. `num_samples` and `num_groups` count the batch.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
+from lowroll.orchestrator.estimates import percentile
 from lowroll.orchestrator.groups import ScoredGroup
 from lowroll.orchestrator.ledger import POOLS, Ledger
+from lowroll.orchestrator.pending_batch import REASONS, PendingBatch
 from lowroll.orchestrator.settings import SOLVED, Settings
 from lowroll.types import Rollout, Sample, Score, ScoreError
 
 ENDINGS = ("done", "turns", "length", "tokens", "error")
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the `share` quantile (0..1) of a non-empty sequence, linear between neighbours."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+def batch_stats(batch: PendingBatch, before: Ledger, settings: Settings) -> dict[str, float]:
+    """Return the statistics of a step. `before`: the ledger before it."""
+    samples = [sample for group in batch.groups for sample in group.samples]
+    learned = batch.rollouts()
+    flags = Counter({rule.name: 0 for rule in settings.filters})
+    for group in batch.groups:
+        flags.update(group.flags)
+    return (
+        reward_stats(batch.groups)
+        | rollout_stats([sample.rollout for sample in samples])
+        | turn_stats(samples)
+        | version_stats(learned, batch.version)
+        | {
+            "rollout/num_samples": float(len(learned)),
+            "rollout/num_groups": float(len(batch.kept)),
+            "rollout/rounds": float(batch.rounds),
+            "rollout/dropped_groups": float(len(batch.dropped)),
+            "rollout/passed_over_prompts": float(batch.ledger.passed_over - before.passed_over),
+            "rollout/temperature": batch.temperature,
+        }
+        | {f"rollout/flagged_{name}_fraction": n / len(samples) for name, n in flags.items()}
+        | buffer_stats(before, batch.ledger, settings)
+        | (stream_stats(batch) if settings.streams else {})
+    )
+
+
+def stream_stats(batch: PendingBatch) -> dict[str, float]:
+    """Return the statistics of a step that takes groups as they end."""
+    counts = Counter(drop.reason for drop in batch.dropped)
+    stats = batch.stats | {f"rollout/dropped_{one}": float(counts[one]) for one in REASONS}
+    if batch.version is not None:
+        stats["rollout/learner_version"] = float(batch.version)
+        stats |= staleness_stats(batch.rollouts(), batch.version)
+    return stats
 
 
 def reward_stats(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -1,4 +1,2 @@
-"""Several processes that learn one model: what they tell each other, and who holds what.
-
-Sharding is applied from outside: no room below knows of it.
-"""
+"""Several processes that learn one model. Sharding is applied from outside: the model knows nothing
+of it."""

@@ -1,17 +1,15 @@
 """Learner ranks: processes that learn one model together, a step at a time.
 
-Every rank has the whole batch, runs the passes that it is dealt, and tells the others what it found
-of its samples. From there on all go on with the same numbers: counts, metrics and whether an update
-is refused are worked out by each, and are the same. Two things are done by all together: the sum of
-the gradients, and, where the weights are sharded, every pass.
+Every rank has the whole batch, runs the passes that it is dealt, and gathers the values of all samples.
+From there on each computes the same counts, metrics and decisions. The gradients are summed together,
+and where the weights are sharded every pass is done together.
 
     Ranks        one process alone: exactly the plain path
-    RankGroup    n processes, each with the whole model (plain data parallel)
+    RankGroup    n processes, each with the whole model (data parallel)
     parallel.sharding.Sharded     n processes, each with a part of it (FSDP2)
 
-Values travel as tensors of known sizes, never as pickles. All wait for the slowest, at most for the
-group's deadline; before each wait a rank notes at the meeting point where it is, so that an error
-names those who did not come.
+Values travel as tensors of known sizes, never as pickles. Every wait has the group's deadline. Before it
+a rank notes in the store where it is, so that an error names the missing ranks.
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ SIOCGIFADDR = 0x8915
 
 
 class RankLost(TransportError):
-    """A rank went away while the others waited for it; the message names it."""
+    """An error that names a rank that went away while the others waited for it."""
 
 
 def rows_of(rank: int, size: int, height: int) -> slice:
-    """Return the rows of a matrix (entries of a vector) that a rank of `size` holds: equally many
-    from the first rank on, so that the last ones may have fewer, or none."""
+    """Return the rows of a matrix (entries of a vector) that a rank of `size` holds: ceil(height /
+    size), fewer or none on the last ranks."""
     most = -(-height // size)
     return slice(min(rank * most, height), min((rank + 1) * most, height))
 
@@ -67,68 +65,64 @@ class Ranks:
         return self.rank == 0
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
-        """Return which of the passes, with their costs in any unit, this rank runs, in order. None
-        stands for one without a part of the gradient, so that others may run theirs. Every rank
-        gets as many where passes go in lockstep."""
+        """Return which of the passes of these costs this rank runs, in order. None stands for a pass
+        without a gradient: in lockstep every rank runs as many."""
         return list(range(len(costs)))
 
     def gather(self, values: Sequence[PerToken], sizes: dict[int, int]) -> list[PerToken]:
-        """Return what all ranks have found: of each kind the values of all samples of `sizes`
-        (sample -> tokens). Every sample was a part of one rank's passes."""
+        """Return the values of all ranks: of each kind those of all samples of `sizes` (sample ->
+        tokens). Every sample was in the passes of one rank."""
         return list(values)
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Make every gradient (float32) the sum over the ranks, in place."""
 
     def total(self, squares: Tensor) -> Tensor:
-        """Return the squared norm of tensors, of which this rank has seen its part."""
+        """Return the squared norm over all ranks, given that of this rank's part."""
         return squares
 
     def shard(self, model: Transformer) -> Transformer:
-        """Keep what this rank holds of a model, all of whose weights it has; returns it."""
+        """Shard a whole model over the ranks and return it."""
         return model
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
-        """Return a whole model with the weights of one that ranks hold, on the rank that leads;
-        without parts the model itself."""
+        """Return a whole model with the weights of a sharded one, on the rank that leads; without
+        sharding the model itself."""
         return model
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
-        """Bring a mirror to the model's weights. All ranks call it; those without one give None."""
+        """Copy the model's weights to a mirror. All ranks call it, those without a mirror with
+        None."""
 
     def forget(self) -> None:
         """Drop whole copies of parameters whose parts are about to change."""
 
     def is_part(self, p: Tensor) -> bool:
-        """Return whether ranks hold a parameter in parts: each some of its rows."""
+        """Return whether a parameter is sharded by rows."""
         return False
 
     def part(self, p: Tensor) -> Tensor:
-        """Return what this rank holds of a parameter or its gradient, in the storage that it
-        has."""
+        """Return this rank's part of a parameter or its gradient, in its own storage."""
         return p
 
     def cut(self, whole: Tensor, p: Tensor) -> Tensor:
-        """Return what this rank holds of a parameter, out of a whole tensor of as many rows (or of
-        what gives its rows to a slice)."""
+        """Return the rows of a whole tensor that this rank holds of a parameter."""
         return whole[:]
 
     def dtype(self, p: Tensor) -> torch.dtype:
-        """Return the dtype in which passes read a parameter: its own, or what a float32 part is
-        rounded to."""
+        """Return the dtype in which passes read a parameter."""
         return p.dtype
 
     def on_whole(
         self, work: Callable[[int, Tensor], Tensor], parts: Sequence[Tensor], heights: Sequence[int]
     ) -> list[Tensor]:
-        """Call work(i, whole) on matrices [heights[i], K] that ranks hold parts of, at most `size`
-        of them, and return this rank's parts of what it gives, which has the same shape. One rank
-        does a matrix."""
+        """Call work(i, whole), which keeps the shape, on at most `size` sharded matrices
+        [heights[i], K], each on one rank, and return this rank's parts of the results."""
         return [work(i, whole) for i, whole in enumerate(parts)]
 
     def tell(self, data: bytes | None = None, wait_s: float | None = None) -> bytes:
-        """Send data from the rank that leads, and return it on every rank. The others wait `wait_s`
-        for it to begin, without it the group's deadline."""
+        """Send data from the rank that leads, and return it on every rank. wait_s: until it begins;
+        None for the group's deadline."""
         assert data is not None
         return data
 
@@ -145,11 +139,10 @@ ALONE = Ranks()
 class RankGroup(Ranks):
     """This process among `size`, which meet at tcp://host:port.
 
-    host: an IPv4 address or name of the rank that leads; its store listens there alone, and where
-    the address belongs to an interface of this machine, so do gloo and NCCL (GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME come first where they are set). device: of the model; what is on the host
-    goes by gloo, what is on a CUDA device by NCCL. deadline_s: for every wait. Raises
-    DeadlineExceeded, which names the ranks that have not come, and RankLost.
+    host: an IPv4 address or name of the rank that leads. Its store listens there alone, and so do gloo
+    and NCCL where the address is of this machine, unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
+    are set. device: of the model; host tensors go by gloo, CUDA tensors by NCCL. deadline_s: for
+    every wait. Raises DeadlineExceeded, which names the missing ranks, and RankLost.
     """
 
     def __init__(
@@ -181,8 +174,8 @@ class RankGroup(Ranks):
             )
 
     def deal(self, costs: Sequence[float]) -> list[int | None]:
-        """Deal passes of like costs side by side in lockstep. Else the costliest that is left goes
-        to the rank that has least to do (LPT, Graham 1969: at most 4/3 of the best dealing)."""
+        """Deal passes of like costs side by side in lockstep. Else the costliest one left goes to the
+        rank with the least load (LPT, Graham 1969: at most 4/3 of the optimum)."""
         costliest = sorted(range(len(costs)), key=lambda i: -costs[i])
         if self.lockstep:
             iterations = range(-(-len(costs) // self.size))
@@ -198,7 +191,7 @@ class RankGroup(Ranks):
         return [*sorted(mine)]
 
     def _position(self, iteration: int) -> int:
-        """Return this rank's position in an iteration: there and back, so that none has the
+        """Return this rank's position in an iteration, in alternating order, so that no rank has the
         costliest of each."""
         return self.size - 1 - self.rank if iteration % 2 else self.rank
 
@@ -262,8 +255,8 @@ class RankGroup(Ranks):
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """Wait for all inside the block. What torch raises there becomes an error that names who is
-        missing."""
+        """Wait for all inside the block, and turn what torch raises into an error that names the
+        missing ranks."""
         began = time.monotonic()
         try:
             self._store.set(f"at/{self.rank}", what)
@@ -277,7 +270,7 @@ class RankGroup(Ranks):
 
     def _failure(self, what: str, error: RuntimeError, waited_s: float) -> TransportError:
         """Return the error that names the missing ranks: those that have not failed within
-        ROLL_CALL_S too. The rank with the store stays longer, so that the others can ask."""
+        ROLL_CALL_S, too. The rank with the store waits longer, for the questions of the others."""
         said = str(error).strip().partition("\n")[0]
         self._store.set_timeout(timedelta(seconds=ROLL_CALL_S))
         try:
@@ -326,8 +319,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
-    """Return the store: the rank that leads has it, at this address alone, the others a connection
-    to it."""
+    """Return the store, or a connection to it on the ranks that do not lead."""
     if leads:
         try:
             listening = socket.create_server((host, port), backlog=1024)
@@ -339,8 +331,7 @@ def _meeting_point(host: str, port: int, leads: bool, deadline_s: float) -> Any:
 
 
 def _torchruns() -> bool:
-    """Return whether torchrun has the store: its agent listens where the ranks meet, rank 0 among
-    them."""
+    """Return whether torchrun's agent has the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -353,8 +344,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _stay_on_the_interface(host: str) -> None:
-    """Make gloo and NCCL listen where this machine meets `host`, and not wherever its name points
-    to."""
+    """Make gloo and NCCL listen at the interface that reaches `host`."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         own = socket.inet_aton(probe.getsockname()[0])
@@ -365,8 +355,7 @@ def _stay_on_the_interface(host: str) -> None:
 
 
 def _address(probe: socket.socket, interface: str) -> bytes:
-    """Return the IPv4 address of an interface; nothing where it has none or the system is not
-    Linux."""
+    """Return the IPv4 address of an interface, if any."""
     try:
         asked = interface.encode().ljust(IFREQ, b"\0")
         return fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]

@@ -3,24 +3,21 @@
     ranks = Sharded(rank, size, host, port, device, deadline_s)
     ranks.shard(model)
 
-`fully_shard` is put on each block and on the model from outside. A pass gathers a block's weights
-right before it runs and lets go of them after it; its gradients, summed over the ranks in float32,
-go to those who hold the rows. So every pass needs all ranks (`lockstep`).
+`fully_shard` is applied to each block and to the model. A pass gathers a block's weights before it runs
+and frees them after it; gradients are reduced in float32 to the ranks that hold the rows. So every pass
+needs all ranks (`lockstep`).
 
-    learning weights   float32 parts are the masters; passes read them rounded to the model's dtype,
-                       which is what one rank's bfloat16 parameters are
+    learning weights   float32 master parts, which passes read rounded to the model's dtype
     frozen weights     parts in the model's dtype: a reference, a teacher, the base of an adapter
-    adapters           whole on every rank: they are small, and everything after the backward pass is
-                       plain data parallel
-    codes              of an aligned forward and of transposes are whole on every rank, and made again
-                       block by block from gathered weights
+    adapters           whole on every rank (data parallel)
+    codes              of an aligned forward and of transposes: whole on every rank, made again block
+                       by block from gathered weights
 
 The model's own parameters (embedding, norm, lm_head) stay gathered from a pass to the update, since
-log-probs read lm_head outside of the model's call. `forget` drops them; without it the next pass
-would read the weights of before the update.
+log-probs read lm_head outside of the model's call; `forget` frees them.
 
-What reads whole weights (a digest, a publication, a saved folder) reads a `mirror`: a plain model on
-the rank that leads, refilled block by block.
+A digest, a publication and a saved folder read a `mirror`: a plain model on the rank that leads,
+refilled block by block.
 """
 
 from __future__ import annotations
@@ -49,9 +46,8 @@ PLACE = 256  # bytes: what lies in a piece begins at multiples of it
 class Sharded(RankGroup):
     """This process among those that hold a model together. Arguments as `RankGroup`'s.
 
-    It keeps a model's part on the ranks' device; one that is on the host goes over block by block. A
-    model must be all that it will be: scaled, aligned, with its adapter. `shard` raises ValueError
-    for low-bit weights, before anything changes.
+    A model on the host moves to the ranks' device block by block. It must be scaled, aligned and have
+    its adapter before. `shard` raises ValueError for low-bit weights, before anything changes.
     """
 
     lockstep = True
@@ -67,8 +63,7 @@ class Sharded(RankGroup):
 
     @cached_property
     def _dtypes(self) -> dict[int, torch.dtype]:
-        """The dtypes in which passes read the parts, by the parameter's id: the models keep
-        them."""
+        """The dtypes in which passes read the parts, by the parameter's id."""
         return {}
 
     @cached_property
@@ -156,8 +151,8 @@ class Sharded(RankGroup):
         return [piece.view_as(part) for piece, part in zip(back, parts, strict=True)]
 
     def mirror(self, model: Transformer, device: torch.device | str = "cpu") -> Transformer | None:
-        """Return the whole model, frozen and in its dtype, on the rank that leads; None on the
-        others. Its adapters and codes are the model's own."""
+        """Return the whole model, frozen and in its dtype, on the rank that leads, else None. Its
+        adapters and codes are the model's own."""
         made = None
         if self.leads:
             dtype = self.dtype(next(model.parameters()))
@@ -172,7 +167,7 @@ class Sharded(RankGroup):
         return made
 
     def _name(self, mirror: Transformer, model: Transformer) -> None:
-        """Put what was under the name of a format there again."""
+        """Restore the formats of matrices that had the name of one."""
         for (_, ours), (_, theirs) in zip(mirror.linears(), model.linears(), strict=True):
             if theirs in self._named and isinstance(ours.weight, Tensor):
                 named = over(ours.weight)
@@ -180,7 +175,7 @@ class Sharded(RankGroup):
                 _set_weight(ours, named)
 
     def refill(self, mirror: Transformer | None, model: Transformer) -> None:
-        """Refill block by block; what is frozen stays as it is."""
+        """Refill block by block what is trained."""
         self._copy(mirror, model, [m for m in (*model.blocks, model) if _learns(m)])
 
     @torch.no_grad()
@@ -208,12 +203,12 @@ class Sharded(RankGroup):
 
 
 def pieces(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return where things of these bytes lie in page-locked memory: the bytes of each piece of it,
-    and where in it its things begin, in their order.
+    """Return the layout of tensors of these bytes in page-locked memory: the bytes of each piece, and
+    the offsets of its tensors, in their order.
 
-    torch rounds a request for such memory up to a power of two. Asked for one by one, the matrices of
-    a 7B, a 14B and a 32B model take 1.8 to 1.9 times their bytes; in the pieces that round least,
-    a model takes a seventh more than it has at most.
+    torch rounds a request for such memory up to a power of two: the matrices of a 7B, a 14B and a 32B
+    model would take 1.8 to 1.9 times their bytes one by one, and take at most a seventh more in the
+    pieces that round least.
     """
     return min((_pieces(sizes, most) for most in PIECES), key=rounded)
 
@@ -224,7 +219,7 @@ def rounded(found: Sequence[tuple[int, list[int]]]) -> int:
 
 
 def _pieces(sizes: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
-    """Return pieces of no more than `most` bytes, but for what is larger by itself."""
+    """Return pieces of at most `most` bytes, except for larger tensors."""
     found: list[tuple[int, list[int]]] = []
     for size in sizes:
         if not found or found[-1][0] + size > most:
@@ -245,7 +240,7 @@ def _pin(parameters: Sequence[nn.Parameter], pinned: bool = True) -> None:
 
 @contextmanager
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """Make a module's own parameters whole inside the block, in the dtype that passes read."""
+    """Gather a module's own parameters inside the block."""
     assert isinstance(module, FSDPModule)
     module.unshard()
     try:

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 
 def tcp_store(host: str, port: int, listening: socket.socket | None, deadline_s: float) -> Any:
-    """Return the store itself on a socket that listens (torch's own would listen at all addresses),
-    which is its from then on; without one this process's view of the store at host:port.
-    deadline_s: of each question to it."""
+    """Return the store on a listening socket, which it then owns (torch's own would listen at all
+    addresses); without one a client of the store at host:port. deadline_s: of each request."""
     span = timedelta(seconds=deadline_s)
     if listening is None:
         return dist.TCPStore(host, port, is_master=False, timeout=span, wait_for_workers=False)

@@ -139,7 +139,7 @@ class BatchSource:
         """Drop what is in flight where evaluations need the engine alone, as with noise, without
         which they draw."""
         if self.cfg.eval.cancel_inflight_rollouts_on_eval or self.cfg.noise is not None:
-            self.orchestrator.recall()
+            self.orchestrator.rollout_buffer.recall()
 
     def restore(self, step: int, state: Mapping[str, Any], resumed: bool = False) -> None:
         """Continue after a step. resumed: the user asked for it, so the resumption settings of

@@ -132,7 +132,9 @@ class Run:
             partial(home.keep_batch, "rollouts"),
             stack,
         )
-        self.rollouts.before_end = partial(self.batches.orchestrator.recall, for_good=True)
+        self.rollouts.before_end = partial(
+            self.batches.orchestrator.rollout_buffer.recall, for_good=True
+        )
         self.learner = Learner(
             cfg, policy, self.checkpoints, channel, self.rollouts, deadline_s=60.0
         )
@@ -220,7 +222,7 @@ class Run:
     def finish(self, step: int) -> None:
         """Save the last checkpoint, of `step`, and the trained model or adapter as a Hugging Face
         folder."""
-        self.batches.orchestrator.recall()
+        self.batches.orchestrator.rollout_buffer.recall()
         if unjudged := self.batches.orchestrator.errors.unjudged():
             log.warning(unjudged)
         self.learner.finish(step)

@@ -298,7 +298,7 @@ def test_what_was_back_from_weights_that_are_others_now_is_drawn_again(tmp_path)
     taken = weights.at_least
 
     def goes_back(version, most):
-        orchestrator.retract(-1)
+        orchestrator.rollout_buffer.retract(-1)
         return taken(version, most)
 
     weights.at_least = goes_back
@@ -313,10 +313,10 @@ def test_recall_and_retract_draw_again():
     engine = LaggingEngine(seed=3, pace=None)
     orchestrator, weights = followed(engine, max_async_level=1, oversampling_factor=2.0)
     orchestrator.step(1)
-    assert orchestrator.recall() == orchestrator.rollout_buffer.in_flight == 0
+    assert orchestrator.rollout_buffer.recall() == orchestrator.rollout_buffer.in_flight == 0
     ready = orchestrator.rollout_buffer.ready(orchestrator.ledger)
-    assert len(ready) == 4 and orchestrator.retract(0) == 0
-    assert orchestrator.retract(-1) == 4 and not orchestrator.rollout_buffer.ready(
+    assert len(ready) == 4 and orchestrator.rollout_buffer.retract(0) == 0
+    assert orchestrator.rollout_buffer.retract(-1) == 4 and not orchestrator.rollout_buffer.ready(
         orchestrator.ledger
     )
     asked = len(engine.asked)
@@ -326,7 +326,7 @@ def test_recall_and_retract_draw_again():
     orchestrator = made(slow, oversampling_factor=2.0, partial="keep")
     orchestrator.step(1, 0)
     flying = orchestrator.rollout_buffer.in_flight
-    assert flying > 0 and orchestrator.recall() == flying and not slow.flights
+    assert flying > 0 and orchestrator.rollout_buffer.recall() == flying and not slow.flights
     orchestrator.step(2, 0)
     counts = Counter(one for one, _ in slow.asked)
     assert sorted(counts.values())[-flying:] == [2] * flying
@@ -336,7 +336,7 @@ def test_another_engine_counts_its_handles_anew():
     first, second = LaggingEngine(seed=3, pace=1), LaggingEngine(seed=4, pace=1)
     orchestrator = made(first, oversampling_factor=2.0, partial="keep", max_off_policy_steps=0)
     orchestrator.step(1, 0)
-    assert orchestrator.recall(for_good=True) > 0
+    assert orchestrator.rollout_buffer.recall(for_good=True) > 0
     orchestrator.engine = orchestrator.rollout_buffer.engine = second
     batch = orchestrator.step(2, 0)
     assert len(batch.samples) == 8 and batch.stats["rollout/dropped_stale"] == 0
@@ -349,7 +349,7 @@ def test_a_recalled_group_begins_its_age_anew():
     orchestrator.step(1, 0)
     engine.version = 1
     assert orchestrator.rollout_buffer.swap(1) == []
-    orchestrator.recall()
+    orchestrator.rollout_buffer.recall()
     orchestrator.rollout_buffer.send(orchestrator.ledger)
     flying = orchestrator.rollout_buffer.in_flight
     assert orchestrator.rollout_buffer.swap(2) == []

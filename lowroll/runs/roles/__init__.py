@@ -1,18 +1,18 @@
 """A run whose engines, orchestrator and trainer are processes of their own, in one run folder.
 
-The roles themselves:
-    engine         of `lowroll serve FILE`: lowroll's own, or a vLLM
-    orchestrator   `lowroll orchestrate`: makes batches; versions has the weights that engines draw from
-    trainer        `lowroll train`: learns from them; rank_follower has its ranks beside rank 0
-    channels       the rollouts' way between the two
-    run_paths      where each of them writes, and who is who
-    heartbeat      how each says that it is alive, and how the others look at it
-    limits         what roles do not do
-    agreement      what they must have in common
+The roles:
+    engine         `lowroll serve FILE`: lowroll's own engine, or a vLLM
+    orchestrator   `lowroll orchestrate`: makes batches; versions: the weights that engines draw from
+    trainer        `lowroll train`: learns from them; rank_follower: its ranks beside rank 0
+    channels       the transport of rollouts
+    run_paths      their files, names and tokens
+    heartbeat      their signs of life
+    limits         settings that they refuse
+    agreement      settings that they must share
 
-Those who start them, watch them and restart one that has ended:
-    role           a role as its supervisor sees it; local and ray have its process
-    supervisor     the roles of a run, by `launcher: local` and `launcher: ray`
+Their supervision:
+    role           a role and its process, which local and ray implement
+    supervisor     the roles of a run
     ranks          the ranks of a learner
-    devices        which GPUs each process has
+    devices        the GPUs of each process
 """

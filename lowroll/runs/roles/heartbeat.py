@@ -1,7 +1,6 @@
-"""The heartbeat of a role: `roles/<role>.json`, written again every second with a growing count.
+"""The heartbeat of a role: `roles/<role>.json`, written every second with a growing count.
 
-A monitor goes by changes of the count that it has seen itself, by its own monotonic clock: clocks of
-two machines and times of files say nothing.
+A monitor measures the time between changes by its own monotonic clock.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ class HeartbeatMonitor:
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the last sign of life that was seen here, or since the first look."""
+        """Seconds since the last change that was seen, or since the first look."""
         return self.clock() - self._changed_at
 
     def describe_report(self) -> str:
@@ -156,8 +155,7 @@ class HeartbeatMonitor:
         return printable(", ".join(str(word) for word in words if word)) or "nothing"
 
     def check(self) -> None:
-        """Check a role that this process waits for: warn once when it is silent, raise PeerSilent
-        when it stays so."""
+        """Warn once when the role is silent, and raise PeerSilent when it stays so."""
         self.look()
         silent = self.silent_for
         if silent > self.silent_s and not self._is_named:

@@ -1,7 +1,6 @@
 """`launcher: local`: the roles of a run as children of one command, on this machine.
 
-A child ends with its launcher, however that ends: the launcher names itself in the environment
-(`PARENT`), and the child asks the kernel to be killed with it (`die_with_parent`).
+The kernel kills a child with its launcher, which the environment names (`PARENT`, `die_with_parent`).
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def processes(cfg: RunConfig, paths: RunPaths) -> dict[str, LocalProcess]:
 
 
 class LocalProcess(RoleProcess):
-    """A child of this process. env: its whole environment. folder: its working directory; None for
-    this process's own."""
+    """A child of this process. env: its whole environment. folder: its working directory."""
 
     def __init__(self, env: Mapping[str, str], log: Path, folder: Path | None = None) -> None:
         self.env = dict(env)
@@ -103,8 +101,8 @@ class LocalProcess(RoleProcess):
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the process and all of its group now, and wait for that. Idempotent: an ID that was
-        given back may be another's."""
+        """Kill the process and its group, and wait for the end. Idempotent: an ID that was given back
+        may be another's."""
         if self.child is None or self.exit is not None:
             return
         if self.child.returncode is None:
@@ -125,8 +123,7 @@ def exit_of(code: int, log: Path, log_start: int, cause: str = "") -> Exit:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the launcher that the environment names is gone; at
-    once when it is gone already. Do nothing without a launcher."""
+    """Have the kernel kill this process when the launcher that the environment names is gone."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return
@@ -136,8 +133,8 @@ def die_with_parent() -> None:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a socket at a port of its own. Until it is closed, nobody who asks for a free port
-    gets that one, and whoever names it may listen there."""
+    """Return a socket that holds a port. Until it is closed, no process is given that port as a free
+    one, and one that names it may listen there."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, 0))

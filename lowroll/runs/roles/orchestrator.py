@@ -1,13 +1,12 @@
 """`lowroll orchestrate`: prompts to batches, drawn by engines elsewhere, for a trainer elsewhere. No
 torch.
 
-    1. has the role in the run folder, and waits until the trainer gives a sign of life there
-    2. asks what the trainer has, and goes on from the newest batch in the spool, else from the
-       trainer's checkpoint, else from the beginning
+    1. takes the role in the run folder, and waits for the trainer's heartbeat
+    2. goes on from the newest batch in the spool, else from the trainer's checkpoint
     3. makes batch n when the weights of version n - 1 - max_async_level are there
 
-A batch is in the spool before it counts as sent. What is killed anywhere makes the same requests
-again, with the same noise.
+A batch is in the spool before it counts as sent. A killed process makes the same requests again, with
+the same noise.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ class Orchestration:
             Journal(paths.ledger),
             alone=False,
         )
-        self.versions.retract = self.batches.orchestrator.retract
+        self.versions.retract = self.batches.orchestrator.rollout_buffer.retract
         heartbeat.update(phase="waiting", doing="")
         self.begun = self.batches.state()
         self.batches.watch(self._phase, lambda text: tell(text))

@@ -1,10 +1,10 @@
-"""The learner's ranks beside rank 0: they do what rank 0 says, when it says it.
+"""The learner's ranks beside rank 0, which follow its orders.
 
     rank 0        learn + batch    checkpoint    ...    finish    end
     the others    the same calls on a learner of the same kind, whose run folder writes nothing
 
-An order comes before what it is of, so all ranks make the same calls in the same order, and each may
-work with the others in any of them. Rank 0 alone reads the channel, decides, writes and broadcasts.
+Rank 0 sends an order before it does the same, so all ranks make the same calls in the same order. It
+alone reads the channel, writes and broadcasts.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Begin:
-    """The facts that the other ranks need before they begin. attempt: of rank 0. step: of the
-    checkpoint to go on from; None where there is none. settings: as rank 0 has them."""
+    """The facts that the other ranks need to begin. step: of the checkpoint to go on from."""
 
     attempt: int
     step: int | None
@@ -83,8 +82,7 @@ def join_ranks(cfg: RunConfig, environment: RankEnvironment | None) -> Iterator[
 
 
 class OrderSender:
-    """Rank 0's side: it sends each order before it does the same. It sends nothing where it is
-    alone."""
+    """Rank 0's side, which sends nothing where it is alone."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -103,8 +101,7 @@ class OrderSender:
 
 
 def follow(cfg: RunConfig, environment: RankEnvironment) -> None:
-    """Learn with rank 0 until it says that the run is over. ValueError when this rank was given
-    another run's settings or weights."""
+    """Learn with rank 0 until the run is over. ValueError for another run's settings or weights."""
     cfg = cfg.resolved()
     paths, role = RunPaths(cfg.output_dir), rank_role(environment.rank)
     with ExitStack() as stack:
@@ -202,8 +199,8 @@ class ForwardingReceiver:
 
 
 class ReadOnlyFolder(RunFolder):
-    """The run folder for a rank that writes nothing there. step: of the checkpoint to go on from,
-    which rank 0 has verified."""
+    """The run folder of a rank that writes nothing. step: of the checkpoint that rank 0 has
+    verified."""
 
     verified = True
 
@@ -241,8 +238,7 @@ class MirrorPublisher:
         self.noise = trainer.noise(cfg)
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Take part in rank 0's mirror of a version, and give the learner the version's noise, when
-        it shares it."""
+        """Take part in rank 0's mirror of a version, and give the learner the noise that it shares."""
         self.ranks.refill(None, self.model)
         if self.cfg.noise is not None and self.cfg.noise.learner == "shared":
             share(self.model, None if self.noise is None else self.noise.at(version))

@@ -1,15 +1,12 @@
 """The learner's ranks as processes: which one this is, and starting all of them on one machine.
 
-torchrun, srun or `lowroll train` with `train.gpus` above 1 say it in the environment. The latter has the
-ranks as its children:
+torchrun, srun or `lowroll train` with `train.gpus` above 1 say it in the environment. The latter starts
 
-    rank 0         the trainer: its words are this command's                log logs/trainer-rank0.log
-    rank 1, ...    follow its orders (`runs.roles.rank_follower`)           log logs/trainer-rank1.log, ...
+    rank 0         the trainer                                       log logs/trainer-rank0.log
+    rank 1, ...    which follow it (`runs.roles.rank_follower`)      log logs/trainer-rank1.log, ...
 
-One that has ended or gives no sign of life ends them all: no rank goes on without the others. Who
-started this command starts it again from the checkpoint. The first signal goes to rank 0, which
-finishes the step, writes a checkpoint, and lets the others go. Children end with this process,
-however it ends.
+One that has ended or is silent ends them all, and the command is started again from the checkpoint. The
+first signal goes to rank 0, which finishes the step, writes a checkpoint, and lets the others go.
 """
 
 from __future__ import annotations
@@ -60,9 +57,8 @@ class RankEnvironment:
     def read(
         cls, cfg: RunConfig, environ: Mapping[str, str] = os.environ
     ) -> RankEnvironment | None:
-        """Return the rank that the environment makes of this process; None where it says nothing of
-        ranks. ValueError names the variable that is missing or wrong, or the setting that wants
-        another number of ranks."""
+        """Return the rank of this process; None where the environment names none. ValueError names
+        the variable that is missing or wrong."""
         given = [name for name in NAMES[:2] if environ.get(name)]
         if not given:
             return None
@@ -104,9 +100,8 @@ def _number(name: str, environ: Mapping[str, str]) -> int:
 def launch_ranks(cfg: RunConfig, words: Sequence[str], resume: bool, overwrite: bool) -> RunResult:
     """Learn with as many ranks as `train.gpus` says; words: of the command, after `lowroll`.
 
-    ValueError has what a rank says of the settings, the folder or the devices; RunFailed names the
-    rank that ended or hangs, with its own last error and its log; OSError one that found no room on the
-    disk.
+    ValueError has what a rank refuses, RunFailed the last error of one that ended or hangs, OSError
+    that of one that found the disk full.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -140,8 +135,7 @@ class RankSupervisor:
         self._printed = self._log_size()
 
     def run(self) -> int:
-        """Run until all ranks have ended; return the number of the signal that ended them early,
-        else 0. RunFailed when one fails."""
+        """Run to the end; return the number of the signal that ended the ranks early, else 0."""
         for rank in self.ranks:
             rank.start()
         first, is_told = self.ranks[0], False

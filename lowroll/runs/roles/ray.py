@@ -1,8 +1,7 @@
 """`launcher: ray`: the roles of a run on a Ray cluster, each a process that an actor owns.
 
 One placement group has a bundle for each role: the trainer's GPUs are of one node, the engines are
-spread. Ray finds another node for a bundle whose node is lost; the role is started there again.
-Messages of actors carry commands, exit codes and last lines of logs, and nothing else goes through Ray.
+spread. Ray finds another node for a bundle whose node is lost, and the role is started there again.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ STORE = 80 << 20  # bytes of the object store of a cluster of our own, which car
 
 def processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> dict[str, ActorProcess]:
     """Return the processes of the roles, each with a node on the cluster; none is started.
-    ValueError names a node that does not see the run folder, RunFailed what the cluster has no room
-    for."""
+    ValueError names a node that does not see the run folder, RunFailed a role without a node."""
     stack.enter_context(_cluster(cfg))
     met = (os.getcwd(), *stack.enter_context(_variables(cfg, paths)))
     wanted, deadline_s = demands(cfg, _gpus()), cfg.ray.node_deadline
@@ -92,8 +90,8 @@ def demands(cfg: RunConfig, gpus: float) -> dict[str, tuple[float, float]]:
 
 
 def package(address: str | None) -> Any:
-    """Import Ray, with authentication by a token, and without reports to its makers. ValueError
-    when it is not installed, or in use already."""
+    """Import Ray, with authentication by a token and without telemetry. ValueError when it is not
+    installed, or in use already."""
     if sys.modules.get("ray") and os.environ.get(MODE) != "token":
         raise ValueError(
             f"launcher: ray: ray was imported before, without {MODE}=token in the environment: it reads "
@@ -145,8 +143,7 @@ def _cluster(cfg: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
-    """Start a cluster of this machine, at its loopback address, whose token this command alone
-    has."""
+    """Start a cluster at this machine's loopback address, with a token of its own."""
     least = sum(int(cpus) for cpus, _ in demands(cfg, 0).values())
     # for this user alone, which Ray does not see to itself; names of sockets must be short
     folder = tempfile.mkdtemp(prefix="lowroll-ray-", dir="/tmp")
@@ -178,7 +175,7 @@ def _own(cfg: RunConfig, ray: Any, quiet: dict[str, Any]) -> Iterator[None]:
 
 
 def _stay_here() -> None:
-    """Have Ray leave 127.0.0.1 as it is: where it allows clusters it puts a reachable address there."""
+    """Keep Ray from replacing 127.0.0.1 by a reachable address."""
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -193,8 +190,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _refuse_open(named: str, address: str) -> None:
-    """Raise ValueError when a cluster that the settings name by address accepts clients without a
-    token."""
+    """Raise ValueError when the cluster at an address accepts clients without a token."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")} | {MODE: "disabled"}
     asked = subprocess.Popen(
         [sys.executable, "-P", "-c", AUTH_PROBE, address],
@@ -261,9 +257,8 @@ def _group(wanted: dict[str, tuple[float, float]], deadline_s: float) -> Iterato
 
 @contextmanager
 def _variables(cfg: RunConfig, paths: RunPaths) -> Iterator[tuple[str, str]]:
-    """Write the file of the roles' environment variables, with the run's tokens and a word in it;
-    yield its path and the word. It is readable by this user alone: nothing of that goes through
-    Ray."""
+    """Write the file of the roles' environment variables, with the run's tokens and a word in it, for
+    this user alone; yield its path and the word. Secrets do not go through Ray."""
     names = {THREADS, cfg.client.api_key_var, *cfg.ray.pass_env}
     names.update(name for env in (*cfg.env, *(cfg.eval.env or ())) for name in env.pass_env)
     passed = {k: v for k, v in os.environ.items() if k in names or k.startswith(PASSED)}

@@ -1,8 +1,8 @@
 """A role's process on a Ray cluster: an actor owns it, and it ends with the actor.
 
-`ActorProcess` is the launcher's side, `RoleActor` the actor on its node. What they tell each other are
-commands, addresses, exit codes and last lines of logs: weights, rollouts and requests travel by
-lowroll's own transports, and secrets by a file of the run folder.
+`ActorProcess` is the launcher's side, `RoleActor` the actor on its node. They exchange commands,
+addresses, exit codes and last lines of logs. Weights, rollouts and requests travel by lowroll's own
+transports, and secrets by a file of the run folder.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class RoleActor:
 
     def meet(self, folder: str, variables: str, word: str) -> dict[str, str]:
         """Return where the actor is (address, host, node), and as `wrong` why the role cannot run
-        there. folder: in which the role is started. variables: the file of the role's environment
-        variables, in the run folder."""
+        there. variables: the file of the role's environment variables, in the run folder."""
         import ray
 
         told = {
@@ -132,12 +131,9 @@ class Bundle:
 
 
 class ActorProcess(RoleProcess):
-    """A process that an actor owns.
-
-    met: the arguments of `RoleActor.meet`. deadline_s: until a node has room for the actor. lock: the
-    folder that the role has while its process runs. node: what the actor has told of its node; {}
-    before it was met.
-    """
+    """A process that an actor owns. met: the arguments of `RoleActor.meet`. deadline_s: until a node
+    has the actor. lock: the folder that the role has while it runs. node: of the actor, once it was
+    met."""
 
     def __init__(
         self,
@@ -168,8 +164,7 @@ class ActorProcess(RoleProcess):
 
     def is_placed(self) -> bool:
         """Return whether an actor has reported where it is, and no process of a lost one has the
-        role; create one when there is none. ValueError when the role cannot run where it is,
-        RunFailed when there is no room in time."""
+        role; create one when there is none. RunFailed when no node has it in time."""
         return self._meet() and not self._is_left()
 
     def _meet(self) -> bool:
@@ -209,8 +204,7 @@ class ActorProcess(RoleProcess):
         )
 
     def _is_left(self) -> bool:
-        """Return whether the process of a lost actor still has the role: it ends when it sees
-        that."""
+        """Return whether the process of a lost actor still has the role."""
         if not self._lost_at or time.monotonic() - self._lost_at > LEFT_S:
             return False  # if it has, the next one says so by name
         try:

@@ -1,7 +1,7 @@
-"""A role as its supervisor sees it: a process with a heartbeat, deadlines and a restart budget.
+"""A role: a process with a heartbeat, deadlines and a restart budget.
 
-`Role` is the same for every launcher. The process behind it is a `RoleProcess`: a child of this command
-(`local`), or one that an actor of a Ray cluster owns (`ray_actor`).
+Its `RoleProcess` is a child of the launcher (`local`) or belongs to an actor of a Ray cluster
+(`ray_actor`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ USERS_MISTAKE = 2  # the exit code of commands
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a role's process. code: negative after a signal. cause: the end in words. error: the
-    last error in the log since the start, with the log's path."""
+    """The end of a role's process. code: negative after a signal. error: the last one in its log."""
 
     code: int
     cause: str
@@ -38,19 +37,15 @@ class Exit:
 
 
 class RoleProcess(ABC):
-    """The process of a role, which can be started again once it has ended.
-
-    log: the file to which its output is appended. address: of its machine, at which it listens. exit:
-    how the process ended, once it was killed or found dead; None before.
-    """
+    """The process of a role, which can be started again once it has ended. address: of its machine.
+    exit: None until it was killed or found dead."""
 
     log: Path
     address = "127.0.0.1"
     exit: Exit | None = None
 
     def is_placed(self) -> bool:
-        """Return whether there is a machine to start the process on. RunFailed when none is found
-        in time."""
+        """Return whether there is a machine to start the process on."""
         return True
 
     @abstractmethod
@@ -75,7 +70,7 @@ class RoleProcess(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End the process and all of its group now, and wait for that. Idempotent."""
+        """Kill the process and its group, and wait for the end. Idempotent."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -113,8 +108,8 @@ class RestartBudget:
         return float(min(FIRST_PAUSE_S * 2.0 ** max(0, self.restarts), LONGEST_PAUSE_S))
 
     def count_full_disk(self) -> float:
-        """Take back the start of a role that a full disk has ended, and return the seconds since
-        the first such end. After WINDOW_S without one the disk counts as full anew."""
+        """Take back a start that a full disk has ended, and return the seconds since the first such
+        end within WINDOW_S of another."""
         now = time.monotonic()
         if self.full_disks and now - self.full_disks[-1] > WINDOW_S:
             self.full_disks.clear()
@@ -125,8 +120,7 @@ class RestartBudget:
 
 
 class Role:
-    """A role that is kept alive. words: the command after `lowroll`. heartbeat: the file that the
-    process writes."""
+    """A role that is kept alive. words: the command after `lowroll`."""
 
     def __init__(
         self, name: str, words: Sequence[str], process: RoleProcess, heartbeat: Path
@@ -188,8 +182,7 @@ class Role:
         return f"{self.name} has ended ({self.process.exit.cause}): {self.process.exit.error}"
 
     def raise_users_mistake(self) -> None:
-        """Raise ValueError with the role's own error when it has refused its settings before it was
-        ready: a restart would not help."""
+        """Raise ValueError with the error of a role that has refused its settings."""
         end = self.process.exit
         if end is not None and end.code == USERS_MISTAKE and not self.is_ready:
             raise ValueError(f"{self.name}: {end.error.removeprefix('error: ')}")

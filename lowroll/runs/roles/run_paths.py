@@ -5,7 +5,7 @@ rollouts/, orchestrator/{ledger.jsonl, spool/, evaluations.jsonl}   the orchestr
 roles/<role>.json     a role's heartbeat      roles/<role>/.lock   who has the role
 roles/rollouts.json   where the orchestrator's socket is (zmq)
 roles/weights.json    where the trainer's socket is (nccl, cuda_ipc)
-roles/tokens.json     what engines ask of who speaks to them; for the user alone
+roles/tokens.json     the tokens of the engines' clients; for the user alone
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ SHORTEST = 16  # characters of a token
 
 
 def engine_roles(cfg: RunConfig) -> list[str]:
-    """Return the roles of the engines that a launcher starts; none where the settings name
-    others."""
+    """Return the engines that a launcher starts; none where the settings name others."""
     if cfg.client.base_url or cfg.client.elastic.hostname is not None:
         return []
     return [f"{ENGINE}-{i}" for i in range(cfg.rollout.engines)]
 
 
 def rank_role(rank: int) -> str:
-    """Return the name of a rank of the learner, for its log and its heartbeat; rank 0 is the
-    trainer."""
+    """Return the name of a rank of the learner; rank 0 is the trainer."""
     return f"{TRAINER}-rank{rank}" if rank else TRAINER
 
 
@@ -70,8 +68,8 @@ class RunPaths:
 
     def tokens(self) -> tuple[str, str]:
         """Return the tokens (of clients, of the admin): the environment's, else those of this run
-        folder, which are made by whoever asks first and can be read by this user alone. ValueError
-        for an environment with one of the two, or with a short one."""
+        folder, which the first caller makes for this user alone. ValueError for an environment with
+        one of the two, or with a short one."""
         given = [os.environ.get(name, "") for name in (TOKEN, ADMIN)]
         if any(given):
             for name, token in zip((TOKEN, ADMIN), given, strict=True):

@@ -1,14 +1,13 @@
-"""A run by its roles, whoever starts their processes (`launcher: local`, `launcher: ray`).
+"""The supervisor of a run's roles, for `launcher: local` and `launcher: ray`.
 
     engine-0, ...   lowroll serve          each on a port that the system chose
     orchestrator    lowroll orchestrate
     trainer         lowroll train
 
-A role that has ended, or gives no sign of life for 30 s, is started again alone: an engine takes the
-newest weights first, the orchestrator goes on from its last batch, the trainer from its checkpoint.
-After 5 restarts within 10 minutes the run stops with that role's own last error. The first signal
-lets the trainer finish its step and write a checkpoint; the second ends everything at once. The roles
-end with this process, however it ends.
+A role that has ended or is silent for 30 s is restarted alone: an engine loads the newest weights, the
+orchestrator goes on from its last batch, the trainer from its checkpoint. After 5 restarts within 10
+minutes the run stops with that role's last error. The first signal lets the trainer finish its step and
+write a checkpoint, the second ends everything at once. The roles end with this process.
 """
 
 from __future__ import annotations
@@ -61,12 +60,11 @@ def launch(
     resume: bool = False,
     overwrite: bool = False,
 ) -> RunResult:
-    """Make a run by its roles; returns the run folder and its records. The folder is treated as by
+    """Make a run by its roles; return the run folder and its records. The folder is treated as by
     `lowroll.run`. texts: files of a notebook or script that the roles need.
 
-    RunLockedError names who makes or launches a run in the folder already; ValueError has what a role
-    says of the settings or the folder, RunFailed names the one that could not be kept alive, with its own
-    last error.
+    RunLockedError names another run in the folder, ValueError has what a role refuses, RunFailed the
+    last error of a role that could not be kept alive.
     """
     resolved = cfg.resolved()
     refuse(resolved)
@@ -108,8 +106,8 @@ def _processes(cfg: RunConfig, paths: RunPaths, stack: ExitStack) -> Mapping[str
 
 
 def await_unlocked(folder: Path) -> None:
-    """Raise RunLockedError when a process makes a run there that no launcher started; the roles of
-    one that has just died may still have a moment to go."""
+    """Raise RunLockedError when a process makes a run in the folder. The roles of a launcher that has
+    just died have DYING_S to end."""
     until = time.monotonic() + DYING_S
     while True:
         try:
@@ -121,8 +119,8 @@ def await_unlocked(folder: Path) -> None:
 
 
 class Supervisor:
-    """The roles of a run, each kept alive until it is done. cfg: resolved. settings: the file that
-    the roles read. processes: of all roles, by name. flags: of the trainer's first start."""
+    """The roles of a run, each kept alive until it is done. settings: the file that the roles read.
+    processes: by role. flags: of the trainer's first start."""
 
     def __init__(
         self,
@@ -154,8 +152,7 @@ class Supervisor:
         return [*self.engines, self.orchestrator, self.trainer]
 
     def run(self) -> int:
-        """Run until the run has ended; return the number of the signal that ended it early, else
-        0."""
+        """Run to the end; return the number of the signal that ended the run early, else 0."""
         for role in self.roles:
             role.start_at = time.monotonic()
         while not self.trainer.is_done:
@@ -206,8 +203,7 @@ class Supervisor:
     # -- restarts ----------------------------------------------------------------------------------
 
     def _keep_alive(self, role: Role) -> None:
-        """Start a role that is due, and restart one that has ended or hangs. RunFailed when that
-        does not help."""
+        """Start a role that is due, and restart one that has ended or hangs."""
         if role.is_done:
             return
         role.update()
@@ -228,8 +224,8 @@ class Supervisor:
             self._restart(role, role.describe_exit())
 
     def _recall_orchestrator(self) -> None:
-        """Restart an orchestrator that has ended, when the trainer waits for a batch: the trainer
-        was lost while it finished, and its last checkpoint is damaged."""
+        """Restart an orchestrator that has ended when the trainer waits for a batch: it has gone back
+        to an older checkpoint."""
         if self.orchestrator.is_done and self.trainer.phase == "waiting":
             log.warning("the trainer has gone back, and the orchestrator is started again")
             self.orchestrator.is_done, self.orchestrator.start_at = False, time.monotonic()
@@ -246,8 +242,8 @@ class Supervisor:
         role.start_at = time.monotonic() + pause_s
 
     def _restart_after_full_disk(self, role: Role, why: str) -> None:
-        """Set the time of a restart until there is room on the disk. RunFailed after
-        `ckpt.wait_for_space` seconds."""
+        """Set the time of a restart after a full disk. RunFailed after `ckpt.wait_for_space`
+        seconds."""
         waited = role.budget.count_full_disk()
         if waited >= self.disk_deadline_s:
             raise RunFailed(
@@ -288,17 +284,16 @@ class Supervisor:
         return [f"weight_broadcast.host={address}", "weight_broadcast.port=0"]
 
     def _note_address(self, role: Role) -> None:
-        """Remember where an engine serves. One that is lost while it starts again reports
-        nothing."""
+        """Remember where an engine serves: it reports nothing while it is restarted."""
         url = (role.monitor.report or {}).get("url") if role.is_ready else None
         if url:
             parts = urlsplit(str(url))
             self.addresses[role.name] = (parts.hostname or "", parts.port or 0)
 
     def _engine_port(self, engine: Role) -> int:
-        """Return the port of an engine: a free one at first (0), then the one that the orchestrator
-        knows. Where that one is on another machine or taken by another process now, return a new
-        one and restart the orchestrator, which asks the engines where they are."""
+        """Return the port of an engine: any free one at first (0), then the one that the orchestrator
+        knows. Where that one is taken or on another machine, return 0 and restart the orchestrator,
+        which finds the engine again."""
         address = engine.process.address
         host, port = self.addresses.get(engine.name, ("", 0))
         if not port or (host == address and engine.process.is_port_free(port)):
@@ -317,8 +312,7 @@ class Supervisor:
 
 
 class Display:
-    """The terminal of a launch: new records, evaluations and warnings of the roles, and what each
-    of them does."""
+    """The terminal of a launch: records, evaluations, warnings and the activity of each role."""
 
     def __init__(self, cfg: RunConfig, paths: RunPaths, view: LiveView, resume: bool) -> None:
         self.run = paths.run
@@ -335,7 +329,7 @@ class Display:
         }
 
     def show(self, roles: Sequence[Role], records: bool) -> None:
-        """Show what is new. records: those in the run folder are of this launch."""
+        """Show what is new. records: whether those in the run folder are of this launch."""
         files = [self.run / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
         sizes = [path.stat().st_size if path.is_file() else 0 for path in files]
         if records and sizes != self._sizes:
@@ -347,7 +341,7 @@ class Display:
         self.view.phase(" | ".join(map(_activity, roles)), 0, 0)
 
     def _show_records(self) -> None:
-        """Show new records, and each evaluation after the record of its step, or with it."""
+        """Show new records and evaluations."""
         with_record = set()
         for record in read(self.run):
             if record["step"] > self.step:

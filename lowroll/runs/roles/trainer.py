@@ -143,11 +143,8 @@ class Training:
 
         self.learner.watch(phase, note)
 
-    def begin(self) -> int:
-        """Start a new run; returns the first step."""
-        return self._begin(again=False)
-
-    def _begin(self, again: bool) -> int:
+    def begin(self, again: bool = False) -> int:
+        """Start a new run; return the first step. again: in a folder without a checkpoint."""
         self.home.begin(self.learner.about(), again)
         self._open(0)
         return 1
@@ -161,7 +158,7 @@ class Training:
             self.publisher.forget_after(0 if saved is None else saved.step)
         spool.reopen()  # who ended the run says so again
         if saved is None:
-            return self._begin(again=True)
+            return self.begin(again=True)
         step = self.learner.go_on(saved)
         self._open(saved.step)
         return step

@@ -1,0 +1,99 @@
+"""The batch of a step before it is sent: its groups, those that were dropped, and the counts so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from lowroll.orchestrator.errors import ErrorWindow
+from lowroll.orchestrator.groups import ScoredGroup
+from lowroll.orchestrator.ledger import Ledger
+from lowroll.orchestrator.settings import Settings
+from lowroll.types import Rollout, Sample
+
+REASONS = ("no_signal", "too_easy", "too_hard", "stale", "oversampled")
+NO_SIGNAL = ("no_signal", "too_easy", "too_hard")  # what a step may still fall back to
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A group that goes into no batch. `group` is None where it never came back."""
+
+    id: str
+    reason: str  # of REASONS
+    group: ScoredGroup | None = None
+
+
+@dataclass
+class PendingBatch:
+    """The batch of a step in the making, on copies of the ledger and of the error window."""
+
+    step: int
+    version: int | None  # of the learner; None: rollouts are not checked against one
+    temperature: float
+    ledger: Ledger
+    errors: ErrorWindow
+    kept: list[ScoredGroup] = field(default_factory=list)  # in planned order
+    dropped: list[Drop] = field(default_factory=list)
+    rounds: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"time/generate": 0.0, "time/score": 0.0}
+    )
+    stats: dict[str, float] = field(default_factory=dict)  # of groups that are taken as they end
+
+    @property
+    def lost(self) -> list[ScoredGroup]:
+        """The dropped groups that had come back."""
+        return [drop.group for drop in self.dropped if drop.group is not None]
+
+    @property
+    def without_signal(self) -> list[ScoredGroup]:
+        """The groups that came back and were dropped for their rewards."""
+        return [
+            drop.group
+            for drop in self.dropped
+            if drop.group is not None and drop.reason in NO_SIGNAL
+        ]
+
+    @property
+    def groups(self) -> list[ScoredGroup]:
+        """All groups that came back, kept or dropped."""
+        return self.kept + self.lost
+
+    def take(self, groups: Iterable[ScoredGroup], settings: Settings) -> None:
+        """Keep each group, or drop it for its rewards."""
+        for group in groups:
+            reason = reason_to_drop(group, settings)
+            if reason is None:
+                self.kept.append(group)
+            else:
+                self.dropped.append(Drop(group.id, reason, group))
+
+    def fall_back(self, count: int) -> None:
+        """Keep the first `count` groups that were dropped for their rewards after all."""
+        self.kept = self.without_signal[:count]
+        taken = {id(group) for group in self.kept}
+        self.dropped = [drop for drop in self.dropped if id(drop.group) not in taken]
+
+    def samples(self) -> list[Sample]:
+        """Number the kept groups and return their samples."""
+        for index, group in enumerate(self.kept):
+            other = None if group.temperature == self.temperature else group.temperature
+            for sample in group.samples:
+                sample.group, sample.temperature = index, other
+        return [sample for group in self.kept for sample in group.samples]
+
+    def rollouts(self) -> list[Rollout]:
+        """Return the rollouts of the kept groups."""
+        return [sample.rollout for group in self.kept for sample in group.samples]
+
+
+def reason_to_drop(group: ScoredGroup, settings: Settings) -> str | None:
+    """Return why nothing can be learnt from a group's rewards; None if something can."""
+    scores = group.scores()
+    if settings.online_difficulty_filtering and scores:
+        reason = {0.0: "too_hard", 1.0: "too_easy"}.get(fmean(scores))
+        if reason is not None:
+            return reason
+    return "no_signal" if settings.dynamic_sampling and not group.has_signal() else None
