@@ -406,7 +406,7 @@ REASONS: dict[str, str] = {
     "product reaches 1,000 TOPS, and a kernel of wgmma in CUDA with K dealt evenly 880 (tables: "
     "docs/LOG.md)",
     "qwen2.5-7b bf16 fp8 16k B=64: decode step over dense": "1.35 and 1.42 in its two turns: "
-    "attention alone is 1.73 times faster (330 us a layer for 571, `bench.kv_decode`), and the "
+    "attention alone is 1.73 times faster (330 us a layer for 571), and the "
     "other 4.7 ms of the step, most of them weights, stay as they are",
     "qwen2.5-7b nvfp4 fp8 16k B=64: decode step over dense": "1.36 and 1.41 in its two turns, as "
     "with bf16 weights: attention alone is 1.73 times faster, the rest of the step stays",
