@@ -17,9 +17,10 @@ import statistics
 import struct
 import time
 import zlib
+from dataclasses import replace
 from typing import Any
 
-from bench.harness import BASELINES, Row, finish, parser_of, speed_row, write
+from bench.harness import BASELINES, Row, SomeOf, finish, parser_of, speed_row
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.types import Batch, BehaviorTag, Evictions, PolicySpan, Prompt, Rollout, Sample, Score
 
@@ -84,21 +85,18 @@ def rows(name: str, rounds: int, peer: Any) -> list[Row]:
             seconds[side].append(time.process_time() - began)
     found = []
     for what in ("encode", "decode"):
-        theirs = seconds.get(f"its {what}")
+        mine, theirs = seconds[what], seconds.get(f"its {what}")
         megabytes = len(data) / 1e6
-        took = statistics.median(seconds[what])
-        row = Row(f"{name}: {what}", "MB/s", megabytes / took)
-        note = f"{megabytes:.1f} MB, {1000 * took:.0f} ms a batch"
+        note = f"{megabytes:.1f} MB, {1000 * statistics.median(mine):.0f} ms a batch"
         if theirs is not None:
-            row = speed_row(row.name, megabytes, row.unit, seconds[what], theirs)
             note += f", msgspec {1000 * statistics.median(theirs):.0f} ms"
-        found.append(Row(**{**row.__dict__, "note": note}))
+        row = speed_row(f"{name}: {what}", megabytes, "MB/s", mine, theirs)
+        found.append(replace(row, note=note))
     return found
 
 
 def main() -> int:
-    parser = parser_of(__doc__, out=BASELINES, rounds=3)
-    parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser = parser_of(__doc__, out=BASELINES, batches=SomeOf(BATCHES), rounds=3)
     args = parser.parse_args()
     try:
         peer = importlib.import_module("msgspec").json
@@ -106,7 +104,7 @@ def main() -> int:
         peer = None
     found = [row for name in args.batches for row in rows(name, args.rounds, peer)]
     settings = {"rounds": args.rounds, "msgspec": peer is not None}
-    return finish("The codec of batches", "codec", found, args.out, write, **settings)
+    return finish("The codec of batches", "codec", found, args.out, **settings)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from bench.harness import BASELINES, Row, finish, interleave, parser_of, speed_row, write
+from bench.harness import BASELINES, Row, finish, interleave, parser_of, speed_row
 from lowroll import Engine, Request
 from lowroll.engine.runner import StepResult
 from lowroll.engine.sequence import StepPlan
@@ -284,19 +284,8 @@ def main() -> int:
     for name in args.model or MODELS:
         work = Workload.lognormal(MODELS[name]["vocab_size"])
         rows += compare(name, MODELS[name], work, args.rounds, TARGETS[name])
-    return finish(
-        f"Engine, {args.threads} threads, 64 sequences, 8 a prompt",
-        "engine",
-        rows,
-        args.out,
-        write,
-        rounds=args.rounds,
-        sequences=64,
-        prompt_tokens=64,
-        median_length=48,
-        sigma=1.0,
-        longest=384,
-    )
+    title = f"Engine, {args.threads} threads, 64 sequences, 8 a prompt"
+    return finish(title, "engine", rows, args.out, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -36,22 +36,30 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import math
 import random
 import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench import lengths
-from bench.decode import SLACK, dense_bytes, released
-from bench.harness import Results, Row, interleave, parser_of, say, settle, speed_row
+from bench.decode import SLACK, dense_bytes
+from bench.harness import (
+    OneOf,
+    Results,
+    Row,
+    SomeOf,
+    less_row,
+    parser_of,
+    released,
+    say,
+    settle,
+)
 from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_path
 from bench.placed import Compacting, Placed
 from bench.roofline import bandwidth, kv_bytes_per_token, weight_bytes
@@ -482,7 +490,7 @@ def peer_rows(
 ) -> list[Row]:
     """A row for each cache of ours at this context and batch."""
     return [
-        Row(over_vllm(model, format, name, batch, context), "ms", ms, theirs, theirs / ms)
+        less_row(over_vllm(model, format, name, batch, context), "ms", ms, theirs)
         for (name, *point), ms in ours.items()
         if point == [context, batch]
     ]
@@ -491,28 +499,15 @@ def peer_rows(
 # -- whole rollouts --------------------------------------------------------------------------------
 
 
-def drawn(vocab_size: int) -> lengths.Lengths:
-    """Prompts of 128 tokens for 8 rollouts each, with log-normal lengths."""
-    dice = random.Random(0)
-
-    def length() -> int:
-        return min(LONGEST, max(1, round(dice.lognormvariate(math.log(MEDIAN), 0.6))))
-
-    groups = ROLLOUTS // lengths.GROUP
-    prompts = [[dice.randrange(2, vocab_size) for _ in range(128)] for _ in range(groups)]
-    return lengths.Lengths(prompts, [[length() for _ in range(lengths.GROUP)] for _ in prompts])
-
-
 def whole_rollouts(device: torch.device) -> Row:
-    """rkv over the dense cache in the same bytes. A rollout's length is its `max_tokens`, which the
-    dense cache reserves; a run that waits for a stop would have it reserve the longest."""
+    """Return the row of rkv over the dense cache in the same bytes. A rollout's length is its
+    `max_tokens`, which the dense cache reserves; a run that waits for a stop would have it reserve
+    the longest."""
     name, cache_bytes = ROLLOUT
     base = base_model(name, "bf16", device)
-    work = drawn(base.spec.vocab_size)
-    short = lengths.Lengths(work.prompts, [[min(n, 24) for n in ns] for ns in work.tokens])
-    engines = {}
-    for kind in ("rkv", DENSE_CACHE):
-        engines[kind] = Engine(
+    work = lengths.Lengths.drawn(base.spec.vocab_size, MEDIAN, 0.6, LONGEST, ROLLOUTS)
+    engines = {
+        kind: Engine(
             base,
             weights="bf16",
             kv=CACHES[kind].kv,
@@ -520,19 +515,11 @@ def whole_rollouts(device: torch.device) -> Row:
             cache_tokens=cache_bytes // kv_bytes_per_token(SHAPES[name]),
             max_prefill_tokens=16384,
         )
-        engines[kind].warm_up()
-        lengths.run(engines[kind], short)
-    seconds = interleave(
-        {kind: partial(lengths.run, engine, work) for kind, engine in engines.items()}, 1
-    )
-    row = speed_row(
-        f"{name} bf16 rkv over dense: whole rollouts in a cache of {cache_bytes >> 30} GiB",
-        work.total,
-        "tokens/s",
-        seconds["rkv"],
-        seconds[DENSE_CACHE],
-    )
-    return replace(row, note=f"{ROLLOUTS} rollouts, {work.total} tokens")
+        for kind in ("rkv", DENSE_CACHE)
+    }
+    title = f"{name} bf16 rkv over dense: whole rollouts in a cache of {cache_bytes >> 30} GiB"
+    note = f"{ROLLOUTS} rollouts, {work.total} tokens"
+    return replace(lengths.compare(title, engines, work, 1), note=note)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -559,15 +546,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     others = [name for name in CACHES if name != DENSE_CACHE]
     parser = parser_of(
-        __doc__, contexts=[4096, 16384, 32768], batches=[64, 256], rounds=2, device="auto"
+        __doc__,
+        model=OneOf(SHAPES, "qwen2.5-7b"),
+        weights=SomeOf(formats(), ["bf16", "nvfp4"]),
+        caches=SomeOf(others),
+        contexts=[4096, 16384, 32768],
+        batches=[64, 256],
+        rounds=2,
+        parts=SomeOf(PARTS, PARTS[:-1]),
+        device="auto",
     )
     add_options(parser, "none")
-    parser.add_argument("--model", default="qwen2.5-7b", choices=SHAPES, metavar="NAME")
-    parser.add_argument(
-        "--weights", nargs="+", default=["bf16", "nvfp4"], choices=formats(), metavar="NAME"
-    )
-    parser.add_argument("--caches", nargs="*", default=others, choices=others)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
     args = parser.parse_args(argv)
     args.device, args.out = settle(parser, args.device, args.out)
     return args
