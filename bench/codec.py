@@ -34,7 +34,8 @@ BATCHES = {
 
 
 def batch_of(samples: int, tokens: int, top: int, dropped: bool) -> Batch:
-    """Log-probs are float32 values, as an engine's are: as doubles they have 17 digits."""
+    """Return a batch. Log-probs are float32 values, as an engine's are: as doubles they have 17
+    digits."""
     rng = random.Random(0)
 
     def log_probs(count: int) -> list[float]:
@@ -69,7 +70,7 @@ def batch_of(samples: int, tokens: int, top: int, dropped: bool) -> Batch:
 
 
 def rows(name: str, rounds: int, peer: Any) -> list[Row]:
-    """Encoding and decoding of one kind of batch."""
+    """Return the rows of encoding and decoding one kind of batch."""
     batch = batch_of(*BATCHES[name])
     data = encode_batch(batch)
     assert decode_batch(data) == batch

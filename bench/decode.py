@@ -79,8 +79,8 @@ APART = "the two engines ran one after the other: together they do not fit"
 
 
 def dense_bytes(model: str, format: str) -> float:
-    """Return the bytes of the dense matrices that our engine keeps beside 4-bit ones; experts are read
-    as codes."""
+    """Return the bytes of the dense matrices that our engine keeps beside 4-bit ones; experts are
+    read as codes."""
     return 2.0 * linear_weights(SHAPES[model], touched=0) if get_format(format).bits < 8 else 0.0
 
 
@@ -99,7 +99,8 @@ def room(model: str, format: str, chosen: Sequence[Work]) -> tuple[float, float]
 
 
 def fitting(whole: float, more: float, device: torch.device) -> tuple[int, int]:
-    """Return how many engines of `whole` bytes fit beside ours, which takes `more`, and without it."""
+    """Return how many engines of `whole` bytes fit beside ours, which takes `more`, and without
+    it."""
     if device.type != "cuda":
         return 64, 64
     total = torch.cuda.mem_get_info()[1]
@@ -107,7 +108,8 @@ def fitting(whole: float, more: float, device: torch.device) -> tuple[int, int]:
 
 
 def taken(engine: Engine) -> int:
-    """Return the bytes of the GPU that this process has, beside its context and its kernels' code."""
+    """Return the bytes of the GPU that this process has, beside its context and its kernels'
+    code."""
     return torch.cuda.memory_reserved() + engine.stats().virtual_memory_bytes
 
 
@@ -141,8 +143,8 @@ def weights_of(model: str, device: torch.device) -> Transformer:
 
 
 def passing(model: str, format: str, chosen: Sequence[Variant]) -> float:
-    """Return the bytes that ours takes at its fullest beside what every engine does: dense copies, and
-    what a second engine is made from while vLLM is there."""
+    """Return the bytes that ours takes at its fullest beside what every engine does: dense copies,
+    and what a second engine is made from while vLLM is there."""
     kept = 0.0 if all(variant.codes for variant in chosen) else dense_bytes(model, format)
     return kept + (weight_bytes(SHAPES[model], "bf16") if len(chosen) > 1 else 0.0)
 
@@ -205,7 +207,8 @@ Store = Callable[..., None]
 
 @dataclass
 class Comparison:
-    """The comparison of one model in one format. found: by variant and work, then by family of rivals."""
+    """The comparison of one model in one format. found: by variant and work, then by family of
+    rivals."""
 
     model: str
     format: str
@@ -349,8 +352,8 @@ def making_row(name: str, made: float, peers: Mapping[str, Peer]) -> Row:
 
 
 def agreement(ours: Ours, model: str, format: str, work: Work) -> list[Row]:
-    """Compare recorded log-probs with the learner's (bfloat16, the weights before any rounding) and the
-    engine's own."""
+    """Compare recorded log-probs with the learner's (bfloat16, the weights before any rounding) and
+    the engine's own."""
     engine, device = ours.engine, ours.engine.model.device
     engine.pool.clear_prefixes()
     ours.run(work, seed=5)

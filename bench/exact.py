@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from bench.harness import BASELINES, Row, finish, in_turns, parser_of, synchronize
+from bench.harness import BASELINES, OneOf, Row, finish, in_turns, parser_of, synchronize
 from bench.samples import batch_of, random_ids
 from bench.shapes import SHAPES, random_model
 from bench.turns import Ours
@@ -135,9 +135,9 @@ def main() -> int:
         weights="int8_rotated",
         rounds=5,
         threads=torch.get_num_threads(),
+        device=OneOf(SIZES, "cpu"),
     )
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, on a GPU")
-    parser.add_argument("--device", choices=SIZES, default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.sizes, began = SIZES[args.device], time.monotonic()

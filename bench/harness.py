@@ -71,8 +71,8 @@ class Row:
         return self.ratio if self.goal.startswith("ratio") else self.ours
 
     def reaches(self, bound: float | None) -> bool:
-        """Tell if the value is on the right side of a bound. Every row reaches no bound, and no value
-        reaches none."""
+        """Tell if the value is on the right side of a bound. Every row reaches no bound, and no
+        value reaches none."""
         if bound is None or self.value is None:
             return bound is None
         return self.value >= bound if self.goal.endswith("least") else self.value <= bound
@@ -93,7 +93,8 @@ class Row:
 def interleave(
     contestants: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, list[float]]:
-    """Run the contestants in turns; return the seconds of each in every round. Warm them up before."""
+    """Run the contestants in turns; return the seconds of each in every round. Warm them up
+    before."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(rounds):
         for name, run in contestants.items():
@@ -191,8 +192,8 @@ def resident(field: str, pid: int | str = "self") -> int:
 
 
 def in_new_process(module: str, words: Sequence[object], deadline_s: float) -> dict[str, Any]:
-    """Run a command and return the JSON of the last line that it prints. RuntimeError, with its last
-    words, when it fails or takes longer than the deadline."""
+    """Run a command and return the JSON of the last line that it prints. RuntimeError, with its
+    last words, when it fails or takes longer than the deadline."""
     command = [sys.executable, "-m", module, *map(str, words)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
@@ -232,7 +233,8 @@ class OneOf:
 
 @dataclass(frozen=True)
 class SomeOf:
-    """An option that takes several of some words, with spaces or commas between them; by default all."""
+    """An option that takes several of some words, with spaces or commas between them; by default
+    all."""
 
     choices: Iterable[str]
     default: Sequence[str] | None = None

@@ -108,7 +108,7 @@ class Cache:
 
     @property
     def known(self) -> bool:
-        """Whether this engine takes its options."""
+        """Tell if this engine takes its options."""
         return set(self.options) <= set(inspect.signature(Engine.__init__).parameters)
 
 
@@ -142,7 +142,7 @@ class Measured:
         return self.batch / self.ms * 1e3
 
     def over(self, peer: Measured) -> tuple[float, tuple[float, float]]:
-        """How many times shorter its step is than the peer's, and the range over rounds."""
+        """Return how many times shorter its step is than the peer's, and the range over rounds."""
         extent = min(peer.rounds) / max(self.rounds), max(peer.rounds) / min(self.rounds)
         return peer.ms / self.ms, extent
 
@@ -156,11 +156,11 @@ class Memory:
     free: float  # that cache and state may take
 
     def tokens(self, batch: int) -> int:
-        """Of the largest cache beside the state of so many samples."""
+        """Return the tokens of the largest cache beside the state of so many samples."""
         return int((self.free - num_slots(batch) * self.state_bytes) / self.token_bytes)
 
     def rows(self, kv: CachePolicy, context: int) -> int:
-        """Largest batch when responses of twice the mean context are reserved."""
+        """Return the largest batch when responses of twice the mean context are reserved."""
         prompt = min(PROMPT, context)
         pages = footprint(kv, prompt, 2 * context - prompt, PAGE).alone
         each = pages * PAGE * self.token_bytes + self.state_bytes
@@ -232,7 +232,7 @@ class Bench:
     # -- caches that grow --------------------------------------------------------------------------
 
     def grown(self, name: str, cache: Cache) -> None:
-        """Every context and batch, in one cache of all the memory there is."""
+        """Measure every context and batch, in one cache of all the memory there is."""
         args, memory = self.args, self.memory(cache)
         most = {context: memory.rows(cache.kv, context) for context in args.contexts}
         tokens = memory.tokens(0) // PAGE * PAGE
@@ -254,11 +254,11 @@ class Bench:
 
     @property
     def grown_tokens(self) -> int:
-        """That a row makes while it is measured."""
+        """Return the tokens that a row makes while it is measured."""
         return GROWN_STEPS * (self.args.rounds + 2)
 
     def grown_batches(self, name: str, context: int, tokens: int) -> list[int]:
-        """Those asked for, or what the dense cache holds of them."""
+        """Return the batches asked for, or what the dense cache holds of them."""
         if name != DENSE_CACHE:
             return [batch for at, batch in self.dense if at == context]
         most = tokens // (context + self.grown_tokens + PAGE)
@@ -268,7 +268,7 @@ class Bench:
     # -- caches that do not ------------------------------------------------------------------------
 
     def bounded(self, name: str, cache: Cache, kv: Bounded) -> None:
-        """Every batch of the dense cache once, and the largest."""
+        """Measure every batch of the dense cache once, and the largest."""
         parts, memory = self.args.parts, self.memory(cache)
         batches = sorted(set(self.args.batches) | {batch for _, batch in self.dense})
         batches = [batch for batch in batches if cache.only in (None, batch)]
@@ -288,13 +288,13 @@ class Bench:
             self.store(self.positions(name, placed, kv, batches[0]))
 
     def cycled(self, kv: Bounded) -> int:
-        """Tokens that a row makes while it is measured: a round to warm up, one to time the
-        compactions, and steps in which not all rows take part."""
+        """Return the tokens that a row makes while it is measured: a round to warm up, one to time
+        the compactions, and steps in which not all rows take part."""
         return kv.buffer * (self.args.rounds + 3)
 
     def bounded_tokens(self, kv: Bounded, batch: int) -> int:
-        """Of a cache for so many rows, behind prompts of up to budget + buffer, and for one behind
-        the longest context."""
+        """Return the tokens of a cache for so many rows, behind prompts of up to budget + buffer,
+        and for one behind the longest context."""
         prompt = kv.budget + kv.buffer - 1
         rows = batch * footprint(kv, prompt, self.cycled(kv), PAGE).alone
         longest = footprint(kv, max(self.args.contexts), self.cycled(kv), PAGE).alone
@@ -319,8 +319,8 @@ class Bench:
         return rows
 
     def positions(self, name: str, placed: Placed, kv: Bounded, batch: int) -> list[Row]:
-        """A batch with all rows in step, behind their budget and behind a real context in the
-        middle of those asked for."""
+        """Measure a batch with all rows in step, behind their budget and behind a real context in
+        the middle of those asked for."""
         context, rows = self.args.contexts[len(self.args.contexts) // 2], []
         for where, length in (
             ("in step", kv.budget),
@@ -341,7 +341,8 @@ class Bench:
         steps: int,
         is_costed: bool = False,
     ) -> Measured:
-        """Rounds of so many steps, after one to warm up, and one for what compactions cost."""
+        """Measure rounds of so many steps, after one to warm up, and one for what compactions
+        cost."""
         placed.stand(contexts, new_tokens)
         placed.step_ms(steps)
         before = placed.cached()
@@ -360,7 +361,8 @@ class Bench:
         return Row(f"{here}: fraction of the bandwidth roofline", "fraction", share)
 
     def beside_dense(self, name: str, context: int, measured: Measured) -> list[Row]:
-        """Over the dense cache at the same batch; nothing where that holds fewer rows."""
+        """Return the row over the dense cache at the same batch; nothing where that holds fewer
+        rows."""
         if name == DENSE_CACHE:
             here = case(self.name, self.format, name, measured.batch, context)
             return [Row(f"{here}: decode step", "ms", measured.ms)]
@@ -392,12 +394,12 @@ class Bench:
 
 
 def spread(kv: Bounded, batch: int) -> list[int]:
-    """Lengths of prompts from `budget` on, spread over the buffer."""
+    """Return lengths of prompts from `budget` on, spread over the buffer."""
     return [kv.budget + i * kv.buffer // batch for i in range(batch)]
 
 
 def base_model(name: str, format: str, device: torch.device) -> Transformer:
-    """Random weights in the format, which every engine shares."""
+    """Return random weights in the format, which every engine shares."""
     config = SHAPES[name] | {"max_position_embeddings": CONTEXT}
     master = random_model(config, device)
     engine = Engine(master, weights=format, max_batch=1, cache_tokens=PAGE, page_size=PAGE)
@@ -409,8 +411,8 @@ def base_model(name: str, format: str, device: torch.device) -> Transformer:
 def caches(
     format: str, args: argparse.Namespace, read: float, store: Callable[..., None]
 ) -> tuple[dict[tuple[str, int, int], float], bool]:
-    """Every cache under one format: ms a step by cache, context and batch, and whether none
-    failed. Nothing stays in memory."""
+    """Measure every cache under one format; return ms a step by cache, context and batch, and
+    whether none failed. Nothing stays in memory."""
     with released():
         base = base_model(args.model, format, args.device)
     bench = Bench(args.model, format, base, args, read, store, free_room(args.device))
@@ -419,7 +421,7 @@ def caches(
 
 
 def free_room(device: torch.device) -> float:
-    """Bytes that a cache may take beside the weights that are there."""
+    """Return the bytes that a cache may take beside the weights that are there."""
     free = free_memory(device)
     assert free is not None
     return free - SLACK
@@ -429,7 +431,7 @@ def free_room(device: torch.device) -> float:
 
 
 def peer_settings(model: str, format: str, points: list[tuple[int, int]]) -> dict[str, Any]:
-    """What the worker must know for these contexts and batches."""
+    """Return what the worker must know for these contexts and batches."""
     config = SHAPES[model]
     cache = max(b * (c + PEER_TOKENS + 64) for c, b in points) * kv_bytes_per_token(config)
     whole = cache + weight_bytes(config, format) + 3 * SLACK
@@ -451,7 +453,8 @@ def beside_vllm(
     args: argparse.Namespace,
     store: Callable[..., None],
 ) -> None:
-    """vLLM's steps beside those of every cache that was measured where the dense one was."""
+    """Measure vLLM's steps beside those of every cache that was measured where the dense one
+    was."""
     points = [(c, b) for name, c, b in ours if name == DENSE_CACHE and c * b <= MOST_PEER]
     if not points:
         return
@@ -471,7 +474,8 @@ def beside_vllm(
 
 
 def peer_ms(peer: Peer, context: int, batch: int, vocab_size: int, rounds: int) -> float:
-    """The prompts run once; later calls find them in vLLM's prefix cache."""
+    """Return vLLM's ms a step. The prompts run once; later calls find them in vLLM's prefix
+    cache."""
     dice = random.Random(context + batch)
     prompts = [dice.choices(range(vocab_size), k=context) for _ in range(batch)]
     peer.generate(prompts, 1, 1, deadline_s=PEER_PREFILL_S)
@@ -488,7 +492,7 @@ def peer_rows(
     batch: int,
     theirs: float,
 ) -> list[Row]:
-    """A row for each cache of ours at this context and batch."""
+    """Return a row for each cache of ours at this context and batch."""
     return [
         less_row(over_vllm(model, format, name, batch, context), "ms", ms, theirs)
         for (name, *point), ms in ours.items()

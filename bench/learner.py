@@ -1,4 +1,4 @@
-"""One GRPO update of a real model with LoRA on a CPU, against transformers with PEFT at the same memory.
+"""One GRPO update of a real model with LoRA on a CPU, beside transformers and PEFT in equal memory.
 
     python -m bench.learner --model FOLDER [--rows 32] [--length 270] [--prompt 70] [--bound 4]
                             [--rounds 2] [--out FOLDER]
@@ -132,7 +132,8 @@ SIDES = {"ours": ours, "peer": peer}
 
 
 def serve() -> None:
-    """Make a step for every line that comes, and print what it took. The first line has the options."""
+    """Make a step for every line that comes, and print what it took. The first line has the
+    options."""
     args = argparse.Namespace(**json.loads(sys.stdin.readline()))
     torch.set_num_threads(args.threads)
     step, told = SIDES[args.side](args)

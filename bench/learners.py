@@ -133,7 +133,8 @@ def publication(
     format: str,
     step: Callable[[], object],
 ) -> Found:
-    """Publish two versions; return seconds and bytes of the second, as memory is new at the first."""
+    """Publish two versions; return seconds and bytes of the second, as memory is new at the
+    first."""
     if job.device == "cuda":
         torch.cuda.empty_cache()  # engines start on these GPUs
     with ExitStack() as stack:
@@ -251,7 +252,8 @@ def peak(job: Job) -> int:
 
 
 def beside(name: str, size: int, args: argparse.Namespace, scratch: Path) -> dict[str, Found]:
-    """Run both sides on so many ranks, at once where each has GPUs of its own; return what they found."""
+    """Run both sides on so many ranks, at once where each has GPUs of its own; return what they
+    found."""
     sides = ("ours",) if args.no_peer or JOBS[name].fp8 else ("ours", "peer")
     apart = not args.cpu and torch.cuda.device_count() >= size * len(sides)
     with ThreadPoolExecutor(len(sides) if apart else 1) as running:
@@ -357,7 +359,8 @@ def until_held(format: str) -> str:
 
 
 def promised() -> list[str]:
-    """Return the names of rows that the two-GPU table has, measured or not: publications of a 7B model."""
+    """Return the names of rows that the two-GPU table has, measured or not: publications of a 7B
+    model."""
     jobs = [JOBS["qwen2.5-7b-full"], JOBS["qwen2.5-7b-full-fp8"]]
     return [f"{job.title}, 2 GPUs: {until_held(f)}" for job in jobs for f in formats(job)]
 

@@ -70,7 +70,8 @@ class Lengths:
         return sum(map(sum, self.tokens))
 
     def cache_tokens(self) -> int:
-        """Return the KV positions that hold every rollout at its full length, with its prompt shared."""
+        """Return the KV positions that hold every rollout at its full length, with its prompt
+        shared."""
         return sum(
             len(ids) + 32 + sum(n + 32 for n in counts)
             for ids, counts in zip(self.prompts, self.tokens, strict=True)

@@ -211,7 +211,8 @@ class Meter:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Record marks inside of learning: around the log-probs of every micro-batch, and the update."""
+        """Record marks inside of learning: around the log-probs of every micro-batch, and the
+        update."""
         log_probs, update = step.token_log_probs, Optimizer.update
 
         def marked_log_probs(*args: Any, **kwargs: Any) -> Any:
@@ -234,8 +235,8 @@ class Meter:
 
 
 def random_learner(cfg: RunConfig, compute: Compute, config: Mapping[str, Any]) -> Transformer:
-    """Return the model that `runs.assembly.models.learner` would make, with random weights: under LoRA a
-    matrix is quantized when it is there, and no two are ever dense."""
+    """Return the model that `runs.assembly.models.learner` would make, with random weights: under
+    LoRA a matrix is quantized when it is there, and no two are ever dense."""
     model = Transformer(spec_from_config(dict(config)), "meta", compute.dtype)
     generator = torch.Generator(device=compute.device).manual_seed(0)
     train, format = cfg.train, get_format(compute.format(cfg.rollout.weights))

@@ -227,7 +227,8 @@ def step_rows(case: Case, device: torch.device, steps: int) -> list[Row]:
 
 
 def publish_rows(model: str, weights: str, device: torch.device, rounds: int = 9) -> list[Row]:
-    """Return the milliseconds of publication alone, and with the digest that `update_weights` takes."""
+    """Return the milliseconds of publication alone, and with the digest that `update_weights`
+    takes."""
     master = random_model(SHAPES[model], device)
     engine = Engine(
         master,

@@ -60,7 +60,8 @@ Bounds = tuple[float | None, float | None]  # must and aim
 
 @dataclass(frozen=True)
 class Job:
-    """A model that is trained, with an adapter or in full, on `rows` sequences of `length` tokens."""
+    """A model that is trained, with an adapter or in full, on `rows` sequences of `length`
+    tokens."""
 
     name: str
     config: dict[str, Any]

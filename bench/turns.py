@@ -127,7 +127,8 @@ class Found:
 def measure(
     sides: Mapping[str, Side], work: Work, vocab_size: int, rounds: int, seed: int = 0
 ) -> Found:
-    """Run the sides in turns, after a warm-up of each. seed: of the prompts, of which none comes twice."""
+    """Run the sides in turns, after a warm-up of each. seed: of the prompts, of which none comes
+    twice."""
     running = dict(sides)
     families = {name: side.family for name, side in sides.items() if side.family is not None}
     seeds = itertools.count(seed)

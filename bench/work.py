@@ -89,8 +89,8 @@ class Work:
         return {"temperature": 1.0, **length, **SAMPLINGS[self.sampling]}
 
     def cache_tokens(self) -> int:
-        """Return the KV positions of a batch that shares its prompts, with a page of slack at each end
-        of a rollout."""
+        """Return the KV positions of a batch that shares its prompts, with a page of slack at each
+        end of a rollout."""
         shared = self.batch // self.copies * (self.prompt_tokens + 16)
         return shared + self.batch * (self.new_tokens + 48) + 1024
 
