@@ -124,7 +124,6 @@ mutants: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m bench.engine
-	$(PY) -m bench.learner
 	$(PY) -m bench.server --model demo --device cpu --peer none --parts rollout update
 	$(PY) -m bench.codec
 	$(PY) docs/tables.py

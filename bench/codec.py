@@ -15,7 +15,7 @@ import struct
 import time
 import zlib
 
-from bench.harness import BASELINES, Row, finish, parser_of, write
+from bench.harness import BASELINES, Row, SomeOf, finish, parser_of
 from lowroll.transport.codec import decode_batch, encode_batch
 from lowroll.transport.frame import pack_batch, unpack_batch
 from lowroll.types import Batch, BehaviorTag, Evictions, PolicySpan, Prompt, Rollout, Sample, Score
@@ -30,7 +30,8 @@ BATCHES = {
 
 
 def batch_of(samples: int, tokens: int, top: int, dropped: bool) -> Batch:
-    """Log-probs are float32 values, as an engine's are: as doubles they have 17 digits."""
+    """Return a batch. Log-probs are float32 values, as an engine's are: as doubles they have 17
+    digits."""
     rng = random.Random(0)
 
     def log_probs(count: int) -> list[float]:
@@ -65,7 +66,7 @@ def batch_of(samples: int, tokens: int, top: int, dropped: bool) -> Batch:
 
 
 def rows(name: str, rounds: int) -> list[Row]:
-    """Encoding and decoding of one kind of batch, both ways."""
+    """Return the rows of encoding and decoding one kind of batch, as a log's lines and as a frame."""
     batch = batch_of(*BATCHES[name])
     text, frame = encode_batch(batch), pack_batch(batch)
     assert decode_batch(text) == unpack_batch(frame) == batch
@@ -89,11 +90,10 @@ def rows(name: str, rounds: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = parser_of(__doc__, out=BASELINES, rounds=3)
-    parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser = parser_of(__doc__, out=BASELINES, batches=SomeOf(BATCHES), rounds=3)
     args = parser.parse_args()
     found = [row for name in args.batches for row in rows(name, args.rounds)]
-    return finish("The codec of batches", "codec", found, args.out, write, rounds=args.rounds)
+    return finish("The codec of batches", "codec", found, args.out, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench.harness import RESULTS, here, merged, parser_of, print_table
+from bench.harness import RESULTS, OneOf, SomeOf, here, merged, parser_of, print_table
 from lowroll.config import RunConfig, from_mapping
 from lowroll.runs.demo import CONFIG as DEMO
 from lowroll.runs.demo import build_model, reward_of
@@ -125,7 +125,7 @@ HELD_OUT = 512
 def settings(
     variant: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
 ) -> RunConfig:
-    """The run of a variant and a seed, as a user's YAML file would say it."""
+    """Return the run of a variant and a seed, as a user's YAML file would say it."""
     tree = merged(merged(SETTINGS, change), VARIANTS[variant])
     return placed(tree, variant, seed, steps, folder, device)
 
@@ -133,7 +133,7 @@ def settings(
 def placed(
     tree: Mapping[str, Any], name: str, seed: int, steps: int, folder: Path, device: str
 ) -> RunConfig:
-    """Settings with a run's own name, seed and place."""
+    """Return settings with a run's own name, seed and place."""
     place = {
         "model": str(folder / "model"),
         "output_dir": str(folder / f"{name.replace(' ', '-')}-{seed}"),
@@ -155,7 +155,7 @@ def warm_started(folder: Path, device: str, change: Mapping[str, Any]) -> dict[s
 
 
 def rewards(cfg: RunConfig, model: Path) -> dict[str, float]:
-    """Mean reward of a model folder on held-out expressions, with its dense weights."""
+    """Return the mean reward of a model folder on held-out expressions, with its dense weights."""
     return {
         name: reward_of(cfg, model, "dense", temperature, HELD_OUT)
         for name, temperature in (("sampled", 1.0), ("greedy", 0.0))
@@ -172,7 +172,7 @@ def train(
     device: str,
     change: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """One run, in a process of its own. Returns its curves and what its final model reaches."""
+    """Run in a process of its own; return its curves and what its final model reaches."""
     began = time.monotonic()
     cfg = settings(variant, seed, steps, folder, device, change)
     with alone(gpu, cfg):
@@ -185,7 +185,7 @@ def train(
 
 @contextmanager
 def alone(gpu: int, cfg: RunConfig) -> Iterator[None]:
-    """One thread and one GPU for this process; what is printed goes to a file beside the run."""
+    """Use one thread and one GPU, and print into a file beside the run."""
     torch.set_num_threads(1)
     if cfg.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(gpu)
@@ -196,12 +196,12 @@ def alone(gpu: int, cfg: RunConfig) -> Iterator[None]:
 
 
 def made(name: str, seed: int, began: float, **found: Any) -> dict[str, Any]:
-    """What is stored of a run."""
+    """Return what is stored of a run."""
     return {"variant": name, "seed": seed, "seconds": round(time.monotonic() - began, 1), **found}
 
 
 def short(value: object) -> float | None:
-    """A stored number: five digits."""
+    """Return a number as it is stored, with five digits."""
     return None if value is None else float(f"{float(str(value)):.5g}")
 
 
@@ -218,7 +218,7 @@ HEAD = (
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A row of HEAD for each variant: means over its seeds, ranges in parentheses."""
+    """Return a row of HEAD for each variant: means over its seeds, ranges in parentheses."""
     rows = []
     for variant in dict.fromkeys(one["variant"] for one in runs):
         own = [one for one in runs if one["variant"] == variant]
@@ -242,7 +242,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean, smallest and largest of the seeds."""
+    """Return mean, smallest and largest of the seeds."""
     return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
@@ -272,8 +272,8 @@ def main() -> None:
 def side_by_side(
     work: Callable[[str, int, int], dict[str, Any]], jobs: Sequence[tuple[str, int]], count: int
 ) -> Iterator[dict[str, Any]]:
-    """What `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time, each in
-    a process of its own. The first error of a job is raised when the others have ended."""
+    """What `work(name, seed, gpu)` returns for every job, as they finish: `count` at a time, each
+    in a process of its own. The first error of a job is raised when the others have ended."""
     context, gpus = multiprocessing.get_context("spawn"), max(1, torch.cuda.device_count())
     with ProcessPoolExecutor(count, mp_context=context, max_tasks_per_child=1) as pool:
         waiting = [pool.submit(work, *job, i % gpus) for i, job in enumerate(jobs)]
@@ -291,19 +291,22 @@ def side_by_side(
 def options(
     doc: str | None, names: Sequence[str] | Mapping[str, Any], steps: int, jobs: int
 ) -> argparse.ArgumentParser:
-    """The options of an experiment of many runs."""
-    parser = parser_of(doc, out=RESULTS, steps=steps, seeds=3)
-    parser.add_argument("--jobs", type=int, default=jobs, help="runs side by side")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument(
-        "--only", nargs="+", default=list(names), choices=list(names), metavar="NAME"
+    """Return the options of an experiment of many runs."""
+    parser = parser_of(
+        doc,
+        out=RESULTS,
+        steps=steps,
+        seeds=3,
+        jobs=jobs,
+        device=OneOf(("auto", "cpu", "cuda"), "auto"),
+        only=SomeOf(names),
     )
     parser.add_argument("--change", default="{}", help="JSON of settings that differ from SETTINGS")
     return parser
 
 
 def about_runs(args: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What is stored beside the runs of an experiment."""
+    """Return what is stored beside the runs of an experiment."""
     about = here(steps=args.steps, settings=settings)
     return about | {"machine": {**about["machine"], "device": device_name(args.device)}}
 
@@ -318,7 +321,7 @@ def store(
 
 
 def device_name(asked: str) -> str:
-    """The GPUs of this machine, or cpu."""
+    """Return the GPUs of this machine, or cpu."""
     cuda = torch.cuda.is_available() and asked != "cpu"
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else "cpu"
 

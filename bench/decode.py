@@ -26,7 +26,7 @@ its rounds first and vLLM after it, and the note says so.
     python -m bench.decode [--models NAME ...] [--formats NAME ...] [--batches 1,64,256]
                            [--rounds 3] [--parts rollout codes filters ...]
                            [--peer vllm|none] [--vllm-path FOLDER ...] [--runners V1 V2]
-                           [--against FORMAT ...] [--out FOLDER]
+                           [--out FOLDER]
 
 vLLM needs an installation of its own, or several (docs/benchmarks.md). Without one the rows have no
 peer and say so. Rows are added to `decode.json` as they are measured, so that a stopped command keeps
@@ -36,17 +36,25 @@ what it has.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from bench import lengths, rivals, routing, startup, vllm_worker
-from bench.harness import Results, Row, parser_of, say, settle, synchronize
+from bench import lengths, rivals, routing, startup
+from bench.harness import (
+    Results,
+    Row,
+    SomeOf,
+    less_row,
+    parser_of,
+    released,
+    say,
+    settle,
+    synchronize,
+)
 from bench.peer import Peer, PeerFailed, add_options, vllm_paths
 from bench.rivals import RUNNERS, Setting
 from bench.roofline import bandwidth, kv_bytes_per_token, linear_weights, weight_bytes
@@ -71,13 +79,13 @@ APART = "the two engines ran one after the other: together they do not fit"
 
 
 def dense_bytes(model: str, format: str) -> float:
-    """Bytes of the dense matrices that our engine keeps beside 4-bit ones; experts are read as
-    codes."""
+    """Return the bytes of the dense matrices that our engine keeps beside 4-bit ones; experts are
+    read as codes."""
     return 2.0 * linear_weights(SHAPES[model], touched=0) if get_format(format).bits < 8 else 0.0
 
 
 def room(model: str, format: str, chosen: Sequence[Work]) -> tuple[float, float]:
-    """Bytes that one engine takes without them, and those of them that are its KV cache."""
+    """Return the bytes that one engine takes without dense copies, and those of its KV cache."""
     config = SHAPES[model]
     tied = 0 if config["tie_word_embeddings"] else 2 * config["vocab_size"] * config["hidden_size"]
     tokens = max(work.cache_tokens() for work in chosen)
@@ -91,27 +99,17 @@ def room(model: str, format: str, chosen: Sequence[Work]) -> tuple[float, float]
 
 
 def fitting(whole: float, more: float, device: torch.device) -> tuple[int, int]:
-    """How many engines of `whole` bytes fit beside ours, which takes `more`, and without it."""
+    """Return how many engines of `whole` bytes fit beside ours, which takes `more`, and without
+    it."""
     if device.type != "cuda":
         return 64, 64
     total = torch.cuda.mem_get_info()[1]
     return max(0, int((total - more) / whole) - 1), max(1, int(total / whole))
 
 
-@contextmanager
-def released() -> Iterator[None]:
-    """Afterwards, memory that nothing holds is the device's again, for another process or another
-    engine."""
-    try:
-        yield
-    finally:
-        gc.collect()  # an engine and its scheduler hold each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
 def taken(engine: Engine) -> int:
-    """Bytes of the GPU that this process has, beside its context and the code of its kernels."""
+    """Return the bytes of the GPU that this process has, beside its context and its kernels'
+    code."""
     return torch.cuda.memory_reserved() + engine.stats().virtual_memory_bytes
 
 
@@ -127,7 +125,8 @@ class Variant:
 
 
 def variants(format: str, args: argparse.Namespace) -> list[Variant]:
-    """With dense copies first; one without any work where there is only an agreement to look at."""
+    """Return our engines of a format, with dense copies first; one without any work where only the
+    agreement is asked for."""
     dense = dense_works(format, args.parts, args.batches)
     plain = works(format, args.parts, args.batches)
     found = [Variant(False, tuple(dense))] if dense else []
@@ -137,15 +136,15 @@ def variants(format: str, args: argparse.Namespace) -> list[Variant]:
 
 
 def weights_of(model: str, device: torch.device) -> Transformer:
-    """Random ones, with logits of 0 for STOPS."""
+    """Return random weights, with logits of 0 for STOPS."""
     master = random_model(SHAPES[model], device)
     master.lm_head_weight[list(STOPS)] = 0.0
     return master
 
 
 def passing(model: str, format: str, chosen: Sequence[Variant]) -> float:
-    """Bytes that ours takes beside what every engine does, at its fullest: dense copies, and what a
-    second engine is made from while vLLM is there."""
+    """Return the bytes that ours takes at its fullest beside what every engine does: dense copies,
+    and what a second engine is made from while vLLM is there."""
     kept = 0.0 if all(variant.codes for variant in chosen) else dense_bytes(model, format)
     return kept + (weight_bytes(SHAPES[model], "bf16") if len(chosen) > 1 else 0.0)
 
@@ -153,8 +152,7 @@ def passing(model: str, format: str, chosen: Sequence[Variant]) -> float:
 def make_engine(
     model: str, format: str, variant: Variant, device: torch.device
 ) -> tuple[Engine, float]:
-    """Our engine with random weights, and the seconds since they were there; the model that they
-    came from is dropped."""
+    """Return our engine with random weights, and the seconds since they were there."""
     sizes = variant.works or (SCORED,)
     master = weights_of(model, device)
     synchronize(device)
@@ -175,7 +173,7 @@ def make_engine(
 
 
 def asked_of(model: str, format: str, chosen: Sequence[Work]) -> dict[str, object]:
-    """What vLLM's workers are told of these works: as much of the GPU as they need."""
+    """Return what vLLM's workers are told of these works: as much of the GPU as they need."""
     whole, cache = room(model, format, chosen)
     total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else whole
     return {
@@ -190,12 +188,12 @@ def asked_of(model: str, format: str, chosen: Sequence[Work]) -> dict[str, objec
 
 
 def rivals_of(format: str, args: argparse.Namespace, notes: list[str]) -> list[Setting]:
-    """vLLM's settings for a format; none, and a note on the reason, when there is none."""
+    """Return vLLM's settings for a format, or none and a note on the reason."""
     if args.peer == "none":
         notes.append("vLLM: not run (not asked for)")
         return []
     try:
-        among = [one for one in rivals.families(format) if one in (args.against or (one,))]
+        among = rivals.families(format)
         return rivals.settings(among, args.runners, args.vllm_python, args.vllm_path)
     except PeerFailed as error:
         notes.append(f"vLLM: not run ({error})")
@@ -209,7 +207,8 @@ Store = Callable[..., None]
 
 @dataclass
 class Comparison:
-    """Of one model in one format. found: by variant and work, then by family of rivals."""
+    """The comparison of one model in one format. found: by variant and work, then by family of
+    rivals."""
 
     model: str
     format: str
@@ -225,7 +224,7 @@ class Comparison:
     agreed: bool = False
 
     def run(self) -> None:
-        """All rows, stored as they are made."""
+        """Measure and store all rows."""
         chosen = variants(self.format, self.args)
         every = [work for variant in chosen for work in variant.works]
         if not every:
@@ -253,12 +252,12 @@ class Comparison:
                         self.turns(variant, self.sides(peers), peers)
 
     def stand(self, variant: Variant) -> None:
-        """Have our engine of a variant."""
+        """Make our engine of a variant."""
         with released():
             self.engine = make_engine(self.model, self.format, variant, self.args.device)
 
     def ours(self, variant: Variant, peers: Mapping[str, Peer]) -> None:
-        """A variant of our engine, beside those that are there; agreement is asked of the first."""
+        """Measure a variant of our engine beside the peers; the first one's agreement too."""
         if self.engine is None:
             self.stand(variant)
         assert self.engine is not None
@@ -279,7 +278,7 @@ class Comparison:
             del engine, side
 
     def sides(self, peers: Mapping[str, Peer], ours: Ours | None = None) -> dict[str, Side]:
-        """Ours first, when it is there."""
+        """Return the sides by name, ours first when it is there."""
         mine = {} if ours is None else {OURS: Side(ours.generate)}
         own = {} if ours is None else {OWN_PLAIN: Side(ours.generate, plain=True)}
         family = {name: name.rsplit(", ", 1)[1] for name in peers}
@@ -287,7 +286,7 @@ class Comparison:
         return {**mine, **own, **theirs}
 
     def turns(self, variant: Variant, sides: Mapping[str, Side], peers: Mapping[str, Peer]) -> None:
-        """Every work of a variant, and its rows."""
+        """Measure every work of a variant, and store its rows."""
         for work in variant.works:
             taking = {
                 name: side
@@ -306,7 +305,7 @@ class Comparison:
     def measured(
         self, sides: dict[str, Side], peers: Mapping[str, Peer], work: Work
     ) -> Found | None:
-        """The sides in turns, without those that fail, of which there is a note."""
+        """Measure the sides in turns, without those that fail, of which a note is kept."""
         vocab = SHAPES[self.model]["vocab_size"]
         while sides:
             try:
@@ -318,13 +317,13 @@ class Comparison:
         return None
 
     def put(self, rows: list[Row]) -> None:
-        """Store rows, with the versions that stand beside."""
+        """Store rows, with the versions of vLLM."""
         versions = {"vllm": ", ".join(sorted(self.versions))} if self.versions else {}
         self.store(rows, **versions)
 
 
 def experts(ours: Ours, model: str, chosen: Sequence[Work]) -> dict[Work, float]:
-    """By work, the experts that a step touches; empty for a model without."""
+    """Return by work the experts that a step touches; nothing for a model without experts."""
     steps = [work for work in chosen if work.is_step]
     if "num_experts" not in SHAPES[model] or not steps:
         return {}
@@ -337,14 +336,13 @@ def experts(ours: Ours, model: str, chosen: Sequence[Work]) -> dict[Work, float]
 
 
 def making_row(name: str, made: float, peers: Mapping[str, Peer]) -> Row:
-    """Seconds until an engine stands; of vLLM's settings, which start together, the quickest."""
+    """Return the row of seconds until an engine stands, beside the quickest of vLLM's settings."""
     started = min((float(peer.ready["seconds"]) for peer in peers.values()), default=None)
-    return Row(
+    return less_row(
         f"{name}: engine made, weights in memory",
         "s",
         made,
         started,
-        None if started is None else started / made,
         note="vLLM makes its weights, compiles and captures graphs; ours does the rest in its "
         "first calls",
     )
@@ -354,8 +352,8 @@ def making_row(name: str, made: float, peers: Mapping[str, Peer]) -> Row:
 
 
 def agreement(ours: Ours, model: str, format: str, work: Work) -> list[Row]:
-    """Recorded log-probs against the learner's (bfloat16, the weights before any rounding) and the
-    engine's own."""
+    """Compare recorded log-probs with the learner's (bfloat16, the weights before any rounding) and
+    the engine's own."""
     engine, device = ours.engine, ours.engine.model.device
     engine.pool.clear_prefixes()
     ours.run(work, seed=5)
@@ -375,26 +373,14 @@ def agreement(ours: Ours, model: str, format: str, work: Work) -> list[Row]:
         compared.insert(0, ("learner", learner))
     else:
         say(f"{model} {format}: no room for the learner beside the engine; not compared")
-    rows = [
-        Row(
-            f"{model} {format}: same seed, same tokens",
-            "1 if so",
-            float(tokens == _tokens(ours.groups)),
-            must=1.0,
-            aim=1.0,
-            goal="ours at least",
-        )
-    ]
+    name, again = f"{model} {format}", float(tokens == _tokens(ours.groups))
+    same = Row(f"{name}: same seed, same tokens", "1 if so", again, must=1.0, aim=1.0)
+    rows = [replace(same, goal="ours at least")]
     for whose, theirs in compared:
-        difference = (recorded - theirs).abs()
-        for name, value in (("mean", difference.mean()), ("p99.9", difference.quantile(0.999))):
-            rows.append(
-                Row(
-                    f"{model} {format}: |delta log-prob| to the {whose}, {name}",
-                    "nats",
-                    float(value),
-                )
-            )
+        off = (recorded - theirs).abs()
+        for what, value in (("mean", off.mean()), ("p99.9", off.quantile(0.999))):
+            title = f"{name}: |delta log-prob| to the {whose}, {what}"
+            rows.append(Row(title, "nats", float(value)))
     return rows
 
 
@@ -428,24 +414,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, batches=[1, 64, 256], rounds=3, device="auto")
-    add_options(parser, "vllm", several=True)
-    for name, default, choices in (
-        ("models", ["qwen2.5-7b"], SHAPES),
-        ("formats", list(FORMATS), formats()),
-    ):
-        parser.add_argument(
-            f"--{name}", nargs="+", default=default, choices=choices, metavar="NAME"
-        )
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        choices=vllm_worker.FORMATS,
-        metavar="NAME",
-        help="vLLM's formats; default: the same as ours, and int4 (Machete) beside 4 bits",
+    parser = parser_of(
+        __doc__,
+        models=SomeOf(SHAPES, ["qwen2.5-7b"]),
+        formats=SomeOf(formats(), FORMATS),
+        batches=[1, 64, 256],
+        rounds=3,
+        parts=SomeOf(PARTS),
+        runners=SomeOf(RUNNERS),
+        device="auto",
     )
-    parser.add_argument("--runners", nargs="+", default=list(RUNNERS), choices=RUNNERS)
+    add_options(parser, "vllm", several=True)
     parser.add_argument(
         "--first-token", nargs=2, metavar=("FOLDER", "FORMAT"), help=argparse.SUPPRESS
     )

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from bench.harness import BASELINES, Row, finish, interleave, parser_of, speed_row, write
+from bench.harness import BASELINES, Row, SomeOf, finish, interleave, parser_of, speed_row
 from lowroll import Engine, Request
 from lowroll.engine.runner import StepResult
 from lowroll.engine.sequence import StepPlan
@@ -119,7 +119,8 @@ class Workload:
 
 
 def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], list[list[int]]]:
-    """A call that runs the workload on our engine; returns the number of tokens of every sample.
+    """Return a call that runs the workload on our engine and gives the number of tokens of every
+    sample.
 
     share: one request a prompt, whose prompt runs once; otherwise one request a sample, as if all
     prompts differed.
@@ -143,8 +144,8 @@ def ours(engine: Engine, work: Workload, share: bool = True) -> Callable[[], lis
     draw = engine.runner.run
 
     def scripted(plan: StepPlan, meanwhile: Callable[[], None]) -> list[StepResult]:
-        """What the runner drew, with each sample's last token replaced by the stop id, and no stop
-        before it."""
+        """Return what the runner drew, with each sample's last token replaced by the stop id, and
+        no stop before it."""
         drawn = []
         for row in draw(plan, meanwhile):
             past = len(row.sequence.token_ids) + 1
@@ -184,7 +185,8 @@ class EndAtLength(StoppingCriteria):
 
 
 def transformers_generate(model: Any, work: Workload) -> Callable[[], int]:
-    """A call that runs the workload with `generate`; returns the tokens of its longest row."""
+    """Return a call that runs the workload with `generate` and gives the tokens of its longest
+    row."""
     prompts_BT = torch.tensor(work.prompts)
     lengths_B = torch.tensor(work.lengths).flatten()
     stop = StoppingCriteriaList([EndAtLength(lengths_B, prompts_BT.shape[1])])
@@ -263,8 +265,8 @@ def compare(
 
 
 def held_row(name: str, engine: Engine, least: float | None) -> Row:
-    """The bytes that an engine which has run holds for its linear layers, codes and all that was
-    made of them, beside float32 matrices."""
+    """Return the row of the bytes that an engine which has run holds for its linear layers, codes
+    and all that was made of them, beside float32 matrices."""
     weights = [linear.weight for _, linear in engine.model.linears()]
     held = 0
     for q in weights:
@@ -276,27 +278,15 @@ def held_row(name: str, engine: Engine, least: float | None) -> Row:
 
 
 def main() -> int:
-    parser = parser_of(__doc__, out=BASELINES, rounds=3, threads=2)
-    parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
+    parser = parser_of(__doc__, out=BASELINES, model=SomeOf(MODELS), rounds=3, threads=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows: list[Row] = []
-    for name in args.model or MODELS:
+    for name in args.model:
         work = Workload.lognormal(MODELS[name]["vocab_size"])
         rows += compare(name, MODELS[name], work, args.rounds, TARGETS[name])
-    return finish(
-        f"Engine, {args.threads} threads, 64 sequences, 8 a prompt",
-        "engine",
-        rows,
-        args.out,
-        write,
-        rounds=args.rounds,
-        sequences=64,
-        prompt_tokens=64,
-        median_length=48,
-        sigma=1.0,
-        longest=384,
-    )
+    title = f"Engine, {args.threads} threads, 64 sequences, 8 a prompt"
+    return finish(title, "engine", rows, args.out, rounds=args.rounds)
 
 
 if __name__ == "__main__":

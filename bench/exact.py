@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 
-from bench import laptop
-from bench.harness import BASELINES, Row, finish, parser_of, synchronize
+from bench.harness import BASELINES, OneOf, Row, finish, in_turns, parser_of, synchronize
+from bench.samples import batch_of, random_ids
 from bench.shapes import SHAPES, random_model
-from bench.turns import Ours, in_turns, tokens_of
+from bench.turns import Ours
 from bench.work import Work
 from lowroll import Engine
 from lowroll.config import RunConfig
@@ -41,7 +41,7 @@ from lowroll.trainer.step import learn
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a kind of device is measured with; what a step must keep of the speed without it."""
+    """The works of a kind of device, and what a step must keep of the speed without exactness."""
 
     rollouts: tuple[Work, ...]
     step: Work
@@ -90,22 +90,20 @@ class Side:
             max_batch=most,
         )
         self.ours = Ours(engine)
-        rows = Namespace(
-            rows=step.batch,
-            length=step.prompt_tokens + step.new_tokens,
-            prompt=step.prompt_tokens,
-            weights=compute.format(args.weights),
+        ids = random_ids(
+            self.model.spec.vocab_size, step.batch, step.prompt_tokens + step.new_tokens
         )
-        self.batch = laptop.batch_of(rows, self.model.spec.vocab_size)
+        format = compute.format(args.weights)
+        self.batch = batch_of(ids.tolist(), step.prompt_tokens, format, group=4)
 
     def update(self) -> None:
-        """One update of a batch that is there."""
+        """Make one update on a batch that is there."""
         learn(self.model, self.batch, self.optimizer, self.settings)
         synchronize(self.model.device)
 
 
 def measure(args: Namespace) -> list[Row]:
-    """All rows of a model."""
+    """Return all rows of a model."""
     sides = {name: Side(args, exact) for name, exact in SIDES.items()}
     name, rows, step_work = f"{args.name} {args.weights} exact over plain", [], args.sizes.step
 
@@ -122,7 +120,7 @@ def measure(args: Namespace) -> list[Row]:
 
     for work in args.sizes.rollouts:
         must = DECODE_MUST if "B=" in work.title else None
-        row(work.title, tokens_of(work), lambda side, seed, w=work: side.ours.run(w, seed), must)
+        row(work.title, work.tokens, lambda side, seed, w=work: side.ours.run(w, seed), must)
     tokens = step_work.batch * (step_work.prompt_tokens + step_work.new_tokens)
     row("update", tokens, lambda side, _: side.update(), None)
     row("step", tokens, step, args.sizes.must)
@@ -137,9 +135,9 @@ def main() -> int:
         weights="int8_rotated",
         rounds=5,
         threads=torch.get_num_threads(),
+        device=OneOf(SIZES, "cpu"),
     )
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, on a GPU")
-    parser.add_argument("--device", choices=SIZES, default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.sizes, began = SIZES[args.device], time.monotonic()

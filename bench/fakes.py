@@ -56,13 +56,13 @@ class Curve:
 
     @classmethod
     def stored(cls, file: str, row: re.Pattern[str]) -> Curve:
-        """Of the rows of a baseline whose names have the size, in ms."""
+        """Return the curve of the rows of a baseline whose names have the size, in ms."""
         rows = json.loads((BASELINES / file).read_text())["rows"]
         found = [(row.fullmatch(one["name"]), one["ours"]) for one in rows]
         return cls(sorted((float(name[1]), ms / 1e3) for name, ms in found if name))
 
     def at(self, size: float) -> float:
-        """Seconds at a size."""
+        """Return the seconds at a size."""
         sizes = [point[0] for point in self.points]
         right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
         (x0, y0), (x1, y1) = self.points[right - 1 : right + 1]
@@ -108,7 +108,7 @@ class Device:
         self._timer: asyncio.TimerHandle | None = None
 
     async def draw(self, lengths: list[int]) -> None:
-        """Until samples of these lengths are there."""
+        """Wait until samples of these lengths are there."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         left = [len(lengths)]
         self._waiting.extend((length, left, done) for length in lengths)
@@ -213,7 +213,7 @@ class Fleet:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _take(self, request: web.Request) -> web.Response:
-        """Weights: the folder is there, and its manifest is read once for all."""
+        """Take weights: the folder is there, and its manifest is read once for all."""
         name = str((await request.json())["version"])
         if name not in self.manifests:
             self.manifests = {name: manifest_digest(self.given.weights / name)}
@@ -288,7 +288,7 @@ class Fleet:
 
 
 def _text(data: bytes) -> str:
-    """As `engine.remote.protocol` has it."""
+    """Encode bytes as `engine.remote.protocol` does."""
     return base64.b64encode(data).decode()
 
 
@@ -297,7 +297,7 @@ def _number(request: web.Request) -> int:
 
 
 async def serve(given: argparse.Namespace) -> None:
-    """Until the process is killed."""
+    """Serve until the process is killed."""
     runner = web.AppRunner(Fleet(given).app(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()

@@ -39,7 +39,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import BASELINES, Row, interleave, merge, parser_of, print_table, show
+from bench.harness import (
+    BASELINES,
+    OneOf,
+    Results,
+    Row,
+    SomeOf,
+    interleave,
+    parser_of,
+    print_table,
+    say,
+    show,
+)
 from lowroll.engine.native import NativeEngine
 from lowroll.model import hf
 from lowroll.model.attention import varlen
@@ -209,7 +220,7 @@ class Work:
 
 
 def work(chat: ChatTokenizer, file: Path | None, count: int = 8, longest: int = 192) -> Work:
-    """The built-in texts, or the first `count` rows of a JSON Lines file with `question` and
+    """Return the built-in texts, or the first `count` rows of a JSON Lines file with `question` and
     `answer`."""
     pairs = list(TEXTS)
     if file is not None:
@@ -229,7 +240,7 @@ def work(chat: ChatTokenizer, file: Path | None, count: int = 8, longest: int = 
 
 @torch.no_grad()
 def hidden_states(model: Transformer, texts: list[list[int]]) -> Tensor:
-    """The last hidden states [T, D] of all texts, packed."""
+    """Return the last hidden states [T, D] of all texts, packed."""
     lengths = [len(ids) for ids in texts]
     ids_T = torch.tensor([token for ids in texts for token in ids], device=model.device)
     pos_T = torch.cat([torch.arange(length, device=model.device) for length in lengths])
@@ -238,14 +249,15 @@ def hidden_states(model: Transformer, texts: list[list[int]]) -> Tensor:
 
 @torch.no_grad()
 def log_probs(model: Transformer, hidden_TD: Tensor) -> Iterator[Tensor]:
-    """The next token's distribution at each position, CHUNK positions at a time: [CHUNK, V]."""
+    """Yield the next token's distribution at each position, CHUNK positions at a time: [CHUNK,
+    V]."""
     for hidden in hidden_TD.split(CHUNK):
         yield model.logits(hidden).float().log_softmax(-1)
 
 
 @torch.no_grad()
 def divergence(truth: list[Tensor], model: Transformer, texts: list[list[int]]) -> float:
-    """Mean over positions of KL(truth || model) over the whole vocabulary."""
+    """Return the mean over positions of KL(truth || model) over the whole vocabulary."""
     total = 0.0
     for p, q in zip(truth, log_probs(model, hidden_states(model, texts)), strict=True):
         total += float((p.exp() * (p - q)).sum(-1).double().sum())
@@ -271,7 +283,8 @@ def compare(
 
 @dataclass
 class Bench:
-    """What all ways are compared with: the dense model, its distributions on the texts, an engine."""
+    """What all ways are compared with: the dense model, its distributions on the texts, an
+    engine."""
 
     folder: Path
     device: torch.device
@@ -284,7 +297,7 @@ class Bench:
 
     @cached_property
     def calibration(self) -> list[list[int]]:
-        """What the dense model answers to `CALIBRATION`, with the prompts."""
+        """Return what the dense model answers to `CALIBRATION`, with the prompts."""
         asked = [[{"role": "user", "content": text}] for text in CALIBRATION]
         requests = [
             Request(self.chat.encode_chat(messages), n=SAMPLES, max_tokens=160, seed=11, id=str(i))
@@ -304,7 +317,7 @@ class Bench:
 
 
 def measure(bench: Bench, way: Way) -> tuple[dict[str, float], dict[int, list[float]]]:
-    """The values of `COLUMNS`, and the ratios of speed of each round by rows."""
+    """Return the values of `COLUMNS`, and the ratios of speed of each round by rows."""
     model = load(bench.folder, bench.device)
     format = way(model, bench)
     matrices = [linear.weight for _, linear in model.linears()]
@@ -344,7 +357,7 @@ def load(folder: Path, device: torch.device) -> Transformer:
 
 
 def requests(bench: Bench) -> list[Request]:
-    """One sample a prompt, together at most as many tokens as there are to be drawn."""
+    """Return one sample a prompt, together at most as many tokens as there are to be drawn."""
     most = bench.tokens // len(bench.work.prompts)
     return [
         Request(ids, max_tokens=most, seed=7, id=str(i)) for i, ids in enumerate(bench.work.prompts)
@@ -352,7 +365,8 @@ def requests(bench: Bench) -> list[Request]:
 
 
 def ratios(bench: Bench, engine: NativeEngine, rows: int) -> list[float]:
-    """Decode speed over the reference's in each round, in turns; prompts are counted in."""
+    """Return the decode speed over the reference's in each round, in turns; prompts are counted
+    in."""
     work = [Request(bench.work.prompts[0], n=rows, max_tokens=SPEED_TOKENS[rows], ignore_eos=True)]
     sides = {
         "other": partial(bench.reference.generate, work),
@@ -377,26 +391,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     reference = NativeEngine(truth, dense_format(args.device), cache_tokens=4096, max_batch=16)
     wanted = list(log_probs(truth, hidden_states(truth, given.texts)))
     bench = Bench(folder, args.device, given, truth, wanted, reference, args.tokens, chat)
-    file = "fidelity" if args.device.type == "cpu" else "fidelity-gpu"
-    rows: list[Row] = []
+    results = Results(
+        "fidelity" if args.device.type == "cpu" else "fidelity-gpu",
+        args.out,
+        tokens=args.tokens,
+        texts=sum(map(len, given.texts)),
+        prompts="built in" if args.prompts is None else args.prompts.name,
+        reference=dense_format(args.device),
+    )
     for name in args.formats:
         gc.collect()  # the last way's model and engine
-        found = rows_of(args.name, name, *measure(bench, WAYS[name]))
-        rows += found
-        seconds = time.monotonic() - began
-        path = merge(
-            file,
-            found,
-            args.out,
-            tokens=args.tokens,
-            texts=sum(map(len, given.texts)),
-            prompts="built in" if args.prompts is None else args.prompts.name,
-            reference=dense_format(args.device),
-        )
-        print(f"{name}: {seconds:.0f} s so far", file=sys.stderr)
-    met = show(f"Formats on {args.name}", [row for row in rows if row.must is not None])
+        results.add(rows_of(args.name, name, *measure(bench, WAYS[name])))
+        say(f"{name}: {time.monotonic() - began:.0f} s so far")
+    bound = [row for row in results.rows.values() if row.must is not None]
+    met = show(f"Formats on {args.name}", bound)
+    path = args.out / f"{results.name}.json"
     print_table(HEAD, read_table(json.loads(path.read_text())))
-    print(f"{path}, {seconds:.0f} s")
+    print(path)
     return 0 if met else 1
 
 
@@ -407,7 +418,7 @@ def dense_format(device: torch.device) -> str:
 def rows_of(
     model: str, way: str, values: Mapping[str, float], speed: Mapping[int, list[float]]
 ) -> list[Row]:
-    """What is stored of a way, a row a column."""
+    """Return what is stored of a way, a row a column."""
     found = [
         Row(f"{model} {way}: {column}", unit, values[column]) for column, unit in COLUMNS.items()
     ]
@@ -451,7 +462,7 @@ HEAD = (
 
 
 def read_table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The stored rows as lines of `HEAD`, a way a line, in the order of `WAYS`."""
+    """Return the stored rows as lines of `HEAD`, a way a line, in the order of `WAYS`."""
     found: dict[str, dict[str, float]] = {}
     for row in record["rows"]:
         name, column = row["name"].rsplit(": ", 1)
@@ -463,7 +474,7 @@ def read_table(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def line(name: str, values: Mapping[str, float]) -> tuple[str, ...]:
-    """One way's cells."""
+    """Return one way's cells."""
     nats = ("weights", "with activations", "decode -> prefill", "decode -> learner")
     speed = " / ".join(f"{values[f'speed, {rows} rows']:.2f}x" for rows in SPEED_TOKENS)
     return (
@@ -481,17 +492,20 @@ def line(name: str, values: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, out=BASELINES)
-    parser.add_argument("--model", default="smollm2", help="a folder, a hub id, or smollm2")
-    parser.add_argument("--name", help="what rows call the model; default: by --model")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     default = [name for name in WAYS if name not in LEFT_OUT]
-    parser.add_argument("--formats", nargs="+", default=default, choices=WAYS, metavar="NAME")
-    parser.add_argument("--tokens", type=int, default=384, help="tokens that a format draws")
+    parser = parser_of(
+        __doc__,
+        out=BASELINES,
+        model="smollm2",
+        name=None,
+        device=OneOf(("cpu", "cuda"), "cpu"),
+        formats=SomeOf(WAYS, default),
+        tokens=384,
+        threads=2,
+    )
     parser.add_argument(
         "--prompts", type=Path, help="JSON Lines with question and answer; default: built in"
     )
-    parser.add_argument("--threads", type=int, default=2, help="results depend on it")
     args = parser.parse_args(argv)
     args.device = pick_device(args.device)
     args.name = args.name or Path(args.model).name

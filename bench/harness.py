@@ -1,15 +1,17 @@
-"""What all commands share: their options, turns and clocks, rows, and how rows are shown and kept.
+"""The harness of all benchmarks: options, turns and clocks, rows, and how rows are shown and stored.
 
 A ratio counts only when both sides ran in turns in one process tree on one machine: `interleave`
 runs A B A B ..., so that a slow minute of the machine hits both. The speed of a side is the median
 of its rounds, the ratio is the median of the rounds' own ratios, and the spread is their smallest
-and largest. What a row must reach stands in the row; a command ends with 1 when one does not.
+and largest. A row holds what it must reach; a command ends with 1 when one does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import gc
+import itertools
 import json
 import os
 import platform
@@ -47,8 +49,8 @@ class Row:
 
     ratio: how many times better ours is than the peer, unless the name says otherwise; spread: its
     range over the rounds. goal: what `must` and `aim` are compared with. note: what a reader of the
-    numbers must know, such as why the peer was not run; why a row misses its target stands in
-    `bench.targets`. against: the peer's name, where there is a choice of peers.
+    numbers must know, such as why the peer was not run. against: the peer's name, where there is a
+    choice of peers. Why a row misses its target stands in `bench.targets`.
     """
 
     name: str
@@ -65,40 +67,34 @@ class Row:
 
     @property
     def value(self) -> float | None:
-        """What is compared with `must` and `aim`."""
+        """Return what is compared with `must` and `aim`."""
         return self.ratio if self.goal.startswith("ratio") else self.ours
 
     def reaches(self, bound: float | None) -> bool:
-        """Whether the value is on the right side of a bound; no bound is reached, and no value
-        reaches none."""
-        if bound is None:
-            return True
-        return self.value is not None and (
-            self.value >= bound if self.goal.endswith("least") else self.value <= bound
-        )
+        """Tell if the value is on the right side of a bound. Every row reaches no bound, and no
+        value reaches none."""
+        if bound is None or self.value is None:
+            return bound is None
+        return self.value >= bound if self.goal.endswith("least") else self.value <= bound
 
     @property
     def met(self) -> bool:
+        """Tell if the row reaches what it must."""
         return self.reaches(self.must)
 
     @property
     def verdict(self) -> str:
-        """`met`, `missed` or `not run` of a row that must reach something; empty for others."""
-        return (
-            ""
-            if self.must is None
-            else "not run"
-            if self.value is None
-            else "met"
-            if self.met
-            else "missed"
-        )
+        """Return `met`, `missed` or `not run` for a row that must reach something, else nothing."""
+        if self.must is None:
+            return ""
+        return "not run" if self.value is None else "met" if self.met else "missed"
 
 
 def interleave(
     contestants: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of every contestant in every round, run in turns. Warm them up before."""
+    """Run the contestants in turns; return the seconds of each in every round. Warm them up
+    before."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(rounds):
         for name, run in contestants.items():
@@ -113,23 +109,41 @@ def speed_row(
     name: str,
     amount: float,
     unit: str,
-    ours: list[float],
-    peer: list[float],
+    ours: Sequence[float],
+    peer: Sequence[float] | None,
     must: float | None = None,
     aim: float | None = None,
 ) -> Row:
-    """The row of two contestants' seconds for the same amount of work."""
+    """Return the row of two contestants' seconds for the same amount of work, or of ours alone."""
+    speed = amount / statistics.median(ours)
+    if peer is None:
+        return Row(name, unit, speed, must=must, aim=aim)
     ratios = [theirs / mine for mine, theirs in zip(ours, peer, strict=True)]
-    return Row(
-        name,
-        unit,
-        amount / statistics.median(ours),
-        amount / statistics.median(peer),
-        statistics.median(ratios),
-        (min(ratios), max(ratios)),
-        must,
-        aim,
-    )
+    extent = min(ratios), max(ratios)
+    other = amount / statistics.median(peer)
+    return Row(name, unit, speed, other, statistics.median(ratios), extent, must, aim)
+
+
+def less_row(name: str, unit: str, ours: float, peer: float | None, **about: Any) -> Row:
+    """Return a row of which less is better."""
+    return Row(name, unit, ours, peer, None if peer is None else peer / ours, **about)
+
+
+def in_turns(
+    title: str,
+    amount: float,
+    sides: Mapping[str, Callable[[int], object]],
+    rounds: int,
+    must: float | None = None,
+) -> Row:
+    """Return the row, in tokens a second, of the first of two sides over the second. Each is called
+    with a seed that it has not had, once to warm up and then in turns."""
+    seeds = {name: itertools.count() for name in sides}
+    calls = {name: lambda name=name: sides[name](next(seeds[name])) for name in sides}  # type: ignore[misc]
+    for run in calls.values():
+        run()
+    ours, peer = interleave(calls, rounds).values()
+    return speed_row(title, amount, "tokens/s", ours, peer, must)
 
 
 # -- clocks and processes --------------------------------------------------------------------------
@@ -150,8 +164,24 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
+def release() -> None:
+    """Give memory that nothing holds any more back to the device."""
+    gc.collect()  # an engine and its scheduler hold each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """Release memory afterwards, for another process or another engine."""
+    try:
+        yield
+    finally:
+        release()
+
+
 def say(text: str) -> None:
-    """Tell whoever watches."""
+    """Print progress to the error stream."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -162,8 +192,8 @@ def resident(field: str, pid: int | str = "self") -> int:
 
 
 def in_new_process(module: str, words: Sequence[object], deadline_s: float) -> dict[str, Any]:
-    """Run a command and return the JSON of the last line that it prints. RuntimeError, with its last
-    words, when it fails or takes longer than the deadline."""
+    """Run a command and return the JSON of the last line that it prints. RuntimeError, with its
+    last words, when it fails or takes longer than the deadline."""
     command = [sys.executable, "-m", module, *map(str, words)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
@@ -179,7 +209,7 @@ def in_new_process(module: str, words: Sequence[object], deadline_s: float) -> d
 def running(
     module: str, *words: object, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A command whose lines can be read and which can be sent some; killed at the end."""
+    """Run a command with pipes to its input and output; kill it at the end."""
     command = [sys.executable, "-m", module, *map(str, words)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
@@ -193,24 +223,72 @@ def running(
 # -- options ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class OneOf:
+    """An option that takes one of some words."""
+
+    choices: Iterable[str]
+    default: str
+
+
+@dataclass(frozen=True)
+class SomeOf:
+    """An option that takes several of some words, with spaces or commas between them; by default
+    all."""
+
+    choices: Iterable[str]
+    default: Sequence[str] | None = None
+
+
+class _Words(argparse.Action):
+    """Stores words that stand apart or have commas between them."""
+
+    def __init__(self, *, known: Sequence[str], **options: Any) -> None:
+        super().__init__(nargs="*", metavar="NAME", **options)
+        self.known = known
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        words = [
+            word
+            for value in values
+            for word in ([value] if value in self.known else value.split(","))
+        ]
+        if unknown := [word for word in words if word not in self.known]:
+            known = ", ".join(self.known)
+            parser.error(f"{option_string}: unknown {unknown[0]!r}; expected some of {known}")
+        setattr(namespace, self.dest, words)
+
+
 def parser_of(
     about: str | None, *, out: Path | None = None, **defaults: Any
 ) -> argparse.ArgumentParser:
     """Return a parser with --out and an option for each default.
 
     An option has the type of its default: False is a switch, a list is numbers with commas between
-    them, and a tuple is words. about: the docstring of the command, whose beginning is shown.
+    them; None is a text. about: the docstring of the command, whose beginning is shown.
     """
     parser = argparse.ArgumentParser(description=(about or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=out)
     for name, default in defaults.items():
         options: dict[str, Any] = {"type": type(default), "default": default}
-        if default is False:
+        if default is None:
+            options = {}
+        elif default is False:
             options = {"action": "store_true"}
         elif isinstance(default, list):
             options["type"] = numbers
-        elif isinstance(default, tuple):
-            options |= {"type": type(default[0]), "nargs": "+"}
+        elif isinstance(default, OneOf):
+            options = {"choices": list(default.choices), "default": default.default}
+        elif isinstance(default, SomeOf):
+            known = list(default.choices)
+            chosen = known if default.default is None else list(default.default)
+            options = {"action": _Words, "known": known, "default": chosen}
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
     return parser
 
@@ -223,11 +301,10 @@ def numbers(text: str) -> list[int]:
 def settle(
     parser: argparse.ArgumentParser, device: str | torch.device, out: Path | None
 ) -> tuple[torch.device, Path]:
-    """Return where a command of `make bench-gpu` runs and writes: by default, into the baselines,
-    which are a GPU's.
+    """Return where a command of `make bench-gpu` runs and writes; by default into the baselines.
 
-    The parser ends the command with one line when there is no such device, or a CPU would write
-    there.
+    The parser ends the command when there is no such device, or when a CPU would write into the
+    baselines, which are a GPU's.
     """
     try:
         place = pick_device(device)
@@ -254,8 +331,7 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on: processor, GPU, memory, threads, versions, and how busy the
-    machine was."""
+    """Return what the numbers depend on: processor, GPU, memory, threads, versions, and load."""
     about = {
         "cpu": _first("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": os.cpu_count(),
@@ -303,8 +379,7 @@ def write(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
 
 
 def merge(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
-    """`write`, keeping what another part of the measurement stored: a row takes the place of one of
-    its name.
+    """Write rows into a file, in the place of those of the same names, and keep its other rows.
 
     Rows of another kind of machine, or of other versions, are not kept: a file is one machine's.
     Parts may run at the same time, one on each GPU; the order is that of the names, with numbers by
@@ -334,21 +409,19 @@ def merge(name: str, rows: list[Row], folder: Path, **settings: Any) -> Path:
 
 
 def read_row(stored: Mapping[str, Any]) -> Row:
-    """A row as `write` stored it."""
+    """Return a row as `write` stored it."""
     spread = stored["spread"]
     return Row(**{**stored, "spread": None if spread is None else tuple(spread)})
 
 
 def show(title: str, rows: list[Row]) -> bool:
-    """Print the rows as a table. Returns whether every row reached what it must."""
+    """Print the rows as a table; tell if every row reached what it must."""
     table = Table(title=title)
     for column in ("", "unit", "ours", "peer", "ratio", "spread", "must"):
         table.add_column(column, justify="left" if column in ("", "unit") else "right")
     for row in rows:
         spread = "" if row.spread is None else f"{row.spread[0]:.2f}-{row.spread[1]:.2f}"
-        must = (
-            "" if row.must is None else f"{row.must:g} {row.verdict.replace('missed', 'NOT met')}"
-        )
+        verdict = row.verdict.replace("missed", "NOT met")
         table.add_row(
             row.name,
             row.unit,
@@ -356,7 +429,7 @@ def show(title: str, rows: list[Row]) -> bool:
             number(row.peer),
             "" if row.ratio is None else f"{row.ratio:.2f}x",
             spread,
-            must,
+            "" if row.must is None else f"{row.must:g} {verdict}",
         )
     console = Console()
     console.width = max(console.width, 110)
@@ -369,27 +442,14 @@ def show(title: str, rows: list[Row]) -> bool:
     return all(row.met for row in rows)
 
 
-def finish(
-    title: str,
-    name: str,
-    rows: list[Row],
-    folder: Path,
-    store: Callable[..., Path] = merge,
-    **settings: Any,
-) -> int:
-    """Show rows and store them; return the command's status, 0 where all reach what they must."""
-    met = show(title, rows)
-    print(store(name, rows, folder, **settings))
-    return 0 if met else 1
-
-
 class Results:
     """The rows of a command, stored as they are measured, so that a stopped one keeps what it has.
 
-    settings: what is stored beside them. Rows have what their targets (`bench.targets`) demand.
+    settings: what is stored beside them. folder: none where nothing is stored. Rows have what their
+    targets (`bench.targets`) demand.
     """
 
-    def __init__(self, name: str, folder: Path, **settings: Any) -> None:
+    def __init__(self, name: str, folder: Path | None, **settings: Any) -> None:
         self.name, self.folder, self.settings = name, folder, settings
         self.rows: dict[str, Row] = {}
 
@@ -399,7 +459,8 @@ class Results:
 
         new = aimed(rows)
         self.rows |= {row.name: row for row in new}
-        merge(self.name, new, self.folder, **self.settings, **settings)
+        if self.folder is not None:
+            merge(self.name, new, self.folder, **self.settings, **settings)
 
     def finish(self, title: str, complete: bool = True) -> int:
         """Show all rows, and name those that miss their target for no known reason; return the
@@ -412,12 +473,20 @@ class Results:
         for row in rows:
             if row.name in named and row.verdict == "missed" and not reason(row):
                 print(f"{row.name}: missed; its reason is to be written into bench/targets.py")
-        print(self.folder / f"{self.name}.json")
+        if self.folder is not None:
+            print(self.folder / f"{self.name}.json")
         return 0 if met and complete else 1
 
 
+def finish(title: str, name: str, rows: list[Row], folder: Path | None, **settings: Any) -> int:
+    """Store and show rows; return the command's status, 0 where all reach what they must."""
+    results = Results(name, folder, **settings)
+    results.add(rows)
+    return results.finish(title)
+
+
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
-    """Print cells under a head."""
+    """Print a table."""
     table = Table(*head, title=title or None)
     for cells in rows:
         table.add_row(*cells)
@@ -427,5 +496,5 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str =
 
 
 def number(value: float | None) -> str:
-    """A measured value for people; a dash for one that is missing."""
+    """Return a measured value for people; a dash for one that is missing."""
     return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

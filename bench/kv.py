@@ -36,22 +36,30 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import math
 import random
 import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench import lengths
-from bench.decode import SLACK, dense_bytes, released
-from bench.harness import Results, Row, interleave, parser_of, say, settle, speed_row
+from bench.decode import SLACK, dense_bytes
+from bench.harness import (
+    OneOf,
+    Results,
+    Row,
+    SomeOf,
+    less_row,
+    parser_of,
+    released,
+    say,
+    settle,
+)
 from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_path
 from bench.placed import Compacting, Placed
 from bench.roofline import bandwidth, kv_bytes_per_token, weight_bytes
@@ -100,7 +108,7 @@ class Cache:
 
     @property
     def known(self) -> bool:
-        """Whether this engine takes its options."""
+        """Tell if this engine takes its options."""
         return set(self.options) <= set(inspect.signature(Engine.__init__).parameters)
 
 
@@ -134,7 +142,7 @@ class Measured:
         return self.batch / self.ms * 1e3
 
     def over(self, peer: Measured) -> tuple[float, tuple[float, float]]:
-        """How many times shorter its step is than the peer's, and the range over rounds."""
+        """Return how many times shorter its step is than the peer's, and the range over rounds."""
         extent = min(peer.rounds) / max(self.rounds), max(peer.rounds) / min(self.rounds)
         return peer.ms / self.ms, extent
 
@@ -148,11 +156,11 @@ class Memory:
     free: float  # that cache and state may take
 
     def tokens(self, batch: int) -> int:
-        """Of the largest cache beside the state of so many samples."""
+        """Return the tokens of the largest cache beside the state of so many samples."""
         return int((self.free - num_slots(batch) * self.state_bytes) / self.token_bytes)
 
     def rows(self, kv: CachePolicy, context: int) -> int:
-        """Largest batch when responses of twice the mean context are reserved."""
+        """Return the largest batch when responses of twice the mean context are reserved."""
         prompt = min(PROMPT, context)
         pages = footprint(kv, prompt, 2 * context - prompt, PAGE).alone
         each = pages * PAGE * self.token_bytes + self.state_bytes
@@ -224,7 +232,7 @@ class Bench:
     # -- caches that grow --------------------------------------------------------------------------
 
     def grown(self, name: str, cache: Cache) -> None:
-        """Every context and batch, in one cache of all the memory there is."""
+        """Measure every context and batch, in one cache of all the memory there is."""
         args, memory = self.args, self.memory(cache)
         most = {context: memory.rows(cache.kv, context) for context in args.contexts}
         tokens = memory.tokens(0) // PAGE * PAGE
@@ -246,11 +254,11 @@ class Bench:
 
     @property
     def grown_tokens(self) -> int:
-        """That a row makes while it is measured."""
+        """Return the tokens that a row makes while it is measured."""
         return GROWN_STEPS * (self.args.rounds + 2)
 
     def grown_batches(self, name: str, context: int, tokens: int) -> list[int]:
-        """Those asked for, or what the dense cache holds of them."""
+        """Return the batches asked for, or what the dense cache holds of them."""
         if name != DENSE_CACHE:
             return [batch for at, batch in self.dense if at == context]
         most = tokens // (context + self.grown_tokens + PAGE)
@@ -260,7 +268,7 @@ class Bench:
     # -- caches that do not ------------------------------------------------------------------------
 
     def bounded(self, name: str, cache: Cache, kv: Bounded) -> None:
-        """Every batch of the dense cache once, and the largest."""
+        """Measure every batch of the dense cache once, and the largest."""
         parts, memory = self.args.parts, self.memory(cache)
         batches = sorted(set(self.args.batches) | {batch for _, batch in self.dense})
         batches = [batch for batch in batches if cache.only in (None, batch)]
@@ -280,13 +288,13 @@ class Bench:
             self.store(self.positions(name, placed, kv, batches[0]))
 
     def cycled(self, kv: Bounded) -> int:
-        """Tokens that a row makes while it is measured: a round to warm up, one to time the
-        compactions, and steps in which not all rows take part."""
+        """Return the tokens that a row makes while it is measured: a round to warm up, one to time
+        the compactions, and steps in which not all rows take part."""
         return kv.buffer * (self.args.rounds + 3)
 
     def bounded_tokens(self, kv: Bounded, batch: int) -> int:
-        """Of a cache for so many rows, behind prompts of up to budget + buffer, and for one behind
-        the longest context."""
+        """Return the tokens of a cache for so many rows, behind prompts of up to budget + buffer,
+        and for one behind the longest context."""
         prompt = kv.budget + kv.buffer - 1
         rows = batch * footprint(kv, prompt, self.cycled(kv), PAGE).alone
         longest = footprint(kv, max(self.args.contexts), self.cycled(kv), PAGE).alone
@@ -311,8 +319,8 @@ class Bench:
         return rows
 
     def positions(self, name: str, placed: Placed, kv: Bounded, batch: int) -> list[Row]:
-        """A batch with all rows in step, behind their budget and behind a real context in the
-        middle of those asked for."""
+        """Measure a batch with all rows in step, behind their budget and behind a real context in
+        the middle of those asked for."""
         context, rows = self.args.contexts[len(self.args.contexts) // 2], []
         for where, length in (
             ("in step", kv.budget),
@@ -333,7 +341,8 @@ class Bench:
         steps: int,
         is_costed: bool = False,
     ) -> Measured:
-        """Rounds of so many steps, after one to warm up, and one for what compactions cost."""
+        """Measure rounds of so many steps, after one to warm up, and one for what compactions
+        cost."""
         placed.stand(contexts, new_tokens)
         placed.step_ms(steps)
         before = placed.cached()
@@ -352,7 +361,8 @@ class Bench:
         return Row(f"{here}: fraction of the bandwidth roofline", "fraction", share)
 
     def beside_dense(self, name: str, context: int, measured: Measured) -> list[Row]:
-        """Over the dense cache at the same batch; nothing where that holds fewer rows."""
+        """Return the row over the dense cache at the same batch; nothing where that holds fewer
+        rows."""
         if name == DENSE_CACHE:
             here = case(self.name, self.format, name, measured.batch, context)
             return [Row(f"{here}: decode step", "ms", measured.ms)]
@@ -384,12 +394,12 @@ class Bench:
 
 
 def spread(kv: Bounded, batch: int) -> list[int]:
-    """Lengths of prompts from `budget` on, spread over the buffer."""
+    """Return lengths of prompts from `budget` on, spread over the buffer."""
     return [kv.budget + i * kv.buffer // batch for i in range(batch)]
 
 
 def base_model(name: str, format: str, device: torch.device) -> Transformer:
-    """Random weights in the format, which every engine shares."""
+    """Return random weights in the format, which every engine shares."""
     config = SHAPES[name] | {"max_position_embeddings": CONTEXT}
     master = random_model(config, device)
     engine = Engine(master, weights=format, max_batch=1, cache_tokens=PAGE, page_size=PAGE)
@@ -401,8 +411,8 @@ def base_model(name: str, format: str, device: torch.device) -> Transformer:
 def caches(
     format: str, args: argparse.Namespace, read: float, store: Callable[..., None]
 ) -> tuple[dict[tuple[str, int, int], float], bool]:
-    """Every cache under one format: ms a step by cache, context and batch, and whether none
-    failed. Nothing stays in memory."""
+    """Measure every cache under one format; return ms a step by cache, context and batch, and
+    whether none failed. Nothing stays in memory."""
     with released():
         base = base_model(args.model, format, args.device)
     bench = Bench(args.model, format, base, args, read, store, free_room(args.device))
@@ -411,7 +421,7 @@ def caches(
 
 
 def free_room(device: torch.device) -> float:
-    """Bytes that a cache may take beside the weights that are there."""
+    """Return the bytes that a cache may take beside the weights that are there."""
     free = free_memory(device)
     assert free is not None
     return free - SLACK
@@ -421,7 +431,7 @@ def free_room(device: torch.device) -> float:
 
 
 def peer_settings(model: str, format: str, points: list[tuple[int, int]]) -> dict[str, Any]:
-    """What the worker must know for these contexts and batches."""
+    """Return what the worker must know for these contexts and batches."""
     config = SHAPES[model]
     cache = max(b * (c + PEER_TOKENS + 64) for c, b in points) * kv_bytes_per_token(config)
     whole = cache + weight_bytes(config, format) + 3 * SLACK
@@ -443,7 +453,8 @@ def beside_vllm(
     args: argparse.Namespace,
     store: Callable[..., None],
 ) -> None:
-    """vLLM's steps beside those of every cache that was measured where the dense one was."""
+    """Measure vLLM's steps beside those of every cache that was measured where the dense one
+    was."""
     points = [(c, b) for name, c, b in ours if name == DENSE_CACHE and c * b <= MOST_PEER]
     if not points:
         return
@@ -463,7 +474,8 @@ def beside_vllm(
 
 
 def peer_ms(peer: Peer, context: int, batch: int, vocab_size: int, rounds: int) -> float:
-    """The prompts run once; later calls find them in vLLM's prefix cache."""
+    """Return vLLM's ms a step. The prompts run once; later calls find them in vLLM's prefix
+    cache."""
     dice = random.Random(context + batch)
     prompts = [dice.choices(range(vocab_size), k=context) for _ in range(batch)]
     peer.generate(prompts, 1, 1, deadline_s=PEER_PREFILL_S)
@@ -480,9 +492,9 @@ def peer_rows(
     batch: int,
     theirs: float,
 ) -> list[Row]:
-    """A row for each cache of ours at this context and batch."""
+    """Return a row for each cache of ours at this context and batch."""
     return [
-        Row(over_vllm(model, format, name, batch, context), "ms", ms, theirs, theirs / ms)
+        less_row(over_vllm(model, format, name, batch, context), "ms", ms, theirs)
         for (name, *point), ms in ours.items()
         if point == [context, batch]
     ]
@@ -491,28 +503,15 @@ def peer_rows(
 # -- whole rollouts --------------------------------------------------------------------------------
 
 
-def drawn(vocab_size: int) -> lengths.Lengths:
-    """Prompts of 128 tokens for 8 rollouts each, with log-normal lengths."""
-    dice = random.Random(0)
-
-    def length() -> int:
-        return min(LONGEST, max(1, round(dice.lognormvariate(math.log(MEDIAN), 0.6))))
-
-    groups = ROLLOUTS // lengths.GROUP
-    prompts = [[dice.randrange(2, vocab_size) for _ in range(128)] for _ in range(groups)]
-    return lengths.Lengths(prompts, [[length() for _ in range(lengths.GROUP)] for _ in prompts])
-
-
 def whole_rollouts(device: torch.device) -> Row:
-    """rkv over the dense cache in the same bytes. A rollout's length is its `max_tokens`, which the
-    dense cache reserves; a run that waits for a stop would have it reserve the longest."""
+    """Return the row of rkv over the dense cache in the same bytes. A rollout's length is its
+    `max_tokens`, which the dense cache reserves; a run that waits for a stop would have it reserve
+    the longest."""
     name, cache_bytes = ROLLOUT
     base = base_model(name, "bf16", device)
-    work = drawn(base.spec.vocab_size)
-    short = lengths.Lengths(work.prompts, [[min(n, 24) for n in ns] for ns in work.tokens])
-    engines = {}
-    for kind in ("rkv", DENSE_CACHE):
-        engines[kind] = Engine(
+    work = lengths.Lengths.drawn(base.spec.vocab_size, MEDIAN, 0.6, LONGEST, ROLLOUTS)
+    engines = {
+        kind: Engine(
             base,
             weights="bf16",
             kv=CACHES[kind].kv,
@@ -520,19 +519,11 @@ def whole_rollouts(device: torch.device) -> Row:
             cache_tokens=cache_bytes // kv_bytes_per_token(SHAPES[name]),
             max_prefill_tokens=16384,
         )
-        engines[kind].warm_up()
-        lengths.run(engines[kind], short)
-    seconds = interleave(
-        {kind: partial(lengths.run, engine, work) for kind, engine in engines.items()}, 1
-    )
-    row = speed_row(
-        f"{name} bf16 rkv over dense: whole rollouts in a cache of {cache_bytes >> 30} GiB",
-        work.total,
-        "tokens/s",
-        seconds["rkv"],
-        seconds[DENSE_CACHE],
-    )
-    return replace(row, note=f"{ROLLOUTS} rollouts, {work.total} tokens")
+        for kind in ("rkv", DENSE_CACHE)
+    }
+    title = f"{name} bf16 rkv over dense: whole rollouts in a cache of {cache_bytes >> 30} GiB"
+    note = f"{ROLLOUTS} rollouts, {work.total} tokens"
+    return replace(lengths.compare(title, engines, work, 1), note=note)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -559,15 +550,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     others = [name for name in CACHES if name != DENSE_CACHE]
     parser = parser_of(
-        __doc__, contexts=[4096, 16384, 32768], batches=[64, 256], rounds=2, device="auto"
+        __doc__,
+        model=OneOf(SHAPES, "qwen2.5-7b"),
+        weights=SomeOf(formats(), ["bf16", "nvfp4"]),
+        caches=SomeOf(others),
+        contexts=[4096, 16384, 32768],
+        batches=[64, 256],
+        rounds=2,
+        parts=SomeOf(PARTS, PARTS[:-1]),
+        device="auto",
     )
     add_options(parser, "none")
-    parser.add_argument("--model", default="qwen2.5-7b", choices=SHAPES, metavar="NAME")
-    parser.add_argument(
-        "--weights", nargs="+", default=["bf16", "nvfp4"], choices=formats(), metavar="NAME"
-    )
-    parser.add_argument("--caches", nargs="*", default=others, choices=others)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
     args = parser.parse_args(argv)
     args.device, args.out = settle(parser, args.device, args.out)
     return args

@@ -1,160 +1,228 @@
-"""Peak memory of a learner step with chunked log-probs, against the same step with materialised
-logits.
+"""One GRPO update of a real model with LoRA on a CPU, beside transformers and PEFT in equal memory.
 
-One policy-gradient step (forward, log-probs and entropy of every token, backward, AdamW) of a small
-decoder on 8k packed tokens with a vocabulary of 150k: there the logits, not the model, decide the
-memory. Both sides share model, attention, optimiser and objective; they differ in one call:
+    python -m bench.learner --model FOLDER [--rows 32] [--length 270] [--prompt 70] [--bound 4]
+                            [--rounds 2] [--out FOLDER]
 
-    ours    lowroll.model.logprobs.token_log_probs: 1024 rows of logits at a time, made again in the backward pass
-    peer    logits [T, V] in float32, torch.log_softmax, gather: what a textbook trainer does. It computes no entropy,
-            which would cost it another [T, V].
+    ours    `trainer.step.learn` on an int8 base, with the sizes that a run chooses for itself on a CPU
+            (`runs.memory.sizes`)
+    peer    transformers and PEFT: the same rank, targets, sequences, objective and dtype (float32), AdamW; logits
+            of the responses alone. Every setting of PEER_SETTINGS is tried on a few sequences, and
+            the fastest whose process stays within --bound (in GB) is taken
 
-Each side runs in a process of its own. Its peak is the process's high-water mark of resident memory
-in the step (VmHWM, reset before it) minus what was resident before the step: model, optimiser state
-and libraries are in neither.
-
-    python -m bench.learner [--tokens 8192] [--vocab 150000] [--hidden 128] [--out FOLDER]
-    python -m bench.learner --model FOLDER                    a real model's update (`bench.laptop`)
+Both sides are processes that live at the same time and make a step in turns; a step's seconds are
+taken inside. On a machine that is not alone the seconds of the processor (all threads) say more than
+those of the clock: the rows have both. The peak is the process's high-water mark of resident memory
+(VmHWM), interpreter, libraries and weights included. Rows are added to `laptop.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from bench import laptop
-from bench.harness import BASELINES, Row, finish, in_new_process, parser_of, resident, write
-from lowroll.model import initialize
-from lowroll.model.attention import varlen
-from lowroll.model.logprobs import token_log_probs
-from lowroll.model.spec import spec_from_config
-from lowroll.model.transformer import Transformer
-from lowroll.runs.demo import CONFIG as DEMO
-from lowroll.trainer import recompute
-from lowroll.trainer.optim import Optimizer, OptimSettings
+from bench.harness import BASELINES, Row, finish, parser_of, resident, say, speed_row
+from bench.peer import Peer
+from bench.samples import batch_of, random_ids
+from lowroll.model import lora
 
-LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
-DEADLINE = 900  # seconds that one side may take
-
-
-def chunked(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    return token_log_probs(hidden_TD, weight_VD, targets_T)[0]
-
-
-def materialised(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    logp_TV = torch.log_softmax(torch.nn.functional.linear(hidden_TD, weight_VD).float(), dim=-1)
-    return logp_TV.gather(1, targets_T[:, None])[:, 0]
+BOUND = 4.0  # GB that the run may take
+RANK, ALPHA, GROUP, WEIGHTS = 16, 32.0, 4, "int8"
+STEP_S = 3600.0  # of one step, or of the start
+TRIED_ROWS = 4  # of a trial of the peer's settings
+WARM = 1  # rounds that are not counted
+MUST = 1.5  # tokens a second over the peer's
+# (sequences of a micro-batch, gradient checkpointing, attention)
+PEER_SETTINGS = tuple(
+    (n, again, attention)
+    for n in (1, 2, 4)
+    for again in (False, True)
+    for attention in ("sdpa", "eager")
+)
+Step = Callable[[], object]
 
 
-SIDES: dict[str, LogProbs] = {"ours": chunked, "peer": materialised}
+def ours(args: argparse.Namespace) -> tuple[Step, str]:
+    """Return a call that makes one update as `lowroll grpo` would, and its sizes in words."""
+    from lowroll.config import RunConfig
+    from lowroll.kv.capacity import Workload
+    from lowroll.runs.assembly import models, trainer
+    from lowroll.runs.assembly.compute import Compute
+    from lowroll.runs.memory import sizes
+    from lowroll.runs.memory.plan import Planner
+    from lowroll.trainer.optim import Optimizer
+    from lowroll.trainer.step import learn
 
-
-def measure(side: str, tokens: int, vocab: int, hidden: int) -> dict[str, float]:
-    """Peak bytes, seconds and the objective of one step, in this process."""
-    spec = spec_from_config(
+    response = args.length - args.prompt
+    cfg = RunConfig.model_validate(
         {
-            **DEMO,
-            "hidden_size": hidden,
-            "intermediate_size": 3 * hidden,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": hidden // 2,
-            "vocab_size": vocab,
+            "model": args.model,
+            "device": "cpu",
+            "dtype": "float32",
+            "batch_size": args.rows,
+            "rollouts_per_example": GROUP,
+            "rollout": {"weights": WEIGHTS, "max_tokens": response},
+            "train": {"lora": True, "lora_rank": RANK, "lora_alpha": ALPHA},
         }
+    ).resolved()
+    compute = Compute.of(cfg)
+    outline = models.outline("model", cfg.model, compute)
+    work = Workload(args.rows // GROUP, GROUP, args.prompt, response)
+    cfg = sizes.chosen(Planner.now(compute, outline, [work], {}), cfg)
+    model = models.learner(cfg, compute)
+    optimizer = Optimizer(model.trainable_parameters(), trainer.optim(cfg))
+    ids = random_ids(model.spec.vocab_size, args.rows, args.length)
+    settings, batch = trainer.learn(cfg), batch_of(ids.tolist(), args.prompt, WEIGHTS, GROUP)
+    told = (
+        f"micro-batches of {settings.tokens_per_microbatch} tokens, chunks of "
+        f"{settings.logprob_chunk}, checkpointing {cfg.train.activation_checkpointing}"
     )
-    model = recompute.apply(initialize(Transformer(spec), seed=0))
-    optimizer = Optimizer(dict(model.named_parameters()), OptimSettings())
-    step(
-        model, optimizer, SIDES[side], tokens=64
-    )  # moments, gradients and libraries are resident from now on
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    began = time.perf_counter()
-    objective = step(model, optimizer, SIDES[side], tokens)
-    return {
-        "bytes": resident("VmHWM") - before,
-        "seconds": time.perf_counter() - began,
-        "objective": objective,
-    }
+    return lambda: learn(model, batch, optimizer, settings), told
 
 
-def step(model: Transformer, optimizer: Optimizer, log_probs: LogProbs, tokens: int) -> float:
-    """One update on random packed sequences of 64 tokens; returns its objective."""
-    generator = torch.Generator().manual_seed(1)
-    ids_T, targets_T = (
-        torch.randint(0, model.spec.vocab_size, (tokens,), generator=generator) for _ in range(2)
+def peer(args: argparse.Namespace) -> tuple[Step, str]:
+    """Return the same update by transformers and PEFT, and its setting in words."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    number, again, attention = args.setting
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.float32, attn_implementation=attention
     )
-    advantages_T = torch.randn(tokens, generator=generator)
-    hidden_TD = model(ids_T, torch.arange(tokens) % 64, varlen([64] * (tokens // 64)))
-    objective = (log_probs(hidden_TD, model.lm_head_weight, targets_T) * advantages_T).mean()
-    optimizer.begin_step()
-    (-objective).backward()
-    optimizer.update()
-    return objective.item()
+    if again:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    targets = list(lora.TARGETS)
+    adapter = LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", target_modules=targets)
+    model = get_peft_model(model, adapter).train()
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=1e-5)
+    ids = random_ids(model.config.vocab_size, args.rows, args.length)
+    advantages = torch.tensor([1.0 if i % 2 else -1.0 for i in range(args.rows)])
+    response = args.length - args.prompt
+
+    def step() -> None:
+        for first in range(0, args.rows, number):
+            rows = slice(first, first + number)
+            made = model(input_ids=ids[rows], use_cache=False, logits_to_keep=response + 1)
+            logits = made.logits[:, :-1]
+            picked = logits.gather(-1, ids[rows, args.prompt :, None])[..., 0]
+            # row by row, as TRL does: [n, L, V] of float32 is not made once more
+            lse = torch.stack([one.float().logsumexp(-1) for one in logits])
+            log_probs = picked.float() - lse
+            ratio = (log_probs - log_probs.detach()).exp()
+            loss = -(ratio * advantages[rows, None]).sum() / (args.rows * response)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(learning, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    told = f"{number} sequences at a time, checkpointing {again}, {attention}"
+    return step, told.lower()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, out=BASELINES, tokens=8192, vocab=150_000, hidden=128, threads=2)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    real = parser.add_argument_group("a real model, against PEFT")
-    real.add_argument("--model", type=Path, help="its folder")
-    real.add_argument("--rows", type=int, default=32)
-    real.add_argument("--length", type=int, default=270)
-    real.add_argument("--prompt", type=int, default=70)
-    real.add_argument("--rounds", type=int, default=2)
-    real.add_argument("--warm", type=int, default=1, help="rounds that are not counted")
-    real.add_argument("--bound", type=float, default=4.0, help="GB that the peer may take")
-    real.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    real.add_argument("--weights", default="int8", help="the base's format, ours")
-    real.add_argument("--sizes", type=json.loads, default={}, help="of `train:`, as JSON")
-    real.add_argument("--setting", help="the peer's, as JSON: [rows, checkpointing, attention]")
-    args = parser.parse_args(argv)
+SIDES = {"ours": ours, "peer": peer}
+
+
+def serve() -> None:
+    """Make a step for every line that comes, and print what it took. The first line has the
+    options."""
+    args = argparse.Namespace(**json.loads(sys.stdin.readline()))
     torch.set_num_threads(args.threads)
-    if args.model:
-        return laptop.measure(args)
-    if args.side:
-        print(json.dumps(measure(args.side, args.tokens, args.vocab, args.hidden)))
-        return 0
-    sizes = [f"--{name}={getattr(args, name)}" for name in ("tokens", "vocab", "hidden", "threads")]
-    sides = {
-        side: in_new_process("bench.learner", ["--side", side, *sizes], DEADLINE) for side in SIDES
-    }
-    ours, peer = sides["ours"], sides["peer"]
-    if abs(ours["objective"] - peer["objective"]) > 1e-4 * abs(peer["objective"]) + 1e-7:
-        raise RuntimeError(
-            f"the sides computed different objectives: {ours['objective']} and {peer['objective']}"
-        )
-    name = f"learner step, {args.tokens} tokens x {args.vocab} vocabulary"
-    memory, seconds = peer["bytes"] / ours["bytes"], peer["seconds"] / ours["seconds"]
-    rows = [
+    step, told = SIDES[args.side](args)
+    print(json.dumps({"told": told}), flush=True)
+    for _ in sys.stdin:
+        began, spent = time.perf_counter(), time.process_time()
+        step()
+        found = {
+            "seconds": time.perf_counter() - began,
+            "cpu": time.process_time() - spent,
+            "peak": resident("VmHWM"),
+        }
+        print(json.dumps(found), flush=True)
+
+
+class Side(Peer):
+    """A process that makes steps when it is asked to."""
+
+    def __init__(self, args: argparse.Namespace, side: str, **more: Any) -> None:
+        sizes = {key: getattr(args, key) for key in ("rows", "length", "prompt", "threads")}
+        settings = {"model": str(args.model), "side": side, **sizes, **more}
+        super().__init__(settings, [sys.executable, "-m", "bench.learner", "serve"], start_s=STEP_S)
+        self.told: str = self.ready["told"]
+
+    def step(self) -> dict[str, float]:
+        """Make a step; return seconds of the clock and the processor, and the peak of memory."""
+        return self.ask({}, "a step", STEP_S)
+
+
+def best_setting(args: argparse.Namespace) -> tuple[int, bool, str]:
+    """Return the peer's fastest setting within `--bound`, by seconds of the processor."""
+    found = {}
+    for setting in PEER_SETTINGS:
+        with Side(args, "peer", setting=setting, rows=TRIED_ROWS) as side:
+            side.step()
+            found[setting] = side.step()
+            say(f"peer, {side.told}: {found[setting]}")
+    within = {s: one["cpu"] for s, one in found.items() if one["peak"] <= args.bound * 1e9}
+    return min(within, key=within.__getitem__)
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """Make steps of both sides in turns; return the rows."""
+    tokens = args.rows * args.length
+    with ExitStack() as stack:
+        sides = {
+            "ours": stack.enter_context(Side(args, "ours")),
+            "peer": stack.enter_context(Side(args, "peer", setting=best_setting(args))),
+        }
+        taken: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+        for i in range(args.rounds + WARM):
+            for name, side in sides.items():
+                found = side.step()
+                say(f"round {i}, {name} ({side.told}): {found}")
+                taken[name] += [found] if i >= WARM else []
+        note = f"ours: {sides['ours'].told}; peer: {sides['peer'].told}"
+    title = (
+        f"{args.model.name} LoRA r{RANK}, {args.rows} x {args.length} tokens, float32, "
+        f"peer within {args.bound:g} GB"
+    )
+    peaks = {name: max(one["peak"] for one in steps) / 1e9 for name, steps in taken.items()}
+    seconds, spent = (
+        [[one[key] for one in steps] for steps in taken.values()] for key in ("seconds", "cpu")
+    )
+    return [
         Row(
-            f"{name}: peak memory, materialised / chunked",
-            "MB",
-            ours["bytes"] / 1e6,
-            peer["bytes"] / 1e6,
-            memory,
-            (memory, memory),
-            must=3.0,
+            f"{title}: peak resident memory",
+            "GB",
+            peaks["ours"],
+            peaks["peer"],
+            peaks["peer"] / peaks["ours"],
+            must=BOUND,
+            goal="ours at most",
+            note=note,
         ),
-        Row(
-            f"{name}: time, materialised / chunked",
-            "tokens/s",
-            args.tokens / ours["seconds"],
-            args.tokens / peer["seconds"],
-            seconds,
-            (seconds, seconds),
-        ),
+        speed_row(f"{title}: clock", tokens, "tokens/s", *seconds, must=MUST),
+        speed_row(f"{title}: processor", tokens, "tokens/s of a core", *spent),
     ]
-    settings = {name: getattr(args, name) for name in ("tokens", "vocab", "hidden")}
-    return finish("Learner", "learner", rows, args.out, write, **settings, rounds=1)
+
+
+def main() -> int:
+    parser = parser_of(
+        __doc__, out=BASELINES, rows=32, length=270, prompt=70, bound=BOUND, rounds=2, threads=2
+    )
+    parser.add_argument("--model", type=Path, required=True, help="its folder")
+    args = parser.parse_args()
+    settings = {"threads": args.threads, "rounds": args.rounds}
+    return finish("A laptop's learner", "laptop", measure(args), args.out, **settings)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(serve() if sys.argv[1:] == ["serve"] else main())

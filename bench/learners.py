@@ -40,11 +40,11 @@ from typing import Any
 
 import torch
 
-from bench.harness import Results, Row, parser_of, settle
+from bench.harness import Results, Row, SomeOf, parser_of, say, settle
 from bench.reader import Reader
-from bench.shapes import SHAPES, TINY, random_model
-from bench.train import ALPHA, RANK, RATE, Job, batch, timed
-from lowroll.model import hf, lora
+from bench.shapes import SHAPES, TINY
+from bench.train import RATE, Job, batch, learner, peer_model, timed
+from lowroll.model import hf
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
 from lowroll.parallel.ranks import ALONE, RankGroup, Ranks
@@ -53,7 +53,6 @@ from lowroll.runs.roles.local import reserve_port
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import LearnSettings, learn
-from lowroll.weights import aligned
 from lowroll.weights.sync.changes import Shadow
 from lowroll.weights.sync.folder import FolderPublisher
 
@@ -87,7 +86,7 @@ Found = dict[str, Any]
 
 @contextmanager
 def seated(job: Job, rank: int, size: int, port: int) -> Iterator[Ranks]:
-    """This process among those of its side."""
+    """Join the other processes of this side."""
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
     if size == 1:
         yield ALONE
@@ -101,16 +100,10 @@ def seated(job: Job, rank: int, size: int, port: int) -> Iterator[Ranks]:
 
 
 def ours(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
-    """Seconds of a step, and of publishing."""
+    """Return the seconds of a step, and of publishing."""
     with seated(job, rank, size, port) as ranks:
         device = f"cuda:{rank}" if job.device == "cuda" else "cpu"
-        model = random_model(job.config, device, job.dtype).train()
-        if job.lora:
-            lora.attach(model, RANK, ALPHA)
-        else:
-            model.requires_grad_(True)
-        if job.fp8:
-            aligned.transpose(aligned.align(model, "fp8"))
+        model = learner(replace(job, device=device))
         ranks.shard(recompute.apply(model, job.checkpointing))
         optim = OptimSettings(learning_rate=RATE)
         optimizer = Optimizer(model.trainable_parameters(), optim, ranks=ranks)
@@ -128,7 +121,7 @@ def ours(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
 
 
 def formats(job: Job) -> tuple[str, ...]:
-    """Of the engines that its versions go to, one after the other."""
+    """Return the formats of the engines that get its versions, one after the other."""
     return FORMATS[1:] if job.fp8 else FORMATS[:1] if job.lora else FORMATS
 
 
@@ -140,7 +133,8 @@ def publication(
     format: str,
     step: Callable[[], object],
 ) -> Found:
-    """Seconds and bytes of a second version: of the first one memory is new."""
+    """Publish two versions; return seconds and bytes of the second, as memory is new at the
+    first."""
     if job.device == "cuda":
         torch.cuda.empty_cache()  # engines start on these GPUs
     with ExitStack() as stack:
@@ -159,14 +153,16 @@ def publication(
 
 
 def engine_place(job: Job, number: int) -> str:
-    """Where an engine runs: engines go round the GPUs of the ranks."""
+    """Return the device of an engine: engines go round the GPUs of the ranks."""
     return f"cuda:{number % torch.cuda.device_count()}" if job.device == "cuda" else "cpu"
 
 
 @contextmanager
 def sending(job: Job, whole: Transformer, format: str) -> Iterator[Callable[[int], Found]]:
-    """What publishes a version of the weights and waits until the engines hold it. RuntimeError
-    where they do not hold the same."""
+    """Start engines; yield a call that publishes a version and waits until they hold it.
+
+    The call raises RuntimeError where they do not hold the same.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name, ExitStack() as stack:
         shelf, readers = Path(name) / "w", []
         shadow = Shadow(whole, format, whole.dtype) if job.fp8 else None
@@ -196,7 +192,7 @@ def sending(job: Job, whole: Transformer, format: str) -> Iterator[Callable[[int
 
 
 def peer(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
-    """Seconds of a step of transformers and accelerate."""
+    """Return the seconds of a step of transformers and accelerate."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -205,7 +201,6 @@ def peer(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
         "MASTER_PORT": str(port),
     }
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     plugin = None
     if size > 1 and not job.lora:
@@ -217,22 +212,8 @@ def peer(job: Job, rank: int, size: int, port: int, steps: int) -> Found:
         )
     low = "bf16" if job.dtype == torch.bfloat16 else "no"
     accelerator = Accelerator(cpu=job.device == "cpu", mixed_precision=low, fsdp_plugin=plugin)
-    plain = {key: value for key, value in job.config.items() if key != "torch_dtype"}
-    config = AutoConfig.for_model(**plain)
     dtype = job.dtype if job.lora else torch.float32
-    with accelerator.device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    if job.lora:
-        from peft import LoraConfig, get_peft_model
-
-        model.enable_input_require_grads()
-        targets = list(lora.TARGETS)
-        model = get_peft_model(
-            model,
-            LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", target_modules=targets),
-        )
+    model = peer_model(job, dtype, True, accelerator.device)
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=RATE, fused=job.device == "cuda")
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -258,12 +239,12 @@ SIDES = {"ours": ours, "peer": peer}
 
 
 def micro(job: Job) -> int:
-    """Tokens of a micro-batch: a quarter of a step's at most."""
+    """Return the tokens of a micro-batch: a quarter of a step's at most."""
     return min(MICRO, job.tokens // 4)
 
 
 def peak(job: Job) -> int:
-    """Bytes that torch had at most on this rank's device; 0 on a CPU."""
+    """Return the bytes that torch had at most on this rank's device; 0 on a CPU."""
     return torch.cuda.max_memory_allocated() if job.device == "cuda" else 0
 
 
@@ -271,7 +252,8 @@ def peak(job: Job) -> int:
 
 
 def beside(name: str, size: int, args: argparse.Namespace, scratch: Path) -> dict[str, Found]:
-    """What each side found on so many ranks: both at once where each has GPUs of its own."""
+    """Run both sides on so many ranks, at once where each has GPUs of its own; return what they
+    found."""
     sides = ("ours",) if args.no_peer or JOBS[name].fp8 else ("ours", "peer")
     apart = not args.cpu and torch.cuda.device_count() >= size * len(sides)
     with ThreadPoolExecutor(len(sides) if apart else 1) as running:
@@ -285,8 +267,8 @@ def beside(name: str, size: int, args: argparse.Namespace, scratch: Path) -> dic
 def side(
     name: str, which: str, size: int, first: int, args: argparse.Namespace, scratch: Path
 ) -> Found:
-    """What rank 0 of a side found on the GPUs from `first` on, or {"failed": the last line of who
-    ended first}."""
+    """Run a side on the GPUs from `first` on; return what its rank 0 found, or {"failed": the last
+    line of the rank that ended first}."""
     meeting = reserve_port("127.0.0.1")  # nobody else gets the port before rank 0 listens there
     port = meeting.getsockname()[1]
     where = scratch / f"{name}-{which}-{size}"
@@ -329,7 +311,7 @@ def awaited(started: list[subprocess.Popen[bytes]], logs: list[Path], where: Pat
 
 
 def rows_of(job: Job, mine: dict[int, Found], theirs: dict[int, Found]) -> list[Row]:
-    """Of a job on each number of ranks."""
+    """Return the rows of a job on each number of ranks."""
     rows = []
     one = mine.get(1, {})
     for size, found in mine.items():
@@ -357,8 +339,7 @@ def rows_of(job: Job, mine: dict[int, Found], theirs: dict[int, Found]) -> list[
 
 
 def publishing(title: str, found: dict[str, Found]) -> list[Row]:
-    """Of a version on its way to the engines of each format; what is before them is the same for
-    all."""
+    """Return the rows of a version on its way to the engines of each format."""
     first, *_ = found.values()
     rows = [
         Row(f"{title}: gathering the weights", "s", first["gather_s"]),
@@ -373,43 +354,40 @@ def publishing(title: str, found: dict[str, Found]) -> list[Row]:
 
 
 def until_held(format: str) -> str:
-    """What the row of all seconds of a publication is called."""
+    """Return the name of the row of all seconds of a publication."""
     return f"until {ENGINES} {format} engines hold a version"
 
 
 def promised() -> list[str]:
-    """Rows that the two-GPU table has, measured or not: publications of a 7B model."""
+    """Return the names of rows that the two-GPU table has, measured or not: publications of a 7B
+    model."""
     jobs = [JOBS["qwen2.5-7b-full"], JOBS["qwen2.5-7b-full-fp8"]]
     return [f"{job.title}, 2 GPUs: {until_held(f)}" for job in jobs for f in formats(job)]
 
 
 def main() -> int:
-    parser = parser_of(__doc__, cpu=False, no_peer=False)
-    parser.add_argument("--jobs", default=",".join(MEASURED), help=f"out of {', '.join(JOBS)}")
-    parser.add_argument("--ranks", default="1,2", help="numbers of GPUs")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of a side")
+    parser = parser_of(
+        __doc__, jobs=SomeOf(JOBS, MEASURED), ranks=[1, 2], steps=4, cpu=False, no_peer=False
+    )
     for hidden, kind in (("side", str), ("rank", int), ("port", int), ("found", Path)):
         parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    names = args.jobs.split(",")
-    if unknown := [name for name in names if name not in JOBS]:
-        parser.error(f"--jobs: unknown {unknown[0]!r}; expected some of {', '.join(JOBS)}")
-    jobs = {name: replace(JOBS[name], device="cpu" if args.cpu else "cuda") for name in names}
+    jobs = {name: replace(JOBS[name], device="cpu" if args.cpu else "cuda") for name in args.jobs}
     if args.side:
         torch.set_num_threads(1 if args.cpu else torch.get_num_threads())
-        found = SIDES[args.side](jobs[names[0]], args.rank, int(args.ranks), args.port, args.steps)
+        ((job,), (size,)) = jobs.values(), args.ranks
+        found = SIDES[args.side](job, args.rank, size, args.port, args.steps)
         if args.rank == 0:
             args.found.write_text(json.dumps(found))
         return 0
-    sizes = [int(size) for size in args.ranks.split(",")]
     _, args.out = settle(parser, "cpu" if args.cpu else "cuda", args.out)
-    if not args.cpu and torch.cuda.device_count() < max(sizes):
-        parser.error(f"--ranks: {max(sizes)} GPUs are asked for, and there are fewer")
+    if not args.cpu and torch.cuda.device_count() < max(args.ranks):
+        parser.error(f"--ranks: {max(args.ranks)} GPUs are asked for, and there are fewer")
     results = Results("learners", args.out, steps=args.steps, length=LENGTH)
     with tempfile.TemporaryDirectory() as scratch:
         for name, job in jobs.items():
-            by_size = {size: beside(name, size, args, Path(scratch)) for size in sizes}
-            print(f"{name}: {by_size}", file=sys.stderr)
+            by_size = {size: beside(name, size, args, Path(scratch)) for size in args.ranks}
+            say(f"{name}: {by_size}")
             mine, theirs = ({n: by.get(which, {}) for n, by in by_size.items()} for which in SIDES)
             results.add(rows_of(job, mine, theirs))
     return results.finish("Learner ranks")

@@ -1,7 +1,7 @@
 """Rollouts of log-normal lengths: the batch shrinks as they end, and the tail decides.
 
 Two workloads of 512 rollouts, 8 of a prompt of 128 tokens: GSM8K-like, median 220 tokens, and
-MATH-like, median 900, at most 8,192, with lengths divided by SHRINK so that a round takes seconds.
+MATH-like, median 900, at most 8,192, with lengths divided by 4 so that a round takes seconds.
 The spreads (sigma 0.6 and 0.87) are those that give means of 1.2 and 1.46 medians. The same list of
 lengths is forced on both sides: a rollout is a request of its own with that many tokens and no
 stop; the first of each prompt enters one step before the others, which then find the prompt in the
@@ -13,23 +13,23 @@ cache.
 
 from __future__ import annotations
 
-import gc
 import math
 import random
-import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from bench.harness import Row, interleave, speed_row, synchronize
+from bench.harness import Row, interleave, released, say, speed_row, synchronize
 from bench.shapes import SHAPES, random_model
 from bench.targets import adaptive
 from lowroll import Engine, Request
 
-SHRINK = {"gsm8k-like": 1, "math-like": 4}
-SIZES = {"gsm8k-like": (220, 0.6, 2048), "math-like": (900, 0.87, 8192)}  # median, sigma, longest
-GROUP = 8
+# median, sigma, longest, and what lengths are divided by
+SIZES = {"gsm8k-like": (220, 0.6, 2048, 1), "math-like": (900, 0.87, 8192, 4)}
+ROLLOUTS, GROUP, PROMPT = 512, 8, 128  # and tokens of a prompt
+WARM_UP = 24  # tokens of a rollout
 
 
 @dataclass(frozen=True)
@@ -42,34 +42,36 @@ class Lengths:
     @classmethod
     def drawn(
         cls,
-        workload: str,
         vocab_size: int,
-        rollouts: int = 512,
-        prompt_tokens: int = 128,
-        seed: int = 0,
+        median: int,
+        sigma: float,
+        longest: int,
+        rollouts: int,
+        shrink: int = 1,
     ) -> Lengths:
-        median, sigma, longest = SIZES[workload]
-        dice, shrink = random.Random(seed), SHRINK[workload]
+        """Draw prompts and log-normal lengths, which are divided by `shrink`."""
+        dice = random.Random(0)
+
+        def length() -> int:
+            drawn = round(dice.lognormvariate(math.log(median), sigma))
+            return min(longest, max(shrink, drawn)) // shrink
+
         prompts = [
-            [dice.randrange(2, vocab_size) for _ in range(prompt_tokens)]
-            for _ in range(rollouts // GROUP)
+            [dice.randrange(2, vocab_size) for _ in range(PROMPT)] for _ in range(rollouts // GROUP)
         ]
-        tokens = [
-            [
-                min(longest, max(shrink, round(dice.lognormvariate(math.log(median), sigma))))
-                // shrink
-                for _ in range(GROUP)
-            ]
-            for _ in prompts
-        ]
-        return cls(prompts, tokens)
+        return cls(prompts, [[length() for _ in range(GROUP)] for _ in prompts])
+
+    def cut(self, most: int) -> Lengths:
+        """Return the same rollouts with at most so many tokens."""
+        return Lengths(self.prompts, [[min(n, most) for n in counts] for counts in self.tokens])
 
     @property
     def total(self) -> int:
         return sum(map(sum, self.tokens))
 
     def cache_tokens(self) -> int:
-        """KV positions that hold every rollout at its full length, with its prompt shared."""
+        """Return the KV positions that hold every rollout at its full length, with its prompt
+        shared."""
         return sum(
             len(ids) + 32 + sum(n + 32 for n in counts)
             for ids, counts in zip(self.prompts, self.tokens, strict=True)
@@ -77,22 +79,14 @@ class Lengths:
 
 
 def run(engine: Engine, work: Lengths) -> int:
-    """Generate the workload; returns the tokens made."""
+    """Generate the workload; return the tokens made."""
     engine.pool.clear_prefixes()
     made = 0
     for sample in (slice(0, 1), slice(1, None)):
         for i, (ids, counts) in enumerate(zip(work.prompts, work.tokens, strict=True)):
             for j, count in list(enumerate(counts))[sample]:
-                engine.add(
-                    Request(
-                        ids,
-                        max_tokens=count,
-                        min_tokens=count,
-                        ignore_eos=True,
-                        seed=7,
-                        id=f"{i}.{j}",
-                    )
-                )
+                length = {"max_tokens": count, "min_tokens": count, "ignore_eos": True}
+                engine.add(Request(ids, seed=7, id=f"{i}.{j}", **length))
         made += _tokens(engine.step())
     while engine.has_work:
         made += _tokens(engine.step())
@@ -105,36 +99,34 @@ def _tokens(finished: list[tuple[int, Any]]) -> int:
     return sum(len(rollout.token_ids) for _, group in finished for rollout in group.rollouts)
 
 
-def rows(model: str, device: torch.device, rounds: int = 2, rollouts: int = 512) -> list[Row]:
-    """A row a workload."""
+def rows(model: str, device: torch.device, rounds: int = 2) -> list[Row]:
+    """Return a row a workload."""
     config = SHAPES[model]
-    works = {name: Lengths.drawn(name, config["vocab_size"], rollouts) for name in SIZES}
-    most = max(work.cache_tokens() for work in works.values())
-    master = random_model(config, device)
+    works = {
+        name: Lengths.drawn(config["vocab_size"], *law, ROLLOUTS, shrink)
+        for name, (*law, shrink) in SIZES.items()
+    }
     options: dict[str, Any] = {
-        "max_batch": rollouts,
-        "cache_tokens": most,
+        "max_batch": ROLLOUTS,
+        "cache_tokens": max(work.cache_tokens() for work in works.values()),
         "max_prefill_tokens": 16384,
     }
-    ours = Engine(master, weights="nvfp4", large_batch_weights="fp8", **options)
-    peer = Engine(master, weights="bf16", **options)
-    del master
-    gc.collect()
-    rows = []
-    for name, work in works.items():
-        for engine in (ours, peer):
-            engine.warm_up()
-            run(
-                engine,
-                Lengths(work.prompts, [[min(n, 24) for n in counts] for counts in work.tokens]),
-            )
-        print(f"{name}: {work.total} tokens", file=sys.stderr, flush=True)
-        seconds = interleave(
-            {"adaptive": lambda w=work: run(ours, w), "bf16": lambda w=work: run(peer, w)}, rounds
-        )
-        rows.append(
-            speed_row(
-                adaptive(model, name), work.total, "tokens/s", seconds["adaptive"], seconds["bf16"]
-            )
-        )
-    return rows
+    with released():
+        master = random_model(config, device)
+        ours = Engine(master, weights="nvfp4", large_batch_weights="fp8", **options)
+        peer = Engine(master, weights="bf16", **options)
+        del master
+    return [
+        compare(adaptive(model, name), {"adaptive": ours, "bf16": peer}, work, rounds)
+        for name, work in works.items()
+    ]
+
+
+def compare(title: str, engines: dict[str, Engine], work: Lengths, rounds: int) -> Row:
+    """Return the row of the first of two engines over the second."""
+    for engine in engines.values():
+        engine.warm_up()
+        run(engine, work.cut(WARM_UP))
+    say(f"{title}: {work.total} tokens")
+    runs = {name: partial(run, engine, work) for name, engine in engines.items()}
+    return speed_row(title, work.total, "tokens/s", *interleave(runs, rounds).values())

@@ -47,7 +47,7 @@ class Stream:
     said: list[bytes] = field(default_factory=list)  # events without a token: usage
 
     def take(self, data: bytes, now: float) -> None:
-        """A read of server-sent events."""
+        """Take a read of server-sent events."""
         *events, self.tail = (self.tail + data).split(b"\n\n")
         drawn = False
         for event in events:
@@ -64,7 +64,7 @@ class Stream:
         self.last = now
 
     def tokens(self) -> int:
-        """By the server's own count. ValueError when it gave none."""
+        """Return the number of tokens by the server's own count. ValueError when it gave none."""
         for event in self.said:
             usage = json.loads(event.removeprefix(b"data: ")).get("usage")
             if usage:
@@ -92,7 +92,8 @@ class Whole:
 
 
 def told_by(answer: Whole, n: int) -> Told:
-    """What was read, after all have been. ValueError unless each choice has its ids and log-probs."""
+    """Return what was read, after all have been. ValueError unless each choice has its ids and
+    log-probs."""
     choices = json.loads(answer.data)["choices"]
     if len(choices) != n:
         raise ValueError(f"{len(choices)} choices instead of {n}")
@@ -107,7 +108,7 @@ def told_by(answer: Whole, n: int) -> Told:
 
 
 async def call(session: aiohttp.ClientSession, url: str, body: bytes, stream: bool) -> Told | Whole:
-    """One call. ValueError for an answer that is none."""
+    """Make one call. ValueError for an answer that is none."""
     sent = time.perf_counter()
     async with session.post(f"{url}/v1/completions", data=body, headers=JSON) as response:
         if response.status != 200:
@@ -119,8 +120,8 @@ async def call(session: aiohttp.ClientSession, url: str, body: bytes, stream: bo
 
 
 async def run(session: aiohttp.ClientSession, order: dict[str, Any]) -> dict[str, Any]:
-    """Make the calls of an order; what is said of them. Bodies are written before, and whole answers
-    read after the time that is taken."""
+    """Make the calls of an order; what is said of them. Bodies are written before, and whole
+    answers read after the time that is taken."""
     asked, answers, errors = order["body"], list[Told | Whole](), list[str]()
     waiting = iter([json.dumps(asked | {"prompt": prompt}).encode() for prompt in order["prompts"]])
 
@@ -165,7 +166,7 @@ def serve(lines: Iterable[str]) -> None:
 
 
 async def answer_all(orders: Iterable[str]) -> None:
-    """Over connections that stay open from one order to the next."""
+    """Answer all orders over connections that stay open from one order to the next."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=CALL_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:

@@ -21,7 +21,6 @@ its own. `memory.json` has the rows, `memory_marks.json` every mark.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import subprocess
@@ -34,8 +33,16 @@ from typing import Any
 
 import torch
 
-from bench.harness import Row, finish, parser_of, settle, synchronize
-from bench.samples import batch_of
+from bench.harness import (
+    Row,
+    SomeOf,
+    finish,
+    parser_of,
+    say,
+    settle,
+    synchronize,
+)
+from bench.samples import batch_of, random_ids
 from bench.shapes import SHAPES
 from lowroll import Request
 from lowroll.config import RunConfig, from_mapping
@@ -47,6 +54,7 @@ from lowroll.model.transformer import Transformer
 from lowroll.quant.formats import get_format
 from lowroll.runs.assembly import trainer
 from lowroll.runs.assembly.compute import Compute
+from lowroll.runs.memory import sizes
 from lowroll.runs.memory.plan import MemoryPlan, Planner
 from lowroll.runs.rollouts import RolloutEngine
 from lowroll.trainer import recompute, step
@@ -60,6 +68,8 @@ from lowroll.weights.publish import set_parameter
 CLOSE = 10.0  # per cent that a plan may be off
 STEPS = 2
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
 TINY = {
     **SHAPES["qwen2.5-1.5b"],
     "hidden_size": 64,
@@ -73,8 +83,10 @@ TINY = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model's config and the settings of a run. prompt: tokens of a prompt; a sample fills
-    `length` tokens, of which so many make a micro-batch; new: tokens that are really generated."""
+    """A model's config and the settings of a run.
+
+    prompt: tokens of a prompt; length: tokens that a sample fills; new: tokens that are generated.
+    """
 
     config: Mapping[str, Any]
     settings: Mapping[str, Any]
@@ -83,7 +95,7 @@ class Case:
     new: int = 32
 
     def cfg(self, device: str) -> RunConfig:
-        """The run's settings."""
+        """Return the run's settings."""
         rollout = {"max_tokens": self.length - self.prompt + 1, **self.settings["rollout"]}
         tree = {"model": ".", "device": device, "batch_size": 128, "rollouts_per_example": 8}
         return from_mapping({**tree, **self.settings, "rollout": rollout}).resolved()
@@ -152,13 +164,13 @@ class Mark:
 
     @property
     def outside(self) -> int:
-        """What neither torch nor the cache has."""
+        """Return the bytes that neither torch nor the cache has."""
         return max(0, self.used - self.reserved - self.virtual)
 
 
 @dataclass
 class Meter:
-    """Takes marks. On a CPU there is nothing to read, and all is 0."""
+    """A recorder of marks. On a CPU there is nothing to read, and all is 0."""
 
     device: torch.device
     marks: list[Mark] = field(default_factory=list)
@@ -174,7 +186,7 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
 
     def mark(self, name: str) -> Mark:
-        """The moment now."""
+        """Record the moment now."""
         synchronize(self.device)
         numbers = (0,) * 5
         if self.device.type == "cuda":
@@ -187,12 +199,9 @@ class Meter:
             )
             torch.cuda.reset_peak_memory_stats()
         mark = Mark(self.phase, name, *numbers)
-        told = ", ".join(
-            f"{key} {value / 1e9:.3f}"
-            for key, value in asdict(mark).items()
-            if isinstance(value, int)
-        )
-        print(f"{self.phase}: {name}: GB: {told}", file=sys.stderr, flush=True)
+        numbers_of = {key: size for key, size in asdict(mark).items() if isinstance(size, int)}
+        told = ", ".join(f"{key} {size / 1e9:.3f}" for key, size in numbers_of.items())
+        say(f"{self.phase}: {name}: GB: {told}")
         self.marks.append(mark)
         return mark
 
@@ -202,8 +211,8 @@ class Meter:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Marks inside of learning: before and after the log-probs of every micro-batch, and around
-        the update."""
+        """Record marks inside of learning: around the log-probs of every micro-batch, and the
+        update."""
         log_probs, update = step.token_log_probs, Optimizer.update
 
         def marked_log_probs(*args: Any, **kwargs: Any) -> Any:
@@ -226,8 +235,8 @@ class Meter:
 
 
 def random_learner(cfg: RunConfig, compute: Compute, config: Mapping[str, Any]) -> Transformer:
-    """What `runs.assembly.models.learner` makes of a folder: under LoRA a matrix is quantized when it
-    is there, and no two are ever dense."""
+    """Return the model that `runs.assembly.models.learner` would make, with random weights: under
+    LoRA a matrix is quantized when it is there, and no two are ever dense."""
     model = Transformer(spec_from_config(dict(config)), "meta", compute.dtype)
     generator = torch.Generator(device=compute.device).manual_seed(0)
     train, format = cfg.train, get_format(compute.format(cfg.rollout.weights))
@@ -250,17 +259,15 @@ def random_learner(cfg: RunConfig, compute: Compute, config: Mapping[str, Any]) 
 
 
 def batch(case: Case, cfg: RunConfig, vocab_size: int, number: int) -> Batch:
-    """Samples of the greatest length for three micro-batches, in groups with advantages of both
-    signs."""
+    """Return samples of the greatest length for three micro-batches."""
     count = 3 * cfg.train.tokens_per_microbatch // case.length
-    generator, size = torch.Generator().manual_seed(number), (case.length + 1,)
-    rows = [torch.randint(0, vocab_size, size, generator=generator).tolist() for _ in range(count)]
+    ids = random_ids(vocab_size, count, case.length + 1, seed=number)
     flat = -math.log(vocab_size)
-    return batch_of(rows, case.prompt, cfg.rollout.weights, 8, log_prob=flat, step=number)
+    return batch_of(ids.tolist(), case.prompt, cfg.rollout.weights, 8, log_prob=flat, step=number)
 
 
 def planner(case: Case, cfg: RunConfig, compute: Compute) -> Planner:
-    """What the run's dry run would ask."""
+    """Return the planner of the run's dry run."""
     model = Transformer(spec_from_config(dict(case.config)), "meta", compute.dtype)
     response = cfg.rollout.max_tokens
     work = Workload(
@@ -270,7 +277,7 @@ def planner(case: Case, cfg: RunConfig, compute: Compute) -> Planner:
 
 
 class Run:
-    """The parts of a case, made one after the other."""
+    """The parts of a case's run, made one after the other."""
 
     def __init__(self, case: Case, cfg: RunConfig, meter: Meter, plans: Planner) -> None:
         self.case, self.cfg, self.meter = case, cfg, meter
@@ -282,13 +289,11 @@ class Run:
         self.rollouts = RolloutEngine(cfg, compute, self.model, chat, plans)
         meter.virtual = self._virtual
         meter.mark("engine, cache, watch")
-        self.channel = MemoryRolloutChannel()
         optimizer = Optimizer(
             self.model.trainable_parameters(), trainer.optim(cfg), hidden_matrices(self.model)
         )
-        self.trainer = Trainer(
-            self.model, optimizer, trainer.learn(cfg), self.channel, self._publish
-        )
+        channel = MemoryRolloutChannel()
+        self.trainer = Trainer(self.model, optimizer, trainer.learn(cfg), channel, self._publish)
         meter.mark("made")
 
     def _virtual(self) -> int:
@@ -303,19 +308,13 @@ class Run:
         return metrics
 
     def step(self, number: int) -> None:
-        """Generate, learn, publish."""
+        """Generate, learn and publish."""
         vocab, cfg = self.model.spec.vocab_size, self.cfg
-        generator = torch.Generator().manual_seed(number)
+        prompts = random_ids(vocab, cfg.num_groups, self.case.prompt, seed=number).tolist()
+        samples, new = cfg.rollouts_per_example, self.case.new
         requests = [
-            Request(
-                torch.randint(2, vocab, (self.case.prompt,), generator=generator).tolist(),
-                n=cfg.rollouts_per_example,
-                max_tokens=self.case.new,
-                min_tokens=self.case.new,
-                ignore_eos=True,
-                seed=number,
-            )
-            for _ in range(cfg.num_groups)
+            Request(ids, n=samples, max_tokens=new, min_tokens=new, ignore_eos=True, seed=number)
+            for ids in prompts
         ]
         self.meter.phase = "generate"
         self.rollouts.generate(requests)
@@ -326,17 +325,17 @@ class Run:
         if cfg.rollout.release_cache:
             self.rollouts.engine.release()
         self.meter.phase = "learn"
-        self.channel.send(batch(self.case, cfg, vocab, number))
         with self.meter.within():
-            self.trainer.step()
+            self.trainer.step(batch(self.case, cfg, vocab, number))
 
 
 def measure(name: str, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of a case, and its marks and plan."""
+    """Run a case; return its rows, and its marks and plan."""
     case = CASES[name]
     cfg = case.cfg(device.type)
     meter = Meter(device)
     plans = planner(case, cfg, Compute.of(cfg))
+    cfg = sizes.chosen(plans, cfg)
     planned = plans.plan(cfg)
     run = Run(case, cfg, meter, plans)
     for number in range(1, STEPS + 1):
@@ -348,14 +347,12 @@ def measure(name: str, device: torch.device) -> tuple[list[Row], dict[str, Any]]
         "context and others": meter.before,
         "marks": [asdict(mark) | {"outside": mark.outside} for mark in meter.marks],
     }
-    if device.type == "cuda":
-        about |= {"torch": _torch_says(), "parts": _parts(run)}
     print("\n".join(planned.lines()))
     return compare(name, planned, meter.marks), about
 
 
 def compare(name: str, planned: MemoryPlan, marks: Sequence[Mark]) -> list[Row]:
-    """The rows of a plan beside the marks of its run."""
+    """Return the rows of a plan beside the marks of its run."""
     more = _pools(marks) + max(mark.outside for mark in marks)
     measured = {
         phase: max(mark.peak + mark.virtual for mark in marks if mark.phase == phase) + more
@@ -380,8 +377,7 @@ def compare(name: str, planned: MemoryPlan, marks: Sequence[Mark]) -> list[Row]:
 
 
 def _pools(marks: Sequence[Mark]) -> int:
-    """Bytes that the first graphs made torch reserve. Later marks have what learning left in
-    pieces."""
+    """Return the bytes that the first graphs made torch reserve."""
     first = [next(m for m in marks if m.name == name) for name in ("made", "graphs' pools")]
     before, after = (mark.reserved - mark.allocated for mark in first)
     return max(0, after - before)
@@ -398,60 +394,8 @@ def _error(name: str, against: str, planned: int, peak: int) -> Row:
     )
 
 
-def _torch_says() -> dict[str, int]:
-    stats = torch.cuda.memory_stats()
-    wanted = (
-        "allocated_bytes.all.peak",
-        "reserved_bytes.all.peak",
-        "inactive_split_bytes.all.peak",
-    )
-    return {key: int(stats[key]) for key in wanted if key in stats}
-
-
-def _parts(run: Run) -> dict[str, int]:
-    """Bytes of the tensors that are there at the end, by whose they are; each storage once."""
-    seen: set[int] = set()
-
-    def count(tensors: Iterator[torch.Tensor]) -> int:
-        total = 0
-        for tensor in tensors:
-            at = tensor.untyped_storage().data_ptr()
-            if tensor.is_cuda and at not in seen:
-                seen.add(at)
-                total += tensor.untyped_storage().nbytes()
-        return total
-
-    def of(model: Transformer) -> Iterator[torch.Tensor]:
-        yield from model.parameters()
-        for _, linear in model.linears():
-            for made in (linear.weight, linear.aligned):
-                if made is not None and not isinstance(made, torch.Tensor):
-                    yield from made.tensors.values()
-            if linear.adapter is not None and linear.adapter._made is not None:
-                yield from linear.adapter._made
-
-    def kept(model: Transformer) -> Iterator[torch.Tensor]:
-        for _, linear in model.linears():
-            for made in getattr(linear.weight, "packed", {}).values():
-                yield from (made if isinstance(made, tuple) else (made,))
-
-    engine: Any = run.rollouts.engine
-    optimizer = run.trainer.optimizer
-    found = {
-        "learner's weights": count(of(run.model)),
-        "rollouts' weights": count(of(engine.model)),
-        "dense copies": count(kept(engine.model)),
-        "optimiser": count(iter(optimizer.state()[0].values())),
-        "gradients": count(p.grad for p in optimizer.masters.values() if p.grad is not None),
-    }
-    # by type: a proxy would answer for what is gone
-    others = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.is_cuda]
-    return found | {"other tensors": count(iter(others))}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, device="auto")
-    parser.add_argument("--cases", nargs="*", default=list(MEASURED), choices=CASES, metavar="NAME")
+    parser = parser_of(__doc__, cases=SomeOf(CASES, MEASURED), device="auto")
     args = parser.parse_args(argv)
     device, out = settle(parser, args.device, args.out)
     if len(args.cases) > 1:

@@ -69,8 +69,9 @@ class Peer:
         asked: Mapping[str, Any] = {},
         deadline_s: float = CALL_S,
     ) -> float:
-        """Seconds of one call that makes `new_tokens` tokens for every copy of every prompt. asked:
-        fields of the requests, beside a temperature of 1 and lengths that are fixed."""
+        """Return the seconds of one call that makes `new_tokens` tokens for every copy of every
+        prompt. asked: fields of the requests, beside a temperature of 1 and lengths that are
+        fixed."""
         answer = self.ask(
             {
                 "prompts": prompts,
@@ -109,7 +110,7 @@ class Peer:
         self.close()
 
     def ask(self, order: Mapping[str, Any], awaited: str, deadline_s: float) -> dict[str, Any]:
-        """The worker's answer to an order. awaited: what the error says when none comes."""
+        """Return the worker's answer to an order. awaited: what the error says when none comes."""
         assert self._process.stdin is not None
         if self.failed:
             raise PeerFailed(f"it had failed before it was asked for {awaited}")
@@ -169,23 +170,23 @@ def add_options(parser: argparse.ArgumentParser, default: str, several: bool = F
 
 
 def vllm_command(python: str | None = None) -> list[str]:
-    """How to start the vLLM worker: with the given Python, the one of LOWROLL_VLLM_PYTHON, or this
-    one."""
+    """Return the command of the vLLM worker, with the given Python, the one of LOWROLL_VLLM_PYTHON,
+    or this one."""
     return [python or os.environ.get("LOWROLL_VLLM_PYTHON") or sys.executable, "-P", str(WORKER)]
 
 
 def environment_of(path: str | None) -> dict[str, str]:
-    """Of a process that finds what is unpacked in a folder."""
+    """Return the environment of a process that finds what is unpacked in a folder."""
     return dict(os.environ) | ({"PYTHONPATH": path} if path else {})
 
 
 def vllm_paths(paths: Sequence[str] = ()) -> list[str]:
-    """Folders that a vLLM is unpacked in, each with all that it needs: given, or of
+    """Return the folders that a vLLM is unpacked in, each with all that it needs: given, or of
     LOWROLL_VLLM_PATH, which has a colon between two."""
     return list(paths) or [one for one in os.environ.get("LOWROLL_VLLM_PATH", "").split(":") if one]
 
 
 def vllm_path(path: str | None = None) -> str | None:
-    """The folder that vLLM is unpacked in, when it is not installed: given, or the first of
+    """Return the folder that vLLM is unpacked in, when it is not installed: given, or the first of
     LOWROLL_VLLM_PATH."""
     return next(iter(vllm_paths([path] if path else [])), None)

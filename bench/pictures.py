@@ -54,7 +54,7 @@ ALIGNED = 1e-9  # a KL below this is rounding; it would stretch the axis
 
 
 def smooth(values: list[float | None]) -> list[float]:
-    """Running mean over the last WINDOW known values."""
+    """Return the running mean over the last WINDOW known values."""
     return [
         sum(known) / len(known)
         for i in range(len(values))
@@ -65,7 +65,7 @@ def smooth(values: list[float | None]) -> list[float]:
 def draw(
     axes: Axes, runs: list[dict[str, Any]], variants: tuple[str, ...], metric: str, label: str
 ) -> None:
-    """One line with its band for each variant."""
+    """Draw one line with its band for each variant."""
     for i, variant in enumerate(variants):
         curves = [smooth(run["curves"][metric]) for run in runs if run["variant"] == variant]
         if not curves or max(map(max, curves)) < ALIGNED:
@@ -90,7 +90,7 @@ def picture(
     second: tuple[str, str],
     log: bool,
 ) -> None:
-    """Reward on the left, the `second` (metric, label) on the right."""
+    """Draw reward on the left, the `second` (metric, label) on the right."""
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(10, 4), layout="constrained", dpi=120)
         left, right = figure.subplots(1, 2)
@@ -109,7 +109,8 @@ def picture(
 
 
 def gains(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """Rollouts of 7B over vLLM's in the same format: a group of bars a format, a bar a batch."""
+    """Draw rollouts of 7B over vLLM's in the same format: a group of bars a format, a bar a
+    batch."""
     ratio = {row["name"]: row["ratio"] for row in rows}
     width = 0.8 / len(BATCHES)
     for i, batch in enumerate(BATCHES):
@@ -127,7 +128,7 @@ def gains(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def front(path: Path, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    """The README's picture: what rollouts gain on the left, what a correction saves on the
+    """Draw the README's picture: what rollouts gain on the left, what a correction saves on the
     right."""
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(10, 3.4), layout="constrained", dpi=120)
@@ -140,8 +141,8 @@ def front(path: Path, runs: list[dict[str, Any]], rows: list[dict[str, Any]]) ->
 
 
 def orchestrated(path: Path, rows: list[dict[str, Any]]) -> None:
-    """What a rollout costs the orchestrator on the left, and on the right how many a core makes
-    beside what the engines would draw, by the number of engines."""
+    """Draw what a rollout costs the orchestrator on the left, and on the right how many a core
+    makes beside what the engines would draw, by the number of engines."""
     found = {row["name"]: row["ours"] for row in rows}
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(10, 3.4), layout="constrained", dpi=120)

@@ -44,7 +44,7 @@ class Compacting:
 
     @property
     def ms(self) -> float:
-        """Of one sample's cache."""
+        """Return the milliseconds of one sample's cache."""
         return self.seconds / max(1, self.samples) * 1e3
 
     @property
@@ -81,12 +81,12 @@ class Placed:
         self._all_run()
 
     def step_ms(self, steps: int) -> float:
-        """Milliseconds of a step, over as many steps of all rows as these."""
+        """Return the milliseconds of a step, over as many steps of all rows as these."""
         seconds, tokens = self._timed(steps)
         return seconds * len(self.handles) / tokens * 1e3
 
     def compacting(self, steps: int) -> Compacting:
-        """What the compactions of so many steps cost."""
+        """Return what the compactions of so many steps cost."""
         runner = self.engine.runner
         compact = runner._compact
         calls: list[tuple[int, float]] = []  # samples and seconds
@@ -109,7 +109,7 @@ class Placed:
         return Compacting(samples, len(calls), seconds, whole)
 
     def cached(self) -> float:
-        """Keys of a row's cache, the mean over the rows now."""
+        """Return the keys of a row's cache, the mean over the rows now."""
         rows = self.engine.scheduler._running
         return sum(row.cached_len for row in rows) / len(rows)
 
@@ -122,7 +122,7 @@ class Placed:
         self.handles = []
 
     def _timed(self, steps: int) -> tuple[float, int]:
-        """Seconds and tokens."""
+        """Return seconds and tokens."""
         before, wanted = self.engine.stats().tokens, steps * len(self.handles)
         synchronize(self.device)
         began = time.perf_counter()
@@ -160,7 +160,8 @@ class Placed:
         return First(sequences, tokens_B, logprobs_B, TopLogprobs(sequences)), None
 
     def _show_queries(self, prefills: list[PrefillChunk]) -> None:
-        """As if the prefix cache had served all but the last tokens, which a policy must see."""
+        """Show queries as if the prefix cache had served all but the last tokens, which a policy
+        must see."""
         watcher = self.engine.runner.decoder.watcher
         if watcher is None:
             return
@@ -179,7 +180,7 @@ class Placed:
 
 
 def _slots(chunk: PrefillChunk, page_size: int) -> Tensor:
-    """Where the chunk's tokens lie in the cache."""
+    """Return where the chunk's tokens lie in the cache."""
     pages = torch.tensor(chunk.sequence.pages)
     slots_PS = pages[:, None] * page_size + torch.arange(page_size)
     return slots_PS.flatten()[chunk.start : chunk.stop]

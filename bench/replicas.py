@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Row, interleave, merge, parser_of, running, show, speed_row
+from bench.harness import Row, finish, interleave, parser_of, running, speed_row
 from bench.roles import folder
 from lowroll.engine.remote.pool import EnginePool
 from lowroll.engine.remote.replica import PoolOptions
@@ -39,7 +39,7 @@ DRAWN_S = 3600.0  # of one round
 
 
 def serving(args: argparse.Namespace, gpu: int) -> AbstractContextManager[subprocess.Popen[str]]:
-    """`lowroll serve` on a GPU; killed at the end."""
+    """Run `lowroll serve` on a GPU; kill it at the end."""
     words = ["serve", args.model, "--port", 0, "--weights", args.weights]
     words += ["--cache-tokens", args.cache, "--max-batch", args.batch]
     words += ["--admin-token-env", ADMIN, "--max-requests", 8192]
@@ -50,7 +50,7 @@ def serving(args: argparse.Namespace, gpu: int) -> AbstractContextManager[subpro
 
 
 def devices() -> list[str]:
-    """The GPUs of this machine that we may use."""
+    """Return the GPUs of this machine that we may use."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [one for one in named.split(",") if one]
@@ -58,7 +58,7 @@ def devices() -> list[str]:
 
 
 def address(process: subprocess.Popen[str]) -> str:
-    """Where it serves, once it says so. RuntimeError when it ends before."""
+    """Return where it serves, once it says so. RuntimeError when it ends before."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("serving"):
@@ -67,7 +67,8 @@ def address(process: subprocess.Popen[str]) -> str:
 
 
 def requests(args: argparse.Namespace, seed: int) -> list[Request]:
-    """Of one round. Lengths are of the requests, so that every round draws as many tokens."""
+    """Return the requests of one round. Lengths are of the requests, so that every round draws as
+    many tokens."""
     shortest = args.tokens // 10 if args.spread else args.tokens
     lengths = [
         max(1, shortest + (i * 7919) % (args.tokens - shortest + 1)) for i in range(args.requests)
@@ -86,7 +87,7 @@ def requests(args: argparse.Namespace, seed: int) -> list[Request]:
 
 
 def one_by_one(pool: EnginePool, asked: list[Request]) -> None:
-    """As at a level above 0."""
+    """Draw each request by itself, as at a level above 0."""
     open_, end = {pool.add(request) for request in asked}, time.monotonic() + DRAWN_S
     while open_:
         if time.monotonic() > end:
@@ -95,7 +96,7 @@ def one_by_one(pool: EnginePool, asked: list[Request]) -> None:
 
 
 def measure(args: argparse.Namespace, one: EnginePool, several: EnginePool) -> list[Row]:
-    """A row for each way of asking."""
+    """Return a row for each way of asking."""
     ways: dict[str, Callable[[EnginePool, list[Request]], Any]] = {
         "each by itself": one_by_one,
         "in parts": lambda pool, asked: pool.generate(asked),
@@ -119,7 +120,7 @@ def measure(args: argparse.Namespace, one: EnginePool, several: EnginePool) -> l
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
-    """ValueError, as a line of the command, for what this machine has not got."""
+    """Return the options; end the command where this machine has not got what they ask for."""
     parser = parser_of(
         __doc__,
         engines=2,
@@ -132,9 +133,9 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         cache=262_144,
         rounds=3,
         cpu=False,
+        spread=False,
     )
     parser.add_argument("model")
-    parser.add_argument("--spread", action="store_true", help="lengths from a tenth to all")
     args = parser.parse_args(words)
     if args.engines < 2:
         parser.error("--engines: two at least are compared with one")
@@ -159,9 +160,8 @@ def main(words: list[str] | None = None) -> None:
             for some in (urls[:1], urls)
         ]
         rows = measure(args, *pools)
-    if args.out is not None:
-        merge("replicas", rows, args.out, words=words or sys.argv[1:])
-    sys.exit(not show("Several engines over one", rows))
+    given = {"words": words or sys.argv[1:]}
+    sys.exit(finish("Several engines over one", "replicas", rows, args.out, **given))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ class Setting:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its process. Settings that start together keep their compiled graphs apart."""
+        """Return the environment of its process. Settings that start together keep their compiled
+        graphs apart."""
         cache = Path(tempfile.gettempdir()) / "bench-vllm" / f"cache-{self.version}-{self.runner}"
         return {
             "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[self.runner],
@@ -50,7 +51,7 @@ class Setting:
 
 
 def version(python: str | None, path: str | None) -> str:
-    """Of an installation. PeerFailed when there is none."""
+    """Return the version of an installation. PeerFailed when there is none."""
     command = [*vllm_command(python)[:-1], "-c", VERSION]
     try:
         done = subprocess.run(
@@ -64,7 +65,7 @@ def version(python: str | None, path: str | None) -> str:
 
 
 def families(format: str) -> list[str]:
-    """The formats of vLLM that one of ours is held against, its own first."""
+    """Return the formats of vLLM that one of ours is held against, its own first."""
     four = get_format(format).bits < 8 and format != MACHETE
     return [format, MACHETE] if four else [format]
 
@@ -72,7 +73,7 @@ def families(format: str) -> list[str]:
 def settings(
     among: Sequence[str], runners: Sequence[str], python: str | None, paths: Sequence[str]
 ) -> list[Setting]:
-    """All of them for these formats. PeerFailed names an installation that is none."""
+    """Return all settings for these formats. PeerFailed names an installation that is none."""
     places = [(version(python, path), path) for path in (paths or (None,))]
     return [
         Setting(found, runner, name, path)
@@ -83,7 +84,8 @@ def settings(
 
 
 def together(all_of: Sequence[Setting], fit: int) -> list[list[Setting]]:
-    """Settings that are started together: as many as fit, those of one family side by side."""
+    """Return the settings that are started together: as many as fit, those of one family side by
+    side."""
     return [list(all_of[i : i + fit]) for i in range(0, len(all_of), fit)]
 
 
@@ -94,8 +96,8 @@ def started(
     python: str | None,
     notes: list[str],
 ) -> Iterator[dict[str, Peer]]:
-    """Those that can be had, by name, and a note on each that cannot. asked: what the worker is told
-    beside its format."""
+    """Start the settings; yield those that can be had, by name, and note each that cannot.
+    asked: what the worker is told beside its format."""
 
     def start(setting: Setting) -> Peer | PeerFailed:
         try:
@@ -119,7 +121,7 @@ def started(
 
 
 def fastest(seconds: Mapping[str, float], families: Mapping[str, str]) -> set[str]:
-    """The sides that go on: those of no family, and the fastest of each."""
+    """Return the sides that go on: those of no family, and the fastest of each."""
     best: dict[str, str] = {}
     for name, family in families.items():
         if name in seconds and seconds[name] < seconds.get(best.get(family, ""), float("inf")):

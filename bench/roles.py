@@ -63,7 +63,7 @@ def settings(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, way: str, out: Path) -> dict[str, float]:
-    """Medians over the steps of one run."""
+    """Return medians over the steps of one run."""
     file = out.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(merged(settings(args, out), WAYS[way])))
     env = os.environ | ({"OMP_NUM_THREADS": "1"} if args.cpu else {})
@@ -85,8 +85,8 @@ def measure(args: argparse.Namespace, way: str, out: Path) -> dict[str, float]:
 
 
 def rows_of(title: str, found: dict[str, dict[str, float]], on_gpus: bool) -> list[Row]:
-    """A row a way over one process, and level 1 over level 0. On a CPU all share its cores, and
-    nothing is demanded."""
+    """Return a row a way over one process, and level 1 over level 0. On a CPU all share its cores,
+    and nothing is demanded."""
     rows = []
     for way, over, must in COMPARED:
         if way in found and over in found:
@@ -99,7 +99,7 @@ def rows_of(title: str, found: dict[str, dict[str, float]], on_gpus: bool) -> li
 
 
 def folder(args: argparse.Namespace, scratch: Path) -> str:
-    """The model's: as given, or made of random weights."""
+    """Return the model's folder: as given, or made of random weights."""
     if args.model not in MODELS:
         return str(args.model)
     made = vocabulary.write(scratch / args.model, MODELS[args.model])

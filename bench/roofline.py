@@ -25,8 +25,8 @@ PASSES = 8
 
 
 def linear_weights(config: dict[str, Any], touched: float | None = None) -> float:
-    """Weights of the linear layers: with all experts, or with as many of a layer as a step
-    touches."""
+    """Return the weights of the linear layers: with all experts, or with as many of a layer as a
+    step touches."""
     spec = spec_from_config(config)
     q, kv, hidden = (
         spec.num_heads * spec.head_dim,
@@ -45,7 +45,7 @@ def linear_weights(config: dict[str, Any], touched: float | None = None) -> floa
 
 
 def weight_bytes(config: dict[str, Any], format: str, touched: float | None = None) -> float:
-    """Bytes of the linear weights in a format and of the bfloat16 head."""
+    """Return the bytes of the linear weights in a format and of the bfloat16 head."""
     return (
         linear_weights(config, touched) * get_format(format).bits / 8
         + 2 * config["vocab_size"] * config["hidden_size"]
@@ -53,7 +53,7 @@ def weight_bytes(config: dict[str, Any], format: str, touched: float | None = No
 
 
 def kv_bytes_per_token(config: dict[str, Any]) -> int:
-    """Bytes of bfloat16 keys and values that one token leaves in the cache."""
+    """Return the bytes of bfloat16 keys and values that one token leaves in the cache."""
     spec = spec_from_config(config)
     return 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
 
@@ -61,13 +61,13 @@ def kv_bytes_per_token(config: dict[str, Any]) -> int:
 def step_bytes(
     config: dict[str, Any], format: str, batch: int, context: float, touched: float | None = None
 ) -> float:
-    """Bytes that a decode step of `batch` rows must read when each has `context` tokens behind
-    it."""
+    """Return the bytes that a decode step of `batch` rows must read when each has `context` tokens
+    behind it."""
     return weight_bytes(config, format, touched) + batch * context * kv_bytes_per_token(config)
 
 
 def bandwidth(device: torch.device, num_bytes: int = 2 << 30, rounds: int = 9) -> float:
-    """Bytes a second, the median of `rounds` runs of PASSES passes."""
+    """Return the bytes a second, the median of `rounds` runs of PASSES passes."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     best = 0.0

@@ -28,14 +28,14 @@ from lowroll.model.transformer import Transformer
 
 
 def uniform(config: dict[str, Any], batch: int) -> float:
-    """The expected number of experts that a step of `batch` rows touches when all are equally
-    likely."""
+    """Return the expected number of experts that a step of `batch` rows touches when all are
+    equally likely."""
     experts = config["num_experts"]
     return float(experts * (1 - (1 - config["num_experts_per_tok"] / experts) ** batch))
 
 
 def simulated(config: dict[str, Any], batch: int) -> float:
-    """The same for vLLM's simulator."""
+    """Return the same for vLLM's simulator."""
     experts = config["num_experts"]
     return float(experts * (1 - (1 - 1 / experts) ** (batch * config["num_experts_per_tok"])))
 
@@ -46,8 +46,8 @@ def touched(
     prompt_tokens: int,
     batches: Sequence[int],
 ) -> dict[int, float]:
-    """Experts that a step of the first B sequences touches, for every B: the mean over layers and
-    steps.
+    """Return the experts that a step of the first B sequences touches, for every B: the mean over
+    layers and steps.
 
     The sequences have one length. The passes are those of `lowroll.score` in the model's own
     arithmetic; a step is what the tokens at one place of all responses choose.

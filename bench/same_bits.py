@@ -33,7 +33,7 @@ EQUAL = "mismatch/logp_diff_max"
 
 
 def prove(args: argparse.Namespace, folder: Path) -> list[Row]:
-    """Run, and count."""
+    """Run, and count the steps with the same bits."""
     model, name = resolve(args.model), args.shape or args.model
     if args.shape:
         sizes = {**SHAPES[args.shape], "vocab_size": read_spec(model).vocab_size}

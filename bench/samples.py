@@ -1,10 +1,19 @@
-"""Batches for learners that are measured: made-up rollouts in groups, half of them good."""
+"""Batches for learners that are measured: random sequences as rollouts in groups, half of them good."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+from torch import Tensor
+
 from lowroll.types import Batch, BehaviorTag, PolicySpan, Prompt, Rollout, Sample, Score
+
+
+def random_ids(vocab_size: int, rows: int, length: int, seed: int = 1) -> Tensor:
+    """Return random token ids, [rows, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (rows, length), generator=generator)
 
 
 def batch_of(

@@ -1,6 +1,6 @@
 """How many engines does one orchestrator serve?
 
-    python -m bench.scale [--engines 1 2 4 ... 512] [--works full light] [--seconds 20]
+    python -m bench.scale [--engines 1,2,4,...,512] [--works full light] [--seconds 20]
 
 The orchestrator is `lowroll orchestrate`, unchanged, in a process of its own: prompts, conversations,
 the pool and its clients, scoring workers, the ledger, the spool, the log of rollouts. Engines are
@@ -38,7 +38,7 @@ from urllib.request import urlopen
 import yaml
 
 from bench import fakes, vocabulary
-from bench.harness import BASELINES, Row, merge, parser_of, resident, running
+from bench.harness import BASELINES, Results, Row, SomeOf, parser_of, resident, running, say
 from lowroll.checkpoint.publish import publish_folder
 from lowroll.config.load import load
 from lowroll.runs.folder import CONFIG
@@ -125,7 +125,7 @@ WORKS = {"full": Work(64), "light": Work(8, slow=16.0, median=64.0)}
 
 
 def settings(work: Work, urls: list[str], model: Path, out: Path) -> dict[str, Any]:
-    """The run's file."""
+    """Return the run's file."""
     rows = work.rows * len(urls)
     batch = max(2 * GROUP, min(LARGEST, rows // 2 // GROUP * GROUP))
     return {
@@ -176,7 +176,7 @@ class Learner:
                 self.spool.progress.say(Cursor(step, step, 1))
 
     def _publish(self, version: int) -> None:
-        """A manifest and the marker: fakes read no weights."""
+        """Write a manifest and the marker: fakes read no weights."""
         folder = self.place.broadcasts / folder_name(version)
         meta = {"broadcast": FORMAT, "version": version, "kind": "adapter", "noise": None}
         publish_folder(
@@ -194,7 +194,7 @@ class Learner:
 
 
 def _header(frame: Path) -> dict[str, Any]:
-    """Of a batch in the spool, without its samples."""
+    """Return the header of a batch in the spool."""
     with frame.open("rb") as file:
         file.readline()
         return dict(json.loads(file.readline()))
@@ -207,21 +207,22 @@ class Process:
     pid: int
 
     def cpu_s(self, children: bool = False) -> float:
-        """Of all of its threads. children: of those that run below it."""
+        """Return the processor seconds of all of its threads. children: of those that run below
+        it."""
         if children:
             return sum(Process(pid).cpu_s() for pid in self._children())
         return _cpu_s(Path(f"/proc/{self.pid}/stat"))
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Tell if it has not ended."""
         with suppress(FileNotFoundError):
             stat = Path(f"/proc/{self.pid}/stat").read_text()
             return stat.rpartition(")")[2].split()[0] != "Z"
         return False
 
     def main_s(self) -> float:
-        """Of its first thread."""
+        """Return the processor seconds of its first thread."""
         return _cpu_s(Path(f"/proc/{self.pid}/task/{self.pid}/stat"))
 
     def _children(self) -> list[int]:
@@ -239,42 +240,30 @@ def _cpu_s(stat: Path) -> float:
 
 
 class Fleet:
-    """The fakes' processes."""
+    """The fakes' process."""
 
-    def __init__(self, urls: list[str]) -> None:
-        self.urls = urls
+    def __init__(self, url: str) -> None:
+        self.url = url
 
     def totals(self) -> dict[str, float]:
-        """Of all engines together."""
-        found: list[dict[str, float]] = []
-        for url in self.urls:
-            with urlopen(f"{url}/totals", timeout=30.0) as answer:  # noqa: S310  of our own child
-                found.append(json.load(answer))
-        return {name: sum(one[name] for one in found) for name in found[0]}
+        """Return the totals of all engines together."""
+        with urlopen(f"{self.url}/totals", timeout=30.0) as answer:  # noqa: S310  of our own child
+            return dict(json.load(answer))
 
 
 @contextmanager
-def started(
-    count: int, processes: int, work: Work, weights: Path
-) -> Iterator[tuple[Fleet, list[str]]]:
-    """So many engines; the fleet, and the address of each."""
-    shares = [count // processes + (i < count % processes) for i in range(min(count, processes))]
-    with ExitStack() as stack:
-        bases = []
-        for share in shares:
-            words = ["--rows", work.rows, "--slow", work.slow, "--median", work.median]
-            child = stack.enter_context(running("bench.fakes", share, weights, *words))
-            assert child.stdout is not None
-            bases.append(child.stdout.readline().strip())
-        urls = [
-            f"{base}/{i}" for base, share in zip(bases, shares, strict=True) for i in range(share)
-        ]
-        yield Fleet(bases), urls
+def started(count: int, work: Work, weights: Path) -> Iterator[tuple[Fleet, list[str]]]:
+    """Start so many engines; yield the fleet, and the address of each."""
+    words = ["--rows", work.rows, "--slow", work.slow, "--median", work.median]
+    with running("bench.fakes", count, weights, *words) as child:
+        assert child.stdout is not None
+        url = child.stdout.readline().strip()
+        yield Fleet(url), [f"{url}/{i}" for i in range(count)]
 
 
 @contextmanager
 def orchestrated(file: Path, log: Path) -> Iterator[Process]:
-    """The real one; stopped as a user does."""
+    """Run the real orchestrator; stop it as a user does."""
     command = [sys.executable, "-m", "lowroll", "orchestrate", str(file)]
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=out)
@@ -292,16 +281,16 @@ def orchestrated(file: Path, log: Path) -> Iterator[Process]:
 
 
 def measure(
-    count: int, work: Work, scratch: Path, seconds: float, warm_s: float, processes: int = 1
+    count: int, work: Work, scratch: Path, seconds: float, warm_s: float
 ) -> dict[str, float]:
-    """One size, by the names of QUANTITIES."""
+    """Measure one size; return values by the names of QUANTITIES."""
     run = scratch / "run"
     place = RunPaths(run)
     model = vocabulary.write(scratch / "model", SPEC)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     place.broadcasts.mkdir(parents=True)
     place.roles.mkdir()
-    with started(count, processes, work, place.broadcasts) as (fleet, urls), ExitStack() as stack:
+    with started(count, work, place.broadcasts) as (fleet, urls), ExitStack() as stack:
         file = scratch / "run.yaml"
         tree = settings(work, urls, model, run)
         file.write_text(yaml.safe_dump(tree))
@@ -325,7 +314,7 @@ def measure(
 
 
 def _next_batch(learner: Learner, count: int, process: Process, log: Path) -> None:
-    """Until so many more batches have come: a measurement begins and ends with one."""
+    """Wait until so many more batches have come: a measurement begins and ends with one."""
     wanted, end = learner.step + count, time.monotonic() + BATCH_S
     while learner.step < wanted:
         if time.monotonic() > end or not process.runs:
@@ -374,33 +363,27 @@ def _row(
     return dict(zip(QUANTITIES, values, strict=True))
 
 
-def name(work: str, count: int, quantity: str) -> str:
-    """Of a row."""
-    return f"{work} E={count}: {quantity}"
-
-
 def main() -> int:
-    engines = tuple(2**i for i in range(10))
-    p = parser_of(__doc__, out=BASELINES, engines=engines)
-    p.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
-    p.add_argument("--seconds", type=float, default=20.0, help="that are measured")
-    p.add_argument("--warm", type=float, default=10.0, help="seconds behind the second batch")
-    p.add_argument("--processes", type=int, default=1, help="that the fakes share")
+    p = parser_of(
+        __doc__,
+        out=BASELINES,
+        engines=[2**i for i in range(10)],
+        works=SomeOf(WORKS),
+        seconds=20.0,
+        warm=10.0,
+    )
     args = p.parse_args()
+    results = Results("scale", args.out, seconds=args.seconds)
     for label in args.works:
         for count in args.engines:
             with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
-                found = measure(
-                    count, WORKS[label], Path(scratch), args.seconds, args.warm, args.processes
-                )
-            rows = [
-                Row(name(label, count, what), QUANTITIES[what], value)
+                found = measure(count, WORKS[label], Path(scratch), args.seconds, args.warm)
+            results.add(
+                Row(f"{label} E={count}: {what}", QUANTITIES[what], value)
                 for what, value in found.items()
-            ]
-            merge("scale", rows, args.out, seconds=args.seconds, processes=args.processes)
-            shown = ", ".join(f"{what} {value:.4g}" for what, value in found.items())
-            print(f"{label}, {count} engines: {shown}", flush=True)
-    return 0
+            )
+            say(f"{label}, {count} engines: {found}")
+    return results.finish("One orchestrator")
 
 
 if __name__ == "__main__":

@@ -68,12 +68,13 @@ class Count:
 
     @property
     def ok(self) -> bool:
-        """No form is refused, no error, and at most one near miss in a thousand is accepted."""
+        """Tell if no form is refused, nothing is an error, and at most one near miss in a thousand
+        is accepted."""
         return not self.refused and not self.errors and self.accepted <= ACCEPTED * self.misses
 
 
 def usual_forms(gold: str, hashes: bool) -> Iterator[str]:
-    """Responses that state a gold answer."""
+    """Yield responses that state a gold answer."""
     for content in (
         gold,
         f"{gold}.",
@@ -121,7 +122,7 @@ def usual_forms(gold: str, hashes: bool) -> Iterator[str]:
 
 
 def near_misses(gold: str) -> Iterator[str]:
-    """Other answers, one change away."""
+    """Yield other answers, one change away."""
     for digit in re.finditer(r"\d", gold):
         for other in (
             "8" if digit[0] == "9" else str(int(digit[0]) + 1),

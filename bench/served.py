@@ -62,11 +62,11 @@ class Served:
         self._thread.join(START_S)
 
     def call(self, fn: Callable[[Any], T], what: str) -> T:
-        """fn(engine) on the engine's thread, between two steps."""
+        """Call fn(engine) on the engine's thread, between two steps."""
         return self.wait(self.loop.call(fn, what, CALL_S))
 
     def wait(self, waiting: Coroutine[Any, Any, T]) -> T:
-        """Await something in the server's event loop."""
+        """Wait for something in the server's event loop."""
         return asyncio.run_coroutine_threadsafe(waiting, self._events).result(CALL_S)
 
     def _run(self) -> None:

@@ -10,8 +10,6 @@ Clients are a process of their own (`bench.load`), so they take no time from the
                the server and by `generate` of the same engine in turns: token ids in, ids and log-probs out
     update     64 streams while all weights change: the longest gap between two reads of any of them,
                without an update, with one, and with one between pause (keep) and resume
-    pace       ours alone by decode steps between two looks of the host, by how prompts run, for who
-               tunes the server; printed, and not stored
 
     python -m bench.server [--model NAME] [--formats bf16] [--concurrency 1,16,64,256]
                            [--batches 64,256] [--rounds 2] [--parts vllm rollout update] [--peer vllm|none]
@@ -26,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -42,9 +39,20 @@ from typing import Any
 import torch
 
 from bench import vllm_worker, vocabulary
-from bench.decode import released
 from bench.engine import MODELS
-from bench.harness import BASELINES, Results, Row, parser_of, say, speed_row, synchronize
+from bench.harness import (
+    BASELINES,
+    OneOf,
+    Results,
+    Row,
+    SomeOf,
+    parser_of,
+    released,
+    say,
+    seconds_of,
+    speed_row,
+    synchronize,
+)
 from bench.peer import Peer, PeerFailed, add_options, vllm_command, vllm_path
 from bench.roofline import kv_bytes_per_token, weight_bytes
 from bench.served import Served
@@ -58,7 +66,7 @@ from lowroll.model.tokenizer import load_tokenizer
 from lowroll.quant.formats import formats
 from lowroll.weights.sync.update import WeightUpdate
 
-PARTS = ("vllm", "rollout", "update", "pace")
+PARTS = ("vllm", "rollout", "update")
 PROMPT, NEW = 512, 128  # tokens, of a client's request
 ROLLED, GROUPS = 256, (1, 8)  # prompt tokens of a rollout, and rollouts of a prompt
 STREAMS = 64  # that see an update
@@ -70,8 +78,10 @@ UNITS = ("requests/s", "ms", "ms")
 
 @dataclass(frozen=True)
 class Seen:
-    """What the clients of a run saw: requests/s, and means over the requests in ms. gap: between two
-    parts of a stream, the 99th percentile (our own client's: the longest)."""
+    """Requests a second that the clients of a run saw, and means over the requests in ms.
+
+    gap: between two parts of a stream, the 99th percentile (our own client's: the longest).
+    """
 
     rate: float
     first: float
@@ -84,7 +94,7 @@ class Seen:
 
 
 def seen(answer: Mapping[str, Any], new_tokens: int) -> Seen:
-    """Of an answer of `bench.load`. PeerFailed when a request failed or is short."""
+    """Return what an answer of `bench.load` says. PeerFailed when a request failed or is short."""
     check(answer)
     calls = answer["requests"]
     if any(tokens != new_tokens for _, _, _, tokens, *_ in calls):
@@ -98,13 +108,13 @@ def seen(answer: Mapping[str, Any], new_tokens: int) -> Seen:
 
 
 def check(answer: Mapping[str, Any]) -> None:
-    """PeerFailed when a request failed."""
+    """Raise PeerFailed when a request failed."""
     if answer["errors"]:
         raise PeerFailed(f"{answer['errors']} requests failed: {answer['error']}")
 
 
 def seen_by_vllm(answer: Mapping[str, Any], requests: int, new_tokens: int) -> Seen:
-    """Of what `vllm bench serve` stores. PeerFailed when a request failed or is short."""
+    """Return what `vllm bench serve` stored. PeerFailed when a request failed or is short."""
     if answer["completed"] != requests or answer["total_output_tokens"] != requests * new_tokens:
         raise PeerFailed(
             f"{answer['completed']} of {requests} requests with {answer['total_output_tokens']} "
@@ -123,17 +133,13 @@ def seen_by_vllm(answer: Mapping[str, Any], requests: int, new_tokens: int) -> S
 
 @dataclass(frozen=True)
 class Pace:
-    """Decode steps between two looks of the host, None for what is best for throughput; how prompts
-    run (`lowroll.Engine`)."""
+    """Decode steps between two looks of the host (None: what is best for throughput), and how
+    prompts run (`lowroll.Engine`)."""
 
     steps: int | None = None
     gather: int = 0
     max_prefill_tokens: int = 8192
     one_pass: bool = False
-
-    def __str__(self) -> str:
-        rows = "in one pass" if self.one_pass else "apart"
-        return f"{self.steps} steps, gather {self.gather}, {self.max_prefill_tokens} tokens {rows}"
 
 
 @dataclass
@@ -157,7 +163,7 @@ class Side:
         return [decode(ids) for ids in self.prompts(count, tokens, seed)]
 
     def take(self, pace: Pace) -> None:
-        """From the next turn on."""
+        """Use a pace from the next turn on."""
         scheduler, runner = self.served.engine.scheduler, self.served.engine.runner
         scheduler.lookahead = pace.steps or runner.lookahead
         scheduler.passes = 1 if pace.steps else runner.lookahead
@@ -166,17 +172,17 @@ class Side:
         runner.one_pass = pace.one_pass and runner.selector is None
 
     def forget(self) -> None:
-        """Prompts run again."""
+        """Empty the prefix cache, so that prompts run again."""
         self.served.call(lambda engine: engine.reset_prefix_cache(), "a fresh cache")
 
     def ask(self, url: str, prompts: list[Any], concurrency: int, **body: Any) -> dict[str, Any]:
-        """Calls of a server by our client."""
+        """Make calls of a server by our client."""
         order = {"url": url, "concurrency": concurrency, "prompts": prompts}
         order["body"] = {"model": self.model, "temperature": 1.0, "ignore_eos": True, **body}
         return self.client.ask(order, f"{len(prompts)} requests", 300.0)
 
     def stream(self, url: str, count: int, concurrency: int, seed: int) -> Seen:
-        """Texts in, streams out, by our client."""
+        """Send texts by our client and read streams."""
         answer = self.ask(
             url,
             self.texts(count, PROMPT, seed),
@@ -190,7 +196,7 @@ class Side:
 
 @contextmanager
 def side(args: argparse.Namespace, format: str, folder: Path) -> Iterator[Side]:
-    """Our engine on random weights behind its server, and a client."""
+    """Start our engine on random weights behind its server, and a client."""
     config = shape(args.model)
     vocabulary.write(folder, config)
     most = max(*args.concurrency, *args.batches, STREAMS)
@@ -214,12 +220,12 @@ def side(args: argparse.Namespace, format: str, folder: Path) -> Iterator[Side]:
 
 
 def shape(model: str) -> dict[str, Any]:
-    """Of the model; the demo's with room for our requests."""
+    """Return the config of a model; the demo's with room for our requests."""
     return SHAPES[model] if model in SHAPES else {**MODELS[model], "max_position_embeddings": 1024}
 
 
 def cache_tokens(args: argparse.Namespace) -> int:
-    """Room for the most streams and the most rollouts, with pages of slack."""
+    """Return the tokens of a cache for the most streams and the most rollouts, with slack."""
     streams = max(*args.concurrency, STREAMS) * (PROMPT + NEW + 64)
     rollouts = max(args.batches) * (ROLLED + NEW + 64)
     return max(streams, rollouts, STREAMS * (PROMPT + 512 + 64)) + 4096
@@ -229,7 +235,7 @@ def cache_tokens(args: argparse.Namespace) -> int:
 
 
 def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServer:
-    """It starts while ours is made."""
+    """Start vLLM's server, which loads while ours is made."""
     config = shape(args.model)
     cache = cache_tokens(args) * kv_bytes_per_token(config)
     whole = cache + weight_bytes(config, format) + SLACK
@@ -250,7 +256,7 @@ def start_vllm(args: argparse.Namespace, format: str, folder: Path) -> VllmServe
 
 
 def requests(concurrency: int) -> int:
-    """Of a run: some waves of them."""
+    """Return the number of requests of a run: some waves of them."""
     return max(8, min(4 * concurrency, 768))
 
 
@@ -265,7 +271,7 @@ def own_client(ours: Side) -> Measure:
 
 
 def vllm_client(ours: Side, client: Peer) -> Measure:
-    """vLLM's own: random texts made by the model's tokenizer."""
+    """Return a measurement by vLLM's own client, of random texts made by the model's tokenizer."""
 
     def measure(url: str, concurrency: int, seed: int) -> Seen:
         count = requests(concurrency)
@@ -284,8 +290,8 @@ def vllm_client(ours: Side, client: Peer) -> Measure:
 def beside_vllm(
     ours: Side, vllm: VllmServer | None, args: argparse.Namespace, store: Callable[..., None]
 ) -> None:
-    """What clients see of both servers, in turns, at every concurrency; of ours alone where vLLM's
-    does not run."""
+    """Measure what clients see of both servers, in turns, at every concurrency; of ours alone where
+    vLLM's does not run."""
     servers, why, known = {"ours": ours.served.url}, "vLLM: not asked for", {}
     if vllm is not None:
         try:
@@ -313,7 +319,7 @@ def beside_vllm(
 
 
 def warm(ours: Side, url: str) -> None:
-    """Whatever the first requests compile."""
+    """Send the first requests, which may compile."""
     for concurrency in (1, 32):
         ours.stream(url, 2 * concurrency, concurrency, seed=1)
 
@@ -328,7 +334,7 @@ def tell(one: Seen) -> str:
 def over_vllm(
     ours: Side, concurrency: int, mine: list[Seen], theirs: list[Seen] | None, note: str
 ) -> list[Row]:
-    """A row for each thing that is measured; a ratio is how many times better ours is."""
+    """Return a row for each quantity; a ratio is how many times better ours is."""
     rows = []
     for i, what in enumerate(MEASURED):
         row = Row(
@@ -352,7 +358,7 @@ def over_vllm(
 
 
 def _gaps(seen: list[Seen]) -> str:
-    """Between two parts of a stream."""
+    """Return the median of the gaps between two parts of a stream."""
     return f"{statistics.median(one.gap for one in seen):.0f}"
 
 
@@ -360,7 +366,7 @@ def _gaps(seen: list[Seen]) -> str:
 
 
 def rollouts(ours: Side, batch: int, group: int, rounds: int) -> Row:
-    """Tokens/s of the same rollouts over the server and in process, in turns."""
+    """Return the row of the same rollouts over the server and in process, in turns."""
     sides: dict[str, list[float]] = {"server": [], "engine": []}
     for i in range(rounds + 1):  # the first compiles what these shapes need
         prompts = ours.prompts(batch // group, ROLLED, seed=100 + i)
@@ -373,7 +379,7 @@ def rollouts(ours: Side, batch: int, group: int, rounds: int) -> Row:
 
 
 def over_http(ours: Side, prompts: list[list[int]], group: int) -> float:
-    """As a trainer asks a server: ids in, ids and log-probs out, all requests at once."""
+    """Ask the server as a trainer does, all requests at once; return the seconds."""
     answer = ours.ask(
         ours.served.url,
         prompts,
@@ -391,14 +397,11 @@ def over_http(ours: Side, prompts: list[list[int]], group: int) -> float:
 
 
 def in_process(ours: Side, prompts: list[list[int]], group: int) -> float:
-    """`generate`, with the lookahead that is best for it."""
+    """Call `generate` at the pace that is best for it; return the seconds."""
     asked = [Request(ids, n=group, max_tokens=NEW, ignore_eos=True, seed=7) for ids in prompts]
 
     def generate(engine: Engine) -> float:
-        began = time.perf_counter()
-        engine.generate(asked)
-        synchronize(engine.model.device)
-        return time.perf_counter() - began
+        return seconds_of(lambda: engine.generate(asked), engine.model.device)
 
     ours.take(Pace())
     try:
@@ -411,7 +414,8 @@ def in_process(ours: Side, prompts: list[list[int]], group: int) -> float:
 
 
 def updates(ours: Side, device: torch.device) -> list[Row]:
-    """The longest gap of any stream: without an update, in one, and in one while paused."""
+    """Return the rows of the longest gap of any stream: without an update, in one, and while
+    paused."""
     engine = ours.served.engine
     master = random_model(ours.config, device, engine.model.dtype, seed=1)
     seconds: list[float] = []
@@ -445,7 +449,7 @@ def updates(ours: Side, device: torch.device) -> list[Row]:
 
 
 def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
-    """Seconds of the longest gap of any stream that ended after `act` began, in mid-stream."""
+    """Call `act` in mid-stream; return the seconds of the longest gap that ended after it began."""
     engine = ours.served.engine
     answers: list[dict[str, Any] | Exception] = []
 
@@ -481,36 +485,13 @@ def gap(ours: Side, act: Callable[[], None], seed: int) -> float:
     return max(later, default=0.0)
 
 
-# -- for who tunes the server ----------------------------------------------------------------------
-
-
-def paces(steps: int) -> list[Pace]:
-    """Prompts gathered, in small passes, and in the same pass as rows."""
-    return [
-        Pace(steps, steps - 1, 8192, False),
-        Pace(steps, 0, 4096, False),
-        Pace(steps, 0, 8192, True),
-        Pace(steps, 0, 4096, True),
-    ]
-
-
-def compare(ours: Side, args: argparse.Namespace) -> None:
-    """What clients see by the pace."""
-    for i, pace in enumerate(paces(args.pace.steps or LOOKAHEAD)):
-        ours.take(pace)
-        for concurrency in args.concurrency:
-            one = ours.stream(ours.served.url, requests(concurrency), concurrency, 2000 + i)
-            say(f"{pace}, C={concurrency}: {tell(one)}")
-    ours.take(ours.pace)
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
 def measure(
     args: argparse.Namespace, format: str, folder: Path, store: Callable[..., None]
 ) -> bool:
-    """All parts of a format; whether all of them came to their end."""
+    """Measure all parts of a format; tell if all of them came to their end."""
     with ExitStack() as stack:
         vllm = None
         if "vllm" in args.parts and args.peer == "vllm":
@@ -527,7 +508,6 @@ def measure(
             "vllm": lambda: beside_vllm(ours, vllm, args, store),
             "rollout": rolled,
             "update": lambda: store(updates(ours, args.device)),
-            "pace": lambda: compare(ours, args),
         }
         complete = True
         for name in [name for name in PARTS if name in args.parts]:
@@ -559,35 +539,25 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(
         __doc__,
         out=BASELINES,
+        model=OneOf([*SHAPES, "demo"], "qwen2.5-7b"),
+        formats=SomeOf(formats(), []),
         concurrency=[1, 16, 64, 256],
         batches=[64, 256],
         rounds=2,
+        parts=SomeOf(PARTS),
+        client=OneOf(("vllm", "own"), "vllm"),
         device="auto",
+        threads=1,
     )
     add_options(parser, "vllm")
-    models = [*SHAPES, "demo"]
-    parser.add_argument("--model", default="qwen2.5-7b", choices=models, metavar="NAME")
-    parser.add_argument("--formats", nargs="+", choices=formats(), metavar="NAME")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
-    parser.add_argument("--client", default="vllm", choices=("vllm", "own"))
-    parser.add_argument("--lookahead", type=int, help="steps; default: that of `lowroll serve`")
-    parser.add_argument(
-        "--prompts",
-        type=json.loads,
-        default={},
-        metavar="JSON",
-        help='how prompts run; default: as in `lowroll serve`, e.g. {"max_prefill_tokens": 8192}',
-    )
-    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     args = parser.parse_args(argv)
     try:
         args.device = pick_device(args.device)
     except ValueError as error:
         parser.error(str(error))
     on_gpu = args.device.type == "cuda"
-    ours = PROMPTS if on_gpu else {"gather": (args.lookahead or 1) - 1}
-    args.pace = Pace(args.lookahead or (LOOKAHEAD if on_gpu else None), **{**ours, **args.prompts})
-    args.formats = args.formats or ["bf16" if args.device.type == "cuda" else "fp32"]
+    args.pace = Pace(LOOKAHEAD, **PROMPTS) if on_gpu else Pace()
+    args.formats = args.formats or ["bf16" if on_gpu else "fp32"]
     unknown = sorted(set(args.formats) - set(vllm_worker.FORMATS))
     if "vllm" in args.parts and args.peer == "vllm" and unknown:
         parser.error(f"--formats: vLLM is not measured with {', '.join(unknown)}; --peer none")

@@ -87,7 +87,7 @@ def random_model(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Transformer:
-    """A frozen decoder of these sizes with seeded random weights, made on the device."""
+    """Return a frozen decoder of these sizes with seeded random weights, made on the device."""
     model = Transformer(spec_from_config(config), device, dtype)
     generator = torch.Generator(device=model.device).manual_seed(seed)
     for name, p in model.named_parameters():
@@ -101,7 +101,7 @@ def random_model(
 
 
 def _route_by_token(model: Transformer) -> None:
-    """Every expert as likely as any other, whatever the context (`bench.routing` counts)."""
+    """Make every expert as likely as any other, whatever the context (`bench.routing` counts)."""
     reserved = model.spec.hidden_size // 16
     for block in model.blocks:
         assert isinstance(block, Block) and block.experts is not None

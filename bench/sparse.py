@@ -152,7 +152,7 @@ HELD_OUT = 256
 def settings(
     arm: str, seed: int, steps: int, folder: Path, device: str, change: Mapping[str, Any]
 ) -> RunConfig:
-    """The run of an arm and a seed, as a user's YAML file would say it."""
+    """Return the run of an arm and a seed, as a user's YAML file would say it."""
     tree = merged(merged(SETTINGS, change), ARMS[arm])
     return placed(tree, arm, seed, steps, folder, device)
 
@@ -206,7 +206,7 @@ def train(
     device: str,
     change: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """One run, in a process of its own. Returns its curves and what the model reaches before and
+    """Run in a process of its own; return its curves and what the model reaches before and
     after, with a dense cache and with the arm's own."""
     began = time.monotonic()
     cfg = settings(arm, seed, steps, folder, device, change)
@@ -224,7 +224,7 @@ def train(
 
 
 def recorded(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """The curves of CURVES, and those of FAMILIES that the run has."""
+    """Return the curves of CURVES, and those of FAMILIES that the run has."""
     own = {name for record in records for name in record if name.startswith(FAMILIES)}
     return {
         name: [short(record.get(name)) for record in records] for name in (*CURVES, *sorted(own))
@@ -249,7 +249,7 @@ SAVED = "kv/saving_final"
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A row of HEAD for each arm: means over its seeds, ranges in parentheses."""
+    """Return a row of HEAD for each arm: means over its seeds, ranges in parentheses."""
     rows: list[tuple[str, ...]] = []
     for arm in dict.fromkeys(one["variant"] for one in runs):
         own = [one for one in runs if one["variant"] == arm]
@@ -278,7 +278,8 @@ def _over(runs: Sequence[Mapping[str, Any]], name: str, count: int | None, form:
 
 
 def _mean(one: Mapping[str, Any], name: str, count: int | None) -> float | None:
-    """Over the first `count` steps, the last -`count`, or all; None where nothing was recorded."""
+    """Return the mean over the first `count` steps, the last -`count`, or all; None where nothing
+    was recorded."""
     curve = one["curves"].get(name, [])
     part = curve[count:] if count is not None and count < 0 else curve[:count]
     known = [value for value in part if value is not None]
@@ -286,7 +287,7 @@ def _mean(one: Mapping[str, Any], name: str, count: int | None) -> float | None:
 
 
 def stored(path: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The runs that the file has with these settings and as many steps."""
+    """Return the runs that the file has with these settings and as many steps."""
     if not path.is_file():
         return []
     record = json.loads(path.read_text())

@@ -26,7 +26,7 @@ SHARED = Path("/dev/shm")
 
 
 def rows(model: str, format: str, device: torch.device) -> list[Row]:
-    """Both rows, of a folder that is deleted afterwards."""
+    """Return both rows, of a folder that is deleted afterwards."""
     files = hf.contents(random_model(SHAPES[model], device))
     with tempfile.TemporaryDirectory(
         dir=_place(sum(tensor.nbytes for tensor in files[1].values()))
@@ -44,7 +44,7 @@ def rows(model: str, format: str, device: torch.device) -> list[Row]:
 
 
 def report(folder: str, format: str) -> int:
-    """In the new process: print the seconds."""
+    """Print, in the new process, the seconds."""
     from lowroll import Engine, Request
 
     # Everything before this line: the interpreter, torch and lowroll.
@@ -57,7 +57,7 @@ def report(folder: str, format: str) -> int:
 
 
 def _process_began() -> float:
-    """Unix time at which this process was started."""
+    """Return the Unix time at which this process was started."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     booted = next(
         int(line.split()[1])
@@ -68,7 +68,7 @@ def _process_began() -> float:
 
 
 def _place(num_bytes: int) -> Path:
-    """Memory, when the folder fits there twice; the temporary folder, and its page cache,
+    """Return memory, when the folder fits there twice; the temporary folder, and its page cache,
     otherwise."""
     fits = SHARED.is_dir() and shutil.disk_usage(SHARED).free > 2 * num_bytes
     return SHARED if fits else Path(tempfile.gettempdir())

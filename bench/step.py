@@ -13,14 +13,11 @@ the steps after a first one that warms up. A second measurement is publication a
 weights of a bfloat16 learner into another format, in place: `weights.publish.publish` as the
 trainer calls it.
 
-    python -m bench.step [--cases NAME ...] [--steps 3] [--publish qwen2.5-7b:fp8 ...]
-                         [--out FOLDER]
+    python -m bench.step [--cases NAME ...] [--steps 3] [--out FOLDER]
 """
 
 from __future__ import annotations
 
-import gc
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,15 +28,24 @@ from typing import Any
 
 import torch
 
-from bench.harness import Results, Row, parser_of, seconds_of, settle, synchronize
+from bench.harness import (
+    Results,
+    Row,
+    SomeOf,
+    parser_of,
+    released,
+    seconds_of,
+    settle,
+    synchronize,
+)
 from bench.shapes import SHAPES, random_model
 from bench.targets import publishing
+from bench.work import Work
 from lowroll import Engine, Request
 from lowroll.advantages.group import grpo
 from lowroll.model import lora
 from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
-from lowroll.quant.formats import formats
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
 from lowroll.trainer.step import Forward, LearnSettings, learn
@@ -52,7 +58,7 @@ PARTS = ("generate", "score", "log-prob", "update", "publish", "idle")
 
 @dataclass(frozen=True)
 class Case:
-    """Which model learns how, and what it rolls out with."""
+    """A model, how it learns, and the format of its rollouts."""
 
     model: str
     weights: str
@@ -69,6 +75,7 @@ class Case:
         return f"{self.model} {learning}, {self.weights} rollouts"
 
 
+PUBLISHED = ("qwen2.5-7b", "fp8")  # model, and format that its weights are published into
 CASES = {
     "1.5b": Case("qwen2.5-1.5b", "fp8", tokens_per_microbatch=16384),
     "7b-lora": Case("qwen2.5-7b", "fp8", 16),
@@ -92,8 +99,7 @@ class Clock:
 
     @contextmanager
     def log_probs(self) -> Iterator[None]:
-        """Inside, passes of the learner that have no objective count as log-prob and not as
-        update."""
+        """Count passes of the learner without an objective as log-prob, and not as update."""
         run = Forward.run
 
         def timed(forward: Forward, indices: Sequence[int], objective: Any = None) -> Any:
@@ -136,7 +142,7 @@ class Loop:
         )
 
     def step(self) -> dict[str, float]:
-        """One RL step; its seconds by part."""
+        """Make one RL step; return its seconds by part."""
         clock = Clock(self.device)
         synchronize(self.device)
         began = time.perf_counter()
@@ -156,17 +162,12 @@ class Loop:
         return clock.seconds
 
     def _requests(self) -> list[Request]:
-        case, dice = self.case, random.Random(self.version)
+        """Return requests for random prompts that no step had before."""
+        case, new = self.case, self.case.new_tokens
+        work = Work(case.prompts * case.samples, case.prompt_tokens, new, case.samples)
         return [
-            Request(
-                [dice.randrange(2, self.model.spec.vocab_size) for _ in range(case.prompt_tokens)],
-                n=case.samples,
-                max_tokens=case.new_tokens,
-                min_tokens=case.new_tokens,
-                ignore_eos=True,
-                seed=self.version,
-            )
-            for _ in range(case.prompts)
+            Request(ids, n=case.samples, seed=self.version, **work.asked(new))
+            for ids in work.prompts(self.model.spec.vocab_size, self.version)
         ]
 
 
@@ -184,7 +185,7 @@ def _count(token_ids: Sequence[int]) -> Score:
 
 
 def _batch(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Batch:
-    """What the orchestrator would hand over."""
+    """Return the batch that the orchestrator would hand over."""
     samples = []
     for index, (group, marks) in enumerate(zip(groups, scores, strict=True)):
         prompt = Prompt(str(index), "stub", [])
@@ -208,7 +209,7 @@ def _batch(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]
 
 
 def step_rows(case: Case, device: torch.device, steps: int) -> list[Row]:
-    """Seconds of the parts, of the whole, and the tokens/s that the whole step comes to."""
+    """Return the seconds of the parts and of the whole step, and its tokens a second."""
     loop = Loop(case, device)
     loop.step()
     taken = [loop.step() for _ in range(steps)]
@@ -226,7 +227,8 @@ def step_rows(case: Case, device: torch.device, steps: int) -> list[Row]:
 
 
 def publish_rows(model: str, weights: str, device: torch.device, rounds: int = 9) -> list[Row]:
-    """Milliseconds of publication alone, and with the digest that `update_weights` takes."""
+    """Return the milliseconds of publication alone, and with the digest that `update_weights`
+    takes."""
     master = random_model(SHAPES[model], device)
     engine = Engine(
         master,
@@ -260,23 +262,15 @@ def _places(model: Transformer) -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, steps=3, device="auto")
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="NAME")
-    parser.add_argument("--publish", nargs="*", default=["qwen2.5-7b:fp8"], metavar="MODEL:FORMAT")
+    parser = parser_of(__doc__, cases=SomeOf(CASES), steps=3, device="auto")
     args = parser.parse_args(argv)
     device, out = settle(parser, args.device, args.out)
     results = Results("step", out, steps=args.steps)
-    for pair in args.publish:
-        name, _, weights = pair.partition(":")
-        if name not in SHAPES or weights not in formats():
-            parser.error(f"--publish: {pair!r} is not MODEL:FORMAT, such as qwen2.5-7b:fp8")
-    jobs = [partial(publish_rows, *pair.split(":"), device) for pair in args.publish]
+    jobs = [partial(publish_rows, *PUBLISHED, device)]
     jobs += [partial(step_rows, CASES[name], device, args.steps) for name in args.cases]
     for job in jobs:
-        results.add(job())
-        gc.collect()  # an engine and its scheduler hold each other
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        with released():
+            results.add(job())
     return results.finish("A whole RL step")
 
 

@@ -29,53 +29,53 @@ class Target:
 
 
 def named(model: str, format: str, work: str, codes: bool = False) -> str:
-    """In front of what rows of a work say (`Work.title`). codes: of a 4-bit format at default settings,
-    without dense copies."""
+    """Return the beginning of the names of rows of a work (`Work.title`). codes: of a 4-bit format
+    at default settings, without dense copies."""
     return " ".join(filter(None, (model, format, "from codes" if codes else "", work)))
 
 
 def batch_of(model: str, format: str, batch: int, codes: bool = False) -> str:
-    """The same of a batch of an RL step."""
+    """Return the same of a batch of an RL step."""
     return named(model, format, Work(batch).title, codes)
 
 
 def rollout(work: str) -> str:
-    """Name of the row of whole calls of a work, in tokens/s."""
+    """Return the name of the row of whole calls of a work, in tokens/s."""
     return f"{work}: rollout"
 
 
 def decoding(work: str) -> str:
-    """Name of the row of ms a decode step."""
+    """Return the name of the row of ms a decode step."""
     return f"{work}: decode step"
 
 
 def prefill(work: str) -> str:
-    """Name of the row of calls for one token, in prompt tokens/s."""
+    """Return the name of the row of calls for one token, in prompt tokens/s."""
     return f"{work}: prefill"
 
 
 def roof(work: str) -> str:
-    """Name of the row of the bandwidth roofline's fraction."""
+    """Return the name of the row of the bandwidth roofline's fraction."""
     return f"{work}: fraction of the bandwidth roofline"
 
 
 def over_plain(work: str) -> str:
-    """Name of the row of filtered sampling over our own plain sampling, in tokens/s."""
+    """Return the name of the row of filtered sampling over our own plain sampling, in tokens/s."""
     return f"{work}: over plain sampling"
 
 
 def over_family(format: str) -> str:
-    """What is added to a row's name that is held against vLLM in another format."""
+    """Return what is added to a row's name that is held against vLLM in another format."""
     return f" over {'int4 by Machete' if format == MACHETE else format}"
 
 
 def first_answer(work: str) -> str:
-    """Name of the row of ms to the first token of one prompt."""
+    """Return the name of the row of ms to the first token of one prompt."""
     return f"{work}: first token of a prompt of 256"
 
 
 def memory(engine: str) -> str:
-    """Name of the row of the memory that an engine takes with its cache."""
+    """Return the name of the row of the memory that an engine takes with its cache."""
     return f"{engine}: memory in all"
 
 
@@ -92,18 +92,18 @@ def publishing(model: str, format: str) -> str:
 
 
 def thousands(context: int) -> str:
-    """4096 is 4k."""
+    """Return 4k for 4096."""
     return f"{context >> 10}k" if context >= 1024 else str(context)
 
 
 def case(model: str, weights: str, cache: str, batch: int, context: int | None = None) -> str:
-    """A cache at a batch, and at a mean context where that matters (`bench.kv`)."""
+    """Name a cache at a batch, and at a mean context where that matters (`bench.kv`)."""
     where = "" if context is None else f"{thousands(context)} "
     return f"{model} {weights} {cache} {where}B={batch}"
 
 
 def over_dense(model: str, weights: str, cache: str, batch: int, context: int) -> str:
-    """Name of the row of a decode step over that with our own dense bfloat16 cache."""
+    """Return the name of the row of a decode step over that with our own dense bfloat16 cache."""
     return f"{case(model, weights, cache, batch, context)}: decode step over dense"
 
 
@@ -112,22 +112,24 @@ def over_vllm(model: str, weights: str, cache: str, batch: int, context: int) ->
 
 
 def compacting(model: str, weights: str, cache: str, batch: int) -> str:
-    """Name of the row of the share of time that compactions take."""
+    """Return the name of the row of the share of time that compactions take."""
     return f"{case(model, weights, cache, batch)}: compactions' share of decoding"
 
 
 def fullest(model: str, weights: str, cache: str, context: int) -> str:
-    """Name of the row of the largest batch that fits, in tokens/s."""
+    """Return the name of the row of the largest batch that fits, in tokens/s."""
     return f"{model} {weights} {cache} {thousands(context)}, largest batch: tokens/s"
 
 
 def over_vllm_server(model: str, format: str, concurrency: int, what: str) -> str:
-    """Name of the row of what clients see, at so many requests at a time, over `vllm serve`."""
+    """Return the name of the row of what clients see, at so many requests at a time, over `vllm
+    serve`."""
     return f"{model} {format} C={concurrency} over vllm serve: {what}"
 
 
 def through_server(model: str, format: str, batch: int, group: int) -> str:
-    """Name of the row of rollouts over the server, in tokens/s, over the engine without it."""
+    """Return the name of the row of rollouts over the server, in tokens/s, over the engine without
+    it."""
     return f"{model} {format} B={batch} n={group}: rollouts over the server"
 
 
@@ -149,7 +151,8 @@ def _rollouts(
 
 
 def _filters(model: str) -> tuple[Target, ...]:
-    """Of bfloat16, beside vLLM and beside our own plain sampling."""
+    """Return the targets of filtered sampling in bfloat16, beside vLLM and beside our own plain
+    sampling."""
     both = [named(model, "bf16", Work(batch, sampling=FILTERS).title) for batch in (64, 256)]
     each = list(SAMPLINGS)[2:]
     more = [named(model, "bf16", Work(64, sampling=one).title) for one in each]
@@ -174,7 +177,7 @@ def _filters(model: str) -> tuple[Target, ...]:
 
 
 def _apart(model: str) -> tuple[Target, ...]:
-    """Different prompts, over vLLM."""
+    """Return the targets of different prompts, over vLLM."""
     short, long = (named(model, "fp8", work.title) for work in APART["fp8"])
     (four,) = (named(model, "nvfp4", work.title, codes=True) for work in APART["nvfp4"])
     return (
@@ -204,7 +207,8 @@ def _apart(model: str) -> tuple[Target, ...]:
 
 
 def _codes() -> tuple[Target, ...]:
-    """4 bits at default settings, over vLLM in the same format and in int4 by Machete."""
+    """Return the targets of 4 bits at default settings, over vLLM in the same format and in int4 by
+    Machete."""
 
     def over(model: str, family: str, must: Bounds, aim: Bounds) -> Target:
         rows = [rollout(batch_of(model, "nvfp4", batch, codes=True)) for batch in (64, 256)]
@@ -234,7 +238,7 @@ def _codes() -> tuple[Target, ...]:
 
 
 def _first(model: str, formats: tuple[str, ...]) -> Target:
-    """ms until one prompt has its first token."""
+    """Return the target of ms until one prompt has its first token."""
     return Target(
         f"{model}, ms to the first token of one prompt of 256 tokens, {' / '.join(formats)}",
         "decode",
@@ -248,7 +252,7 @@ def _first(model: str, formats: tuple[str, ...]) -> Target:
 
 
 def _caches(weights: str) -> tuple[Target, ...]:
-    """Of the 7B shapes, over our own dense bfloat16 cache."""
+    """Return the targets of caches of the 7B shapes, over our own dense bfloat16 cache."""
     what = ("qwen2.5-7b", weights)
     return (
         Target(
@@ -290,7 +294,8 @@ CONCURRENCY = (1, 16, 64, 256)
 
 
 def _served(model: str, format: str) -> tuple[Target, ...]:
-    """As fast as the engine without a server, all but a tenth, and ahead of `vllm serve`."""
+    """Return the targets of the server: as fast as the engine without a server, all but a tenth,
+    and ahead of `vllm serve`."""
     cases = [(batch, group) for group in (1, 8) for batch in (64, 256)]
     inside = Target(
         f"{model} {format}, rollouts over the server over those in process, n = 1: B = 64 / 256, "
@@ -366,7 +371,7 @@ TARGETS: tuple[Target, ...] = (
 
 
 def aimed(rows: Iterable[Row]) -> list[Row]:
-    """The rows with what their targets demand of them."""
+    """Return the rows with what their targets demand of them."""
     wanted = {
         name: (must, aim, target.goal)
         for target in TARGETS
@@ -406,7 +411,7 @@ REASONS: dict[str, str] = {
     "product reaches 1,000 TOPS, and a kernel of wgmma in CUDA with K dealt evenly 880 (tables: "
     "docs/LOG.md)",
     "qwen2.5-7b bf16 fp8 16k B=64: decode step over dense": "1.35 and 1.42 in its two turns: "
-    "attention alone is 1.73 times faster (330 us a layer for 571, `bench.kv_decode`), and the "
+    "attention alone is 1.73 times faster (330 us a layer for 571), and the "
     "other 4.7 ms of the step, most of them weights, stay as they are",
     "qwen2.5-7b nvfp4 fp8 16k B=64: decode step over dense": "1.36 and 1.41 in its two turns, as "
     "with bf16 weights: attention alone is 1.73 times faster, the rest of the step stays",
@@ -437,7 +442,7 @@ REASONS: dict[str, str] = {
 
 
 def reason(row: Row) -> str:
-    """Why the row misses its target; empty for one that does not miss, or that nobody has looked
-    into."""
+    """Return why the row misses its target; empty for one that does not miss, or that nobody has
+    looked into."""
     known = (text for name, text in REASONS.items() if row.name.startswith(name))
     return next(known, "") if row.verdict == "missed" else ""

@@ -23,21 +23,29 @@ of its turns, so the memory of the other is never in its peak, and runs one step
 
 from __future__ import annotations
 
-import gc
 import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.harness import Row, finish, parser_of, settle, speed_row
-from bench.samples import batch_of
+from bench.harness import (
+    Row,
+    SomeOf,
+    finish,
+    parser_of,
+    release,
+    say,
+    seconds_of,
+    settle,
+    speed_row,
+)
+from bench.samples import batch_of, random_ids
 from bench.shapes import SHAPES, random_model
 from lowroll.model import lora
+from lowroll.model.transformer import Transformer
 from lowroll.objectives.objective import select
 from lowroll.trainer import recompute
 from lowroll.trainer.optim import Optimizer, OptimSettings
@@ -47,12 +55,13 @@ from lowroll.weights import aligned
 
 RANK, ALPHA, RATE = 16, 32.0, 1e-5
 STEPS = 3  # timed steps of a turn
+Bounds = tuple[float | None, float | None]  # must and aim
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: a model's config, with an adapter or in full, on `rows` sequences of
-    `length` tokens."""
+    """A model that is trained, with an adapter or in full, on `rows` sequences of `length`
+    tokens."""
 
     name: str
     config: dict[str, Any]
@@ -86,7 +95,7 @@ MUST_FP8 = {"qwen2.5-1.5b": (56e3, 60e3), "qwen2.5-7b": (21e3, 24e3)}  # tokens/
 
 @dataclass(frozen=True)
 class PeerSetting:
-    """How the peer gets through its rows: in how many pieces, and with checkpointing or not."""
+    """The number of pieces of the peer's rows, and its gradient checkpointing."""
 
     pieces: int
     checkpointing: bool
@@ -107,15 +116,13 @@ class Turn:
 
 
 def batch(job: Job) -> Batch:
-    """Groups of 4 responses of `length` tokens to prompts of one, with advantages of both signs."""
-    generator = torch.Generator().manual_seed(1)
-    vocab, size = job.config["vocab_size"], (job.length + 1,)
-    rows = [torch.randint(0, vocab, size, generator=generator).tolist() for _ in range(job.rows)]
-    return batch_of(rows, prompt=1, weights="bf16", group=4)
+    """Return groups of 4 responses of `length` tokens to prompts of one."""
+    ids = random_ids(job.config["vocab_size"], job.rows, job.length + 1)
+    return batch_of(ids.tolist(), prompt=1, weights="bf16", group=4)
 
 
-def ours(job: Job) -> Callable[[], object]:
-    """A call that makes one step with the trainer."""
+def learner(job: Job) -> Transformer:
+    """Return our model with what learns in it."""
     model = random_model(job.config, job.device, job.dtype).train()
     if job.lora:
         lora.attach(model, RANK, ALPHA)
@@ -123,7 +130,34 @@ def ours(job: Job) -> Callable[[], object]:
         model.requires_grad_(True)
     if job.fp8:
         aligned.transpose(aligned.align(model, "fp8"))
-    recompute.apply(model, job.checkpointing)
+    return model
+
+
+def peer_model(job: Job, dtype: torch.dtype, checkpointing: bool, device: Any) -> Any:
+    """Return transformers' model with SDPA attention, and PEFT's adapter where one learns."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plain = {key: value for key, value in job.config.items() if key != "torch_dtype"}
+    config = AutoConfig.for_model(**plain)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not job.lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    if checkpointing:
+        model.enable_input_require_grads()
+    targets = list(lora.TARGETS)
+    adapter = LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", target_modules=targets)
+    return get_peft_model(model, adapter)
+
+
+def ours(job: Job) -> Callable[[], object]:
+    """Return a call that makes one step with the trainer."""
+    model = recompute.apply(learner(job), job.checkpointing)
     optimizer = Optimizer(model.trainable_parameters(), OptimSettings(learning_rate=RATE))
     settings = LearnSettings(
         select("grpo"), tokens_per_microbatch=job.tokens, logprob_chunk=job.logprob_chunk
@@ -133,37 +167,11 @@ def ours(job: Job) -> Callable[[], object]:
 
 
 def peer(job: Job, setting: PeerSetting) -> Callable[[], object]:
-    """A call that makes one step with transformers, and PEFT for an adapter."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        **{key: value for key, value in job.config.items() if key != "torch_dtype"}
-    )
-    with torch.device(job.device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=job.dtype, attn_implementation="sdpa"
-        )
-    model.train()
-    if setting.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if job.lora:
-        from peft import LoraConfig, get_peft_model
-
-        if setting.checkpointing:
-            model.enable_input_require_grads()
-        model = get_peft_model(
-            model,
-            LoraConfig(
-                r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", target_modules=list(lora.TARGETS)
-            ),
-        )
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=RATE, fused=True
-    )
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(
-        0, job.config["vocab_size"], (job.rows, job.length), generator=generator
-    ).to(job.device)
+    """Return a call that makes one step with transformers, and PEFT for an adapter."""
+    model = peer_model(job, job.dtype, setting.checkpointing, job.device)
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=RATE, fused=True)
+    ids = random_ids(job.config["vocab_size"], job.rows, job.length).to(job.device)
 
     def step() -> None:
         for piece in ids.chunk(setting.pieces):
@@ -176,84 +184,75 @@ def peer(job: Job, setting: PeerSetting) -> Callable[[], object]:
 
 def turn(build: Callable[[], Callable[[], object]], steps: int, on_cuda: bool) -> Turn:
     """Build a side, warm it up, time its steps, and forget it."""
-    gc.collect()
+    release()
     if on_cuda:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     seconds = timed(build(), steps, on_cuda)
     return Turn(seconds, torch.cuda.max_memory_allocated() if on_cuda else 0)
 
 
 def timed(step: Callable[[], object], steps: int, on_cuda: bool) -> float:
-    """Median seconds of a step; the first is not counted."""
-    wait = torch.cuda.synchronize if on_cuda else lambda: None
-    seconds = []
-    for _ in range(1 + steps):
-        wait()
-        began = time.perf_counter()
-        step()
-        wait()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
+    """Return the median seconds of a step; the first is not counted."""
+    device = torch.device("cuda" if on_cuda else "cpu")
+    return statistics.median([seconds_of(step, device) for _ in range(1 + steps)][1:])
 
 
 def fitting(job: Job) -> dict[PeerSetting, Turn]:
-    """A turn of the peer in every setting that fits."""
+    """Return a turn of the peer in every setting that fits."""
     found = {}
     for setting in PEER_SETTINGS:
         try:
-            found[setting] = turn(lambda s=setting: peer(job, s), 1, job.device == "cuda")  # type: ignore[misc]
-            print(
-                f"{job.title}: peer, {setting}: {job.tokens / found[setting].seconds:,.0f} tokens/s, "
-                f"{found[setting].bytes / 2**30:.1f} GiB",
-                file=sys.stderr,
-            )
+            found[setting] = turn(partial(peer, job, setting), 1, job.device == "cuda")
+            told = f"{job.tokens / found[setting].seconds:,.0f} tokens/s"
+            say(f"{job.title}: peer, {setting}: {told}, {found[setting].bytes / 2**30:.1f} GiB")
         except torch.OutOfMemoryError:
-            print(f"{job.title}: peer, {setting}: does not fit", file=sys.stderr)
+            say(f"{job.title}: peer, {setting}: does not fit")
     return found
+
+
+def in_turns(
+    job: Job, builds: dict[str, Callable[[], Callable[[], object]]], rounds: int, steps: int
+) -> dict[str, list[Turn]]:
+    """Return the turns of each side."""
+    sides: dict[str, list[Turn]] = {side: [] for side in builds}
+    for number in range(rounds):
+        for side, build in builds.items():
+            sides[side].append(turn(build, steps, job.device == "cuda"))
+        told = [f"{side} {job.tokens / turns[-1].seconds:,.0f}" for side, turns in sides.items()]
+        say(f"{job.title}: round {number + 1} of {rounds}: {', '.join(told)} tokens/s")
+    return sides
 
 
 def compare(
     job: Job,
     rounds: int,
-    must: tuple[float, float],
+    must: Bounds,
     steps: int = STEPS,
-    must_fp8: tuple[float | None, float | None] = (None, None),
+    must_fp8: Bounds = (None, None),
 ) -> list[Row]:
-    """All sides in turns; the rows of speed and, on CUDA, of memory."""
-    on_cuda, tried = job.device == "cuda", fitting(job)
+    """Run all sides in turns; return the rows of speed and, on CUDA, of memory."""
+    tried = fitting(job)
     fastest = min(tried, key=lambda s: tried[s].seconds)
-    builds: dict[str, Callable[[], Callable[[], object]]] = {
-        "ours": lambda: ours(job),
-        "fp8": lambda: ours(replace(job, fp8=True)),
-        "peer": lambda: peer(job, fastest),
-    }
-    sides: dict[str, list[Turn]] = {side: [] for side in builds}
-    for number in range(rounds):
-        for side, build in builds.items():
-            sides[side].append(turn(build, steps, on_cuda))
-        told = ", ".join(
-            f"{side} {job.tokens / turns[-1].seconds:,.0f} tokens/s"
-            for side, turns in sides.items()
-        )
-        print(f"{job.title}: round {number + 1} of {rounds}: {told}", file=sys.stderr)
+    builds = {**ours_both(job), "peer": partial(peer, job, fastest)}
+    sides = in_turns(job, builds, rounds, steps)
     seconds = {side: [t.seconds for t in turns] for side, turns in sides.items()}
-    ratios = [theirs / mine for mine, theirs in zip(seconds["ours"], seconds["peer"], strict=True)]
-    speed = Row(
-        f"{job.title}: transformers{' + PEFT' if job.lora else ''} ({fastest})",
-        "tokens/s",
-        job.tokens / statistics.median(seconds["ours"]),
-        job.tokens / statistics.median(seconds["peer"]),
-        statistics.median(ratios),
-        (min(ratios), max(ratios)),
-        *must,
-    )
-    rows = [speed, low_bit(job, seconds["fp8"], seconds["ours"], must_fp8)]
-    if not on_cuda:
+    whose = f"transformers{' + PEFT' if job.lora else ''} ({fastest})"
+    rows = [
+        speed_row(
+            f"{job.title}: {whose}",
+            job.tokens,
+            "tokens/s",
+            seconds["ours"],
+            seconds["peer"],
+            *must,
+        ),
+        low_bit(job, seconds, must_fp8),
+    ]
+    if job.device != "cuda":
         return rows
     peak = max(t.bytes for t in sides["ours"])
 
-    def memory(setting: PeerSetting, what: str, must: tuple[float | None, float | None]) -> Row:
+    def memory(setting: PeerSetting, what: str, must: Bounds) -> Row:
         theirs = tried[setting].bytes
         return Row(
             f"{job.title}: peak memory, ours / the peer's {what}",
@@ -267,70 +266,44 @@ def compare(
             note=f"the peer: {setting}",
         )
 
-    whole = [setting for setting in tried if setting.pieces == 1]
-    return [
-        *rows,
-        memory(fastest, "at that speed", MUST_MEMORY),
-        *(
-            [memory(min(whole, key=lambda s: tried[s].bytes), "least", (None, None))]
-            if whole
-            else []
-        ),
-    ]
+    rows.append(memory(fastest, "at that speed", MUST_MEMORY))
+    if whole := [setting for setting in tried if setting.pieces == 1]:
+        rows.append(memory(min(whole, key=lambda s: tried[s].bytes), "least", (None, None)))
+    return rows
 
 
-def ours_alone(
-    job: Job, rounds: int, steps: int, must: tuple[float | None, float | None]
-) -> list[Row]:
-    """Ours in fp8 and dense in turns."""
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(rounds):
-        for fp8 in seconds:
-            one = replace(job, fp8=fp8)
-            made = turn(partial(ours, one), steps, job.device == "cuda")
-            seconds[fp8].append(made.seconds)
-            told = f"{job.tokens / made.seconds:,.0f} tokens/s, {made.bytes / 2**30:.1f} GiB"
-            print(f"{job.title}: {'fp8' if fp8 else job.dtype}: {told}", file=sys.stderr)
-    return [low_bit(job, seconds[True], seconds[False], must)]
+def ours_both(job: Job) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Return ours in fp8 and dense."""
+    return {"ours": partial(ours, job), "fp8": partial(ours, replace(job, fp8=True))}
 
 
-def low_bit(
-    job: Job,
-    fp8: list[float],
-    dense: list[float],
-    must: tuple[float | None, float | None],
-) -> Row:
-    """The row of the learner in fp8 over the dense one, of seconds a step."""
+def ours_alone(job: Job, rounds: int, steps: int, must: Bounds) -> list[Row]:
+    """Return the row of ours in fp8 and dense in turns."""
+    sides = in_turns(job, ours_both(job), rounds, steps)
+    return [low_bit(job, {side: [t.seconds for t in turns] for side, turns in sides.items()}, must)]
+
+
+def low_bit(job: Job, seconds: Mapping[str, list[float]], must: Bounds) -> Row:
+    """Return the row of the learner in fp8 over the dense one."""
     row = speed_row(
         f"{job.title}: forward and input gradients in fp8 / {str(job.dtype)[6:]}",
         job.tokens,
         "tokens/s",
-        fp8,
-        dense,
-        must[0],
+        seconds["fp8"],
+        seconds["ours"],
+        *must,
     )
-    return replace(row, aim=must[1], goal="ours at least")
+    return replace(row, goal="ours at least")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, rounds=3)
+    parser = parser_of(__doc__, models=SomeOf(JOBS), rounds=3, steps=STEPS)
     parser.add_argument("--no-peer", action="store_true", help="ours in fp8 and dense alone")
-    parser.add_argument("--models", default=",".join(JOBS), help=f"out of {', '.join(JOBS)}")
-    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of a turn")
-    parser.add_argument(
-        "--checkpointing", help="ours, in the place of the default: all, or a share of the layers"
-    )
     args = parser.parse_args(argv)
     rows: list[Row] = []
-    for name in args.models.split(","):
-        if name not in JOBS:
-            parser.error(f"--models: unknown {name!r}; expected some of {', '.join(JOBS)}")
+    for name in args.models:
         job = JOBS[name]
         _, args.out = settle(parser, job.device, args.out)
-        if args.checkpointing:
-            job = replace(
-                job, checkpointing=args.checkpointing == "all" or float(args.checkpointing)
-            )
         if args.no_peer:
             rows += ours_alone(job, args.rounds, args.steps, MUST_FP8[name])
         else:

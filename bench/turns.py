@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench import routing
-from bench.harness import Row, interleave, say, seconds_of, speed_row
+from bench.harness import Row, less_row, say, seconds_of, speed_row
 from bench.rivals import fastest
 from bench.roofline import step_bytes
 from bench.shapes import SHAPES
@@ -41,7 +41,7 @@ Generate = Callable[[list[list[int]], int, int, Mapping[str, Any]], float]
 
 @dataclass
 class Ours:
-    """Our engine as a side of the comparison."""
+    """Our engine as a side of a comparison."""
 
     engine: Engine
     groups: list[Group] = field(default_factory=list)  # of the last call
@@ -49,7 +49,7 @@ class Ours:
     def generate(
         self, prompts: list[list[int]], copies: int, new_tokens: int, asked: Mapping[str, Any]
     ) -> float:
-        """Seconds of one call. asked: fields of the requests."""
+        """Return the seconds of one call. asked: fields of the requests."""
         requests = [Request(ids, n=copies, seed=7, **asked) for ids in prompts]
         seconds = seconds_of(lambda: self._draw(requests), self.engine.model.device)
         made = {len(rollout.logprobs) for group in self.groups for rollout in group.rollouts}
@@ -60,13 +60,13 @@ class Ours:
         self.groups = self.engine.generate(requests)
 
     def run(self, work: Work, seed: int) -> float:
-        """Seconds of one call of a work."""
+        """Return the seconds of one call of a work."""
         prompts = work.prompts(self.engine.spec.vocab_size, seed)
         return self.generate(prompts, work.copies, work.new_tokens, work.asked(work.new_tokens))
 
     @property
     def sequences(self) -> list[list[int]]:
-        """Prompt and response of every rollout of the last call."""
+        """Return prompt and response of every rollout of the last call."""
         return [
             group.request.prompt_ids + rollout.token_ids
             for group in self.groups
@@ -76,28 +76,30 @@ class Ours:
 
 @dataclass(frozen=True)
 class Side:
-    """Who takes a turn. family: of which only the fastest goes on; plain: draws without filters,
-    whatever the others do."""
+    """A side that takes turns.
+
+    family: its family, of which only the fastest goes on; plain: it draws without filters.
+    """
 
     generate: Generate
     family: str | None = None
     plain: bool = False
 
     def run(self, work: Work, prompts: list[list[int]], new_tokens: int) -> float:
-        """Seconds of a call."""
+        """Return the seconds of a call."""
         way = replace(work, sampling=PLAIN) if self.plain else work
         return self.generate(prompts, work.copies, new_tokens, way.asked(new_tokens))
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a side's rounds: of whole calls, and of calls for one token."""
+    """Seconds of a side's rounds: whole calls, and calls for one token."""
 
     whole: list[float]
     first: list[float]
 
     def step_ms(self, new_tokens: int) -> float:
-        """Of a decode step."""
+        """Return the milliseconds of a decode step."""
         whole, first = statistics.median(self.whole), statistics.median(self.first)
         return (whole - first) / max(1, new_tokens - 1) * 1e3
 
@@ -112,12 +114,12 @@ class Found:
     tried: Mapping[str, float]
 
     def rival(self, family: str) -> str | None:
-        """The name of the one of a family that ran to the end."""
+        """Return the name of the side of a family that ran to the end."""
         going = (name for name in self.times if self.families.get(name) == family)
         return next(going, None)
 
     def seconds(self, family: str) -> float:
-        """Of a call of that one."""
+        """Return the seconds of a call of that side."""
         name = self.rival(family)
         return float("inf") if name is None else statistics.median(self.times[name].whole)
 
@@ -125,7 +127,8 @@ class Found:
 def measure(
     sides: Mapping[str, Side], work: Work, vocab_size: int, rounds: int, seed: int = 0
 ) -> Found:
-    """The sides in turns, after a warm-up of each. seed: of the prompts, of which none comes twice."""
+    """Run the sides in turns, after a warm-up of each. seed: of the prompts, of which none comes
+    twice."""
     running = dict(sides)
     families = {name: side.family for name, side in sides.items() if side.family is not None}
     seeds = itertools.count(seed)
@@ -157,9 +160,11 @@ def measure(
 
 
 def keep(held: dict[str, Found], new: Found) -> None:
-    """What was measured of a work, by family ("" when there is none): new times take the place of
-    others where its rival is faster. Sides that had no turn beside ours are held against those that
-    it had alone."""
+    """Keep what was measured of a work, by family ("" when there is none).
+
+    New times take the place of others where the rival is faster. Sides that had no turn beside ours
+    are held against ours alone.
+    """
     if OURS not in new.times:
         new = replace(new, times={**held[""].times, **new.times})
     for family in set(new.families.values()) or {""}:
@@ -195,12 +200,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In front of what a row says."""
+        """Return the beginning of its rows' names."""
         return named(self.model, self.format, self.work.title, self.codes)
 
 
 def rows_of(case: Case, held: Mapping[str, Found]) -> list[Row]:
-    """All rows of a work, from what was measured of it by family."""
+    """Return all rows of a work, from what was measured of it by family."""
     found = held.get(case.format) or next(iter(held.values()))
     rows = _against(case, found, case.format)
     for family in held:
@@ -216,15 +221,9 @@ def rows_of(case: Case, held: Mapping[str, Found]) -> list[Row]:
 
 
 def _against(case: Case, found: Found, family: str) -> list[Row]:
-    """Rows of ours beside the fastest rival of a family; without one if there is none."""
+    """Return the rows of ours beside the fastest rival of a family, or alone."""
     name, work = found.rival(family), case.work
     ours, peer = found.times[OURS], None if name is None else found.times[name]
-    if work.is_first:
-        kinds = [_first_token(case, ours, peer)]
-    else:
-        kinds = [_whole(case, ours, peer), _step(case, ours, peer)]
-        kinds += [_prefill(case, ours, peer)] if work.is_apart else []
-        kinds += [_roof(case, ours, peer)] if work.is_step else []
     tokens = work.batch * work.new_tokens
     tried = [
         f"{other}: {tokens / seconds:,.0f} tokens/s at first"
@@ -234,69 +233,48 @@ def _against(case: Case, found: Found, family: str) -> list[Row]:
     over = "" if family == case.format else over_family(family)
     return [
         replace(row, name=row.name + over, against=name or "", note="; ".join(tried))
-        for row in kinds
+        for row in _kinds(case, ours, peer)
     ]
 
 
-def _whole(case: Case, ours: Times, peer: Times | None) -> Row:
-    return _speed(rollout(case.name), case.work.batch * case.work.new_tokens, ours, peer, "whole")
+def _kinds(case: Case, ours: Times, peer: Times | None) -> list[Row]:
+    """Return a row for each quantity of a work."""
+    work, name, new = case.work, case.name, case.work.new_tokens
 
+    def speed(title: str, tokens: int, which: str) -> Row:
+        theirs = None if peer is None else getattr(peer, which)
+        return speed_row(title, tokens, "tokens/s", getattr(ours, which), theirs)
 
-def _prefill(case: Case, ours: Times, peer: Times | None) -> Row:
-    tokens = case.work.batch * case.work.prompt_tokens
-    return _speed(prefill(case.name), tokens, ours, peer, "first")
-
-
-def _speed(name: str, tokens: int, ours: Times, peer: Times | None, which: str) -> Row:
-    mine: list[float] = getattr(ours, which)
-    if peer is None:
-        return Row(name, "tokens/s", tokens / statistics.median(mine))
-    return speed_row(name, tokens, "tokens/s", mine, getattr(peer, which))
-
-
-def _less(name: str, unit: str, ours: float, peer: float | None) -> Row:
-    """A row in which less is better."""
-    return Row(name, unit, ours, peer, None if peer is None else peer / ours)
-
-
-def _step(case: Case, ours: Times, peer: Times | None) -> Row:
-    new = case.work.new_tokens
-    theirs = None if peer is None else peer.step_ms(new)
-    return _less(decoding(case.name), "ms", ours.step_ms(new), theirs)
-
-
-def _first_token(case: Case, ours: Times, peer: Times | None) -> Row:
-    mine = statistics.median(ours.whole) * 1e3
-    theirs = None if peer is None else statistics.median(peer.whole) * 1e3
-    return _less(first_answer(case.name), "ms", mine, theirs)
-
-
-def _roof(case: Case, ours: Times, peer: Times | None) -> Row:
-    work = case.work
-    context = work.prompt_tokens + work.new_tokens / 2
-    num_bytes = step_bytes(SHAPES[case.model], case.format, work.batch, context, case.touched)
-    ideal, step = num_bytes / case.read * 1e3, ours.step_ms(work.new_tokens)
-    theirs = None if peer is None else peer.step_ms(work.new_tokens)
-    return Row(
-        roof(case.name),
-        "fraction",
-        ideal / step,
-        None if theirs is None else ideal / theirs,
-        None if theirs is None else theirs / step,
-    )
+    if work.is_first:
+        theirs = None if peer is None else statistics.median(peer.whole) * 1e3
+        return [less_row(first_answer(name), "ms", statistics.median(ours.whole) * 1e3, theirs)]
+    step, other = ours.step_ms(new), None if peer is None else peer.step_ms(new)
+    rows = [
+        speed(rollout(name), work.batch * new, "whole"),
+        less_row(decoding(name), "ms", step, other),
+    ]
+    if work.is_apart:
+        rows.append(speed(prefill(name), work.batch * work.prompt_tokens, "first"))
+    if work.is_step:
+        context = work.prompt_tokens + new / 2
+        num_bytes = step_bytes(SHAPES[case.model], case.format, work.batch, context, case.touched)
+        ideal = num_bytes / case.read * 1e3
+        theirs_share = None if other is None else ideal / other
+        ratio = None if other is None else other / step
+        rows.append(Row(roof(name), "fraction", ideal / step, theirs_share, ratio))
+    return rows
 
 
 def _over_plain(case: Case, found: Found) -> Row:
-    """What filters and the rest cost: beside our own plain sampling."""
+    """Return the row of filtered sampling beside our own plain sampling."""
     tokens = case.work.batch * case.work.new_tokens
-    return replace(
-        _speed(over_plain(case.name), tokens, found.times[OURS], found.times[OWN_PLAIN], "whole"),
-        against="ours, plain",
-    )
+    ours, plain = (found.times[side].whole for side in (OURS, OWN_PLAIN))
+    row = speed_row(over_plain(case.name), tokens, "tokens/s", ours, plain)
+    return replace(row, against=OWN_PLAIN)
 
 
 def _experts(case: Case, beside: bool) -> Row:
-    """Ours as counted, and what vLLM's simulator comes to on average."""
+    """Return the row of experts: ours as counted, and the mean of vLLM's simulator."""
     config, batch = SHAPES[case.model], case.work.batch
     return Row(
         f"{case.name}: experts touched by a step",
@@ -306,28 +284,3 @@ def _experts(case: Case, beside: bool) -> Row:
         must=0.95 * routing.uniform(config, batch),
         goal="ours at least",
     )
-
-
-# -- two sides of ours -----------------------------------------------------------------------------
-
-
-def in_turns(
-    title: str,
-    tokens: int,
-    sides: Mapping[str, Callable[[int], object]],
-    rounds: int,
-    must: float | None = None,
-) -> Row:
-    """Return the row of the first of two sides over the second. Each is called with a seed that it
-    has not had, once to warm up and then in turns."""
-    seeds = {name: itertools.count() for name in sides}
-    calls = {name: lambda name=name: sides[name](next(seeds[name])) for name in sides}  # type: ignore[misc]
-    for run in calls.values():
-        run()
-    ours, peer = interleave(calls, rounds).values()
-    return speed_row(title, tokens, "tokens/s", ours, peer, must)
-
-
-def tokens_of(work: Work) -> int:
-    """The tokens whose speed a work is about: those of its prompts where nothing is shared."""
-    return work.batch * (work.prompt_tokens if work.is_apart else work.new_tokens)

@@ -58,7 +58,7 @@ class VllmServer:
             )
 
     def wait(self, deadline_s: float = START_S) -> float:
-        """Until it answers; seconds since its start. PeerFailed."""
+        """Wait until it answers; return the seconds since its start. PeerFailed."""
         until = time.monotonic() + deadline_s
         while time.monotonic() < until:
             if self._process.poll() is not None:
@@ -72,7 +72,7 @@ class VllmServer:
 
     @property
     def version(self) -> str:
-        """What it says of itself."""
+        """Return the version that it reports."""
         return str(json.loads(self._get("/version"))["version"])
 
     def _get(self, path: str) -> bytes:
@@ -104,7 +104,8 @@ class VllmServer:
 
 
 def arguments(settings: dict[str, Any], port: int) -> list[str]:
-    """Of `vllm serve`, and of the module behind it, which needs no installed script."""
+    """Return the arguments of `vllm serve`, and of the module behind it, which needs no installed
+    script."""
     said = [
         *("--model", settings["folder"], "--host", "127.0.0.1", "--port", str(port)),
         *("--served-model-name", settings["name"], "--load-format", "dummy"),
@@ -123,7 +124,8 @@ def arguments(settings: dict[str, Any], port: int) -> list[str]:
 
 
 def environment(path: str | None, device: str) -> dict[str, str]:
-    """Of its process: offline, and without flashinfer's sampler, which is not unpacked."""
+    """Return the environment of its process: offline, and without flashinfer's sampler, which is
+    not unpacked."""
     said = dict(os.environ)
     for name, value in (
         ("HF_HUB_OFFLINE", "1"),

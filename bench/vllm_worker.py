@@ -74,8 +74,8 @@ FORMATS: dict[
 
 
 def config(shape: dict[str, Any], format: str) -> dict[str, Any]:
-    """config.json of the shape with its linear layers in a format, as compressed-tensors writes
-    it."""
+    """Return config.json of the shape with its linear layers in a format, as compressed-tensors
+    writes it."""
     quantized = FORMATS[format]
     if quantized is None:
         return shape
@@ -102,7 +102,7 @@ def config(shape: dict[str, Any], format: str) -> dict[str, Any]:
 
 
 def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """vLLM with dummy weights, and what `ready` says of it."""
+    """Return vLLM with dummy weights, and what `ready` says of it."""
     began = time.perf_counter()
     mixture = "num_experts" in settings["shape"]
     if mixture:
@@ -162,26 +162,26 @@ def load(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def silence(model: Any, ids: Iterable[int]) -> None:
-    """Logits of 0 for these ids, whatever is drawn."""
+    """Make the logits 0 for these ids, whatever is drawn."""
     for token in ids:
         model.lm_head.weight.data[token].zero_()
 
 
 def kernels_of(model: Any) -> list[str]:
-    """The classes of the kernels that quantized matrices in vLLM's model are multiplied by, where
-    they have a name."""
+    """Return the classes of the kernels that quantized matrices in vLLM's model are multiplied by,
+    where they have a name."""
     schemes = [getattr(module, "scheme", None) for module in model.modules()]
     kernels = [getattr(scheme, "kernel", None) for scheme in schemes]
     return [type(kernel).__name__ for kernel in kernels if kernel is not None]
 
 
 def routers_of(model: Any) -> list[str]:
-    """The classes of the routers in vLLM's model."""
+    """Return the classes of the routers in vLLM's model."""
     return [type(module.router).__name__ for module in model.modules() if hasattr(module, "router")]
 
 
 def load_clients(settings: dict[str, Any]) -> tuple[Bench, dict[str, Any]]:
-    """vLLM's bench command as a function, and what `ready` says of it."""
+    """Return vLLM's bench command as a function, and what `ready` says of it."""
     import vllm
     from vllm.benchmarks import serve
 

@@ -17,7 +17,8 @@ END = "<|endoftext|>"  # under this name AutoTokenizer adds none of its own to a
 
 
 def tokenizer(vocab_size: int) -> Any:
-    """With at most so many tokens, as transformers knows it. ValueError for less than 257."""
+    """Return a tokenizer with at most so many tokens, as transformers knows it. ValueError for less
+    than 257."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +36,7 @@ def tokenizer(vocab_size: int) -> Any:
 
 
 def words(tokenizer: Any) -> Sequence[int]:
-    """Ids of its words; of letters, where it has few."""
+    """Return the ids of its words; of letters, where it has few."""
     known = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
     if known > 1000:
         return range(257, known)
@@ -51,7 +52,7 @@ def _merges() -> Iterator[tuple[str, str]]:
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:
-    """A model's folder without weights: config.json and this tokenizer."""
+    """Write a model's folder without weights: config.json and this tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer(config["vocab_size"]).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))

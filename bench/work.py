@@ -43,7 +43,7 @@ class Work:
 
     @property
     def title(self) -> str:
-        """In the names of rows: the batch, and what sets it apart from a batch of an RL step."""
+        """Return its name in rows: the batch, and what sets it apart from a batch of an RL step."""
         drawn = f", {self.sampling}" if self.sampling else ""
         if self.is_apart:
             return f"{self.batch} prompts of {self.prompt_tokens}, {self.new_tokens} new{drawn}"
@@ -51,26 +51,32 @@ class Work:
 
     @property
     def is_first(self) -> bool:
-        """Whether it ends with the first token."""
+        """Tell if it ends with the first token."""
         return self.new_tokens == 1
 
     @property
     def is_apart(self) -> bool:
-        """Whether its prompts are read as they would be alone: they are many, and share nothing."""
+        """Tell if it has many prompts that share nothing."""
         return self.batch > 1 and self.group == 1
 
     @property
     def is_step(self) -> bool:
-        """Whether it is the work of an RL step."""
+        """Tell if it is the work of an RL step."""
         return self.sampling == PLAIN and not self.is_first and not self.is_apart
 
     @property
     def copies(self) -> int:
-        """Rollouts of a prompt."""
+        """Return the number of rollouts of a prompt."""
         return min(self.group, self.batch)
 
+    @property
+    def tokens(self) -> int:
+        """Return the tokens whose speed the work is about: those of its prompts where nothing is
+        shared."""
+        return self.batch * (self.prompt_tokens if self.is_apart else self.new_tokens)
+
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Different ones, of random tokens."""
+        """Return different prompts of random tokens."""
         dice = random.Random(seed)
         return [
             [dice.randrange(vocab_size // 100, vocab_size) for _ in range(self.prompt_tokens)]
@@ -78,13 +84,13 @@ class Work:
         ]
 
     def asked(self, new_tokens: int) -> dict[str, Any]:
-        """How so many tokens are drawn: fields of a request."""
+        """Return the fields of a request that draws so many tokens."""
         length = {"max_tokens": new_tokens, "min_tokens": new_tokens, "ignore_eos": True}
         return {"temperature": 1.0, **length, **SAMPLINGS[self.sampling]}
 
     def cache_tokens(self) -> int:
-        """KV positions of a batch that shares its prompts, with a page of slack at each end of a
-        rollout."""
+        """Return the KV positions of a batch that shares its prompts, with a page of slack at each
+        end of a rollout."""
         shared = self.batch // self.copies * (self.prompt_tokens + 16)
         return shared + self.batch * (self.new_tokens + 48) + 1024
 
@@ -103,7 +109,7 @@ PARTS = ("rollout", "filters", "prompts", "codes", "first")  # whose rows are of
 
 
 def works(format: str, parts: Sequence[str], batches: Sequence[int]) -> list[Work]:
-    """What is measured of a format at default settings: of 4 bits from the codes alone."""
+    """Return what is measured of a format at default settings: of 4 bits from the codes alone."""
     codes = get_format(format).bits < 8
     rollouts = [Work(batch) for batch in sorted(batches)]
     found: Mapping[str, Sequence[Work]] = {
@@ -117,7 +123,7 @@ def works(format: str, parts: Sequence[str], batches: Sequence[int]) -> list[Wor
 
 
 def dense_works(format: str, parts: Sequence[str], batches: Sequence[int]) -> list[Work]:
-    """What is measured of a 4-bit format with dense copies beside its codes."""
+    """Return what is measured of a 4-bit format with dense copies beside its codes."""
     if get_format(format).bits >= 8 or "rollout" not in parts:
         return []
     return [Work(batch) for batch in sorted(batches)]

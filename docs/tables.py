@@ -482,18 +482,6 @@ def cache_runs() -> str:
     return head + "\n\n" + table(HEAD, summary(record["runs"]))
 
 
-def prices() -> str:
-    """Return what `python -m bench.formats` stored."""
-    from bench.formats import HEAD, cells
-
-    record = json.loads((RESULTS / "formats.json").read_text())
-    machine = record["machine"]
-    head = f"{record['date']}, {machine['cpu']}, {machine['threads']} thread, torch {machine['torch']}."
-    return (
-        head + "\n\n" + table(HEAD, [(f"`{name}`", *rest) for name, *rest in cells(record["rows"])])
-    )
-
-
 def fidelity() -> str:
     """Return what `python -m bench.fidelity` stored, a table a kind of device."""
     from bench.fidelity import HEAD, read_table
@@ -653,7 +641,6 @@ PARTS: dict[str, Callable[[], str]] = {
         curves,
         cache_runs,
         fidelity,
-        prices,
         front,
         packages,
     )

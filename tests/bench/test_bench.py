@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import harness, learner
+from bench import harness
 from bench.engine import MODELS, STOP, Targets, Workload, compare, ours
 from lowroll import Engine
 from lowroll.model import initialize
@@ -115,32 +115,3 @@ def test_what_is_missed_is_shown_and_stored(
         "against": "",
     }
     assert stored["machine"]["torch"] == torch.__version__ and stored["settings"] == {"rounds": 1}
-
-
-def test_both_learner_sides_take_the_same_step() -> None:
-    updated = []
-    for side in learner.SIDES.values():
-        torch.manual_seed(0)
-        model = initialize(Transformer(spec_from_config(TINY)), seed=0)
-        optimizer = learner.Optimizer(
-            dict(model.named_parameters()), learner.OptimSettings(learning_rate=1e-3)
-        )
-        updated.append((learner.step(model, optimizer, side, tokens=128), model.embedding.detach()))
-    assert updated[0][0] == pytest.approx(updated[1][0], rel=1e-5)
-    torch.testing.assert_close(updated[0][1], updated[1][1], rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.long
-def test_learner_command(tmp_path: Path) -> None:
-    """Each side in its own process. The chunks of 1024 rows hold a fraction of the 100 MB of
-    logits."""
-    words = f"--tokens 6144 --vocab 4096 --hidden 16 --threads 1 --out {tmp_path}"
-    threads = torch.get_num_threads()
-    try:
-        code = learner.main(words.split())
-    finally:
-        torch.set_num_threads(threads)
-    memory, speed = json.loads((tmp_path / "learner.json").read_text())["rows"]
-    logits = 6144 * 4096 * 4 / 1e6
-    assert 1.2 * memory["ours"] < memory["peer"] and 2.5 * logits < memory["peer"] < 5 * logits
-    assert code == (0 if memory["ratio"] >= 3 else 1) and speed["ours"] > 0

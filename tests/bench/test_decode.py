@@ -335,10 +335,11 @@ def test_a_cpu_writes_no_baselines_of_a_gpu(
 
 
 def test_lengths_are_forced_and_skewed(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = lengths.Lengths.drawn("gsm8k-like", 1000)
+    drawn = lengths.Lengths.drawn(1000, 220, 0.6, 2048, 512)
     counts = sorted(n for row in drawn.tokens for n in row)
     assert len(counts) == 512 and 200 < counts[256] < 240 and 1.1 < drawn.total / 512 / 220 < 1.3
-    longer = sorted(n for row in lengths.Lengths.drawn("math-like", 1000).tokens for n in row)
+    math_like = lengths.Lengths.drawn(1000, 900, 0.87, 8192, 512, shrink=4)
+    longer = sorted(n for row in math_like.tokens for n in row)
     assert 195 < longer[256] < 255 and longer[-1] <= 2048
     engine = Engine(random_model(TINY), "bf16", device="cpu", cache_tokens=2048, max_batch=16)
     work = lengths.Lengths([[5, 6, 7], [8, 9, 10]], [[3, 1, 9], [4, 2, 5]])
@@ -375,23 +376,9 @@ def test_the_step_command(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         "tiny",
         step.Case(tiny, "fp8", prompts=2, samples=2, prompt_tokens=5, new_tokens=4),
     )
-    assert (
-        step.main(
-            [
-                "--cases",
-                "tiny",
-                "--steps",
-                "2",
-                "--publish",
-                "tiny:int8",
-                "--device",
-                "cpu",
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 0
-    )
+    monkeypatch.setattr(step, "PUBLISHED", (tiny, "int8"))
+    words = f"--cases tiny --steps 2 --device cpu --out {tmp_path}"
+    assert step.main(words.split()) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "step.json").read_text())["rows"]}
     parts = [
         rows[f"tiny all weights, fp8 rollouts: {part}"]["ours"]

@@ -113,7 +113,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "MUST", {"tiny": (0.0, 1.0)})
     monkeypatch.setattr(train, "MUST_FP8", {"tiny": (0.0, 1.0)})
     monkeypatch.setattr(train, "PEER_SETTINGS", ALONE)
-    words = f"--models tiny --rounds 1 --steps 1 --checkpointing 0.5 --out {tmp_path}"
+    words = f"--models tiny --rounds 1 --steps 1 --out {tmp_path}"
     assert train.main(words.split()) == 0
     fp8, row = json.loads((tmp_path / "train.json").read_text())["rows"]
     assert (

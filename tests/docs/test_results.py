@@ -7,13 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from bench import curves, formats, pictures
+from bench import curves, pictures
 from bench.harness import RESULTS
-from lowroll.model import initialize
-from lowroll.model.spec import spec_from_config
-from lowroll.model.transformer import Transformer
 
 
 @pytest.mark.parametrize("variant", curves.VARIANTS)
@@ -61,33 +57,6 @@ def test_every_picture_is_drawn_from_what_is_stored(
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
     pictures.main()
     assert {path.name for path in tmp_path.iterdir()} == kept
-
-
-def test_the_weight_error_and_the_logprobs_are_those_of_a_hand_loop() -> None:
-    config = {
-        **curves.MODEL,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "head_dim": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 40,
-    }
-    model = initialize(Transformer(spec_from_config(config)), 0, std=0.3)
-    assert (
-        0.001
-        < formats.weight_error(model, "int8")
-        < 0.01
-        < 0.05
-        < formats.weight_error(model, "int4")
-        < 0.2
-    )
-    texts = [[1, 2, 3, 4], [5, 6, 7]]
-    packed = formats.next_token_logprobs(model, texts)
-    alone = torch.cat([formats.next_token_logprobs(model, [text]) for text in texts])
-    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
-    torch.testing.assert_close(packed.exp().sum(-1), torch.ones(7))
 
 
 def test_the_stored_curves_are_complete() -> None:
