@@ -1,4 +1,1 @@
-"""Several processes that learn one model: what they tell each other, and who holds what.
-
-Sharding is applied from outside: no room below knows of it.
-"""
+"""Training one model with several processes: communication and sharding, applied from outside."""
