@@ -45,8 +45,8 @@ def refuse_locked(folder: Path) -> None:
 
 
 class RunLock:
-    """An owned run folder: `with RunLock(folder) as lock:`. `lock.attempt` counts the launches on
-    it, from 1.
+    """Exclusive ownership of a run folder: `with RunLock(folder) as lock:`. `lock.attempt` counts
+    the launches on it, from 1.
 
     Raises RunLockedError at once when another process owns it; creates a missing folder.
     """

@@ -357,7 +357,6 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, Any]:
-    """Return a checkpoint's tensors of one name, whole or in parts."""
     from safetensors.torch import load_file
 
     if (path / f"{name}.safetensors").is_file():

@@ -101,7 +101,6 @@ def _cpu() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, where it is loaded."""
     try:
         found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
     except OSError:

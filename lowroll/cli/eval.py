@@ -141,7 +141,6 @@ def _formats(words: str | None) -> list[str]:
 
 
 def _listed(words: str | None) -> list[str]:
-    """Return an option's words without duplicates."""
     return list(dict.fromkeys(words.split(","))) if words else []
 
 

@@ -96,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _template_kwargs(text: str | None) -> dict[str, Any]:
-    """Return the value of --chat-template-kwargs."""
     try:
         found = json.loads(text or "{}")
     except ValueError:

@@ -366,7 +366,6 @@ def serving(
 
 
 def _chat(tokenizer: Any, tool_format: str | None) -> ChatTokenizer | None:
-    """Return the chat tokenizer; None without a chat template."""
     from lowroll.model.tokenizer import ChatTokenizer
 
     if not getattr(tokenizer, "chat_template", None):

@@ -269,7 +269,6 @@ def _module_text(name: str, parts: Mapping[str, str], annotations: bool) -> str:
 
 
 def _collect(name: str, value: object, user: str, parts: dict[str, str]) -> None:
-    """Add the definition of `name` after those that it needs."""
     if name in parts:
         return
     if getattr(value, "__module__", None) == MAIN and isinstance(value, type | types.FunctionType):
@@ -364,8 +363,6 @@ def _definitions(text: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFu
 
 
 def _globals(text: str) -> list[str]:
-    """Return the names that a text takes from its module."""
-
     def walk(table: symtable.SymbolTable) -> Iterator[str]:
         top = table.get_type() == "module"
         yield from (

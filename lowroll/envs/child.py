@@ -52,7 +52,7 @@ def start(
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send `number` to this child when its parent dies, even if it hangs or is
+    """Make the kernel send `number` to this child when its parent dies, even if it hangs or is
     stopped.
 
     The parent is the starting thread, which must outlive the child.

@@ -221,7 +221,6 @@ def compare(a: Any, b: Any) -> bool | None:
 
 
 def _ratio(a: Any, b: Any) -> float | None:
-    """Return the sign of the nonzero constant a / b, or None."""
     ratios = []
     for u, v in _values(a, b):
         if u is None or v is None:

@@ -151,7 +151,6 @@ def _listed(text: str, braces: bool) -> list[str]:
 
 
 def _signs(text: str) -> list[str]:
-    r"""Return both values of a text with `\pm`."""
     if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         return [text]
     return [
@@ -330,7 +329,6 @@ def _said(equation: Form) -> list[str]:
 
 
 def _upwards(relation: Form) -> Form:
-    r"""Turn `>` and `\geq` into `<` and `\leq`."""
     signs = relation.signs.split()
     if not all(sign in FLIPPED and sign not in BELOW for sign in signs):
         return relation

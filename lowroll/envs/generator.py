@@ -260,7 +260,6 @@ def _num_levels(name: str, options: dict[str, Any]) -> int:
 
 
 def _at_level(name: str, options: dict[str, Any], level: int) -> dict[str, Any]:
-    """Return the options of a level, at most the last."""
     own = {key: value for key, value in options.items() if key != LEVEL}
     if name == "composite":
         parts = [

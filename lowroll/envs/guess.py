@@ -63,7 +63,7 @@ class Guess(GeneratedEnvironment):
         return [{"role": "user", "content": hint}]
 
     def score_conversation(self, prompt: Prompt, messages: list[Message]) -> Score:
-        """Score by the last guess and the number before it."""
+        """Score by the last guess and the number of earlier ones."""
         said = [one["content"] for one in messages if one["role"] == "assistant"]
         found = self.score(prompt, said[-1])
         cost = self.turn_cost * (len(said) - 1) if found.metrics["found"] else 0.0

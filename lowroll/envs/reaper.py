@@ -79,7 +79,6 @@ def _end_all(worker: int) -> None:
 
 
 def _kill(pid: int) -> None:
-    """Kill a process or the group -pid, if it exists."""
     try:
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

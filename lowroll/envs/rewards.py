@@ -373,7 +373,6 @@ class ScorerPool:
         return self.time_limit * max(1, item.size)
 
     def _wait(self) -> None:
-        """Wait for a readable or writable pipe, or the earliest deadline."""
         if any(worker.ended for worker in self._workers):
             return
         with selectors.DefaultSelector() as selector:
@@ -493,7 +492,6 @@ def _result(reply: dict[str, Any], responds: bool) -> Result | None:
 
 
 def _scores(reply: dict[str, Any], size: int) -> GroupScores | None:
-    """Return the scores of `size` responses, or None."""
     found = reply["scores"]
     if not isinstance(found, list) or len(found) != size:
         return None
@@ -503,7 +501,6 @@ def _scores(reply: dict[str, Any], size: int) -> GroupScores | None:
 
 
 def _bounded(said: str | list[Message]) -> str | list[Message]:
-    """Cut each text to its end."""
     if isinstance(said, str):
         return bounded(said)
     return [

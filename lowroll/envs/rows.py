@@ -194,5 +194,4 @@ def _asked(row: object) -> str:
 
 
 def _digest(row: object) -> bytes:
-    """Return a digest of a row, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(row, sort_keys=True, default=vars).encode()).digest()

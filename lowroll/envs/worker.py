@@ -2,7 +2,7 @@
 
 In: first {"specs", "memory_limit_mb"}, then {"items": [{"id", "prompt", "ask", "said"}]}: ask
 "score" is of a response (text) or a conversation (messages), "together" of a list of them,
-"respond" asks for the environment's reply to messages. Out: {"ready": true, "overtaxed": scores by
+"respond" requests the environment's reply to messages. Out: {"ready": true, "overtaxed": scores by
 environment, "together": environments} or {"failed": why}, then one line an item, in order: {"id",
 "reward", "metrics"}, {"id", "scores": [...]}, {"id", "messages"} (null: done) or {"id", "error",
 "message"}; {"id", "doing"} may precede it, for a timeout's message. Replies use a private file

@@ -69,8 +69,8 @@ class LiveView:
     step and `view.step(record)` after it.
 
     `console` is for tests. A terminal's panel is redrawn four times a second; otherwise each
-    `every`th step and the last print a line. Set `asked_to_stop` to a function that returns whether
-    the run was asked to stop, which the panel then shows.
+    `every`th step and the last print a line. Set `asked_to_stop` to an object that becomes true
+    when the run is asked to stop; the panel then says so.
     """
 
     def __init__(
@@ -284,7 +284,6 @@ def held_out_words(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _evals(record: Mapping[str, Any]) -> list[str]:
-    """Return a step's evaluations for one line."""
     return [
         f"{name} {_number(value, '.3f')}" for name, value in record.items() if _EVAL.fullmatch(name)
     ]

@@ -582,7 +582,6 @@ def _label(line: Curve) -> str:
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean over the last `window` values, fewer at the start."""
     return [
         sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1])
         for i in range(len(values))

@@ -135,7 +135,6 @@ def _supervised(about: Record, records: Sequence[Record]) -> bool:
 
 
 def _title(run_dir: Path, about: Record, supervised: bool) -> str:
-    """Return a title: the method, the model and the data."""
     if not about.get("model"):
         return str(about.get("title") or run_dir.resolve().name)
     model = str(about["model"]).split(" (")[0]

@@ -217,7 +217,6 @@ def upload(x: Tensor, device: torch.device | str) -> Tensor:
 def _by_length(
     q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, shapes: list[tuple[int, int]]
 ) -> Tensor:
-    """Compute causal attention over stacks of equally long sequences."""
     sizes = [count * length for count, length in shapes]
     outputs = []
     for (count, length), q, k, v in zip(

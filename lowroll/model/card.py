@@ -22,8 +22,8 @@ def write(folder: Path, named: str, base: Base, holds: str | None = None, cost: 
     """Write the card of an adapter on `base`, made of the model `named` (a folder, a hub id, or
     "").
 
-    holds: the low-bit format of that model's files. cost: the measured effect of the unmodified
-    model.
+    holds: the low-bit format of that model's files. cost: the measured effect of the adapter on
+    that model as it is.
     """
     body = [
         "# LoRA adapter",

@@ -33,8 +33,8 @@ def make(model: Transformer, key: str = "rollout.exact") -> None:
 def refuse(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, key: str = "rollout.exact"
 ) -> None:
-    """Raise ValueError when a model cannot be exact, with the alternatives. key: the setting that
-    asks."""
+    """Raise ValueError when a model cannot be exact, with the alternatives. key: the setting to
+    name."""
     if (said := why_not(spec, device, dtype)) is not None:
         raise ValueError(f"{key}: {said}")
 

@@ -237,7 +237,6 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _dense(weight: Tensor | QTensor, num_experts: int, dtype: torch.dtype) -> Tensor:
-    """Return the matrices of all experts: [E, N, K]."""
     w_NK = weight.dequantize(dtype) if isinstance(weight, QTensor) else weight.detach().to(dtype)
     return w_NK.view(num_experts, -1, w_NK.shape[1])
 
@@ -281,5 +280,4 @@ def _low_bit_product(
 
 
 def _experts(weight: QTensor, num_experts: int) -> list[QTensor]:
-    """Return each expert's matrix as a view."""
     return get_format(weight.format).split(weight, [weight.shape[0] // num_experts] * num_experts)

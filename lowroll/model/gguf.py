@@ -142,7 +142,6 @@ def _kind(reader: Any) -> str | None:
 
 
 def _linears(model: Any) -> Iterator[Tensor]:
-    """Yield the layers' matrices."""
     for name, tensor in model.named_parameters():
         if ".layers." in name and tensor.ndim == 2:
             yield tensor.detach()

@@ -220,7 +220,6 @@ def _check_headers(
 
 
 def _wanted_headers(spec: ModelSpec, layout: Layouts | None) -> dict[str, Header]:
-    """Return the required headers, by HF tensor name."""
     wanted: dict[str, Header] = {}
     for _, parts, shape in hf_names(spec):
         for part in parts:

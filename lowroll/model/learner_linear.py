@@ -75,7 +75,6 @@ class LearnerLinear(Linear):
 
     @property
     def _learns_alone(self) -> bool:
-        """Whether only the weight is trained."""
         return (
             isinstance(self.weight, nn.Parameter)
             and self.weight.requires_grad

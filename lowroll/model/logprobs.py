@@ -182,7 +182,6 @@ def _room(hidden_TD: Tensor, weight_VD: Tensor, chunk: int) -> Tensor:
 
 
 def _kept(hidden_TD: Tensor) -> int:
-    """Return the chunks whose G is kept."""
     return KEPT if _wide(hidden_TD) else 0
 
 
@@ -199,7 +198,6 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_float32_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to a float32 total."""
     if _wide(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:

@@ -197,7 +197,6 @@ def _named(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _names(linear: str, part: str) -> tuple[str, str]:
-    """Return PEFT's names of a part's A and B."""
     _, layer, kind = linear.split(".")
     stem = f"base_model.model.model.layers.{layer}.{_HOMES[kind]}.{part}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"

@@ -74,7 +74,7 @@ def _decompress(data: bytes, size: int) -> bytes:
 
 def check_evictions(evictions: Evictions, layers: int, heads: int, context_length: int) -> None:
     """Raise ValueError, with the field, unless a model of so many layers and KV heads can replay
-    them: all heads drop equally many keys at a time, and none twice."""
+    them: all heads drop equally many keys at a time, and none before it exists."""
     after = evictions.after
     if (evictions.layers, evictions.heads) != (layers, heads):
         raise ValueError(
@@ -232,7 +232,6 @@ class _Portion:
         return keys_GN.scatter_(1, place_GRT.flatten(1), where_GX)[:, :-1]
 
     def _numbers(self, layer: int) -> Tensor:
-        """Return the numbers [G, S, longest]."""
         numbers_GST = self.numbers_LGST[layer]
         missing = self.longest - numbers_GST.shape[2]
         if missing <= 0:

@@ -111,7 +111,7 @@ class Template:
             self._forget_child()
             raise
         if "error" in reply:
-            if message is self.setup:  # the template was not read yet
+            if message is self.setup:  # the child has no template to render, and has ended
                 self._forget_child()
             raise ValueError(f"chat template: {printable(reply['error'])}")
         return reply
@@ -165,7 +165,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(child: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any]:
-    """Send a line to the child and return its reply."""
     until = time.monotonic() + seconds
     assert child.stdin is not None and child.stdout is not None
     to_child, from_child = child.stdin.fileno(), child.stdout.fileno()

@@ -292,7 +292,6 @@ class RankGroup(Ranks):
         return [r for r in range(self.size) if not self._store.check([f"{word}/{r}"])]
 
     def _names(self, ranks: Sequence[int]) -> str:
-        """Describe ranks and their last positions."""
         seen = [self._store.get(f"at/{r}").decode() for r in ranks]
         named = [f"rank {r} (last at {where})" for r, where in zip(ranks, seen, strict=True)]
         return ", ".join(named)

@@ -261,7 +261,6 @@ def _learns(module: nn.Module) -> bool:
 
 
 def _refuse(model: Transformer) -> None:
-    """Raise ValueError for what cannot be sharded."""
     for name, linear in model.linears():
         weight = linear.weight
         if not isinstance(weight, QTensor):

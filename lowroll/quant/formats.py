@@ -364,8 +364,6 @@ class Format(ABC):
         return tensor[:1] if name in self.once and bool((tensor == tensor[:1]).all()) else tensor
 
     def _edges(self, name: str, num_in: int, rows: Sequence[int]) -> list[int]:
-        """Return the borders of the parts in a stored tensor. ValueError when two parts share a
-        block."""
         edges = [row * self.pitch(name, num_in) for row in accumulate(rows, initial=0)]
         if odd := [i for i, edge in enumerate(edges[1:-1]) if edge.denominator > 1]:
             raise ValueError(

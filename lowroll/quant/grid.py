@@ -4,7 +4,7 @@
 
 `encode` chooses the scales and takes the nearest level of each weight. Error-compensating rounding
 (`weights.gptq`) keeps the scales and moves the weights before they are rounded (`Grid.nearest`),
-then asks for the codes of the moved matrix (`Gridded.codes`).
+then takes the codes of the moved matrix (`Gridded.codes`).
 
 Legend: N out features, K in features, G groups of a row.
 """

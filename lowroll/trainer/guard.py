@@ -36,7 +36,7 @@ from lowroll.quant.table import OWN
 
 BASELINE = 5  # steps whose mean KL is the baseline
 HORIZON = 10  # steps of the moving average
-MAX_TIGHTENED = 3  # more would leave no room to learn
+MAX_TIGHTENED = 3  # more would prevent learning
 ALARMS = ("ess", "kl", "rejected", "ratio", "nonfinite")
 TOO_FAR = (
     "weights pay for that with most of the batch; let the rollouts have more bits (a wider format, or "
@@ -181,7 +181,6 @@ class Guard:
             setattr(self, name, state[name])
 
     def _alarms(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return a step's alarms, with their numbers."""
         s = self.settings
         rung: dict[str, str] = {}
         odd = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]

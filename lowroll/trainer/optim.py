@@ -245,7 +245,6 @@ class Optimizer:
         return torch.where(in_parts_P.to(norms_P.device), whole_P, norms_P)
 
     def _own(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return the gradients for AdamW."""
         return [g for name, g in zip(self.masters, gradients, strict=True) if name in self.others]
 
     def _apply(self, norm: Tensor, gradients: list[Tensor], at: Addresses | None) -> float:

@@ -169,7 +169,7 @@ def balance(
 
 def cost(sample: Sample, spec: ModelSpec, outputs: int) -> float:
     """Return the multiplications of a sample's forward pass; backward takes about twice as many.
-    outputs: numbers computed from the hidden state of each response token."""
+    outputs: numbers computed from the hidden state before each response token."""
     fed = num_fed(sample)
     queries = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim

@@ -327,7 +327,6 @@ def _refuse(
     reference: Transformer | None,
     teacher: Transformer | None,
 ) -> None:
-    """Raise ValueError for an unusable batch or a missing model."""
     samples = batch.samples
     check(samples, model.spec.vocab_size, model.spec.max_position)
     if settings.replay_kv:

@@ -123,7 +123,6 @@ def _prompt(value: Any, where: str) -> str | list[Message]:
 
 
 def _message(value: Any, where: str) -> Message:
-    """Return a chat message with its other non-null fields."""
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise ValueError(f"{where}: must be {{role, content}}, got {str(value)[:80]!r}")
     content = value.get("content")

@@ -105,7 +105,6 @@ class RewardModel:
 
 
 def _folder(id: str) -> Path:
-    """Return the folder of a model, downloaded from the hub if needed."""
     folder = Path(id).expanduser()
     if folder.is_dir():
         return folder

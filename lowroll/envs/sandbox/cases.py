@@ -139,7 +139,6 @@ def same_value(expected: Any, value: Any) -> bool:
 
 
 def _near(expected: float, value: float) -> bool:
-    """Return whether two numbers are nearly equal; integers must be equal."""
     if isinstance(expected, int) and isinstance(value, int):
         return False
     try:

@@ -242,7 +242,6 @@ class CaseWatch:
         }
 
     def _read(self, pipe: int) -> bool:
-        """Read available output; False for nothing."""
         try:
             data = os.read(pipe, 1 << 16)
         except BlockingIOError:

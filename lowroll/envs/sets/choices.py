@@ -64,7 +64,6 @@ def choice(text: str, options: int) -> str | None:
 
 
 def _given(env: Choices, row: dict[str, Any], where: str) -> tuple[list[str], int | None]:
-    """Return the options in order and the right one's position."""
     key = column(row, env.row, "options", where)
     raw, labels = row[key], list(LETTERS)
     if isinstance(raw, dict):  # ARC: {"text": [...], "label": [...]}

@@ -38,9 +38,9 @@ class CachePolicy(ABC):
     """A policy for the number of keys in a sample's cache. All numbers are keys of a layer and
     head.
 
-    The scheduler asks for each sample alone, so what it keeps does not depend on its batch.
-    Contract: a cache that was just compacted, or has just got its prompt, takes at least one more
-    key: room(kept(n)) >= 1 and room(after_prompt(n)) >= 1.
+    Each sample is decided alone, so what it keeps does not depend on its batch. Contract: a cache
+    that was just compacted, or has just got its prompt, takes at least one more key: room(kept(n))
+    >= 1 and room(after_prompt(n)) >= 1.
     """
 
     name: str  # BehaviorTag.kv_policy
