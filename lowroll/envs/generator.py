@@ -9,7 +9,7 @@ scoring worker).
 Levels with refused options are skipped.
 
 Some scorers evaluate the response as Python or sympy source: answers outside a small language
-(`LANGUAGES`) are wrong without a call.
+(`LANGUAGES`) are wrong, and are not evaluated.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from lowroll.parallel.ranks import RankGroup, rows_of
 from lowroll.quant.dense import over
 from lowroll.quant.formats import QTensor, get_format
 
-PIECES = [1 << i for i in range(28, 36)]  # sizes of page-locked allocations
+PIECES = [1 << i for i in range(28, 36)]  # bytes: sizes of page-locked allocations
 PLACE = 256  # bytes: alignment within a piece
 
 

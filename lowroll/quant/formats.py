@@ -87,7 +87,8 @@ class QTensor:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Invalidate what was derived from the codes. Call it after a write to `tensors`."""
+        """Drop (on CPU) or recompute what was derived from the codes. Call it after a write to
+        `tensors`."""
         self.version += 1
         if self.device.type == "cpu":
             self.packed.clear()

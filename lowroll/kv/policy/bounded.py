@@ -16,8 +16,8 @@ from lowroll.kv.policy.table import BUDGET, BUFFER, POLICIES, check
 @dataclass(frozen=True)
 class Bounded(CachePolicy):
     """A bounded policy. budget: keys that a compaction leaves; buffer: keys added until the next
-    one. Choose it a multiple of the steps between two plans (16 on CUDA), so that rows do not wait
-    for theirs.
+    one. A buffer that is a multiple of the steps between two plans (16 on CUDA) keeps rows from
+    waiting for theirs.
 
     Defaults and bounds are in `kv.policy.table`. ValueError names the wrong option.
     """
