@@ -1,4 +1,4 @@
-"""code: Python programs, scored by hidden tests in a sandbox.
+"""code: programs in Python, scored by hidden tests in a sandbox.
 
 A response's last fenced block runs on each test: standard input and output, or function calls.
 Reward: the share of passed tests, or with `reward: all` 1 only when all pass.

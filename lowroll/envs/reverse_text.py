@@ -1,4 +1,4 @@
-"""reverse-text: write the text backwards.
+"""reverse-text: write the text backwards, character by character.
 
 Reward = 2 * LCS(response, target) / (len(response) + len(target)), LCS the length of the longest
 common subsequence: 1 only for the target, no gain from padding. LCS is bit-parallel (Hyyro 2004,
